@@ -1,0 +1,1 @@
+"""Model families: what a dense architecture must tell us to be converted."""

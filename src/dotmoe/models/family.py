@@ -1,0 +1,100 @@
+"""The contract of a model family, and the dict of all families."""
+
+import difflib
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from dotmoe.errors import UserError
+from dotmoe.models.llama import Llama
+from dotmoe.models.mistral import Mistral
+from dotmoe.models.qwen2 import Qwen2
+from dotmoe.models.qwen3 import Qwen3
+from dotmoe.models.traits import AttentionTraits, GatedFFN
+
+
+class Family(Protocol):
+    """Where the parts of a dense decoder live. Members are listed in `FAMILIES`."""
+
+    model_type: str
+    """`model_type` of the Hugging Face config."""
+
+    def refusal(self, config: Any) -> str | None:
+        """Why this config cannot be converted exactly (one sentence with the remedy), or None."""
+        ...
+
+    def attention(self, config: Any) -> AttentionTraits:
+        """What an exporter must know of the attention blocks."""
+        ...
+
+    def layers(self, model: nn.Module) -> nn.ModuleList:
+        """The decoder layers, in order; each has its FFN as `mlp`."""
+        ...
+
+    def ffn(self, layer: nn.Module) -> GatedFFN:
+        """The three projections of one layer's FFN."""
+        ...
+
+    def trunk(self, model: nn.Module) -> nn.Module:
+        """Everything below the head: token ids to the hidden states that the head reads."""
+        ...
+
+    def head(self, model: nn.Module) -> nn.Linear:
+        """The output projection, without bias: logits = hidden @ weight.T."""
+        ...
+
+    def ffn_tensor(self, layer: int, projection: str) -> str:
+        """Checkpoint name of `gate`, `up` or `down` of a layer."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Widths:
+    """Sizes of a dense model that decide how it can be split."""
+
+    model: int
+    ffn: int
+    layers: int
+    vocabulary: int
+    context: int
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Llama(),
+    "mistral": Mistral(),
+    "qwen2": Qwen2(),
+    "qwen3": Qwen3(),
+}
+
+
+def family_of(config: Any) -> Family:
+    """The family of a Hugging Face config.
+
+    Raises:
+        UserError: Unknown model type, or one that cannot be converted, with the reason.
+    """
+    model_type = getattr(config, "model_type", "")
+    if model_type not in FAMILIES:
+        near = difflib.get_close_matches(model_type, FAMILIES, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise UserError(
+            f"model_type is {model_type!r}, which dotmoe cannot convert. "
+            f"Families: {', '.join(FAMILIES)}.{hint}"
+        )
+    family = FAMILIES[model_type]
+    reason = family.refusal(config)
+    if reason is not None:
+        raise UserError(reason)
+    return family
+
+
+def widths_of(config: Any) -> Widths:
+    """Sizes read from a Hugging Face config."""
+    return Widths(
+        model=config.hidden_size,
+        ffn=config.intermediate_size,
+        layers=config.num_hidden_layers,
+        vocabulary=config.vocab_size,
+        context=config.max_position_embeddings,
+    )

@@ -1,0 +1,26 @@
+"""Qwen2 and Qwen2.5: LLaMA with biases on the query, key and value projections."""
+
+from typing import Any
+
+from dotmoe.models.llama import Llama, head_dim
+from dotmoe.models.traits import AttentionTraits
+
+
+def sliding_window(config: Any) -> int | None:
+    """Window of a Qwen config: the key is honoured only where `use_sliding_window` is true."""
+    return config.sliding_window if getattr(config, "use_sliding_window", False) else None
+
+
+class Qwen2(Llama):
+    """Qwen2 and Qwen2.5."""
+
+    model_type = "qwen2"
+
+    def attention(self, config: Any) -> AttentionTraits:
+        """See `Family.attention`."""
+        return AttentionTraits(
+            qkv_bias=True,
+            qk_norm=False,
+            head_dim=head_dim(config),
+            sliding_window=sliding_window(config),
+        )
