@@ -1,0 +1,35 @@
+"""STAGE extract: from learned affinities and routers to the layout that is exported."""
+
+import torch
+
+from dotmoe.artifacts import AlignState
+from dotmoe.layout import ExpertLayout
+from dotmoe.moe.assignment import AssignmentConfig, hard_assignment, soft_plan
+
+
+@torch.no_grad()
+def extract(
+    state: AlignState,
+    active_experts: int,
+    config: AssignmentConfig,
+    *,
+    router_dtype: torch.dtype,
+) -> ExpertLayout:
+    """Round the plan at the final temperature, and the routers to what the export can store.
+
+    Router rows are centred over experts first: that changes no routing, and keeps the gates of the
+    exported architecture closest to 1.
+
+    Args:
+        state: Affinities and routers.
+        active_experts: k.
+        config: Solver and final temperature.
+        router_dtype: Dtype of the checkpoint to be written; router entries become exact in it.
+    """
+    plan = soft_plan(state.affinity_LNE, config, tau=config.tau_end)
+    centred_LED = state.router_LED - state.router_LED.mean(dim=1, keepdim=True)
+    return ExpertLayout(
+        expert_of_neuron_LN=hard_assignment(plan).cpu(),
+        router_LED=centred_LED.to(router_dtype).float().cpu(),
+        active_experts=active_experts,
+    )

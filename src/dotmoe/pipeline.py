@@ -1,0 +1,206 @@
+"""The whole method on one screen: load -> calibrate -> align -> extract -> export -> evaluate -> report."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dotmoe.align import align, steps_to_take
+from dotmoe.artifacts import AlignState, DenseModel
+from dotmoe.calibrate import calibrate
+from dotmoe.config import RunConfig
+from dotmoe.data import TokenBlocks, documents, pack_blocks
+from dotmoe.evaluate import evaluate
+from dotmoe.export import export
+from dotmoe.extract import extract
+from dotmoe.granularity import Granularity, resolve
+from dotmoe.layout import ExpertLayout
+from dotmoe.load import load_dense
+from dotmoe.narration import Narrator
+from dotmoe.report import report
+from dotmoe.run_folder import RunFolder, provenance, read_json, write_json
+from dotmoe.training.loop import Metrics
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """What `convert` leaves behind."""
+
+    folder: Path
+    """The run folder."""
+    export: Path
+    """The checkpoint, loadable by stock Transformers."""
+    report: Path
+    """What was lost and gained, as Markdown."""
+    results: dict[str, Any]
+    """Contents of `6_evaluate/results.json`."""
+
+
+def convert(config: RunConfig, narrator: Narrator | None = None) -> Conversion:
+    """Run every stage that the run folder does not hold finished yet.
+
+    Raises:
+        UserError: Bad input. The run folder then holds finished stages only, or does not exist.
+    """
+    narrator = narrator or Narrator(quiet=True)
+    dense = load_dense(config.model, config.load)
+    run = _Run(
+        config=config,
+        dense=dense,
+        granularity=resolve(config.experts, dense.widths.ffn),
+        folder=RunFolder.open(config),
+        narrator=narrator,
+    )
+    training, heldout = run.tokenise()
+    initial = run.calibrate(training)
+    state = run.align(training, initial)
+    layout = run.extract(state)
+    run.export(layout, heldout)
+    results = run.evaluate(heldout)
+    return Conversion(
+        folder=run.folder.path,
+        export=run.folder.stage("export"),
+        report=run.report(),
+        results=results,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """One conversion under way: each method is a stage, skipped where its result is on disk."""
+
+    config: RunConfig
+    dense: DenseModel
+    granularity: Granularity
+    folder: RunFolder
+    narrator: Narrator
+
+    def tokenise(self) -> tuple[TokenBlocks, TokenBlocks]:
+        """Training blocks, and blocks to measure on that are never trained on."""
+        config = self.config
+        seq_len = min(config.data.seq_len, self.dense.widths.context)
+        if self.folder.is_finished("data"):
+            folder = self.folder.stage("data")
+            return TokenBlocks.load(folder / "training"), TokenBlocks.load(folder / "heldout")
+        if seq_len < config.data.seq_len:
+            self.narrator.say(f"seq_len lowered to {seq_len}: the model has no longer context")
+        steps_tokens = config.align.steps * config.align.batch_size * seq_len
+        training_tokens = max(steps_tokens, config.calibrate.calibration_tokens)
+        heldout_tokens = 0 if config.eval_text else config.eval_tokens
+        with self.folder.finishing("data") as folder, self.narrator.bar("tokenise") as update:
+            training = self._packed(config.data.data, seq_len, training_tokens + heldout_tokens, update)
+            if config.eval_text:
+                heldout = self._packed(config.eval_text, seq_len, config.eval_tokens, update)
+            else:
+                training, heldout = training.held_out(config.eval_tokens)
+            training.save(folder / "training")
+            heldout.save(folder / "heldout")
+        return training, heldout
+
+    def calibrate(self, training: TokenBlocks) -> AlignState:
+        """Initial affinities and routers."""
+        return self._state("calibrate", lambda folder: self._calibrated(training))
+
+    def align(self, training: TokenBlocks, initial: AlignState) -> AlignState:
+        """Learned affinities and routers."""
+        return self._state("align", lambda folder: self._aligned(training, initial, folder))
+
+    def extract(self, state: AlignState) -> ExpertLayout:
+        """The layout that is exported."""
+        file = self.folder.stage("extract") / "layout.safetensors"
+        if not self.folder.is_finished("extract"):
+            with self.folder.finishing("extract"):
+                layout = extract(
+                    state,
+                    self.granularity.active_experts,
+                    self.config.assignment,
+                    router_dtype=self.dense.checkpoint_dtype,
+                )
+                layout.save(file)
+        return ExpertLayout.load(file)
+
+    def export(self, layout: ExpertLayout, heldout: TokenBlocks) -> None:
+        """The checkpoint, verified."""
+        if self.folder.is_finished("export"):
+            return
+        self.narrator.say("export and verify")
+        with self.folder.finishing("export") as folder:
+            record = export(self.dense, layout, folder, self.config.export, heldout.blocks)
+        write_json(self.folder.path / "export.json", record.as_dict())
+
+    def evaluate(self, heldout: TokenBlocks) -> dict[str, Any]:
+        """Perplexity of the dense model and of the exported checkpoint."""
+        if not self.folder.is_finished("evaluate"):
+            with self.folder.finishing("evaluate") as folder, self.narrator.bar("evaluate") as bar:
+                results = evaluate(self.dense, self.folder.stage("export"), heldout, bar)
+                results |= {
+                    "granularity": asdict(self.granularity),
+                    "provenance": provenance(self.config.seed),
+                }
+                write_json(folder / "results.json", results)
+        return read_json(self.folder.stage("evaluate") / "results.json")
+
+    def report(self) -> Path:
+        """What was lost and gained; read from result files alone, so made anew each time."""
+        with self.folder.finishing("report") as folder:
+            return report(self.folder.path, folder)
+
+    def _packed(
+        self, sources: tuple[str, ...], seq_len: int, tokens: int, update: Callable[..., None]
+    ) -> TokenBlocks:
+        source = replace(self.config.data, data=sources)
+        return pack_blocks(
+            documents(source),
+            self.dense.tokenizer,
+            seq_len,
+            max_tokens=tokens,
+            on_progress=lambda done: update(min(done, tokens), tokens),
+        )
+
+    def _state(self, stage: str, make: Callable[[Path], AlignState]) -> AlignState:
+        """State of a stage: from disk where the stage is finished, else made and saved."""
+        file = self.folder.stage(stage) / "state.safetensors"
+        if not self.folder.is_finished(stage):
+            with self.folder.finishing(stage) as folder:
+                make(folder).save(file)
+        return AlignState.load(file, self.dense.device)
+
+    def _calibrated(self, training: TokenBlocks) -> AlignState:
+        config = self.config
+        with self.narrator.bar(f"calibrate ({config.calibrate.start})") as update:
+            return calibrate(
+                self.dense,
+                training.blocks,
+                self.granularity.num_experts,
+                config.calibrate,
+                seed=config.seed,
+                on_progress=update,
+            )
+
+    def _aligned(self, training: TokenBlocks, initial: AlignState, folder: Path) -> AlignState:
+        config = self.config
+        total = steps_to_take(config.align, len(training))
+        if total < config.align.steps:
+            self.narrator.say(
+                f"steps lowered from {config.align.steps} to {total}: the data would otherwise be "
+                f"seen more than {config.align.max_epochs:g} times (max_epochs)"
+            )
+        with self.narrator.bar("align") as update:
+
+            def on_step(step: int, metrics: Metrics) -> None:
+                update(step, total, f"kl {metrics['kl']:.3f} ce {metrics['ce']:.3f}")
+
+            state = align(
+                self.dense,
+                training,
+                initial,
+                self.granularity.active_experts,
+                config.align,
+                config.assignment,
+                folder=folder,
+                seed=config.seed,
+                on_step=on_step,
+            )
+        return state

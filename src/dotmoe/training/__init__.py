@@ -1,0 +1,1 @@
+"""A small training loop that knows nothing of experts: step, clip, log, save, resume."""

@@ -1,0 +1,72 @@
+"""KL + CE by chunks. Oracle: PyTorch's own losses on full logits, differentiated by autograd."""
+
+import torch
+import torch.nn.functional as F
+
+from dotmoe.moe import distillation
+from dotmoe.moe.distillation import IGNORED, distillation_loss, next_token_labels
+
+T, D, V = 11, 5, 17
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, T, D, generator=generator, dtype=torch.float64).unbind()
+    head = torch.randn(V, D, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, V, (T,), generator=generator)
+    labels[[3, 10]] = IGNORED
+    return student.requires_grad_(), teacher, head, labels
+
+
+def reference(student, teacher, head, labels, kl_weight, ce_weight):
+    logits, target = student @ head.T, teacher @ head.T
+    kl = F.kl_div(
+        logits.log_softmax(1), target.log_softmax(1), log_target=True, reduction="batchmean"
+    )
+    ce = F.cross_entropy(logits, labels, ignore_index=IGNORED)
+    return kl_weight * kl + ce_weight * ce, kl, ce
+
+
+def test_losses_and_gradient_equal_those_on_full_logits(monkeypatch):
+    monkeypatch.setattr(distillation, "MAX_CHUNK_ELEMENTS", 3 * V)  # four chunks, the last partial
+    student, teacher, head, labels = tensors()
+    found = distillation_loss(student, teacher, head, labels, kl_weight=2.0, ce_weight=0.7)
+    (found.total * 3).backward()
+    gradient, student.grad = student.grad, None
+    total, kl, ce = reference(student, teacher, head, labels, 2.0, 0.7)
+    (total * 3).backward()
+    assert torch.allclose(found.total.double(), total, rtol=1e-5)
+    assert torch.allclose(found.kl.double(), kl, rtol=1e-5)
+    assert torch.allclose(found.ce.double(), ce, rtol=1e-5)
+    assert torch.allclose(gradient, student.grad, atol=1e-6)
+
+
+def test_equal_hidden_states_have_no_kl():
+    student, _, head, labels = tensors()
+    loss = distillation_loss(student, student.detach(), head, labels, kl_weight=1.0, ce_weight=0.0)
+    loss.total.backward()
+    assert loss.kl.abs() < 1e-6
+    assert student.grad.abs().max() < 1e-6
+
+
+def test_no_chunk_of_logits_exceeds_its_bound(monkeypatch):
+    monkeypatch.setattr(distillation, "MAX_CHUNK_ELEMENTS", 2 * V)
+    student, teacher, head, labels = tensors()
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.shape[-1:] == (V,) and len(out) != D:
+                largest = max(largest, out.numel())
+            return out
+
+    with Watch():
+        distillation_loss(student, teacher, head, labels, kl_weight=1.0, ce_weight=1.0)
+    assert 0 < largest <= 2 * V
+
+
+def test_labels_are_the_next_tokens_within_each_row():
+    tokens = torch.tensor([[5, 6, 7], [1, 2, 3]])
+    assert next_token_labels(tokens).tolist() == [6, 7, IGNORED, 2, 3, IGNORED]

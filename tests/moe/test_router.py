@@ -1,0 +1,72 @@
+"""Routing: top-k mask, surrogates and their gradients. Oracles: sorting, SciPy, finite differences."""
+
+import pytest
+import torch
+from scipy.optimize import brentq
+from scipy.special import expit
+
+from dotmoe.moe.router import router_logits, soft_top_k, straight_through_mask, top_k_mask
+
+
+def logits(tokens=6, experts=9, dtype=torch.float64, scale=2.0):
+    generator = torch.Generator().manual_seed(0)
+    return scale * torch.randn(tokens, experts, generator=generator, dtype=dtype)
+
+
+def test_the_mask_marks_the_k_largest_logits_of_each_token():
+    values = logits()
+    mask = top_k_mask(values, 4)
+    for row, marked in zip(values.tolist(), mask.tolist(), strict=True):
+        largest = sorted(range(len(row)), key=lambda e: -row[e])[:4]
+        assert {e for e, m in enumerate(marked) if m == 1.0} == set(largest)
+
+
+def test_soft_rows_are_the_sigmoids_whose_sum_is_k():
+    values = logits()
+    for k, temperature in [(1, 1.0), (4, 0.3), (8, 2.0)]:
+        soft = soft_top_k(values, k, temperature)
+        for row, found in zip(values, soft, strict=True):
+            scaled = row.numpy() / temperature
+            theta = brentq(lambda t, x=scaled, k=k: expit(x - t).sum() - k, -200, 200, xtol=1e-13)
+            assert torch.allclose(found, torch.from_numpy(expit(scaled - theta)), atol=1e-7)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 30.0, 1e4])
+def test_soft_rows_sum_to_k_in_float32_at_any_scale(scale):
+    soft = soft_top_k(logits(64, 148, torch.float32, scale), 37, 1.0)
+    assert torch.isfinite(soft).all()
+    assert torch.allclose(soft.sum(dim=1), torch.full((64,), 37.0), atol=1e-2)
+
+
+def test_all_experts_active_gives_ones_and_no_gradient():
+    values = logits().requires_grad_()
+    soft = soft_top_k(values, values.shape[1], 1.0)
+    soft.sum().backward()
+    assert torch.equal(soft, torch.ones_like(soft))
+    assert torch.equal(values.grad, torch.zeros_like(values))
+
+
+def test_the_gradient_of_soft_top_k_is_that_of_finite_differences():
+    values = logits(3, 6).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: soft_top_k(x, 2, 0.7), (values,), atol=1e-6)
+
+
+@pytest.mark.parametrize("surrogate", ["softmax", "soft_top_k"])
+def test_straight_through_is_hard_forward_and_soft_backward(surrogate):
+    values = logits(5, 8, torch.float32).requires_grad_()
+    weights = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    mask = straight_through_mask(values, 3, surrogate=surrogate, temperature=0.8)
+    assert torch.equal(mask, top_k_mask(values, 3))
+    (mask * weights).sum().backward()
+    other = values.detach().clone().requires_grad_()
+    soft = torch.softmax(other, dim=1) if surrogate == "softmax" else soft_top_k(other, 3, 0.8)
+    (soft * weights).sum().backward()
+    assert torch.equal(values.grad, other.grad)
+
+
+def test_router_logits_are_float32_whatever_the_inputs():
+    x = torch.randn(4, 8).bfloat16()
+    router = torch.randn(3, 8).bfloat16()
+    found = router_logits(x, router)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found.double(), x.double() @ router.double().T, atol=1e-5)
