@@ -102,7 +102,7 @@ def align(
         The trained state.
     """
     _check(dense, config)
-    steps = steps_to_take(config, len(blocks))
+    steps = steps_to_take(config, blocks.num_blocks)
     if steps == 0:
         return initial
     schedule = Schedule(

@@ -83,7 +83,7 @@ class _Run:
         seq_len = min(config.data.seq_len, self.dense.widths.context)
         if self.folder.is_finished("data"):
             folder = self.folder.stage("data")
-            return TokenBlocks.load(folder / "training"), TokenBlocks.load(folder / "heldout")
+            return TokenBlocks.load(folder / "training.safetensors"), TokenBlocks.load(folder / "heldout.safetensors")
         if seq_len < config.data.seq_len:
             self.narrator.say(f"seq_len lowered to {seq_len}: the model has no longer context")
         steps_tokens = config.align.steps * config.align.batch_size * seq_len
@@ -94,9 +94,9 @@ class _Run:
             if config.eval_text:
                 heldout = self._packed(config.eval_text, seq_len, config.eval_tokens, update)
             else:
-                training, heldout = training.held_out(config.eval_tokens)
-            training.save(folder / "training")
-            heldout.save(folder / "heldout")
+                training, heldout = training.without_tail(config.eval_tokens)
+            training.save(folder / "training.safetensors")
+            heldout.save(folder / "heldout.safetensors")
         return training, heldout
 
     def calibrate(self, training: TokenBlocks) -> AlignState:
@@ -127,7 +127,7 @@ class _Run:
             return
         self.narrator.say("export and verify")
         with self.folder.finishing("export") as folder:
-            record = export(self.dense, layout, folder, self.config.export, heldout.blocks)
+            record = export(self.dense, layout, folder, self.config.export, heldout.tokens_BT)
         write_json(self.folder.path / "export.json", record.as_dict())
 
     def evaluate(self, heldout: TokenBlocks) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class _Run:
         with self.narrator.bar(f"calibrate ({config.calibrate.start})") as update:
             return calibrate(
                 self.dense,
-                training.blocks,
+                training.tokens_BT,
                 self.granularity.num_experts,
                 config.calibrate,
                 seed=config.seed,
@@ -181,7 +181,7 @@ class _Run:
 
     def _aligned(self, training: TokenBlocks, initial: AlignState, folder: Path) -> AlignState:
         config = self.config
-        total = steps_to_take(config.align, len(training))
+        total = steps_to_take(config.align, training.num_blocks)
         if total < config.align.steps:
             self.narrator.say(
                 f"steps lowered from {config.align.steps} to {total}: the data would otherwise be "

@@ -1,0 +1,255 @@
+"""What a conversion costs in memory, disk and arithmetic: estimates from sizes alone.
+
+Every figure is a sum of named items, so a reader can check each. They are estimates for planning:
+allocator slack, the framework itself (about 1 GiB on a GPU) and the operating system come on top.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from dotmoe.errors import UserError
+from dotmoe.granularity import Granularity
+from dotmoe.models.family import Widths, widths_of
+from dotmoe.models.traits import AttentionTraits
+from dotmoe.moe.distillation import MAX_CHUNK_ELEMENTS
+from dotmoe.parameters import ParameterCounts
+
+PAPER_TOKENS = 3_500 * 64 * 2_048
+"""Tokens of the paper's alignment: steps, batch size, sequence length."""
+FLOAT32 = 4
+BYTES_PER_TRAINABLE = 4 * FLOAT32
+"""Value, gradient and two Adam moments, all float32."""
+PLAN_COPIES = 4
+"""The soft plan, its gradient, and two working copies in solver and implicit gradient."""
+HEAD_CHUNK_COPIES = 6
+"""Float32 tensors of one chunk of logits that live at the same time in the distillation loss."""
+FFN_TENSORS_KEPT = 4
+"""Of width N, for the backward of gate, SiLU(gate), up and their product; weights are frozen."""
+FFN_TENSORS_IN_BACKWARD = 5
+"""Of width N, while the gradient passes one FFN."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSize:
+    """Size of an alignment run, for estimates."""
+
+    steps: int = 3_500
+    """Optimizer steps; 0 for the training-free start alone. Paper: 3,500."""
+    batch_size: int = 64
+    """Sequences a step. Paper: 64 (tab:hyperparams_moefication)."""
+    seq_len: int = 2_048
+    """Tokens a sequence. Paper: 2,048 (tab:hyperparams_moefication)."""
+    micro_batch_size: int = 4
+    """Sequences that are in memory at once; at most `batch_size`."""
+    bytes_per_weight: Literal[2, 4] = 2
+    """Of the dense weights while aligning: 2 for bfloat16 or float16, 4 for float32."""
+    calibration_tokens: int = 8_192
+    """Tokens seen by the training-free start; 0 for none."""
+    device: str = "auto"
+    """Where it would run, for the measured rate: cpu, cuda, or auto (a GPU if there is one)."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be run."""
+        for name, least in (
+            ("steps", 0),
+            ("batch_size", 1),
+            ("seq_len", 1),
+            ("micro_batch_size", 1),
+            ("calibration_tokens", 0),
+        ):
+            value = getattr(self, name)
+            if value < least:
+                raise UserError(f"{name} is {value}, but it must be at least {least}.")
+        if self.micro_batch_size > self.batch_size:
+            raise UserError(
+                f"micro_batch_size is {self.micro_batch_size}, more than batch_size "
+                f"{self.batch_size}. Choose 1 to {self.batch_size}."
+            )
+        if self.bytes_per_weight not in (2, 4):
+            raise UserError(f"bytes_per_weight is {self.bytes_per_weight}. Choose 2 or 4.")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.steps * self.batch_size * self.seq_len
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens in memory at once (T)."""
+        return self.micro_batch_size * self.seq_len
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """All that the estimates read about a model and its split."""
+
+    widths: Widths
+    traits: AttentionTraits
+    granularity: Granularity
+    counts: ParameterCounts
+    heads: int
+    """Query heads a layer."""
+    kv_heads: int
+    """Key and value heads a layer."""
+    bytes_stored: int
+    """Bytes of a weight in the dense checkpoint, and so in the exported one."""
+
+    @property
+    def trainables(self) -> int:
+        """Entries of A and of the routers."""
+        return self.widths.layers * self.widths.ffn * self.granularity.num_experts + (
+            self.counts.routers
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One line of an estimate: bytes, or floating-point operations."""
+
+    name: str
+    amount: int
+
+
+def total(items: tuple[Item, ...]) -> int:
+    """Sum of the items."""
+    return sum(item.amount for item in items)
+
+
+def sizes_of(
+    config: Any, traits: AttentionTraits, granularity: Granularity, counts: ParameterCounts
+) -> Sizes:
+    """Read from a Hugging Face config what the estimates need; no dtype there means bfloat16."""
+    dtype = getattr(config, "dtype", None) or torch.bfloat16
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return Sizes(
+        widths=widths_of(config),
+        traits=traits,
+        granularity=granularity,
+        counts=counts,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        bytes_stored=dtype.itemsize,
+    )
+
+
+def kept_per_token(sizes: Sizes, bytes_per_weight: int) -> int:
+    """Bytes that the backward pass of one masked layer keeps for each token.
+
+        b * (4 N + 2 (H + H_kv) * head_dim) + 4 * (3 D + 4 E)
+
+    Frozen projections keep nothing of their inputs. In float32: the inputs of both norms and of
+    the router, four tensors of router scores, and the inputs of query and key norms if there are.
+    """
+    attention = 2 * (sizes.heads + sizes.kv_heads) * sizes.traits.head_dim
+    head_norms = attention // 2 if sizes.traits.qk_norm else 0
+    narrow = FFN_TENSORS_KEPT * sizes.widths.ffn + attention
+    wide = 3 * sizes.widths.model + 4 * sizes.granularity.num_experts + head_norms
+    return bytes_per_weight * narrow + FLOAT32 * wide
+
+
+def calibration_memory(sizes: Sizes, run: RunSize) -> tuple[Item, ...]:
+    """Peak of the start from data, by item; it is over before alignment begins."""
+    widths, tokens = sizes.widths, run.calibration_tokens
+    inputs = run.bytes_per_weight * widths.layers * widths.model * tokens
+    return (
+        Item("dense weights", run.bytes_per_weight * sizes.counts.dense_total),
+        Item("FFN inputs of all layers", inputs),
+        # Contributions, the same centred, and as unit vectors.
+        Item("contributions of one layer", 3 * FLOAT32 * widths.ffn * tokens),
+        Item("affinities and routers", FLOAT32 * sizes.trainables),
+    )
+
+
+def alignment_memory(sizes: Sizes, run: RunSize, *, checkpointing: bool) -> tuple[Item, ...]:
+    """Peak of one alignment step on one device, by item.
+
+    Args:
+        sizes: Of model and split.
+        run: Of the micro batch; dtype of the frozen weights.
+        checkpointing: Keep only each layer's input, and compute the layer again in the backward.
+    """
+    widths, tokens = sizes.widths, run.micro_batch_tokens
+    layer = kept_per_token(sizes, run.bytes_per_weight) * tokens
+    stream = run.bytes_per_weight * widths.model * tokens
+    kept = widths.layers * stream + layer if checkpointing else widths.layers * layer
+    working = FFN_TENSORS_IN_BACKWARD * run.bytes_per_weight * widths.ffn * tokens
+    plan = FLOAT32 * widths.layers * widths.ffn * sizes.granularity.num_experts
+    chunk = min(tokens * widths.vocabulary, MAX_CHUNK_ELEMENTS)
+    return (
+        Item("dense weights, one copy", run.bytes_per_weight * sizes.counts.dense_total),
+        Item("affinities, routers, gradients, Adam", BYTES_PER_TRAINABLE * sizes.trainables),
+        Item("soft plan and its temporaries", PLAN_COPIES * plan),
+        Item("activations kept for the backward", kept),
+        Item("working buffers of one layer", working),
+        Item("hidden states of teacher and student", 3 * stream),
+        Item("one chunk of logits", HEAD_CHUNK_COPIES * FLOAT32 * chunk),
+    )
+
+
+def exported_bytes(sizes: Sizes) -> tuple[Item, ...]:
+    """The exported folder (glm4_moe), by item."""
+    widths, stored = sizes.widths, sizes.bytes_stored
+    split = sizes.granularity
+    tied = 0 if sizes.counts.output_head else sizes.counts.input_embedding
+    zeros = 3 * split.expert_size * widths.model * widths.layers
+    return (
+        Item("exported weights and routers", stored * sizes.counts.stored),
+        Item("tied head written out", stored * tied),
+        Item("zero shared expert of the format", stored * zeros),
+        Item("router score biases", FLOAT32 * widths.layers * split.num_experts),
+    )
+
+
+def export_memory(
+    sizes: Sizes, run: RunSize, *, max_shard_bytes: int = 4 << 30
+) -> tuple[Item, ...]:
+    """Peak of the export with its verification, which reloads the result beside the dense model."""
+    exported = sum(item.amount for item in exported_bytes(sizes))
+    return (
+        Item("dense weights", run.bytes_per_weight * sizes.counts.dense_total),
+        Item("exported model, reloaded to verify", exported),
+        Item("one shard at most", min(exported, max_shard_bytes)),
+    )
+
+
+def disk(sizes: Sizes, run: RunSize) -> tuple[Item, ...]:
+    """Bytes on disk, by item."""
+    widths = sizes.widths
+    layout = FLOAT32 * (widths.layers * widths.ffn + sizes.counts.routers)
+    return (
+        Item(
+            "dense checkpoint (unless it is there)", sizes.bytes_stored * sizes.counts.dense_total
+        ),
+        Item("packed tokens", 4 * (run.tokens + run.calibration_tokens)),
+        # A, routers and both moments; while a new one is written the last one is still there.
+        Item("two alignment checkpoints", 2 * 3 * FLOAT32 * sizes.trainables),
+        Item("layout", layout),
+        Item("exported folder", sum(item.amount for item in exported_bytes(sizes))),
+    )
+
+
+def alignment_flops(sizes: Sizes, run: RunSize) -> tuple[Item, ...]:
+    """Floating-point operations of the whole alignment, by item; 2 for a multiply and add.
+
+    A forward is 2 * (parameters in matrix products) a token, and 2 * seq_len * heads * head_dim a
+    layer for causal attention. Weights are frozen, so their products cost the backward as much as
+    one forward, not two; only attention, a product of two activations, costs it twice.
+    """
+    widths, counts = sizes.widths, sizes.counts
+    experts = sizes.granularity.num_experts
+    # An embedding look-up costs nothing; a head costs its size, tied or not.
+    products = counts.attention_and_norms + counts.ffn_total + counts.input_embedding
+    attention = 2 * run.seq_len * sizes.heads * sizes.traits.head_dim * widths.layers
+    forward = 2 * products + attention
+    backward = 2 * products + 2 * attention
+    router = 2 * experts * widths.model * widths.layers
+    mask = 2 * widths.ffn * experts * widths.layers
+    return (
+        Item("teacher forward", run.tokens * forward),
+        Item("student forward", run.tokens * forward),
+        Item("backward through activations", run.tokens * backward),
+        Item("routers and assignment gradient", run.tokens * (3 * router + mask)),
+        Item("calibration forward", run.calibration_tokens * forward),
+    )

@@ -1,0 +1,164 @@
+"""How finely an FFN is split: expert size s, experts E and active experts k of one FFN width.
+
+Every layer of a supported model has the same width, so one `Granularity` holds for all of them.
+"""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from dotmoe.errors import UserError
+
+PAPER_EXPERT_SIZE = 128
+"""Neurons in one expert (tab:hyperparams_moefication)."""
+PAPER_ACTIVE = 0.25
+"""Share of experts that run in the paper's main tables."""
+FEWEST_DEFAULT_EXPERTS = 16
+"""The default never splits more coarsely than this: few experts leave the router little choice."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsConfig:
+    """Size of the experts and how many of them run per token."""
+
+    expert_size: int | None = None
+    """Neurons in one expert (s); must divide the FFN width. Give this or `experts`. Default: 128
+    (paper, tab:hyperparams_moefication); where that does not divide the width or leaves fewer than
+    16 experts, the largest smaller divisor that leaves at least 16."""
+    experts: int | None = None
+    """Experts a layer (E), at least 2; must divide the FFN width. Give this or `expert_size`."""
+    active: float | None = None
+    """Share of the experts that run per token, above 0 and at most 1; k is this share of E rounded
+    half up, at least 1. Give this or `active_experts`. Default: 0.25 (paper, main tables)."""
+    active_experts: int | None = None
+    """Experts that run per token (k), 1 to E. Give this or `active`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Granularity:
+    """A split that fits: num_experts * expert_size is the FFN width, 1 <= k <= E."""
+
+    num_experts: int
+    """Experts a layer (E)."""
+    expert_size: int
+    """Neurons of one expert (s)."""
+    active_experts: int
+    """Experts that run per token (k)."""
+
+    @property
+    def ffn_width(self) -> int:
+        """Neurons of one FFN, E * s."""
+        return self.num_experts * self.expert_size
+
+    @property
+    def active_fraction(self) -> float:
+        """Share of the FFN neurons that run per token, k / E."""
+        return self.active_experts / self.num_experts
+
+
+def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
+    """Turn what was asked for into E, s and k for one FFN width.
+
+    Raises:
+        UserError: Size or count does not divide the width (the nearest that do are named), fewer
+            than two experts, a share outside (0, 1], k outside 1 to E, or two settings that
+            contradict each other.
+
+    Example:
+        >>> resolve(ExpertsConfig(), 11_008)
+        Granularity(num_experts=86, expert_size=128, active_experts=22)
+    """
+    expert_size = _expert_size(config, ffn_width)
+    num_experts = ffn_width // expert_size
+    return Granularity(
+        num_experts=num_experts,
+        expert_size=expert_size,
+        active_experts=_active_experts(config, num_experts),
+    )
+
+
+def default_expert_size(ffn_width: int) -> int:
+    """128, or the largest smaller divisor of the width that leaves at least 16 experts.
+
+    Raises:
+        UserError: The width has fewer than 16 neurons.
+    """
+    if ffn_width < FEWEST_DEFAULT_EXPERTS:
+        raise UserError(
+            f"The FFN width is {ffn_width}, but the default split needs at least "
+            f"{FEWEST_DEFAULT_EXPERTS} neurons. Set experts or expert_size."
+        )
+    largest = min(PAPER_EXPERT_SIZE, ffn_width // FEWEST_DEFAULT_EXPERTS)
+    return next(size for size in range(largest, 0, -1) if ffn_width % size == 0)
+
+
+def _expert_size(config: ExpertsConfig, ffn_width: int) -> int:
+    size, experts = config.expert_size, config.experts
+    if size is None and experts is None:
+        return default_expert_size(ffn_width)
+    if size is not None:
+        if size < 1 or ffn_width % size:
+            raise UserError(_indivisible("expert_size", size, ffn_width, largest=ffn_width // 2))
+        if size == ffn_width:
+            raise UserError(
+                f"expert_size is {size}, the whole FFN width, which leaves 1 expert of the at "
+                f"least 2 needed. Choose {_nearest(size, ffn_width, largest=ffn_width // 2)}."
+            )
+    if experts is not None:
+        if experts < 2 or ffn_width % experts:
+            raise UserError(_indivisible("experts", experts, ffn_width, smallest=2))
+        if size is not None and size * experts != ffn_width:
+            raise UserError(
+                f"expert_size {size} and experts {experts} make {size * experts} neurons, but the "
+                f"FFN width is {ffn_width}. Give one of the two."
+            )
+        return ffn_width // experts
+    assert size is not None
+    return size
+
+
+def _active_experts(config: ExpertsConfig, num_experts: int) -> int:
+    share, active_experts = config.active, config.active_experts
+    if active_experts is not None and not 1 <= active_experts <= num_experts:
+        raise UserError(
+            f"active_experts is {active_experts}, but a layer has {num_experts} experts. "
+            f"Choose 1 to {num_experts}, or a smaller expert_size."
+        )
+    if share is None and active_experts is not None:
+        return active_experts
+    share = PAPER_ACTIVE if share is None else share
+    if not 0 < share <= 1:
+        raise UserError(
+            f"active is {share:g}, but the share of experts that run must be above 0 and at most "
+            f"1. For a quarter of them set active to 0.25."
+        )
+    # The decimal the user wrote, not its binary neighbour: 0.29 of 50 is 14.5 and rounds to 15.
+    rounded = math.floor(Fraction(str(float(share))) * num_experts + Fraction(1, 2))
+    from_share = max(1, rounded)
+    if active_experts is not None and active_experts != from_share:
+        raise UserError(
+            f"active {share:g} of {num_experts} experts is {from_share}, but active_experts is "
+            f"{active_experts}. Give one of the two."
+        )
+    return from_share
+
+
+def _indivisible(
+    name: str, value: int, ffn_width: int, *, smallest: int = 1, largest: int | None = None
+) -> str:
+    near = _nearest(value, ffn_width, smallest=smallest, largest=largest)
+    if value < smallest:
+        return f"{name} is {value}, but it must be at least {smallest}. Choose {near}."
+    return (
+        f"{name} is {value}, which does not divide the FFN width {ffn_width} into equal experts. "
+        f"Choose {near}."
+    )
+
+
+def _nearest(value: int, ffn_width: int, *, smallest: int = 1, largest: int | None = None) -> str:
+    """The divisors of the width next below and above a value, in words."""
+    top = ffn_width if largest is None else largest
+    divisors = [n for n in range(smallest, top + 1) if ffn_width % n == 0]
+    below = [n for n in divisors if n < value][-1:]
+    above = [n for n in divisors if n > value][:1]
+    return " or ".join(str(n) for n in below + above) or "another model: this width has no divisor"

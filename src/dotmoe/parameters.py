@@ -1,0 +1,107 @@
+"""Parameter counts of a dense model and of the Mixture-of-Experts it becomes, exact.
+
+Counted on the meta device from the Hugging Face config alone: nothing is downloaded or allocated.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from dotmoe.granularity import Granularity
+from dotmoe.models.family import Family
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterCounts:
+    """Counts of whole parameters; a tied output head is counted once."""
+
+    dense_total: int
+    """All parameters of the dense model."""
+    stored: int
+    """The dense model's and the routers': what alignment leaves behind."""
+    active: int
+    """Parameters that work on one token, without routers: the figure that papers print."""
+    active_with_routers: int
+    """The same with the router rows, all of which are read for every token."""
+    active_without_embeddings: int
+    """`active` without the input embedding and the output head."""
+    floor: int
+    """What conversion cannot remove: everything outside the FFNs."""
+    attention_and_norms: int
+    """Part of the floor: attention with its biases, and all norms."""
+    input_embedding: int
+    """Part of the floor: the token embedding (and the head, if tied to it)."""
+    output_head: int
+    """Part of the floor: the output projection; 0 if tied to the embedding."""
+    ffn_total: int
+    """All FFN projections of all layers."""
+    ffn_active: int
+    """FFN parameters that work on one token."""
+    routers: int
+    """Router rows of all layers, L * E * D."""
+
+    @property
+    def active_fraction(self) -> float:
+        """`active / dense_total`: what is left of the model, unlike the share of FFN neurons."""
+        return self.active / self.dense_total
+
+
+def meta_model(config: Any) -> nn.Module:
+    """The dense model of a config without storage: names, shapes and ties only."""
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def count_parameters(config: Any, family: Family, granularity: Granularity) -> ParameterCounts:
+    """Count a dense model and its split.
+
+        active = all - (1 - k / E) * FFN        (FFN = 3 * d * d_ffn * L)
+        stored = all + L * E * d
+
+    Args:
+        config: Hugging Face config of a supported family.
+        family: Where its parts live.
+        granularity: E, s and k; E * s must be the FFN width.
+
+    Returns:
+        Exact counts: (1 - k / E) * FFN is a whole number, since E divides the width.
+    """
+    model = meta_model(config)
+    total = _count(model)
+    layers = family.layers(model)
+    ffns = [family.ffn(layer) for layer in layers]
+    ffn_total = sum(
+        projection.weight.numel() for ffn in ffns for projection in (ffn.gate, ffn.up, ffn.down)
+    )
+    embedding = model.get_input_embeddings().weight.numel()  # type: ignore[operator]
+    head = total - _count(family.trunk(model))
+    if granularity.ffn_width != config.intermediate_size:
+        raise ValueError(
+            f"a split of {granularity.ffn_width} neurons for FFNs of {config.intermediate_size}"
+        )
+    routers = len(layers) * granularity.num_experts * config.hidden_size
+    ffn_active = ffn_total // granularity.num_experts * granularity.active_experts
+    active = total - ffn_total + ffn_active
+    return ParameterCounts(
+        dense_total=total,
+        stored=total + routers,
+        active=active,
+        active_with_routers=active + routers,
+        active_without_embeddings=active - embedding - head,
+        floor=total - ffn_total,
+        attention_and_norms=total - ffn_total - embedding - head,
+        input_embedding=embedding,
+        output_head=head,
+        ffn_total=ffn_total,
+        ffn_active=ffn_active,
+        routers=routers,
+    )
+
+
+def _count(module: nn.Module) -> int:
+    # `parameters` yields a shared tensor once, so a tied head is not counted again.
+    return sum(parameter.numel() for parameter in module.parameters())

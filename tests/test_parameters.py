@@ -1,0 +1,143 @@
+import pytest
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from dotmoe.granularity import ExpertsConfig, resolve
+from dotmoe.models.family import family_of
+from dotmoe.parameters import count_parameters, meta_model
+
+LLAMA_2_7B = LlamaConfig(
+    vocab_size=32_000,
+    hidden_size=4_096,
+    intermediate_size=11_008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=32,
+    tie_word_embeddings=False,
+)
+LLAMA_3_8B = LlamaConfig(
+    vocab_size=128_256,
+    hidden_size=4_096,
+    intermediate_size=14_336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    tie_word_embeddings=False,
+)
+QWEN_2_5_7B = Qwen2Config(
+    vocab_size=152_064,
+    hidden_size=3_584,
+    intermediate_size=18_944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    tie_word_embeddings=False,
+)
+QWEN_2_5_HALF_B = Qwen2Config(
+    vocab_size=151_936,
+    hidden_size=896,
+    intermediate_size=4_864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+)
+
+
+def counts(config, **settings):
+    granularity = resolve(ExpertsConfig(**settings), config.intermediate_size)
+    return count_parameters(config, family_of(config), granularity)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "active"),
+    [
+        (LLAMA_3_8B, {"active_experts": 28}, 3_802_402_816),
+        (QWEN_2_5_7B, {"active_experts": 37}, 3_338_212_864),
+        (QWEN_2_5_7B, {"active_experts": 74}, 4_764_014_080),
+        (LLAMA_2_7B, {"active_experts": 22}, 3_517_190_144),
+        (LLAMA_2_7B, {"expert_size": 64, "active_experts": 43}, 3_492_024_320),
+    ],
+)
+def test_active_parameters_are_the_papers_to_the_digit(config, settings, active):
+    assert counts(config, **settings).active == active
+
+
+@pytest.mark.parametrize(
+    ("config", "total"),
+    [
+        (LLAMA_2_7B, 6_738_415_616),
+        (LLAMA_3_8B, 8_030_261_248),
+        (QWEN_2_5_7B, 7_615_616_512),
+        (QWEN_2_5_HALF_B, 494_032_768),  # tied: the head is not counted again
+    ],
+)
+def test_dense_totals_are_the_published_ones(config, total):
+    assert counts(config).dense_total == total
+
+
+def test_every_count_by_hand_for_llama_3():
+    d, f, layers, vocabulary, experts, active = 4_096, 14_336, 32, 128_256, 112, 28
+    attention = layers * (2 * d * d + 2 * d * 8 * 128)
+    norms = (2 * layers + 1) * d
+    ffn = 3 * d * f * layers
+    embedding = head = vocabulary * d
+    routers = layers * experts * d
+    found = counts(LLAMA_3_8B)
+    assert found.attention_and_norms == attention + norms
+    assert found.ffn_total == ffn
+    assert found.ffn_active == ffn * active // experts
+    assert found.routers == routers
+    assert (found.input_embedding, found.output_head) == (embedding, head)
+    assert found.floor == attention + norms + embedding + head
+    assert found.stored == found.dense_total + routers
+    assert found.active_with_routers == found.active + routers
+    assert found.active_without_embeddings == attention + norms + ffn * active // experts
+
+
+def test_a_tied_head_is_subtracted_once():
+    found = counts(QWEN_2_5_HALF_B)
+    assert found.output_head == 0
+    assert found.active - found.active_without_embeddings == 151_936 * 896
+
+
+TINY = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
+def test_the_meta_model_counts_as_the_real_model_and_its_parts_add_up(kind, tied):
+    config = kind(**TINY, tie_word_embeddings=tied)
+    real = AutoModelForCausalLM.from_config(config)
+    stored_once = {p.data_ptr(): p.numel() for p in real.parameters()}
+    found = counts(config, experts=16, active_experts=16)
+    assert found.dense_total == sum(stored_once.values())
+    assert found.active == found.dense_total
+    ffn = sum(p.numel() for name, p in real.named_parameters() if ".mlp." in name)
+    assert found.ffn_total == ffn
+    parts = found.attention_and_norms + found.input_embedding + found.output_head
+    assert parts + ffn == found.dense_total
+
+
+def test_the_meta_model_holds_no_memory():
+    model = meta_model(LLAMA_2_7B)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_split_of_another_width_is_refused():
+    granularity = resolve(ExpertsConfig(), 11_008)
+    with pytest.raises(ValueError, match="a split of 11008 neurons for FFNs of 14336"):
+        count_parameters(LLAMA_3_8B, family_of(LLAMA_3_8B), granularity)
