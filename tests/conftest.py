@@ -1,0 +1,172 @@
+"""Shared by all tests: seeds, one thread, no network, tiny dense checkpoints, real data."""
+
+import os
+
+# Read by the Hugging Face libraries when they are imported, so they are set before any import.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import json
+import socket
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+SHARED_DATA = Path(__file__).resolve().parents[1] / "../shared/data"
+
+LOOPBACK = ("127.", "::1", "localhost")
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 264,
+    "max_position_embeddings": 256,
+}
+"""Config of every tiny model. The tokenizer has 258 entries; real models have spare rows too."""
+
+
+class TinyDense(Protocol):
+    """Type of the `tiny_dense` fixture."""
+
+    def __call__(
+        self,
+        family_name: str,
+        *,
+        tied: bool = False,
+        dtype: str = "float32",
+        head_only: bool = False,
+        **config_overrides: Any,
+    ) -> Path: ...
+
+
+@pytest.fixture(autouse=True)
+def _seeded_on_one_thread() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_network() -> Iterator[None]:
+    """Only this machine and local sockets can be reached; anything else fails the test."""
+    with pytest.MonkeyPatch.context() as patch:
+        real_connect, real_lookup = socket.socket.connect, socket.getaddrinfo
+
+        def connect(self: socket.socket, address: Any) -> None:
+            if self.family != socket.AF_UNIX and not str(address[0]).startswith(LOOPBACK):
+                pytest.fail(f"a test tried to reach the network: {address}")
+            real_connect(self, address)
+
+        def lookup(host: Any, *rest: Any, **options: Any) -> Any:
+            if host and str(host) != socket.gethostname() and not str(host).startswith(LOOPBACK):
+                pytest.fail(f"a test tried to look up {host!r}")
+            return real_lookup(host, *rest, **options)
+
+        patch.setattr(socket.socket, "connect", connect)
+        patch.setattr(socket, "getaddrinfo", lookup)
+        yield
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder of real checkpoints, text and benchmark rows beside the repository."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"no real data at {SHARED_DATA}")
+    return SHARED_DATA.resolve()
+
+
+@pytest.fixture(scope="session")
+def tiny_dense(tmp_path_factory: pytest.TempPathFactory) -> TinyDense:
+    """Writes a tiny random dense checkpoint folder; the same arguments give the same folder.
+
+    The folder is shared between tests: copy it before changing a file in it.
+    """
+    made: dict[str, Path] = {}
+
+    def make(
+        family_name: str,
+        *,
+        tied: bool = False,
+        dtype: str = "float32",
+        head_only: bool = False,
+        **config_overrides: Any,
+    ) -> Path:
+        """`head_only`: a tied checkpoint that stores its matrix as `lm_head.weight` alone."""
+        arguments = [family_name, tied, dtype, head_only, config_overrides]
+        key = json.dumps(arguments, sort_keys=True)
+        if key not in made:
+            folder = tmp_path_factory.mktemp(family_name)
+            tokenizer = byte_tokenizer(has_bos=not family_name.startswith("qwen"))
+            settings = {
+                **TINY,
+                "tie_word_embeddings": tied or head_only,
+                "bos_token_id": tokenizer.bos_token_id,
+                "eos_token_id": tokenizer.eos_token_id,
+                "pad_token_id": None,
+                **config_overrides,
+            }
+            config = AutoConfig.for_model(family_name, **settings)
+            write_checkpoint(config, folder, getattr(torch, dtype), seed=zlib.crc32(key.encode()))
+            tokenizer.save_pretrained(folder)
+            if head_only:
+                store_only_the_head(folder)
+            made[key] = folder
+        return made[key]
+
+    return make
+
+
+def byte_tokenizer(*, has_bos: bool) -> PreTrainedTokenizerFast:
+    """One token a byte (ids 2 to 257), `<s>` 0 put before a text if `has_bos`, end of text 1."""
+    end = "</s>" if has_bos else "<|endoftext|>"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<s>": 0, end: 1} | {sign: 2 + i for i, sign in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<s>", end)])
+    if has_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 0)]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>" if has_bos else None,
+        eos_token=end,
+        clean_up_tokenization_spaces=False,
+        model_max_length=TINY["max_position_embeddings"],
+    )
+
+
+def write_checkpoint(config: Any, folder: Path, dtype: torch.dtype, *, seed: int) -> None:
+    """Random weights whose logits have a standard deviation near 2, so that no argmax is a tie."""
+    with torch.random.fork_rng():  # whether a folder was cached must not change a test's numbers
+        model = AutoModelForCausalLM.from_config(config).float()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() == 1:
+            is_norm = name.endswith("norm.weight")
+            parameter.data = 1 + 0.2 * noise if is_norm else 0.5 * noise
+        elif "embed_tokens" in name or "lm_head" in name:
+            parameter.data = 0.25 * noise
+        else:
+            parameter.data = 1.5 * parameter.shape[1] ** -0.5 * noise
+    model.tie_weights()
+    model.to(dtype).save_pretrained(folder)
+
+
+def store_only_the_head(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,82 @@
+import pytest
+import torch
+from torch import Tensor
+
+from dotmoe.transport import balanced_plan, sinkhorn
+
+
+def affinity(*shape: int, std: float = 1.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return std * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("shape", "capacity"), [((6, 3), 2), ((2, 8, 2), 4), ((4, 4), 1)])
+def test_it_is_that_of_finite_differences(shape: tuple[int, ...], capacity: int) -> None:
+    A = affinity(*shape).requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda a: balanced_plan(a, capacity=capacity, tau=0.5, tolerance=1e-13).plan, A
+    )
+
+
+@pytest.mark.parametrize("std", [0.01, 1.0, 2.0])
+def test_it_equals_the_gradient_through_unrolled_sweeps(std: float) -> None:
+    A = affinity(96, 8, std=std).requires_grad_()
+    weight = affinity(96, 8, seed=1)
+    (unrolled,) = torch.autograd.grad(
+        (sinkhorn(A, capacity=12, tau=0.5, num_sweeps=3000).plan * weight).sum(), A
+    )
+    (implicit,) = torch.autograd.grad(
+        (balanced_plan(A, capacity=12, tau=0.5, tolerance=1e-12).plan * weight).sum(), A
+    )
+    torch.testing.assert_close(implicit, unrolled, atol=1e-9, rtol=1e-6)
+    single = A.detach().float().requires_grad_()
+    plan = balanced_plan(single, capacity=12, tau=0.5).plan
+    (rounded,) = torch.autograd.grad((plan * weight.float()).sum(), single)
+    torch.testing.assert_close(rounded.double(), unrolled, atol=2e-6, rtol=1e-4)
+
+
+def test_it_leaves_row_and_column_sums_alone() -> None:
+    # A constant added to a row or a column of A does not move the plan.
+    A = affinity(64, 8).requires_grad_()
+    plan = balanced_plan(A, capacity=8, tau=0.3, tolerance=1e-12).plan
+    (gradient,) = torch.autograd.grad((plan * affinity(64, 8, seed=1)).sum(), A)
+    assert gradient.abs().max() > 1e-2
+    assert gradient.sum(dim=0).abs().max() < 1e-10
+    assert gradient.sum(dim=1).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1e3, 1e4])
+def test_it_is_finite_and_bounded_for_saturated_plans(dtype: torch.dtype, scale: float) -> None:
+    wanted = torch.arange(48) % 6
+    saturated = scale * torch.nn.functional.one_hot(wanted, 6).to(dtype)
+    noisy = scale * affinity(48, 6).to(dtype)
+    A = torch.stack([saturated, noisy, torch.zeros_like(noisy)]).requires_grad_()
+    plan = balanced_plan(A, capacity=8, tau=0.1).plan
+    weight = affinity(3, 48, 6, seed=1).to(dtype)
+    (gradient,) = torch.autograd.grad((plan * weight).sum(), A)
+    assert bool(torch.isfinite(gradient).all())
+    # |dL/dA| <= max M (1 - M) * (range of G + range of b) / tau; b stays of the order of G.
+    assert gradient.abs().max() < 100.0
+
+
+def test_a_fully_saturated_plan_passes_nothing_on() -> None:
+    A = (1e4 * torch.nn.functional.one_hot(torch.arange(48) % 6, 6)).float().requires_grad_()
+    plan = balanced_plan(A, capacity=8, tau=0.1).plan
+    (gradient,) = torch.autograd.grad((plan * affinity(48, 6).float()).sum(), A)
+    assert gradient.abs().max() < 1e-5
+
+
+def test_autocast_does_not_coarsen_it() -> None:
+    A = affinity(96, 8).float().requires_grad_()
+    weight = affinity(96, 8, seed=1).float()
+
+    def gradient() -> tuple[Tensor, int]:
+        result = balanced_plan(A, capacity=12, tau=0.2)
+        return torch.autograd.grad((result.plan * weight).sum(), A)[0], result.num_passes
+
+    plain = gradient()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = gradient()
+    assert cast[1] == plain[1]
+    torch.testing.assert_close(cast[0], plain[0])

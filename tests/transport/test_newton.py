@@ -1,0 +1,195 @@
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import ot
+import pytest
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from dotmoe.transport import balanced_plan, sinkhorn
+
+SHAPES = [(512, 16), (24, 6), (40, 2), (30, 30), (7, 1)]
+WIDER_SHAPES = [(2960, 148), (1280, 10), (128, 128), (999, 27)]
+
+
+def affinity(*shape: int, std: float = 1.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return std * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def one_hot(wanted_N: Tensor, num_experts: int) -> Tensor:
+    return 1e4 * torch.nn.functional.one_hot(wanted_N, num_experts).double()
+
+
+def adversaries(N: int, E: int) -> Iterator[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    anyone = torch.randint(0, E, (N,), generator=generator)
+    for std in (0.01, 0.1, 1.0, 3.0, 10.0):
+        yield f"normal {std}", affinity(N, E, std=std)
+    yield "constant", torch.full((N, E), 7.0)
+    yield "balanced one-hot", one_hot(torch.arange(N) % E, E)
+    yield "unbalanced one-hot", one_hot(anyone, E)
+    yield "all want expert 0", one_hot(torch.zeros(N, dtype=torch.long), E)
+    yield "half want expert 0", one_hot(torch.where(torch.arange(N) < N // 2, 0, anyone), E)
+    mixed = one_hot(torch.zeros(N, dtype=torch.long), E)
+    mixed[N // 2 :] = 0.0
+    yield "half want expert 0, half nothing", mixed
+    yield "signs", 1e4 * affinity(N, E).sign()
+    yield "equal rows", affinity(1, E, std=3.0).expand(N, E)
+    yield "four kinds of row", affinity(4, E, std=3.0).repeat(math.ceil(N / 4), 1)[:N]
+    popular = affinity(N, E, std=0.5)
+    popular[:, : min(10, (E + 1) // 2)] += 50.0
+    yield "ten wanted by everyone", popular
+    unpopular = affinity(N, E)
+    unpopular[:, 0] -= 1e4
+    yield "one wanted by nobody", unpopular
+    yield "low rank", 3.0 * affinity(N, 3) @ affinity(3, E, seed=1)
+    yield "rows of every scale", affinity(N, E) * torch.logspace(-3, 3, N).unsqueeze(-1)
+
+
+def assert_balanced_on_the_grid(shapes: list[tuple[int, int]], taus: tuple[float, ...]) -> None:
+    for N, E in shapes:
+        cases = list(adversaries(N, E))
+        for tau in taus:
+            for dtype in (torch.float32, torch.float64):
+                batch = torch.stack([case for _, case in cases]).to(dtype)
+                result = balanced_plan(batch, capacity=N // E, tau=tau)
+                plan = result.plan.double()
+                column_error = (plan.sum(dim=-2) * E / N - 1.0).abs().amax(dim=-1)
+                row_error = (plan.sum(dim=-1) - 1.0).abs().amax(dim=-1)
+                for (name, _), column, row in zip(cases, column_error, row_error, strict=True):
+                    where = f"{name}, N {N}, E {E}, tau {tau}, {dtype}"
+                    # Not `column > 1e-5`: NaN must fail.
+                    assert column <= 1e-5, f"columns off by {column:.1e}: {where}"
+                    assert row <= 1e-6, f"rows off by {row:.1e}: {where}"
+                assert bool(torch.isfinite(result.potential).all())
+                torch.testing.assert_close(
+                    result.marginal_error, column_error, atol=3e-7, rtol=1e-3
+                )
+
+
+def test_every_adversary_is_balanced() -> None:
+    assert_balanced_on_the_grid(SHAPES, (1.0, 0.1, 0.02, 0.003))
+
+
+@pytest.mark.slow
+def test_every_adversary_is_balanced_on_a_wider_grid() -> None:
+    assert_balanced_on_the_grid(SHAPES + WIDER_SHAPES, (10.0, 1.0, 0.3, 0.1, 0.05, 0.02, 0.001))
+
+
+@pytest.mark.parametrize(("std", "tau"), [(0.01, 0.1), (1.0, 1.0), (1.0, 0.2), (3.0, 0.5)])
+def test_the_plan_is_that_of_pot(std: float, tau: float) -> None:
+    A = affinity(60, 6, std=std)
+    expected = ot.bregman.sinkhorn_log(
+        np.ones(60), np.full(6, 10.0), -A.numpy(), reg=tau, numItermax=50000, stopThr=1e-11
+    )
+    result = balanced_plan(A, capacity=10, tau=tau, tolerance=1e-10)
+    np.testing.assert_allclose(result.plan.numpy(), expected, atol=1e-8)
+    single = balanced_plan(A.float(), capacity=10, tau=tau)
+    np.testing.assert_allclose(single.plan.numpy(), expected, atol=2e-6)
+
+
+def test_the_potential_reproduces_the_plan() -> None:
+    cases = [(affinity(256, 16, std=0.1), 0.1), (affinity(256, 16, std=3.0), 0.1)]
+    # Two in three want expert 0, and 1e4 / 0.3 is no float32: such logits are formed in float64.
+    cases += [(one_hot((torch.arange(256) % 48 - 32).clamp_min(0), 16), 0.3)]
+    for A, tau in cases:
+        result = balanced_plan(A.float(), capacity=16, tau=tau)
+        expected = torch.softmax(A.float().double() / tau + result.potential, dim=-1)
+        # Logits of 100 in float32 are rounded by 4e-6.
+        torch.testing.assert_close(result.plan.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_cost_approaches_the_exact_assignment_as_tau_falls() -> None:
+    A = affinity(48, 6)
+    rows, columns = linear_sum_assignment(-A.repeat_interleave(8, dim=1).numpy())
+    best = float(A[rows, columns // 8].sum())
+    gaps = []
+    for tau in (0.3, 0.1, 0.03, 0.01, 0.003):
+        plan = balanced_plan(A, capacity=8, tau=tau, tolerance=1e-9).plan
+        gaps.append(best - float((plan * A).sum()))
+        # The entropy of a plan is at most N log E, which bounds what tau can cost.
+        assert -1e-6 <= gaps[-1] <= tau * 48 * math.log(6)
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[-1] < 1e-3
+
+
+def test_a_start_from_the_step_before_takes_few_passes() -> None:
+    A = affinity(2960, 148, std=1.0).float()
+    potential = balanced_plan(A, capacity=20, tau=0.1).potential
+    passes = []
+    for step in range(5):
+        # What AdamW does to A in one step: every entry moves by about the learning rate.
+        A = A + 1e-3 * affinity(2960, 148, seed=step + 1).float().sign()
+        result = balanced_plan(A, capacity=20, tau=0.1, start=potential)
+        assert float(result.marginal_error) <= 1e-6
+        potential = result.potential
+        passes.append(result.num_passes)
+    assert max(passes) <= 3
+    assert balanced_plan(A, capacity=20, tau=0.1, start=potential).num_passes == 1
+
+
+def test_a_far_start_is_no_worse_than_none() -> None:
+    A = affinity(64, 8, std=3.0)
+    start = 1e4 * affinity(8)
+    far = balanced_plan(A, capacity=8, tau=0.1, start=start)
+    assert float(far.marginal_error) <= 1e-6
+    torch.testing.assert_close(
+        far.plan, balanced_plan(A, capacity=8, tau=0.1).plan, atol=1e-5, rtol=1e-3
+    )
+
+
+def test_layers_are_solved_as_if_alone() -> None:
+    # Of very different difficulty, so that they finish in different passes.
+    A = torch.stack([affinity(64, 8, std=s, seed=int(s)) for s in (0.01, 1.0, 30.0, 1.0, 3e3, 5.0)])
+    together = balanced_plan(A.view(2, 3, 64, 8), capacity=8, tau=0.1)
+    assert together.potential.shape == (2, 3, 8)
+    passes = []
+    for layer in range(6):
+        alone = balanced_plan(A[layer], capacity=8, tau=0.1)
+        passes.append(alone.num_passes)
+        torch.testing.assert_close(together.plan.view(6, 64, 8)[layer], alone.plan)
+    assert together.num_passes == max(passes) > min(passes)
+
+
+def test_one_pass_is_honest_about_its_error() -> None:
+    A = affinity(64, 8, std=3.0)
+    result = balanced_plan(A, capacity=8, tau=0.1, max_passes=1)
+    assert result.num_passes == 1
+    torch.testing.assert_close(result.plan, torch.softmax(A / 0.1, dim=-1))
+    expected = (result.plan.sum(dim=0) / 8 - 1).abs().max()
+    torch.testing.assert_close(result.marginal_error, expected)
+
+
+def test_a_tolerance_below_rounding_stops_anyway() -> None:
+    A = affinity(512, 16, std=3.0).float()
+    result = balanced_plan(A, capacity=32, tau=0.1, tolerance=0.0)
+    assert result.num_passes < 30
+    assert float(result.marginal_error) < 1e-6
+
+
+def test_it_agrees_with_sinkhorn_where_sinkhorn_converges() -> None:
+    A = affinity(64, 8).float()
+    newton = balanced_plan(A, capacity=8, tau=1.0)
+    sweeps = sinkhorn(A, capacity=8, tau=1.0, num_sweeps=200)
+    torch.testing.assert_close(newton.plan, sweeps.plan, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("bad", "options", "message"),
+    [
+        (torch.zeros(5, 2), {}, "5 neurons do not fill 2 experts of 2"),
+        (torch.zeros(4, 2), {"tau": -1.0}, "tau is -1.0"),
+        (torch.zeros(4, 2, dtype=torch.float16), {}, "float16"),
+        (torch.full((4, 2), torch.inf), {}, "infinite|infinity"),
+        (torch.zeros(4, 2), {"max_passes": 0}, "max_passes is 0"),
+        (torch.zeros(4, 2), {"start": torch.full((2,), torch.nan)}, "start contains NaN"),
+    ],
+)
+def test_impossible_problems_are_refused(
+    bad: Tensor, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        balanced_plan(bad, **{"capacity": 2, "tau": 0.1, **options})

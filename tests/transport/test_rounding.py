@@ -1,0 +1,110 @@
+import pytest
+import torch
+from torch import Tensor
+
+from dotmoe.transport import balanced_plan, greedy_assignment
+
+
+def serial(plan: Tensor, capacity: int) -> list[int]:
+    """The definition: all entries, largest first, ties by flat index."""
+    num_neurons, num_experts = plan.shape
+    values = plan.flatten().tolist()
+    order = sorted(range(len(values)), key=lambda i: (-values[i], i))
+    expert_of: dict[int, int] = {}
+    room = [capacity] * num_experts
+    for entry in order:
+        neuron, expert = divmod(entry, num_experts)
+        if neuron not in expert_of and room[expert]:
+            expert_of[neuron] = expert
+            room[expert] -= 1
+    return [expert_of[neuron] for neuron in range(num_neurons)]
+
+
+def scores(kind: str, N: int, E: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(N, E, generator=generator)
+    if kind == "normal":
+        return noise
+    if kind == "plan":
+        return balanced_plan(noise, capacity=N // E, tau=0.3).plan
+    if kind == "sharp plan":
+        return balanced_plan(noise, capacity=N // E, tau=0.02).plan
+    if kind == "quantised":
+        return (balanced_plan(noise, capacity=N // E, tau=0.3).plan * 8).round() / 8
+    if kind == "two values":
+        return (noise > 0).float()
+    if kind == "everyone agrees":
+        return noise[:1].expand(N, E).contiguous()
+    if kind == "agreed order of neurons":
+        return noise[:, :1].expand(N, E).contiguous()
+    if kind == "half precision":
+        return noise.softmax(dim=-1).bfloat16()
+    assert kind == "constant"
+    return torch.full((N, E), 0.5)
+
+
+KINDS = ["normal", "plan", "sharp plan", "quantised", "two values", "everyone agrees"]
+KINDS += ["agreed order of neurons", "half precision", "constant"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_equals_the_serial_definition(kind: str) -> None:
+    for N, E in ((1, 1), (6, 3), (12, 12), (40, 2), (60, 6), (96, 24)):
+        for seed in range(8):
+            plan = scores(kind, N, E, seed)
+            expected = serial(plan, N // E)
+            assert greedy_assignment(plan, capacity=N // E).tolist() == expected, (N, E, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_equals_the_serial_definition_at_size(kind: str) -> None:
+    plan = scores(kind, 4096, 32, seed=0)
+    assert greedy_assignment(plan, capacity=128).tolist() == serial(plan, 128)
+
+
+def test_layers_are_rounded_as_if_alone() -> None:
+    plans = torch.stack([scores(kind, 48, 6, seed=3) for kind in KINDS if kind != "half precision"])
+    together = greedy_assignment(plans.view(2, 4, 48, 6), capacity=8)
+    assert together.shape == (2, 4, 48)
+    for plan, assignment in zip(plans, together.view(8, 48), strict=True):
+        assert assignment.tolist() == serial(plan, 8)
+
+
+def test_a_hard_plan_is_kept() -> None:
+    generator = torch.Generator().manual_seed(0)
+    expert = torch.arange(60).remainder(6)[torch.randperm(60, generator=generator)]
+    plan = torch.nn.functional.one_hot(expert, 6).double()
+    assert torch.equal(greedy_assignment(plan, capacity=10), expert)
+
+
+def test_renaming_neurons_or_experts_renames_the_result() -> None:
+    generator = torch.Generator().manual_seed(0)
+    plan = scores("plan", 60, 6, seed=0)
+    assert plan.unique().numel() == plan.numel(), "ties would make the order matter"
+    assignment = greedy_assignment(plan, capacity=10)
+    neurons = torch.randperm(60, generator=generator)
+    experts = torch.randperm(6, generator=generator)
+    assert torch.equal(greedy_assignment(plan[neurons], capacity=10), assignment[neurons])
+    renamed = greedy_assignment(plan[:, experts], capacity=10)
+    assert torch.equal(experts[renamed], assignment)
+
+
+def test_the_plan_is_left_as_it_was() -> None:
+    plan = scores("plan", 60, 6, seed=0)
+    before = plan.clone()
+    greedy_assignment(plan, capacity=10)
+    assert torch.equal(plan, before)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (torch.zeros(5, 2), "5 neurons do not fill 2 experts of 2"),
+        (torch.tensor([[0.0, torch.nan]] * 4), "NaN"),
+        (torch.tensor([[0.0, -torch.inf]] * 4), "infinity"),
+    ],
+)
+def test_impossible_plans_are_refused(bad: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        greedy_assignment(bad, capacity=2)

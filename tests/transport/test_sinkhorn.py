@@ -1,0 +1,75 @@
+import numpy as np
+import ot
+import pytest
+import torch
+
+from dotmoe.transport import sinkhorn
+
+
+def affinity(*shape: int, std: float = 1.0, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return std * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("std", "tau"), [(0.01, 0.1), (1.0, 1.0), (1.0, 0.3), (3.0, 1.0)])
+def test_the_plan_is_that_of_pot(std: float, tau: float) -> None:
+    A = affinity(60, 6, std=std)
+    expected = ot.bregman.sinkhorn_log(
+        np.ones(60), np.full(6, 10.0), -A.numpy(), reg=tau, numItermax=20000, stopThr=1e-12
+    )
+    result = sinkhorn(A, capacity=10, tau=tau, num_sweeps=2000)
+    np.testing.assert_allclose(result.plan.numpy(), expected, atol=1e-9)
+
+
+def test_few_sweeps_equal_plain_scaling_of_rows_and_columns() -> None:
+    # alg:sinkhorn in the probability domain, written out: v starts at log(s).
+    A = affinity(12, 3)
+    kernel = np.exp(A.numpy() / 0.5)
+    v = np.full(3, 4.0)
+    for _ in range(3):
+        u = 1.0 / (kernel @ v)
+        v = 4.0 / (kernel.T @ u)
+    result = sinkhorn(A, capacity=4, tau=0.5, num_sweeps=3)
+    np.testing.assert_allclose(result.plan.numpy(), u[:, None] * kernel * v, rtol=1e-12)
+    np.testing.assert_allclose(result.potential.numpy(), np.log(v), rtol=1e-12)
+    assert result.num_passes == 6
+
+
+def test_columns_are_exact_and_the_row_error_is_reported() -> None:
+    result = sinkhorn(affinity(64, 8, std=10.0).float(), capacity=8, tau=0.1, num_sweeps=2)
+    plan = result.plan.double()
+    assert (plan.sum(dim=0) - 8.0).abs().max() < 1e-3
+    row_error = float((plan.sum(dim=1) - 1.0).abs().max())
+    assert row_error > 1e-2
+    assert float(result.marginal_error) == pytest.approx(row_error, rel=1e-3)
+
+
+def test_its_gradient_is_that_of_finite_differences() -> None:
+    A = affinity(6, 3).requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda a: sinkhorn(a, capacity=2, tau=0.5, num_sweeps=7).plan, A
+    )
+
+
+def test_layers_are_solved_as_if_alone() -> None:
+    A = affinity(2, 3, 12, 4)
+    together = sinkhorn(A, capacity=3, tau=0.3)
+    assert together.marginal_error.shape == (2, 3)
+    torch.testing.assert_close(together.plan[1, 2], sinkhorn(A[1, 2], capacity=3, tau=0.3).plan)
+
+
+@pytest.mark.parametrize(
+    ("bad", "options", "message"),
+    [
+        (torch.zeros(5, 2), {}, "5 neurons do not fill 2 experts of 2"),
+        (torch.zeros(4, 2), {"tau": 0.0}, "tau is 0.0"),
+        (torch.zeros(4, 2, dtype=torch.bfloat16), {}, "bfloat16"),
+        (torch.full((4, 2), torch.nan), {}, "NaN"),
+        (torch.zeros(4, 2), {"num_sweeps": 0}, "num_sweeps is 0"),
+    ],
+)
+def test_impossible_problems_are_refused(
+    bad: torch.Tensor, options: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        sinkhorn(bad, **{"capacity": 2, "tau": 0.1, **options})
