@@ -113,9 +113,7 @@ def build_model() -> transformers.LlamaForCausalLM:
     return transformers.LlamaForCausalLM(config)
 
 
-def packed_blocks(
-    documents: list[str], tokenizer: transformers.PreTrainedTokenizerFast
-) -> Tensor:
+def packed_blocks(documents: list[str], tokenizer: transformers.PreTrainedTokenizerFast) -> Tensor:
     """All documents, each behind one end-of-text token, cut into rows of CONTEXT tokens."""
     stream: list[int] = []
     for encoding in tokenizer(documents, add_special_tokens=False)["input_ids"]:
@@ -129,7 +127,9 @@ def packed_blocks(
 def heldout_loss(model: nn.Module, blocks: Tensor) -> float:
     """Mean loss in nats a token over windows of 512 tokens; the first of each is not scored."""
     model.eval()
-    losses = [model(input_ids=rows, labels=rows).loss.item() * len(rows) for rows in blocks.split(8)]
+    losses = [
+        model(input_ids=rows, labels=rows).loss.item() * len(rows) for rows in blocks.split(8)
+    ]
     model.train()
     return sum(losses) / len(blocks)
 
@@ -177,8 +177,11 @@ def main() -> None:
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         first_step = state["step"]
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, "
-          f"{blocks.numel():,} training tokens, {heldout.numel():,} held out", flush=True)
+    print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, "
+        f"{blocks.numel():,} training tokens, {heldout.numel():,} held out",
+        flush=True,
+    )
     started = time.monotonic()
     for step in range(first_step, args.steps):
         rows = blocks[block_indices(step, len(blocks), args)]
@@ -196,8 +199,11 @@ def main() -> None:
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             value = heldout_loss(model, heldout)
             print(f"step {step + 1} held-out {value:.4f} nats, {math.exp(value):.2f}", flush=True)
-            saved = {"model": model.state_dict(), "step": step + 1,
-                     "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+            saved = {
+                "model": model.state_dict(),
+                "step": step + 1,
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            }
             torch.save(saved, state_file.with_suffix(".new"))
             state_file.with_suffix(".new").replace(state_file)
     write_model(model, tokenizer, args, blocks, heldout)

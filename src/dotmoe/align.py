@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dotmoe.artifacts import AlignState, DenseModel
 from dotmoe.data import TokenBlocks
@@ -263,18 +265,15 @@ def _check(dense: DenseModel, config: AlignConfig) -> None:
 
 @contextmanager
 def _activation_checkpointing(dense: DenseModel, config: AlignConfig) -> Iterator[None]:
-    """Transformers' own checkpointing; it acts only on layers whose `training` flag is set."""
+    """Inside, each layer keeps only its input and runs again in the backward pass."""
     if not config.activation_checkpointing:
         yield
         return
-    model: Any = dense.model
     layers = dense.family.layers(dense.model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in layers:
-        layer.training = True  # the flag alone: dropout inside stays in evaluation mode
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     try:
         yield
     finally:
         for layer in layers:
-            layer.training = False
-        model.gradient_checkpointing_disable()
+            del layer.forward  # uncovers the class's own

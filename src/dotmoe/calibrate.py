@@ -76,9 +76,7 @@ def calibrate(
         routers.append(ridge_router(x_TD.float(), energy_TE, config.ridge))
         affinities.append(affinity_NE * (config.affinity_std / affinity_NE.std()))
         on_progress(index + 1, len(inputs))
-    return AlignState(
-        affinity_LNE=torch.stack(affinities), router_LED=torch.stack(routers), step=0
-    )
+    return AlignState(affinity_LNE=torch.stack(affinities), router_LED=torch.stack(routers), step=0)
 
 
 def ffn_inputs(dense: DenseModel, tokens_BT: Tensor) -> list[Tensor]:
@@ -122,7 +120,9 @@ def cluster_affinity(
     Neurons are described by their contributions over the calibration tokens, centred and of unit
     length; the assignment step of the k-means is the balanced transport itself.
     """
-    features_NT = F.normalize(contribution_TN.T - contribution_TN.T.mean(dim=1, keepdim=True), dim=1)
+    features_NT = F.normalize(
+        contribution_TN.T - contribution_TN.T.mean(dim=1, keepdim=True), dim=1
+    )
     generator = torch.Generator().manual_seed(seed)
     first = torch.randperm(len(features_NT), generator=generator)[:num_experts]
     centres_ET = features_NT[first.to(features_NT.device)]

@@ -19,12 +19,13 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional
 
+from dotmoe.checkpoint_folder import checkpoint_folder
 from dotmoe.config import RunConfig, from_json
 from dotmoe.errors import UserError
-from dotmoe.evaluate import EvaluateConfig, evaluate_model
+from dotmoe.evaluate import EvaluateConfig, evaluate_checkpoint
 from dotmoe.granularity import ExpertsConfig
-from dotmoe.inspect_model import RunSize, inspect_model, render
-from dotmoe.load import LoadConfig, dense_config
+from dotmoe.inspection import RunSize, inspect_model, render
+from dotmoe.load import LoadConfig, dense_config, resolved_device, resolved_dtype
 from dotmoe.models.family import family_of
 from dotmoe.narration import Narrator
 from dotmoe.pipeline import convert
@@ -97,10 +98,17 @@ def run_inspect(arguments: Sequence[str]) -> None:
 def run_evaluate(arguments: Sequence[str]) -> None:
     """Measure the perplexity of a dense or exported model: dotmoe evaluate MODEL --text FILE"""
     command = _parse(EvaluateCommand, "evaluate", arguments)
-    source = export_folder(Path(command.model))
-    model = str(source) if source.exists() else command.model
+    local = export_folder(Path(command.model))
+    folder = local if local.is_dir() else checkpoint_folder(command.model)
+    device = resolved_device(command.load.device)
     with Narrator().bar("evaluate") as update:
-        result = evaluate_model(model, command.evaluate, command.load, update)
+        result = evaluate_checkpoint(
+            folder,
+            command.evaluate,
+            device=device,
+            dtype=resolved_dtype(command.load.dtype, device),
+            on_progress=update,
+        )
     print(json.dumps(result.as_dict(), indent=2))
 
 
@@ -133,7 +141,9 @@ def run(arguments: Sequence[str]) -> int:
     except UserError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
-        _fail("interrupted. Finished stages and the last checkpoint are kept; the same command goes on.")
+        _fail(
+            "interrupted. Finished stages and the last checkpoint are kept; the same command goes on."
+        )
         return INTERRUPTED
     except torch.OutOfMemoryError as error:
         return _fail(
@@ -142,7 +152,9 @@ def run(arguments: Sequence[str]) -> int:
         )
     except Exception as error:
         if _is_disk_full(error):
-            return _fail(f"the disk is full ({error}). Free space, then run the same command again.")
+            return _fail(
+                f"the disk is full ({error}). Free space, then run the same command again."
+            )
         raise
     return 0
 

@@ -116,4 +116,6 @@ class ExpertLayout:
                     active_experts=int(metadata["active_experts"]),
                 )
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} cannot be read as a layout ({error}). Extract again.") from error
+            raise UserError(
+                f"{path} cannot be read as a layout ({error}). Extract again."
+            ) from error

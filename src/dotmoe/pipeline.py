@@ -5,15 +5,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from dotmoe.align import align, steps_to_take
 from dotmoe.artifacts import AlignState, DenseModel
 from dotmoe.calibrate import calibrate
 from dotmoe.config import RunConfig
 from dotmoe.data import TokenBlocks, documents, pack_blocks
-from dotmoe.evaluate import evaluate
-from dotmoe.export import export
+from dotmoe.errors import UserError
+from dotmoe.evaluate import evaluate_pair
+from dotmoe.export import export, export_dtype
 from dotmoe.extract import extract
 from dotmoe.granularity import Granularity, resolve
 from dotmoe.layout import ExpertLayout
@@ -53,12 +52,16 @@ def convert(config: RunConfig, narrator: Narrator | None = None) -> Conversion:
         folder=RunFolder.open(config),
         narrator=narrator,
     )
-    training, heldout = run.tokenise()
-    initial = run.calibrate(training)
-    state = run.align(training, initial)
-    layout = run.extract(state)
-    run.export(layout, heldout)
-    results = run.evaluate(heldout)
+    try:
+        training, heldout = run.tokenise()
+        initial = run.calibrate(training)
+        state = run.align(training, initial)
+        layout = run.extract(state)
+        record = run.export(layout, heldout)
+        results = run.evaluate(heldout, record)
+    except UserError:
+        run.folder.discard_if_unstarted()
+        raise
     return Conversion(
         folder=run.folder.path,
         export=run.folder.stage("export"),
@@ -83,16 +86,21 @@ class _Run:
         seq_len = min(config.data.seq_len, self.dense.widths.context)
         if self.folder.is_finished("data"):
             folder = self.folder.stage("data")
-            return TokenBlocks.load(folder / "training.safetensors"), TokenBlocks.load(folder / "heldout.safetensors")
+            return TokenBlocks.load(folder / "training.safetensors"), TokenBlocks.load(
+                folder / "heldout.safetensors"
+            )
         if seq_len < config.data.seq_len:
             self.narrator.say(f"seq_len lowered to {seq_len}: the model has no longer context")
         steps_tokens = config.align.steps * config.align.batch_size * seq_len
         training_tokens = max(steps_tokens, config.calibrate.calibration_tokens)
         heldout_tokens = 0 if config.eval_text else config.eval_tokens
         with self.folder.finishing("data") as folder, self.narrator.bar("tokenise") as update:
-            training = self._packed(config.data.data, seq_len, training_tokens + heldout_tokens, update)
+            training = self._packed(
+                config.data.data, seq_len, training_tokens + heldout_tokens, update
+            )
             if config.eval_text:
-                heldout = self._packed(config.eval_text, seq_len, config.eval_tokens, update)
+                window = min(2048, self.dense.widths.context)
+                heldout = self._packed(config.eval_text, window, config.eval_tokens, update)
             else:
                 training, heldout = training.without_tail(config.eval_tokens)
             training.save(folder / "training.safetensors")
@@ -116,31 +124,36 @@ class _Run:
                     state,
                     self.granularity.active_experts,
                     self.config.assignment,
-                    router_dtype=self.dense.checkpoint_dtype,
+                    router_dtype=export_dtype(self.dense, self.config.export),
                 )
                 layout.save(file)
         return ExpertLayout.load(file)
 
-    def export(self, layout: ExpertLayout, heldout: TokenBlocks) -> None:
-        """The checkpoint, verified."""
-        if self.folder.is_finished("export"):
-            return
-        self.narrator.say("export and verify")
-        with self.folder.finishing("export") as folder:
-            record = export(self.dense, layout, folder, self.config.export, heldout.tokens_BT)
-        write_json(self.folder.path / "export.json", record.as_dict())
+    def export(self, layout: ExpertLayout, heldout: TokenBlocks) -> dict[str, Any]:
+        """The checkpoint, verified; its record is `dotmoe.json` inside it."""
+        if not self.folder.is_finished("export"):
+            self.narrator.say("export and verify")
+            self.folder.clear("export")
+            with self.folder.finishing("export") as folder:
+                export(self.dense, layout, folder, self.config.export, heldout.tokens_BT)
+        return read_json(self.folder.stage("export") / "dotmoe.json")
 
-    def evaluate(self, heldout: TokenBlocks) -> dict[str, Any]:
+    def evaluate(self, heldout: TokenBlocks, export_record: dict[str, Any]) -> dict[str, Any]:
         """Perplexity of the dense model and of the exported checkpoint."""
+        file = self.folder.stage("evaluate") / "results.json"
         if not self.folder.is_finished("evaluate"):
-            with self.folder.finishing("evaluate") as folder, self.narrator.bar("evaluate") as bar:
-                results = evaluate(self.dense, self.folder.stage("export"), heldout, bar)
+            text = self.config.eval_text or ("blocks of the data kept out of training",)
+            with self.folder.finishing("evaluate"), self.narrator.bar("evaluate") as update:
+                export_folder = self.folder.stage("export")
+                results = evaluate_pair(self.dense, export_folder, heldout, text, update)
                 results |= {
                     "granularity": asdict(self.granularity),
+                    "parameters": export_record["parameters"],
+                    "verification": verification_figures(export_record["verification"]),
                     "provenance": provenance(self.config.seed),
                 }
-                write_json(folder / "results.json", results)
-        return read_json(self.folder.stage("evaluate") / "results.json")
+                write_json(file, results)
+        return read_json(file)
 
     def report(self) -> Path:
         """What was lost and gained; read from result files alone, so made anew each time."""
@@ -204,3 +217,17 @@ class _Run:
                 on_step=on_step,
             )
         return state
+
+
+def verification_figures(record: dict[str, Any]) -> dict[str, Any]:
+    """The export's verification in a few figures: the worst layer, and the whole model."""
+    layers = record["layers"]
+    return {
+        "tokens": record["tokens"],
+        "dtype": record["dtype"],
+        "largest_block_error": max(layer["block_error"] for layer in layers),
+        "largest_misrouted_share": max(layer["misrouted"] for layer in layers),
+        "logits_error": record["logits_error"],
+        "top1_agreement": record["top1_agreement"],
+        "all_experts_logits_error": record["dense_error"],
+    }

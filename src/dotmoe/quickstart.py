@@ -84,12 +84,12 @@ def gap(results: dict[str, Any]) -> float:
 
 def samples(export: Path, prompt: str = PROMPT, new_tokens: int = 60) -> dict[str, str]:
     """Greedy continuations of one prompt, by the dense model and by the exported one."""
-    from dotmoe.load import EMBEDDED, model_folder
+    from dotmoe.checkpoint_folder import EMBEDDED, checkpoint_folder
 
     tokenizer = AutoTokenizer.from_pretrained(export)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     texts = {"prompt": prompt}
-    for name, folder in {"dense": model_folder(EMBEDDED), "moe": export}.items():
+    for name, folder in {"dense": checkpoint_folder(EMBEDDED), "moe": export}.items():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         output = model.generate(ids, max_new_tokens=new_tokens, do_sample=False)
         texts[name] = tokenizer.decode(output[0, ids.shape[1] :])

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -77,6 +78,15 @@ class RunFolder:
         self._marks.mkdir(exist_ok=True)
         write_text(self._marks / name, time.strftime("%Y-%m-%dT%H:%M:%SZ\n", time.gmtime()))
 
+    def clear(self, name: str) -> None:
+        """Remove what an unfinished stage left behind."""
+        shutil.rmtree(self.path / STAGES[name], ignore_errors=True)
+
+    def discard_if_unstarted(self) -> None:
+        """Remove the folder of a run that finished no stage: bad input leaves nothing behind."""
+        if not any(self.is_finished(name) for name in STAGES):
+            shutil.rmtree(self.path, ignore_errors=True)
+
     def unfinish(self, name: str) -> None:
         """Take back a finish marker, so that the stage runs again."""
         (self._marks / name).unlink(missing_ok=True)
@@ -147,7 +157,15 @@ def _commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty=+changes", "--abbrev=12"]
+        command = [
+            "git",
+            "-C",
+            str(root),
+            "describe",
+            "--always",
+            "--dirty=+changes",
+            "--abbrev=12",
+        ]
         result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None

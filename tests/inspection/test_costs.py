@@ -10,7 +10,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from dotmoe.costs import (
+from dotmoe.errors import UserError
+from dotmoe.granularity import ExpertsConfig, resolve
+from dotmoe.inspection.costs import (
     RunSize,
     alignment_flops,
     alignment_memory,
@@ -21,8 +23,6 @@ from dotmoe.costs import (
     sizes_of,
     total,
 )
-from dotmoe.errors import UserError
-from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.family import family_of
 from dotmoe.moe.masked_ffn import MaskedFFN, Masking

@@ -9,15 +9,15 @@ from transformers import (
     Qwen2Config,
 )
 
-from dotmoe.costs import (
+from dotmoe.errors import UserError
+from dotmoe.granularity import ExpertsConfig
+from dotmoe.inspection.costs import (
     PAPER_TOKENS,
     RunSize,
     total,
 )
-from dotmoe.device_time import UTILISATION, MatmulRate, measure_matmul_rate
-from dotmoe.errors import UserError
-from dotmoe.granularity import ExpertsConfig
-from dotmoe.inspect_model import in_bytes, inspect_model, render
+from dotmoe.inspection.device_time import UTILISATION, MatmulRate, measure_matmul_rate
+from dotmoe.inspection.inspect_model import in_bytes, inspect_model, render
 from dotmoe.models.family import family_of
 
 RATE = MatmulRate(device="a test", dtype="bfloat16", flops_per_s=1e12)

@@ -34,7 +34,9 @@ def test_even_use_gives_k_and_collapse_gives_the_number_of_experts():
 
 
 def test_balance_has_a_gradient_that_lowers_skew():
-    logits = (torch.randn(200, 8, generator=torch.Generator().manual_seed(0)) + torch.linspace(0, 3, 8))
+    logits = torch.randn(200, 8, generator=torch.Generator().manual_seed(0)) + torch.linspace(
+        0, 3, 8
+    )
     before = logits.clone().requires_grad_()
     loss = balance_loss(before, top_k_mask(before, 2))
     loss.backward()

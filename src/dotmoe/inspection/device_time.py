@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dotmoe.costs import Item, RunSize, total
 from dotmoe.errors import UserError
+from dotmoe.inspection.costs import Item, RunSize, total
 
 UTILISATION = 0.4
 """Share of a matrix-product rate that a whole alignment step is assumed to reach."""

@@ -8,7 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dotmoe.costs import (
+from dotmoe.granularity import ExpertsConfig, Granularity, resolve
+from dotmoe.inspection.costs import (
     PAPER_TOKENS,
     Item,
     RunSize,
@@ -22,14 +23,13 @@ from dotmoe.costs import (
     sizes_of,
     total,
 )
-from dotmoe.device_time import (
+from dotmoe.inspection.device_time import (
     UTILISATION,
     MatmulRate,
     PlannedTime,
     measure_matmul_rate,
     planned_times,
 )
-from dotmoe.granularity import ExpertsConfig, Granularity, resolve
 from dotmoe.models.family import Family
 from dotmoe.parameters import ParameterCounts, count_parameters
 

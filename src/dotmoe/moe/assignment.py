@@ -36,9 +36,7 @@ class AssignmentConfig:
 
     def tau(self, step: int, warmup_steps: int) -> float:
         """Temperature of an optimizer step."""
-        return temperature(
-            step, start=self.tau_start, end=self.tau_end, warmup_steps=warmup_steps
-        )
+        return temperature(step, start=self.tau_start, end=self.tau_end, warmup_steps=warmup_steps)
 
 
 def soft_plan(

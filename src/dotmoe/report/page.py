@@ -29,8 +29,8 @@ def report(run: Path, folder: Path) -> Path:
 def _in_words(results: dict[str, Any]) -> str:
     dense, moe = results["dense"], results["moe"]
     counts, split = results["parameters"], results["granularity"]
-    loss = moe["loss_nats_per_token"] - dense["loss_nats_per_token"]
-    saved = 1 - counts["active"] / counts["dense_total"]
+    loss = moe["loss"] - dense["loss"]
+    saved = 1 - counts["active"] / counts["dense"]
     return (
         f"Each token runs {split['active_experts']} of {split['num_experts']} experts a layer. "
         f"**Gained:** {percent(saved)} fewer parameters are touched per token "
@@ -43,7 +43,7 @@ def _in_words(results: dict[str, Any]) -> str:
 def _quality(results: dict[str, Any]) -> str:
     dense, moe = results["dense"], results["moe"]
     rows = [
-        f"| {name} | {r['perplexity']:.3f} | {r['loss_nats_per_token']:.4f} |"
+        f"| {name} | {r['perplexity']:.3f} | {r['loss']:.4f} |"
         for name, r in (("dense", dense), ("MoE, as exported", moe))
     ]
     return "\n".join(
@@ -52,7 +52,7 @@ def _quality(results: dict[str, Any]) -> str:
             "| model | perplexity (token) | loss, nats a token |",
             "|---|---|---|",
             *rows,
-            f"\n{dense['protocol']} Text: {dense['text']}; {dense['num_tokens']:,} tokens scored.\n",
+            f"\nText: {', '.join(dense['text'])}. {dense['protocol']}\n",
         ]
     )
 
@@ -63,7 +63,7 @@ def _size(results: dict[str, Any]) -> str:
         "active": "active per token",
         "active_with_routers": "active per token, with routers",
         "active_without_embeddings": "active per token, without embeddings and head",
-        "dense_total": "dense model",
+        "dense": "dense model",
     }
     rows = [f"| {text} | {results['parameters'][key]:,} |" for key, text in names.items()]
     return "\n".join(["## Size\n", "| parameters | number |", "|---|---|", *rows, ""])

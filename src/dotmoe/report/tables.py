@@ -40,13 +40,13 @@ def quickstart_summary(result: dict[str, Any]) -> RenderableType:
 
 def _perplexities(results: dict[str, dict[str, Any]]) -> Table:
     first = next(iter(results.values()))
-    title = f"perplexity per token, windows of {first['window']}, {first['num_tokens']:,} tokens"
+    title = f"perplexity per token, windows of {first['window']}, {first['tokens']:,} tokens"
     table = Table(title=title, title_justify="left")
     table.add_column("model")
     table.add_column("perplexity", justify="right")
     table.add_column("nats a token above dense", justify="right")
     for name, result in results.items():
-        above = result["loss_nats_per_token"] - first["loss_nats_per_token"]
+        above = result["loss"] - first["loss"]
         table.add_row(name, f"{result['perplexity']:.2f}", f"{above:.3f}")
     return table
 

@@ -31,7 +31,8 @@ class Task(Protocol):
 
     def accumulate_gradients(self, step: int) -> Metrics:
         """Forward and backward of one optimizer step (all its micro-batches), as a pure function of
-        the parameters, `step` and the task's own state."""
+        the parameters, `step` and the task's own state.
+        """
         ...
 
     def state(self) -> dict[str, Any]:

@@ -1,0 +1,151 @@
+"""A checkpoint folder: found by its name, downloaded if need be, its files checked."""
+
+import json
+import re
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError
+from safetensors import SafetensorError, safe_open
+
+from dotmoe.errors import UserError
+
+EMBEDDED = "embedded"
+"""Name of the checkpoint that the package carries."""
+
+# Some hubs hold the weights twice, the second time as consolidated* or in a subfolder.
+_WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
+_UNWANTED = ["consolidated*", "*/*"]
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
+    """Local folder of a checkpoint; what a hub name lacks is downloaded.
+
+    Args:
+        source: Folder, hub name, or `embedded`.
+        config_only: Download no more than config.json.
+
+    Raises:
+        UserError: Nothing there under that name.
+    """
+    if is_local(source):
+        return _local_folder(source)
+    return _downloaded(source, ["config.json"] if config_only else _WANTED)
+
+
+def is_local(source: str) -> bool:
+    """Whether `source` means something on this machine rather than on the hub."""
+    looks_like_path = source.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(source)
+    return source == EMBEDDED or looks_like_path or Path(source).exists()
+
+
+def _local_folder(source: str) -> Path:
+    if source == EMBEDDED:
+        return Path(str(resources.files("dotmoe"))) / "embedded"
+    folder = Path(source).expanduser()
+    if folder.is_file():
+        raise UserError(f"{source} is a file. Name the folder that holds config.json beside it.")
+    if not folder.is_dir():
+        raise UserError(f"{source} does not exist.{_nearest(folder)} Name a checkpoint folder.")
+    return folder.resolve()
+
+
+def _nearest(path: Path) -> str:
+    beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = get_close_matches(path.name, beside, n=1)
+    return f" Did you mean {path.parent / near[0]}?" if near else ""
+
+
+def _downloaded(source: str, wanted: list[str]) -> Path:
+    try:
+        return Path(
+            snapshot_download(source, allow_patterns=wanted, ignore_patterns=_UNWANTED)
+        ).resolve()
+    except GatedRepoError as error:
+        raise UserError(
+            f"{source} is gated on the hub. Accept its terms there, then run `hf auth login`."
+        ) from error
+    except (OSError, HFValidationError) as error:
+        raise UserError(
+            f"{source} is no folder here{_nearest(Path(source))} and cannot be fetched from the "
+            f"hub ({one_line(error)}). Check the name and the network."
+        ) from error
+
+
+def dense_tensor_files(folder: Path) -> dict[str, Path]:
+    """Checkpoint tensor name -> safetensors file, from the files' own headers.
+
+    Raises:
+        UserError: No safetensors, a shard missing or damaged, or a tensor not in its shard.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return dict.fromkeys(_tensor_names(single), single)
+    if not index.is_file():
+        raise UserError(_no_weights(folder))
+    shard_of = json_object(index).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of:
+        raise UserError(f"{index} has no weight_map. Download it again.")
+    shards = sorted(set(shard_of.values()))
+    for shard in shards:
+        if not (folder / shard).is_file():
+            raise UserError(
+                f"{shard} is named in {index} but missing, one of {len(shards)} shards. "
+                "Download it again."
+            )
+    files = {name: folder / shard for shard in shards for name in _tensor_names(folder / shard)}
+    for name, shard in shard_of.items():
+        if files.get(name) != folder / shard:
+            raise UserError(f"{name} is not in {folder / shard}, where {index.name} puts it.")
+    return files
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that must hold an object.
+
+    Raises:
+        UserError: It cannot be read, or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not JSON ({error}). Download it again.") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a JSON object. Download it again.")
+    return value
+
+
+def _tensor_names(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as raw:
+            is_pointer = raw.read(40).startswith(b"version https://git-lfs")
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    except SafetensorError as error:
+        cause = "a Git LFS pointer; git lfs pull gets the file" if is_pointer else one_line(error)
+        raise UserError(f"{path} is no whole safetensors file ({cause}). Get it again.") from error
+
+
+def _no_weights(folder: Path) -> str:
+    old = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
+    if old:
+        return (
+            f"{folder} holds weights only as {old[0].name}, and pickles are not read. Convert them "
+            "to safetensors: load with Transformers, then model.save_pretrained(folder)."
+        )
+    return f"{folder} holds no model.safetensors and no model.safetensors.index.json. Fetch them."
+
+
+def one_line(error: Exception) -> str:
+    """Message of another library's error, short enough to quote."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 160 else text[:157] + "..."

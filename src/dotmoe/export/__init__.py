@@ -1,0 +1,248 @@
+"""STAGE export: a dense checkpoint and an `ExpertLayout` become a stock MoE checkpoint."""
+
+import difflib
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from dotmoe.artifacts import DenseModel
+from dotmoe.errors import UserError
+from dotmoe.export.architecture import Conversion, OutputArchitecture
+from dotmoe.export.decoder_config import exported_context
+from dotmoe.export.dense_tensors import DenseTensors
+from dotmoe.export.glm4_moe import Glm4Moe
+from dotmoe.export.model_card import write_model_card
+from dotmoe.export.record import ExportRecord, installed_version
+from dotmoe.export.reference import sample_tokens
+from dotmoe.export.router_scale import RouterScale, router_scales
+from dotmoe.export.shard_writer import WrittenShards, write_shards
+from dotmoe.export.staging import staging
+from dotmoe.export.verify import VerificationError, VerificationRecord, VerifyConfig, verify
+from dotmoe.granularity import Granularity
+from dotmoe.layout import ExpertLayout
+from dotmoe.parameters import count_parameters
+
+__all__ = [
+    "OUTPUTS",
+    "ExportConfig",
+    "ExportRecord",
+    "VerificationError",
+    "VerificationRecord",
+    "VerifyConfig",
+    "export",
+    "export_dtype",
+    "output_named",
+    "require_exportable",
+    "verify",
+    "write_model_card",
+]
+
+OUTPUTS: dict[str, OutputArchitecture] = {
+    "glm4_moe": Glm4Moe(),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportConfig:
+    """What is written, and how carefully it is checked."""
+
+    format: str = "glm4_moe"
+    """Stock architecture to write: glm4_moe."""
+    dtype: Literal["source", "float32", "bfloat16"] = "source"
+    """Dtype of the written weights. `source` keeps the dense checkpoint's, bit for bit; float16
+    cannot hold the scaled routers and must be given another."""
+    max_shard_gib: float = 4.0
+    """Largest weight file, in GiB, above 0."""
+    scale_tokens: int = 2048
+    """Tokens of text from which the scale of the routers is chosen, at least 1."""
+    verify_tokens: int = 512
+    """Tokens of text on which the export is compared with the masked dense model, at least 1."""
+
+
+def output_named(name: str) -> OutputArchitecture:
+    """The output architecture of that name.
+
+    Raises:
+        UserError: There is none; the nearest name is given.
+    """
+    if name not in OUTPUTS:
+        near = difflib.get_close_matches(name, OUTPUTS, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise UserError(
+            f"export format is {name!r}, which dotmoe cannot write. "
+            f"Formats: {', '.join(OUTPUTS)}.{hint}"
+        )
+    return OUTPUTS[name]
+
+
+def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
+    """Dtype in which weights will be written, from the checkpoint's files; cheap.
+
+    The extract stage rounds routers to it.
+
+    Raises:
+        UserError: The checkpoint's dtype cannot be kept.
+    """
+    if config.dtype != "source":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+    _, stored = _tensors(dense).describe(dense.family.ffn_tensor(0, "gate"))
+    if stored not in (torch.float32, torch.bfloat16):
+        raise UserError(
+            f"The weights in {dense.folder} are {stored}, whose range cannot hold the scaled "
+            "routers. Set export.dtype to float32 (exact) or bfloat16 (rounds the weights)."
+        )
+    return stored
+
+
+def require_exportable(
+    dense: DenseModel, granularity: Granularity, config: ExportConfig
+) -> torch.dtype:
+    """Refuse what export would refuse, before anything is trained; cheap.
+
+    Returns:
+        `export_dtype`.
+
+    Raises:
+        UserError: Unknown format, or a model, split or dtype that it cannot hold exactly.
+    """
+    output = output_named(config.format)
+    dtype = export_dtype(dense, config)
+    reason = output.refusal(dense, granularity, dtype)
+    if reason is not None:
+        raise UserError(reason)
+    return dtype
+
+
+def export(
+    dense: DenseModel,
+    layout: ExpertLayout,
+    out: Path,
+    config: ExportConfig,
+    token_ids: Int[Tensor, "B T"],
+) -> ExportRecord:
+    """Scale the routers, write the checkpoint, verify it, and only then give it its name.
+
+    Weights are read from `dense.folder` and written tensor by tensor: writing needs memory for one
+    dense tensor. Verifying needs more, see `verify`.
+
+    Args:
+        dense: The dense model; not changed.
+        layout: Experts, routers and k. Router entries must be exact in the written dtype.
+        out: Folder to create; must not exist, or be empty.
+        config: See `ExportConfig`.
+        token_ids: Real text, to scale the routers and to verify with.
+
+    Returns:
+        What was done and measured; also written as `dotmoe.json`.
+
+    Raises:
+        UserError: The pair cannot be exported, the folder exists, or the disk is full.
+        VerificationError: The written model does not compute what it should.
+        On any exception nothing is left behind.
+    """
+    output = output_named(config.format)
+    _require_fit(dense, layout)
+    dtype = require_exportable(dense, _granularity(layout), config)
+    context = exported_context(dense)
+    calibration_BT = sample_tokens(token_ids, config.scale_tokens, context)
+    scales = router_scales(dense, layout, calibration_BT)
+    conversion = Conversion(
+        dense=dense,
+        tensors=_tensors(dense),
+        layout=layout,
+        exponents=[scale.exponent for scale in scales],
+        dtype=dtype,
+    )
+    with staging(out) as folder:
+        shards = _write(conversion, output, folder, config)
+        verification = verify(
+            dense, layout, folder, token_ids, VerifyConfig(tokens=config.verify_tokens), output
+        )
+        record = _record(out.name, conversion, output, shards, scales, verification)
+        (folder / "dotmoe.json").write_text(record.to_json())
+        write_model_card(folder, record)
+    return record
+
+
+def _tensors(dense: DenseModel) -> DenseTensors:
+    return DenseTensors(dense.folder, tied=bool(dense.config.tie_word_embeddings))
+
+
+def _require_fit(dense: DenseModel, layout: ExpertLayout) -> None:
+    widths = dense.widths
+    expected = (widths.layers, widths.ffn, widths.model)
+    found = (layout.num_layers, layout.num_neurons, layout.router_LED.shape[2])
+    if expected != found:
+        raise UserError(
+            f"The layout is for {found} layers, FFN neurons and model width, but {dense.source} "
+            f"has {expected}. Use the layout of this model."
+        )
+
+
+def _granularity(layout: ExpertLayout) -> Granularity:
+    return Granularity(
+        num_experts=layout.num_experts,
+        expert_size=layout.expert_size,
+        active_experts=layout.active_experts,
+    )
+
+
+def _write(
+    conversion: Conversion, output: OutputArchitecture, folder: Path, config: ExportConfig
+) -> WrittenShards:
+    dense = conversion.dense
+    (folder / "config.json").write_text(json.dumps(output.config(conversion), indent=2) + "\n")
+    dense.tokenizer.save_pretrained(folder)
+    generation = dense.folder / "generation_config.json"
+    if generation.is_file():
+        shutil.copyfile(generation, folder / generation.name)
+    return write_shards(
+        output.tensors(conversion),
+        folder,
+        max_shard_bytes=int(config.max_shard_gib * 2**30),
+    )
+
+
+def _record(
+    name: str,
+    conversion: Conversion,
+    output: OutputArchitecture,
+    shards: WrittenShards,
+    scales: Sequence[RouterScale],
+    verification: VerificationRecord,
+) -> ExportRecord:
+    dense, layout = conversion.dense, conversion.layout
+    counts = count_parameters(dense.config, dense.family, _granularity(layout))
+    return ExportRecord(
+        name=name,
+        format=output.name,
+        source=dense.source,
+        revision=dense.revision,
+        dotmoe_version=installed_version(),
+        dtype=str(conversion.dtype).removeprefix("torch."),
+        num_layers=layout.num_layers,
+        num_experts=layout.num_experts,
+        expert_size=layout.expert_size,
+        active_experts=layout.active_experts,
+        active_experts_key=output.active_experts_key,
+        active_experts_editable=output.active_experts_editable,
+        parameters={
+            "dense": counts.dense_total,
+            "stored": counts.stored,
+            "active": counts.active,
+            "active_with_routers": counts.active_with_routers,
+            "active_without_embeddings": counts.active_without_embeddings,
+        },
+        files=shards.files,
+        total_bytes=shards.total_bytes,
+        routers=list(scales),
+        verification=verification,
+        notes=output.notes(dense),
+    )

@@ -1,0 +1,94 @@
+"""The contract of an output architecture: how a layout becomes the tensors of a stock MoE."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dotmoe.artifacts import DenseModel
+from dotmoe.export.dense_tensors import DenseTensors
+from dotmoe.granularity import Granularity
+from dotmoe.layout import ExpertLayout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """One tensor to be written; its size is known before its content is made."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+    """Reads or builds the tensor, on the CPU, contiguous."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """Everything an output architecture may look at."""
+
+    dense: DenseModel
+    tensors: DenseTensors
+    """The dense checkpoint's files, the only source of weights."""
+    layout: ExpertLayout
+    exponents: Sequence[int]
+    """p of each layer: its router is written as 2^-p W_r."""
+    dtype: torch.dtype
+    """Dtype of every written weight."""
+
+
+class OutputArchitecture(Protocol):
+    """A stock MoE architecture to export to. Members are listed in `OUTPUTS`."""
+
+    name: str
+    """`model_type` of the exported config."""
+    experts_key: str
+    """Config key that holds E."""
+    active_experts_key: str
+    """Config key that holds k."""
+    active_experts_editable: bool
+    """Whether k may be changed in the exported config and nowhere else."""
+    required_keys: tuple[str, ...]
+    """Config keys without which some runtime silently computes something else."""
+
+    def refusal(
+        self, dense: DenseModel, granularity: Granularity, dtype: torch.dtype
+    ) -> str | None:
+        """Why such a split cannot be exported exactly (one sentence with the remedy), or None."""
+        ...
+
+    def notes(self, dense: DenseModel) -> list[str]:
+        """What a user of the exported model must know, one sentence each."""
+        ...
+
+    def config(self, conversion: Conversion) -> dict[str, Any]:
+        """Content of config.json."""
+        ...
+
+    def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
+        """The tensors in the order in which they are best read and written.
+
+        Raises:
+            UserError: The checkpoint lacks a tensor, has one that the architecture has no place
+                for, or a router that is not exact in the written dtype.
+        """
+        ...
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The MoE blocks of a reloaded model, by layer; each maps [B, T, D] to [B, T, D]."""
+        ...
+
+    def chosen_experts(self, block: nn.Module, x_TD: Tensor) -> Tensor:
+        """Numbers of the k experts that a reloaded block runs for each token, [T, K]."""
+        ...
+
+    def set_active_experts(self, model: nn.Module, active_experts: int) -> None:
+        """Change k of a reloaded model, as editing its config before loading would."""
+        ...

@@ -1,0 +1,84 @@
+"""The dense checkpoint as files: tensors read one at a time, exactly as they are stored."""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dotmoe.checkpoint_folder import dense_tensor_files
+from dotmoe.errors import UserError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+"""Floating-point dtypes by their name in a safetensors header."""
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+class DenseTensors:
+    """Named tensors of a safetensors checkpoint folder; nothing is read until it is asked for.
+
+    A tied matrix answers to both its names, whichever of the two is stored. The tensor read last is
+    kept, so that slices of one matrix taken in a row cost one read.
+    """
+
+    def __init__(self, folder: Path, *, tied: bool) -> None:
+        """List the tensors of `folder`.
+
+        Raises:
+            UserError: The folder has no safetensors weights, or a file of them is missing.
+        """
+        self.folder = folder
+        self._file_of = dense_tensor_files(folder)
+        self._alias: dict[str, str] = {}
+        if tied:
+            stored = EMBEDDING if EMBEDDING in self._file_of else HEAD
+            self._alias = {EMBEDDING: stored, HEAD: stored}
+        self._last: tuple[str, Tensor] | None = None
+
+    @property
+    def names(self) -> set[str]:
+        """Names as stored, without aliases."""
+        return set(self._file_of)
+
+    def describe(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype, from the file's header alone."""
+        stored = self._stored_name(name)
+        with safe_open(self._file_of[stored], framework="pt") as file:
+            view = file.get_slice(stored)
+            shape, dtype = tuple(view.get_shape()), view.get_dtype()
+        if dtype not in DTYPES:
+            raise UserError(
+                f"{name} in {self.folder} is stored as {dtype}, but weights must be one of "
+                f"{', '.join(DTYPES)}. Choose a checkpoint that is not quantised."
+            )
+        return shape, DTYPES[dtype]
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor on the CPU, in the dtype it is stored in."""
+        stored = self._stored_name(name)
+        if self._last is None or self._last[0] != stored:
+            self._last = None  # free the old tensor before the new one is read
+            try:
+                with safe_open(self._file_of[stored], framework="pt") as file:
+                    self._last = (stored, file.get_tensor(stored))
+            except (OSError, SafetensorError) as error:
+                raise UserError(
+                    f"{self._file_of[stored]} cannot be read ({error}). Fetch the checkpoint again."
+                ) from error
+        return self._last[1]
+
+    def _stored_name(self, name: str) -> str:
+        stored = self._alias.get(name, name)
+        if stored not in self._file_of:
+            raise UserError(
+                f"{name} is missing from the safetensors files of {self.folder}, but its config "
+                "calls for it. Fetch the checkpoint again."
+            )
+        return stored

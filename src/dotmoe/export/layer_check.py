@@ -1,0 +1,137 @@
+"""Each exported MoE block beside the exact one, on identical inputs."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from dotmoe.artifacts import DenseModel
+from dotmoe.export.architecture import OutputArchitecture
+from dotmoe.export.dense_tensors import DenseTensors
+from dotmoe.export.reference import logits_of, neuron_mask
+from dotmoe.export.router_scale import shortfall
+from dotmoe.layout import ExpertLayout
+
+CLOSE = 2.0**-8
+"""Logits closer than this share of their standard deviation may fall into one float32 score: at the
+recommended scale a sigmoid resolves 2^-11.3 of it, and its own error is a few times that."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCheck:
+    """One exported block against the binary-gate FFN (eq:moe_output) in float32.
+
+    Outputs are compared for the experts that the block chose; its choice is judged apart.
+    """
+
+    block_error: float
+    """Median over tokens of the relative L2 error of the block's output."""
+    block_error_tail: float
+    """99th percentile of the same: a single wrong expert shows here, not in the median."""
+    block_floor: float
+    """The same error of the masked FFN computed in the exported dtype; 0 for float32."""
+    misrouted: float
+    """Share of tokens for which an expert left out has a larger exact logit than one chosen."""
+    misrouted_far: float
+    """Share for which it is larger by more than 2^-8 of the logits' standard deviation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReference:
+    """Where the exact blocks come from."""
+
+    dense: DenseModel
+    tensors: DenseTensors
+    layout: ExpertLayout
+    output: OutputArchitecture
+    dtype: torch.dtype
+
+    def check(self, layer: int, chosen_TK: Tensor, x_TD: Tensor, actual_TD: Tensor) -> LayerCheck:
+        """Compare one block's choice of experts and its output with the exact ones."""
+        router_ED = self.layout.router_LED[layer].to(x_TD.device).double()
+        logits_TE = x_TD.double() @ router_ED.T
+        short_T = shortfall(logits_TE, chosen_TK)
+        mask_TN = neuron_mask(chosen_TK, self.layout, layer)
+        weights = [self._weight(layer, name, x_TD.device) for name in ("gate", "up", "down")]
+        exact_TD = binary_gate_ffn(x_TD.float(), mask_TN, *(weight.float() for weight in weights))
+        error_T = relative_error(actual_TD, exact_TD)
+        floor = 0.0
+        if self.dtype != torch.float32:
+            rounded_TD = binary_gate_ffn(x_TD, mask_TN, *weights)
+            floor = float(relative_error(rounded_TD, exact_TD).median())
+        return LayerCheck(
+            block_error=float(error_T.median()),
+            block_error_tail=float(error_T.quantile(0.99)),
+            block_floor=floor,
+            misrouted=float((short_T > 0).double().mean()),
+            misrouted_far=float((short_T > CLOSE * logits_TE.std()).double().mean()),
+        )
+
+    def _weight(self, layer: int, projection: str, device: torch.device) -> Tensor:
+        name = self.dense.family.ffn_tensor(layer, projection)
+        return self.tensors.read(name).to(self.dtype).to(device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedRun:
+    """One run of an exported model over the text, with every block checked on the way."""
+
+    layers: list[LayerCheck]
+    routes: list[Int[Tensor, "T K"]]
+    """Experts that each layer chose, on the CPU."""
+    logits_TV: Float[Tensor, "T V"]
+
+
+@torch.no_grad()
+def checked_run(
+    model: nn.Module, reference: LayerReference, tokens_BT: Int[Tensor, "B T"]
+) -> CheckedRun:
+    """Run an exported model once; a layer's dense weights are read only while it runs."""
+    checks: dict[int, LayerCheck] = {}
+    routes: dict[int, Tensor] = {}
+
+    def watch(index: int, block: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        def compare(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+            x_TD = arguments[0].reshape(-1, arguments[0].shape[-1])
+            chosen_TK = reference.output.chosen_experts(module, x_TD)
+            checks[index] = reference.check(index, chosen_TK, x_TD, output.reshape(x_TD.shape))
+            routes[index] = chosen_TK.cpu()
+
+        return block.register_forward_hook(compare)
+
+    hooks = [watch(index, block) for index, block in enumerate(reference.output.blocks(model))]
+    try:
+        logits_TV = logits_of(model, tokens_BT)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    layers = range(len(hooks))
+    return CheckedRun(
+        layers=[checks[layer] for layer in layers],
+        routes=[routes[layer] for layer in layers],
+        logits_TV=logits_TV,
+    )
+
+
+def binary_gate_ffn(
+    x_TD: Float[Tensor, "T D"],
+    mask_TN: Bool[Tensor, "T N"],
+    gate_ND: Float[Tensor, "N D"],
+    up_ND: Float[Tensor, "N D"],
+    down_DN: Float[Tensor, "D N"],
+) -> Float[Tensor, "T D"]:
+    """(SiLU(x W_gate) * (x W_up) * mask) W_down, every operation in the dtype of its operands."""
+    hidden_TN = F.silu(F.linear(x_TD, gate_ND)) * F.linear(x_TD, up_ND)
+    return F.linear(hidden_TN * mask_TN, down_DN)
+
+
+def relative_error(
+    actual_TD: Float[Tensor, "T D"], exact_TD: Float[Tensor, "T D"]
+) -> Float[Tensor, " T"]:
+    """|actual - exact| / |exact| of each token."""
+    difference_T = (actual_TD.float() - exact_TD).norm(dim=1)
+    size_T = exact_TD.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+    error_T: Tensor = difference_T / size_T
+    return error_T

@@ -1,0 +1,227 @@
+"""Reload an exported folder with plain Transformers and compare it with the masked dense model."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from jaxtyping import Int
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from dotmoe.artifacts import DenseModel
+from dotmoe.errors import UserError
+from dotmoe.export.architecture import OutputArchitecture
+from dotmoe.export.decoder_config import exported_context
+from dotmoe.export.dense_tensors import DenseTensors
+from dotmoe.export.layer_check import LayerCheck, LayerReference, checked_run
+from dotmoe.export.reference import (
+    logits_error,
+    logits_of,
+    reference_logits,
+    sample_tokens,
+    top1_agreement,
+)
+from dotmoe.layout import ExpertLayout
+
+
+class VerificationError(UserError):
+    """The exported model does not compute what it should."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyConfig:
+    """How much text, and what is tolerated."""
+
+    tokens: int = 512
+    """Tokens of real text to compare on, at least 1."""
+    block_error: float = 1e-3
+    """Float32: largest median relative error of a block. At the recommended scale it is 3e-4."""
+    block_tail_ratio: float = 10.0
+    """Largest 99th percentile of the block errors, in those allowed for the median."""
+    misrouted: float = 5e-3
+    """Largest share of misrouted tokens in a layer, beyond four standard errors of the sample."""
+    logits_error: float = 5e-3
+    """Float32: largest mean |difference| of logits, in standard deviations of the reference."""
+    top1_agreement: float = 0.99
+    """Float32: smallest share of tokens with the same most likely next token."""
+    dense_error: float = 1e-3
+    """Float32: largest `logits_error` against the dense model at k = E, for up to 4 layers; grows
+    with the root of their number beyond, as every layer adds its own deviation of the gates."""
+    block_ratio: float = 1.3
+    """Below float32: largest block error, in those of the masked FFN in the same dtype."""
+    logits_ratio: float = 1.5
+    """Below float32: largest logits error, in those of the masked model in the same dtype."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerificationRecord:
+    """What was compared and how far apart it was. Errors are against float32 references."""
+
+    loaded_class: str
+    dtype: str
+    tokens: int
+    layers: list[LayerCheck]
+    logits_error: float
+    """Mean |difference| from the masked dense model, in standard deviations of its logits, with
+    every token sent where the exported model sent it. Routing itself is judged by layer."""
+    logits_floor: float
+    """The same of the masked dense model run in the exported dtype; 0 for float32."""
+    top1_agreement: float
+    """Share of tokens with the masked dense model's most likely next token, routes as above."""
+    own_routes_error: float
+    """`logits_error` where both models route for themselves. Not judged: one near-tie that falls
+    the other way changes all later tokens."""
+    own_routes_top1_agreement: float
+    """`top1_agreement` where both models route for themselves."""
+    dense_error: float
+    """`logits_error` against the dense model at k = E."""
+    dense_floor: float
+    """The same of the dense model run in the exported dtype; 0 for float32."""
+
+
+@torch.no_grad()
+def verify(
+    dense: DenseModel,
+    layout: ExpertLayout,
+    folder: Path,
+    token_ids: Int[Tensor, "B T"],
+    config: VerifyConfig,
+    output: OutputArchitecture,
+) -> VerificationRecord:
+    """Check an exported folder block by block, at its own k, and at k = E.
+
+    Weights of the reference come from the dense checkpoint's files; routing and sums are exact.
+    Needs memory for the exported model, and after that for a float32 copy of the dense one.
+
+    Args:
+        dense: The model that was exported; not changed.
+        layout: What was exported.
+        folder: The exported folder.
+        token_ids: Real text; cut to `config.tokens` and to the exported context.
+        config: See `VerifyConfig`.
+        output: The architecture of the folder.
+
+    Raises:
+        VerificationError: Names the layer, the figure and its limit.
+        UserError: There is no text, or the model in memory is not the one in its folder.
+    """
+    dtype = check_folder(folder, output)
+    tensors = DenseTensors(dense.folder, tied=bool(dense.config.tie_word_embeddings))
+    tokens_BT = sample_tokens(token_ids, config.tokens, exported_context(dense)).to(dense.device)
+    model = _reload(folder, dtype).to(dense.device)
+    blocks = LayerReference(dense=dense, tensors=tensors, layout=layout, output=output, dtype=dtype)
+    run = checked_run(model, blocks, tokens_BT)
+    output.set_active_experts(model, layout.num_experts)
+    at_full_TV = logits_of(model, tokens_BT)
+    loaded_class = f"{type(model).__module__}.{type(model).__qualname__}"
+    del model  # the reference needs its room
+    reference = reference_logits(dense, tensors, layout, tokens_BT, run.routes, dtype)
+    record = VerificationRecord(
+        loaded_class=loaded_class,
+        dtype=str(dtype).removeprefix("torch."),
+        tokens=tokens_BT.numel(),
+        layers=run.layers,
+        logits_error=logits_error(run.logits_TV, reference.same_routes_TV),
+        logits_floor=reference.masked_floor,
+        top1_agreement=top1_agreement(run.logits_TV, reference.same_routes_TV),
+        own_routes_error=logits_error(run.logits_TV, reference.own_routes_TV),
+        own_routes_top1_agreement=top1_agreement(run.logits_TV, reference.own_routes_TV),
+        dense_error=logits_error(at_full_TV, reference.dense_TV),
+        dense_floor=reference.dense_floor,
+    )
+    judge(record, config)
+    return record
+
+
+def judge(record: VerificationRecord, config: VerifyConfig) -> None:
+    """Raise on the first figure beyond its limit."""
+    in_float32 = record.dtype == "float32"
+    misrouted = config.misrouted + 4 * (config.misrouted / record.tokens) ** 0.5
+    for index, layer in enumerate(record.layers):
+        place = f"layer {index}"
+        block = config.block_error if in_float32 else config.block_ratio * layer.block_floor
+        _at_most(layer.misrouted_far, 0.0, f"{place}: share of tokens misrouted by a clear margin")
+        _at_most(layer.misrouted, misrouted, f"{place}: share of misrouted tokens")
+        _at_most(layer.block_error, block, f"{place}: median relative block error")
+        tail = config.block_tail_ratio * block
+        _at_most(layer.block_error_tail, tail, f"{place}: 99th percentile of the block error")
+    logits = config.logits_error
+    at_full = config.dense_error * max(1.0, len(record.layers) / 4) ** 0.5
+    if in_float32:
+        _at_most(1 - record.top1_agreement, 1 - config.top1_agreement, "top-1 disagreement")
+    else:
+        # The slack is the float32 limit: gates are as far from 1 here as there.
+        logits += config.logits_ratio * record.logits_floor
+        at_full += config.logits_ratio * record.dense_floor
+    _at_most(record.logits_error, logits, "mean logit error")
+    _at_most(record.dense_error, at_full, "mean logit error at k = E against the dense model")
+
+
+def check_folder(folder: Path, output: OutputArchitecture) -> torch.dtype:
+    """Check what needs no model: config keys, k and E, and no tensor without elements.
+
+    Returns:
+        The dtype that the config states.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    missing = [key for key in output.required_keys if key not in config]
+    if missing:
+        raise VerificationError(f"config.json in {folder} lacks {missing[0]}. Export again.")
+    experts, active = config[output.experts_key], config[output.active_experts_key]
+    if not 1 <= active <= experts:
+        raise VerificationError(
+            f"{output.active_experts_key} is {active} in {folder}/config.json, but there are "
+            f"{experts} experts. Choose 1 to {experts}."
+        )
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                if 0 in file.get_slice(name).get_shape():
+                    raise VerificationError(f"{name} in {path} has no elements. Export again.")
+    return cast(torch.dtype, getattr(torch, config["dtype"]))
+
+
+def _reload(folder: Path, dtype: torch.dtype) -> nn.Module:
+    with _no_progress_bar():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, trust_remote_code=False
+        )
+    assert type(model).__module__.startswith("transformers."), type(model)
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[problem]:
+            raise VerificationError(
+                f"Transformers reports {problem} in {folder}: {sorted(report[problem])[:3]}. "
+                "Update transformers, or choose another export format."
+            )
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise VerificationError(
+                f"{name} in {folder} holds NaN or infinity. Check the dense checkpoint."
+            )
+    return cast(nn.Module, model.eval())
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    had_bar = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bar:
+            transformers_logging.enable_progress_bar()
+
+
+def _at_most(value: float, limit: float, what: str) -> None:
+    # Written so that NaN fails too.
+    if not value <= limit:
+        raise VerificationError(
+            f"The exported model differs from the masked dense model: {what} is {value:.3g}, "
+            f"limit {limit:.3g}. Report this as a defect; export.dtype float32 may pass."
+        )

@@ -1,0 +1,224 @@
+"""Stage load: a folder or hub name -> `DenseModel`, frozen, with every weight accounted for."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from dotmoe.artifacts import DenseModel
+from dotmoe.checkpoint_folder import (
+    checkpoint_folder,
+    dense_tensor_files,
+    is_local,
+    json_object,
+    one_line,
+)
+from dotmoe.errors import UserError
+from dotmoe.models.family import FAMILIES, family_of
+
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "LoadConfig",
+    "dense_config",
+    "dense_tensor_files",
+    "load_dense",
+    "resolved_device",
+    "resolved_dtype",
+]
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadConfig:
+    """Where and in which number format the dense model is held."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of the weights while working. auto: the checkpoint's own on a GPU, float32 on a
+    CPU, where 16-bit arithmetic is slow. The export keeps the checkpoint's own either way."""
+    device: str = "auto"
+    """`cpu`, `cuda` or `cuda:N`. auto: the GPU if there is one, else the CPU."""
+
+
+def load_dense(source: str, config: LoadConfig) -> DenseModel:
+    """Load a dense checkpoint, frozen and in evaluation mode.
+
+    Args:
+        source: Local folder, hub name, or `embedded` (the checkpoint that the package carries; a
+            folder of that name is reached as `./embedded`).
+        config: Device and number format.
+
+    Returns:
+        The model with every parameter read from the checkpoint and finite: none is left at a random
+        initial value. On a GPU, host memory holds one copy of the weights for a moment.
+
+    Raises:
+        UserError: Nothing usable under that name, a family that cannot be converted (checked before
+            any weight is read or downloaded), files missing or damaged, tensors missing, of another
+            shape or not finite, or a tokenizer that is missing or does not fit.
+    """
+    device = resolved_device(config.device)
+    hf_config, _ = dense_config(source)
+    family = family_of(hf_config)
+    folder = checkpoint_folder(source)
+    dense_tensor_files(folder)
+    with _quiet_transformers():
+        tokenizer = _load_tokenizer(folder)
+        model = _load_weights(folder, hf_config, resolved_dtype(config.dtype, device))
+    _require_finite(model, folder)
+    _require_tokenizer_fits(tokenizer, model, folder)
+    return DenseModel(
+        model=model.to(device),
+        tokenizer=tokenizer,
+        family=family,
+        folder=folder,
+        source=source,
+        revision=None if is_local(source) else folder.name,
+    )
+
+
+def dense_config(source: str) -> tuple[Any, Path]:
+    """Only the config of a checkpoint, and the local folder that it lies in.
+
+    Raises:
+        UserError: No such checkpoint, or a config that is missing, damaged or of another family.
+    """
+    folder = checkpoint_folder(source, config_only=True)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder} holds no config.json. Name a Hugging Face checkpoint folder.")
+    plain = json_object(path)
+    if plain.get("model_type") not in FAMILIES:
+        family_of(SimpleNamespace(model_type=str(plain.get("model_type", ""))))
+    if "quantization_config" in plain:
+        raise UserError(
+            f"{path} has a quantization_config, but the weights must be plain numbers to be split "
+            "exactly. Choose the unquantised checkpoint."
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
+        raise UserError(
+            f"{path} is no valid {plain['model_type']} config ({one_line(error)}). "
+            "Compare it with the original checkpoint's."
+        ) from error
+    family_of(config)
+    return config, folder
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    # Without its files Transformers makes an empty tokenizer for some families, and says nothing.
+    present = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    if not present:
+        raise UserError(f"{folder} holds no {' or '.join(_TOKENIZER_FILES)}. Copy the tokenizer.")
+    for name in present:
+        if name.endswith(".json"):
+            json_object(folder / name)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise UserError(
+            f"the tokenizer in {folder} cannot be loaded ({one_line(error)}). Copy it again."
+        ) from error
+
+
+def _load_weights(folder: Path, hf_config: Any, dtype: torch.dtype | Literal["auto"]) -> nn.Module:
+    try:
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            # Reported below with names; Transformers' own error does not say which tensor it is.
+            ignore_mismatched_sizes=True,
+        )
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder} cannot be loaded ({one_line(error)}).") from error
+    missing, mismatched = sorted(loaded["missing_keys"]), sorted(loaded["mismatched_keys"])
+    if missing:
+        raise UserError(
+            f"{missing[0]} is not in the checkpoint {folder} ({len(missing)} missing in all), so "
+            "it would be random. Download the checkpoint again or mend its config.json."
+        )
+    if mismatched:
+        name, stored, expected = mismatched[0]
+        raise UserError(
+            f"{name} has shape {tuple(stored)} in {folder}, but its config.json asks for "
+            f"{tuple(expected)} ({len(mismatched)} such tensors). Mend the config."
+        )
+    if loaded["unexpected_keys"]:
+        extra = sorted(loaded["unexpected_keys"])
+        logger.warning("%d tensors of %s are not used, such as %s", len(extra), folder, extra[0])
+    frozen: nn.Module = model.requires_grad_(False).eval()
+    return frozen
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars and no load report, which `_load_weights` says itself; then as before."""
+    verbosity = transformers_logging.get_verbosity()
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if had_bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _require_finite(model: nn.Module, folder: Path) -> None:
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise UserError(
+                f"{name} in {folder} contains NaN or infinity (as {parameter.dtype}). "
+                "Repair the checkpoint, or load it with --dtype float32."
+            )
+
+
+def _require_tokenizer_fits(tokenizer: Any, model: Any, folder: Path) -> None:
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if largest >= rows:
+        raise UserError(
+            f"the tokenizer in {folder} has ids up to {largest}, but the embedding has {rows} "
+            "rows. Copy the tokenizer that belongs to this checkpoint."
+        )
+
+
+def resolved_device(name: str) -> torch.device:
+    """The device that `LoadConfig.device` means on this machine."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"device is {name!r}, which this machine does not have ({one_line(error)}). "
+            "Choose auto, cpu or cuda."
+        ) from error
+    return device
+
+
+def resolved_dtype(name: str, device: torch.device) -> torch.dtype | Literal["auto"]:
+    """The dtype that `LoadConfig.dtype` means on that device; `auto` is the checkpoint's own."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

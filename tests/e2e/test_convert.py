@@ -1,0 +1,233 @@
+"""The command line on tiny models: whole runs, interrupted runs, bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from dotmoe.cli import run
+from dotmoe.layout import ExpertLayout
+from dotmoe.load import LoadConfig, load_dense
+from dotmoe.moe.surgery import masked_by
+
+OPTIONS = [
+    "--expert-size",
+    "8",
+    "--steps",
+    "6",
+    "--batch-size",
+    "4",
+    "--seq-len",
+    "32",
+    "--lr",
+    "1e-2",
+    "--checkpoint-every",
+    "2",
+]
+SMALL = ["--calibration-tokens", "512", "--eval-tokens", "512", "--scale-tokens", "256",
+         "--verify-tokens", "128"]  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    lines = [
+        f"Line {i}: the {['cat', 'dog', 'crow'][i % 3]} ate {i * 7 % 13} figs." for i in range(400)
+    ]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def command(model, out, text, *extra):
+    return ["convert", str(model), str(out), "--data", str(text), *OPTIONS, *SMALL, *extra]
+
+
+def spawn(arguments, **options):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "dotmoe", *arguments], env=environment,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
+    )  # fmt: skip
+
+
+def same_tensors(one, other):
+    first, second = load_file(one), load_file(other)
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_run_gives_a_stock_checkpoint_a_report_and_its_config(family, tiny_dense, text, tmp_path):
+    out = tmp_path / "run"
+    model = tiny_dense(family)
+    assert run(command(model, out, text)) == 0
+    results = json.loads((out / "6_evaluate" / "results.json").read_text())
+    assert results["dense"]["origin"] == "measured"
+    assert results["moe"]["perplexity"] > 1
+    assert results["granularity"] == {"num_experts": 12, "expert_size": 8, "active_experts": 3}
+    assert (out / "7_report" / "report.md").read_text().startswith("# ")
+    assert len((out / "2_align" / "metrics.jsonl").read_text().splitlines()) == 6
+
+    dense = load_dense(str(model), LoadConfig(device="cpu"))
+    layout = ExpertLayout.load(out / "3_extract" / "layout.safetensors")
+    tokens = torch.tensor([[2 + b for b in text.read_bytes()[:100]]])
+    exported = AutoModelForCausalLM.from_pretrained(out / "5_export")
+    assert type(exported).__name__ == "Glm4MoeForCausalLM"
+    with masked_by(dense, layout), torch.no_grad():
+        expected = dense.model(input_ids=tokens).logits
+        difference = (exported(input_ids=tokens).logits - expected).abs().mean() / expected.std()
+    assert difference < 5e-3
+
+
+def test_the_written_config_repeats_the_run(tiny_dense, text, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    model = tiny_dense("llama")
+    assert run(command(model, first, text)) == 0
+    assert run(["convert", str(model), str(second), "--config", str(first / "config.json")]) == 0
+    layout = Path("3_extract/layout.safetensors")
+    assert same_tensors(first / layout, second / layout)
+
+
+def test_no_steps_is_a_training_free_conversion(tiny_dense, text, tmp_path):
+    out = tmp_path / "run"
+    assert run(command(tiny_dense("llama"), out, text, "--steps", "0")) == 0
+    assert not (out / "2_align" / "metrics.jsonl").exists()
+
+
+def test_a_run_killed_while_aligning_ends_bit_identical(tiny_dense, text, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    model = tiny_dense("llama")
+    longer = ["--steps", "40"]
+    assert spawn(command(model, whole, text, *longer)).wait(300) == 0
+    process = spawn(command(model, killed, text, *longer))
+    checkpoint = killed / "2_align" / "checkpoint.pt"
+    deadline = time.monotonic() + 120
+    while not checkpoint.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (killed / "finished" / "align").exists()
+    resumed = spawn(command(model, killed, text, *longer))
+    resumed.communicate(timeout=300)
+    assert resumed.returncode == 0
+    for file in ("2_align/state.safetensors", "3_extract/layout.safetensors"):
+        assert same_tensors(whole / file, killed / file)
+    for file in (whole / "5_export").glob("*.safetensors"):
+        assert same_tensors(file, killed / "5_export" / file.name)
+
+
+def test_an_interrupt_says_how_to_go_on(tiny_dense, text, tmp_path):
+    process = spawn(command(tiny_dense("llama"), tmp_path / "run", text, "--steps", "4000"))
+    metrics = tmp_path / "run" / "2_align" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in error
+    assert "Traceback" not in error
+
+
+def bad_input_cases():
+    def no_model(model, text, tmp):
+        return command(tmp / "nowhere", tmp / "run", text), "does not exist"
+
+    def too_many_active(model, text, tmp):
+        return command(model, tmp / "run", text, "--active-experts", "13"), r"13.*12"
+
+    def indivisible(model, text, tmp):
+        return command(model, tmp / "run", text, "--expert-size", "7"), r"7.*96.*6.*8"
+
+    def empty_text(model, text, tmp):
+        text.write_text("")
+        return command(model, tmp / "run", text), "text.txt"
+
+    def binary_text(model, text, tmp):
+        text.write_bytes(bytes(range(256)) * 20)
+        return command(model, tmp / "run", text), "not UTF-8"
+
+    def short_text(model, text, tmp):
+        text.write_text("short")
+        return command(model, tmp / "run", text), "seq_len"
+
+    def out_in_the_way(model, text, tmp):
+        (tmp / "run").mkdir()
+        (tmp / "run" / "thesis.tex").write_text("mine")
+        return command(model, tmp / "run", text), "in the way"
+
+    def unknown_recipe(model, text, tmp):
+        return command(model, tmp / "run", text, "--recipe", "papr"), "Did you mean paper"
+
+    def config_and_recipe(model, text, tmp):
+        return command(
+            model, tmp / "run", text, "--recipe", "paper", "--config", "x"
+        ), "one of them"
+
+    def bad_tau(model, text, tmp):
+        return command(model, tmp / "run", text, "--tau-end", "0"), "above 0"
+
+    return [
+        no_model, too_many_active, indivisible, empty_text, binary_text, short_text,
+        out_in_the_way, unknown_recipe, config_and_recipe, bad_tau,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", bad_input_cases(), ids=lambda case: case.__name__)
+def test_bad_input_gets_one_line_and_leaves_nothing(case, tiny_dense, text, tmp_path, capfd):
+    arguments, pattern = case(tiny_dense("llama"), text, tmp_path)
+    before = {p for p in tmp_path.rglob("*") if p.is_file()}
+    assert run(arguments) == 2
+    error = capfd.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("dotmoe: error: ")
+    import re
+
+    assert re.search(pattern, error), error
+    assert {p for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_an_unknown_option_offers_the_nearest(tiny_dense, text, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run(command(tiny_dense("llama"), tmp_path / "run", text, "--active-expert", "3"))
+    assert stop.value.code == 2
+    assert "--active-experts" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_command_offers_the_nearest(capsys):
+    assert run(["convrt"]) == 2
+    assert "Did you mean convert" in capsys.readouterr().err
+
+
+def test_a_folder_of_another_config_is_not_touched(tiny_dense, text, tmp_path, capsys):
+    out = tmp_path / "run"
+    model = tiny_dense("llama")
+    assert run(command(model, out, text)) == 0
+    assert run(command(model, out, text, "--seed", "1")) == 2
+    assert "another config" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="needs a file size limit")
+def test_a_full_disk_is_said_in_one_line_and_the_run_can_go_on(tiny_dense, text, tmp_path):
+    import resource
+
+    def little_room():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
+
+    out = tmp_path / "run"
+    arguments = command(tiny_dense("llama"), out, text)
+    process = spawn(arguments, preexec_fn=little_room)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "Traceback" not in error
+    assert "dotmoe: error: " in error
+    assert not (out / "5_export" / "config.json").exists()
+    assert run(arguments) == 0

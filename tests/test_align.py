@@ -1,0 +1,228 @@
+"""The alignment phase. Oracles: the dense model, and the whole loss written out plainly."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dotmoe.align import AlignConfig, Alignment, align, steps_to_take
+from dotmoe.artifacts import AlignState
+from dotmoe.calibrate import CalibrateConfig, calibrate
+from dotmoe.data import TokenBlocks
+from dotmoe.extract import extract
+from dotmoe.load import LoadConfig, load_dense
+from dotmoe.moe.assignment import AssignmentConfig
+from dotmoe.moe.surgery import masked, masked_by
+from dotmoe.transport import greedy_assignment
+
+E, K = 12, 3
+CONFIG = AlignConfig(steps=6, batch_size=4, micro_batch_size=4, lr=1e-2, max_epochs=100.0)
+
+
+@pytest.fixture
+def dense(tiny_dense):
+    return load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu"))
+
+
+@pytest.fixture
+def blocks():
+    generator = torch.Generator().manual_seed(3)
+    return TokenBlocks(torch.randint(2, 258, (10, 24), generator=generator, dtype=torch.int32))
+
+
+def random_state(dense, scale=1.0):
+    widths = dense.widths
+    generator = torch.Generator().manual_seed(1)
+    return AlignState(
+        affinity_LNE=scale * torch.randn(widths.layers, widths.ffn, E, generator=generator),
+        router_LED=0.2 * torch.randn(widths.layers, E, widths.model, generator=generator),
+        step=0,
+    )
+
+
+def alignment(dense, blocks, config=CONFIG, assignment=None, active_experts=K):
+    assignment = assignment or AssignmentConfig(tau_start=0.5, tau_end=0.5)
+    return Alignment(
+        dense, blocks, random_state(dense), active_experts, config, assignment,
+        warmup_steps=1, seed=0,
+    )  # fmt: skip
+
+
+def gradients(dense, task, step=0):
+    with masked(dense, task.masking):
+        metrics = task.accumulate_gradients(step)
+    return metrics, task.affinity_LNE.grad.clone(), task.router_LED.grad.clone()
+
+
+def unrolled_plan(affinity_NE, tau, sweeps=400):
+    """Balanced plan by plain alternating normalisation, differentiated by autograd."""
+    kernel = affinity_NE.double() / tau
+    for _ in range(sweeps):
+        kernel = (
+            kernel
+            - kernel.logsumexp(dim=0, keepdim=True)
+            + torch.tensor(affinity_NE.shape[0] / affinity_NE.shape[1]).log()
+        )
+        kernel = kernel - kernel.logsumexp(dim=1, keepdim=True)
+    return kernel.exp().float()
+
+
+class WrittenOutFFN(torch.nn.Module):
+    """eq:moe_output with eq:assignment_ste and eq:router_ste, every product materialised."""
+
+    def __init__(self, mlp, plan_NE, router_ED, losses):
+        super().__init__()
+        self.mlp, self.plan, self.router, self.losses = mlp, plan_NE, router_ED, losses
+
+    def forward(self, x):
+        flat = x.reshape(-1, x.shape[-1])
+        logits = flat @ self.router.T
+        soft = logits.softmax(dim=1)
+        hard = F.one_hot(logits.topk(K, dim=1).indices, E).sum(dim=1).float()
+        routing = hard + soft - soft.detach()
+        expert = greedy_assignment(self.plan.detach(), capacity=len(self.plan) // E)
+        assignment = F.one_hot(expert, E).float() + self.plan - self.plan.detach()
+        hidden = F.silu(self.mlp.gate_proj(flat)) * self.mlp.up_proj(flat)
+        mask = torch.einsum("te,ne->tn", routing, assignment)
+        z = logits.logsumexp(dim=1).square().mean()
+        balance = E * (hard.mean(dim=0) * soft.mean(dim=0)).sum()
+        self.losses.append(1e-3 * z + 1e-2 * balance)
+        return self.mlp.down_proj(hidden * mask).view(x.shape)
+
+
+def test_gradients_are_those_of_the_whole_loss_written_out(dense, blocks):
+    config = replace(CONFIG, surrogate="softmax")
+    metrics, affinity_grad, router_grad = gradients(dense, alignment(dense, blocks, config))
+
+    state = random_state(dense)
+    affinity = state.affinity_LNE.requires_grad_()
+    router = state.router_LED.requires_grad_()
+    tokens = blocks.batch(0, 4, 0)
+    target = dense.model(input_ids=tokens).logits.flatten(0, 1).detach()
+    losses = []
+    layers = dense.model.model.layers
+    originals = [layer.mlp for layer in layers]
+    for index, layer in enumerate(layers):
+        plan = unrolled_plan(affinity[index], 0.5)
+        layer.mlp = WrittenOutFFN(layer.mlp, plan, router[index], losses)
+    logits = dense.model(input_ids=tokens).logits
+    for layer, original in zip(layers, originals, strict=True):
+        layer.mlp = original
+    flat = logits.flatten(0, 1)
+    kl = F.kl_div(
+        flat.log_softmax(1), target.log_softmax(1), log_target=True, reduction="batchmean"
+    )
+    ce = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss = 2 * kl + ce + sum(losses) / len(losses)
+    loss.backward()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["kl"] == pytest.approx(kl.item(), rel=1e-4)
+    assert torch.allclose(router_grad, router.grad, rtol=1e-3, atol=1e-6)
+    scale = affinity.grad.abs().max()
+    assert (affinity_grad - affinity.grad).abs().max() < 1e-3 * scale
+
+
+def test_micro_batches_add_up_to_the_batch(dense, blocks):
+    _, affinity, router = gradients(dense, alignment(dense, blocks, CONFIG))
+    # Load balancing counts tokens per micro-batch, so it is left out of the comparison.
+    even = replace(CONFIG, balance_weight=0.0)
+    whole = gradients(dense, alignment(dense, blocks, even))
+    parts = gradients(dense, alignment(dense, blocks, replace(even, micro_batch_size=3)))
+    # Cross-entropy has one unlabelled position a row, the same in each part.
+    for one, other in zip(whole[1:], parts[1:], strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-7)
+    assert not torch.equal(affinity, whole[1]) or not torch.equal(router, whole[2])
+
+
+def test_activation_checkpointing_changes_no_gradient(dense, blocks, tmp_path):
+    states = []
+    for checkpointing in (False, True):
+        folder = tmp_path / str(checkpointing)
+        folder.mkdir()
+        config = replace(CONFIG, activation_checkpointing=checkpointing)
+        states.append(align(dense, blocks, random_state(dense), K, config, AssignmentConfig(),
+                            folder=folder, seed=0))  # fmt: skip
+    assert torch.equal(states[0].affinity_LNE, states[1].affinity_LNE)
+    assert torch.equal(states[0].router_LED, states[1].router_LED)
+    assert not any(module.training for module in dense.model.modules())
+
+
+def test_with_every_expert_active_the_student_is_the_teacher(dense, blocks):
+    metrics, _, _ = gradients(dense, alignment(dense, blocks, active_experts=E))
+    assert abs(metrics["kl"]) < 1e-6
+
+
+def test_only_affinities_and_routers_learn_and_kl_falls(dense, blocks, tmp_path):
+    before = {name: p.clone() for name, p in dense.model.named_parameters()}
+    initial = random_state(dense)
+    config = replace(CONFIG, steps=40, max_epochs=100.0)
+    final = align(dense, blocks, initial, K, config, AssignmentConfig(), folder=tmp_path, seed=0)
+    assert all(torch.equal(before[name], p) for name, p in dense.model.named_parameters())
+    assert all(p.grad is None for p in dense.model.parameters())
+    assert not torch.equal(final.affinity_LNE, initial.affinity_LNE)
+    assert not torch.equal(final.router_LED, initial.router_LED)
+    kl = [json.loads(line)["kl"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert sum(kl[-5:]) < 0.9 * sum(kl[:5])
+
+
+def test_a_split_that_is_not_learned_stays_while_its_router_learns(dense, blocks, tmp_path):
+    initial = random_state(dense)
+    config = replace(CONFIG, learn_assignment=False)
+    final = align(dense, blocks, initial, K, config, AssignmentConfig(), folder=tmp_path, seed=0)
+    layouts = [
+        extract(s, K, AssignmentConfig(), router_dtype=torch.float32) for s in (initial, final)
+    ]
+    assert torch.equal(layouts[0].expert_of_neuron_LN, layouts[1].expert_of_neuron_LN)
+    assert not torch.equal(initial.router_LED, final.router_LED)
+
+
+def test_every_solver_and_surrogate_trains(dense, blocks, tmp_path):
+    for solver in ("newton", "sinkhorn"):
+        for surrogate in ("softmax", "soft_top_k"):
+            folder = tmp_path / solver / surrogate
+            folder.mkdir(parents=True)
+            config = replace(CONFIG, steps=2, surrogate=surrogate)
+            state = align(dense, blocks, random_state(dense), K, config,
+                          AssignmentConfig(solver=solver), folder=folder, seed=0)  # fmt: skip
+            assert torch.isfinite(state.affinity_LNE).all()
+            assert torch.isfinite(state.router_LED).all()
+
+
+def test_steps_are_limited_by_the_passes_over_the_data():
+    config = AlignConfig(steps=3500, batch_size=64, max_epochs=4.0)
+    assert steps_to_take(config, 1_000_000) == 3500
+    assert steps_to_take(config, 160) == 10
+    assert steps_to_take(config, 1) == 1
+    assert steps_to_take(replace(config, steps=0), 160) == 0
+
+
+def test_surgery_leaves_no_trace(dense):
+    tokens = torch.arange(2, 50)[None]
+    before = dense.model(input_ids=tokens).logits
+    names = [name for name, _ in dense.model.named_parameters()]
+    layout = extract(random_state(dense), K, AssignmentConfig(), router_dtype=torch.float32)
+    with masked_by(dense, layout):
+        assert not torch.equal(dense.model(input_ids=tokens).logits, before)
+    assert torch.equal(dense.model(input_ids=tokens).logits, before)
+    assert [name for name, _ in dense.model.named_parameters()] == names
+    with masked_by(dense, layout.with_active_experts(E)):
+        assert torch.allclose(dense.model(input_ids=tokens).logits, before, atol=1e-5)
+
+
+def test_the_start_from_data_beats_a_random_start_and_repeats(dense, blocks):
+    tokens = blocks.tokens_BT
+    state = calibrate(dense, tokens, E, CalibrateConfig(calibration_tokens=240), seed=0)
+    again = calibrate(dense, tokens, E, CalibrateConfig(calibration_tokens=240), seed=0)
+    assert torch.equal(state.affinity_LNE, again.affinity_LNE)
+    assert torch.equal(state.router_LED, again.router_LED)
+    random = calibrate(dense, tokens, E, CalibrateConfig(start="random"), seed=0)
+    target = dense.model(input_ids=tokens.long()).logits
+
+    def error(start):
+        layout = extract(start, K, AssignmentConfig(), router_dtype=torch.float32)
+        with masked_by(dense, layout):
+            return (dense.model(input_ids=tokens.long()).logits - target).square().mean()
+
+    assert error(state) < error(random)

@@ -1,0 +1,338 @@
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.utils import logging as transformers_logging
+
+from dotmoe.errors import UserError
+from dotmoe.load import LoadConfig, dense_config, dense_tensor_files, load_dense
+
+FAMILY_NAMES = ("llama", "mistral", "qwen2", "qwen3")
+GATE = "model.layers.0.mlp.gate_proj.weight"
+
+
+@pytest.fixture
+def copied(tiny_dense, tmp_path):
+    """A tiny Llama folder of one's own, to damage."""
+    return Path(shutil.copytree(tiny_dense("llama"), tmp_path / "checkpoint"))
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def in_two_shards(folder):
+    """Split model.safetensors by hand, as hub checkpoints are."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[:7], names[7:]), start=1):
+        shard = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / shard, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, shard)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return weight_map
+
+
+def refusal_of(source, **options):
+    with pytest.raises(UserError) as caught:
+        load_dense(str(source), LoadConfig(**options))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_those_of_the_file_bit_for_bit(tiny_dense, family_name, tied):
+    folder = tiny_dense(family_name, tied=tied)
+    dense = load_dense(str(folder), LoadConfig())
+    stored = load_file(folder / "model.safetensors")
+    loaded = dense.model.state_dict()
+    assert all(torch.equal(loaded[name], stored[name]) for name in stored)
+    extra = set(loaded) - set(stored)
+    assert extra == ({"lm_head.weight"} if tied else set())
+    assert dense.family.model_type == family_name
+    assert dense.folder == folder
+    assert (dense.source, dense.revision) == (str(folder), None)
+
+
+def test_the_model_is_frozen_and_in_evaluation_mode(tiny_dense):
+    model = load_dense(str(tiny_dense("qwen2")), LoadConfig()).model
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert not any(module.training for module in model.modules())
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+def test_a_tied_checkpoint_that_stores_only_the_head_is_the_same_model(tiny_dense, family_name):
+    folder = tiny_dense(family_name, head_only=True)
+    assert "model.embed_tokens.weight" not in load_file(folder / "model.safetensors")
+    ours = load_dense(str(folder), LoadConfig()).model
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    head = load_file(folder / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(ours.model.embed_tokens.weight, head)
+    assert ours.lm_head.weight is ours.model.embed_tokens.weight
+    tokens = torch.arange(2, 34).view(2, 16)
+    assert torch.equal(ours(input_ids=tokens).logits, theirs(input_ids=tokens).logits)
+
+
+def test_dtype_auto_is_float32_on_a_cpu_and_an_explicit_one_is_kept(tiny_dense):
+    source = str(tiny_dense("llama", dtype="bfloat16"))
+    stored = load_file(Path(source) / "model.safetensors")[GATE]
+    assert stored.dtype == torch.bfloat16
+    for name, expected in (
+        ("auto", torch.float32),
+        ("bfloat16", torch.bfloat16),
+        ("float16", torch.float16),
+    ):
+        model = load_dense(source, LoadConfig(dtype=name, device="cpu")).model
+        weight = model.state_dict()[GATE]
+        assert weight.dtype == expected
+        assert torch.equal(weight, stored.to(expected))
+
+
+def test_loading_says_nothing_and_leaves_the_settings_of_transformers(tiny_dense, capfd):
+    before = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    load_dense(str(tiny_dense("mistral", tied=True)), LoadConfig())
+    after = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
+    assert before == after
+
+
+def test_shards_load_as_the_single_file_does(copied):
+    whole = load_dense(str(copied), LoadConfig()).model.state_dict()
+    weight_map = in_two_shards(copied)
+    split = load_dense(str(copied), LoadConfig()).model.state_dict()
+    assert all(torch.equal(whole[name], split[name]) for name in whole)
+    files = dense_tensor_files(copied)
+    assert files == {name: copied / shard for name, shard in weight_map.items()}
+
+
+def test_tensor_files_of_one_file(tiny_dense):
+    folder = tiny_dense("llama")
+    files = dense_tensor_files(folder)
+    assert set(files) == set(load_file(folder / "model.safetensors"))
+    assert set(files.values()) == {folder / "model.safetensors"}
+
+
+def test_config_alone_needs_no_weights(copied):
+    (copied / "model.safetensors").unlink()
+    (copied / "tokenizer.json").unlink()
+    config, folder = dense_config(str(copied))
+    assert (config.model_type, config.intermediate_size, folder) == ("llama", 96, copied)
+
+
+def test_the_real_stories_model_loads(shared_data):
+    dense = load_dense(str(shared_data / "models/stories260K"), LoadConfig())
+    assert sum(parameter.numel() for parameter in dense.model.parameters()) == 260_032
+    ids = dense.tokenizer("Once upon a time", return_tensors="pt").input_ids
+    assert ids[0, 0] == dense.tokenizer.bos_token_id == 1
+    text = dense.tokenizer.decode(dense.model(input_ids=ids).logits[0, -1].argmax())
+    assert text.strip() == ","
+
+
+def test_refuses_a_missing_folder_and_proposes_its_neighbour(copied):
+    message = refusal_of(copied.parent / "chekpoint")
+    assert message.startswith(f"{copied.parent}/chekpoint does not exist.")
+    assert f"Did you mean {copied}?" in message
+
+
+def test_refuses_an_unknown_hub_name_in_one_line():
+    message = refusal_of("nobody-at-all/no-such-model")
+    assert "nobody-at-all/no-such-model is no folder here" in message
+    assert "Check the name and the network." in message
+    assert len(message) < 400
+
+
+def test_a_mistyped_relative_folder_proposes_the_nearest(copied, monkeypatch):
+    monkeypatch.chdir(copied.parent.parent)
+    assert f"Did you mean {copied.parent.name}/checkpoint?" in refusal_of(
+        f"{copied.parent.name}/checkpont"
+    )
+
+
+def test_refuses_a_file_in_place_of_a_folder(copied):
+    assert "is a file" in refusal_of(copied / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "holds no config.json"),
+        ("{not json", "config.json is not JSON"),
+        ("[1, 2]", "config.json is not a JSON object"),
+        ('{"hidden_size": 8}', "model_type is ''"),
+        ('{"model_type": "lama"}', "Did you mean llama?"),
+        ('{"model_type": "gpt_neox"}', "model_type is 'gpt_neox', which dotmoe cannot convert"),
+    ],
+)
+def test_refuses_a_config_that_says_no_usable_model(copied, content, expected):
+    (copied / "config.json").unlink()
+    if content is not None:
+        (copied / "config.json").write_text(content)
+    assert expected in refusal_of(copied)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({"mlp_bias": True}, "mlp_bias is true"),
+        ({"hidden_size": "wide"}, "is no valid llama config"),
+        ({"hidden_size": 65}, "not a multiple of the number of attention heads"),
+        ({"num_attention_heads": 0}, "is no valid llama config"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "Choose the unquantised checkpoint"),
+    ],
+)
+def test_refuses_a_config_that_cannot_be_converted_before_reading_weights(
+    copied, changes, expected
+):
+    edit_config(copied, **changes)
+    (copied / "model.safetensors").unlink()
+    assert expected in refusal_of(copied)
+
+
+def test_names_the_shard_that_is_missing(copied):
+    in_two_shards(copied)
+    (copied / "model-00002-of-00002.safetensors").unlink()
+    message = refusal_of(copied)
+    assert message.startswith("model-00002-of-00002.safetensors is named in")
+    assert "missing" in message
+
+
+def test_names_the_tensor_that_its_shard_lacks(copied):
+    in_two_shards(copied)
+    path = copied / "model-00001-of-00002.safetensors"
+    tensors = load_file(path)
+    lost = sorted(tensors)[0]
+    del tensors[lost]
+    save_file(tensors, path, {"format": "pt"})
+    assert f"{lost} is not in {path}" in refusal_of(copied)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 60, -40])
+def test_names_the_truncated_file(copied, keep):
+    path = copied / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:keep])
+    assert f"{path} is no whole safetensors file" in refusal_of(copied)
+
+
+def test_names_a_git_lfs_pointer(copied):
+    (copied / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    )
+    assert "git lfs pull" in refusal_of(copied)
+
+
+def test_refuses_pickled_weights_with_the_remedy(copied):
+    (copied / "model.safetensors").rename(copied / "pytorch_model.bin")
+    message = refusal_of(copied)
+    assert "only as pytorch_model.bin" in message
+    assert "save_pretrained" in message
+
+
+def test_refuses_a_folder_without_weights(copied):
+    (copied / "model.safetensors").unlink()
+    assert "holds no model.safetensors" in refusal_of(copied)
+
+
+def test_names_the_first_missing_tensor_and_counts_them(copied):
+    def drop_two(tensors):
+        for projection in ("up", "gate"):
+            del tensors[f"model.layers.1.mlp.{projection}_proj.weight"]
+
+    edit_tensors(copied, drop_two)
+    message = refusal_of(copied)
+    assert message.startswith("model.layers.1.mlp.gate_proj.weight is not in the checkpoint")
+    assert "2 missing in all" in message
+
+
+def test_an_untied_checkpoint_without_its_head_is_refused(copied):
+    edit_tensors(copied, lambda tensors: tensors.pop("lm_head.weight"))
+    assert refusal_of(copied).startswith("lm_head.weight is not in the checkpoint")
+
+
+def test_names_the_tensor_of_another_shape(copied):
+    edit_tensors(copied, lambda tensors: tensors.update({GATE: torch.zeros(80, 64)}))
+    message = refusal_of(copied)
+    assert message.startswith(f"{GATE} has shape (80, 64)")
+    assert "(96, 64)" in message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_names_the_tensor_that_is_not_finite(copied, value):
+    edit_tensors(copied, lambda tensors: tensors[GATE].view(-1)[1234].fill_(value))
+    assert refusal_of(copied).startswith(f"{GATE} in {copied} contains NaN or infinity")
+
+
+def test_overflow_in_float16_is_noticed(copied):
+    edit_tensors(copied, lambda tensors: tensors[GATE].view(-1)[0].fill_(1e6))
+    load_dense(str(copied), LoadConfig(dtype="float32"))
+    assert "float16" in refusal_of(copied, dtype="float16")
+
+
+def test_unused_tensors_are_logged_not_loaded(copied, caplog):
+    edit_tensors(copied, lambda tensors: tensors.update({"model.extra.weight": torch.zeros(2)}))
+    with caplog.at_level(logging.WARNING, logger="dotmoe.load"):
+        load_dense(str(copied), LoadConfig())
+    assert "model.extra.weight" in caplog.text
+
+
+def test_refuses_a_folder_whose_tokenizer_is_missing(copied):
+    # tokenizer_config.json stays: of it alone Transformers makes a tokenizer of three entries.
+    (copied / "tokenizer.json").unlink()
+    assert "holds no tokenizer.json or tokenizer.model" in refusal_of(copied)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"), [("{", "is not JSON"), ('{"a": 1}', "cannot be loaded")]
+)
+def test_refuses_a_damaged_tokenizer(copied, content, expected):
+    (copied / "tokenizer.json").write_text(content)
+    message = refusal_of(copied)
+    assert expected in message
+    assert "token" in message
+
+
+def test_refuses_a_tokenizer_larger_than_the_embedding(copied):
+    def shrink(tensors):
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = tensors[name][:200].clone()
+
+    edit_tensors(copied, shrink)
+    edit_config(copied, vocab_size=200)
+    message = refusal_of(copied)
+    assert "ids up to 257" in message
+    assert "200 rows" in message
+
+
+@pytest.mark.parametrize("device", ["gpuu", "cuda:99", "xla"])
+def test_refuses_a_device_that_is_not_there(tiny_dense, device):
+    assert f"device is {device!r}" in refusal_of(tiny_dense("llama"), device=device)
+
+
+def test_the_embedded_name_reads_the_folder_inside_the_package():
+    folder = Path(load_dense.__code__.co_filename).parent / "embedded"
+    if not (folder / "config.json").is_file():
+        pytest.skip("the package carries no checkpoint yet")
+    config, found = dense_config("embedded")
+    assert found == folder
+    assert isinstance(config, LlamaConfig)
