@@ -1,8 +1,27 @@
 """Turn a dense pretrained LLM into an ordinary sparse Mixture-of-Experts checkpoint.
 
-import dotmoe
+Example::
 
-dotmoe.convert(dotmoe.recipe("qwen25_7b", out="run", data=("text.jsonl",)))
+    import dotmoe
+
+    config = dotmoe.recipe("quickstart", out="run")
+    print(dotmoe.convert(config).results)
 """
 
+from dataclasses import replace
+from typing import Any
+
+from dotmoe.config import RunConfig
+from dotmoe.errors import UserError
+from dotmoe.layout import ExpertLayout
+from dotmoe.pipeline import Conversion, convert
+from dotmoe.recipes import recipe_named
+
 __version__ = "0.1.0"
+
+__all__ = ["Conversion", "ExpertLayout", "RunConfig", "UserError", "convert", "recipe"]
+
+
+def recipe(name: str = "default", **changes: Any) -> RunConfig:
+    """A named recipe with fields of `RunConfig` replaced, such as `model`, `out` and `data`."""
+    return replace(recipe_named(name), **changes)

@@ -67,6 +67,20 @@ class AlignConfig:
     checkpoint_every: int = 100
     """Steps between checkpoints."""
 
+    def check(self) -> None:
+        """Refuse what cannot be trained with.
+
+        Raises:
+            UserError: A count below 1, negative steps, or a share outside 0 to 1.
+        """
+        for name in ("batch_size", "micro_batch_size", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}, but it must be at least 1.")
+        if self.steps < 0:
+            raise UserError(f"steps is {self.steps}. Choose 0 (training-free) or more.")
+        if not 0 <= self.warmup_ratio <= 1:
+            raise UserError(f"warmup_ratio is {self.warmup_ratio}, but it must lie in 0 to 1.")
+
 
 def steps_to_take(config: AlignConfig, num_blocks: int) -> int:
     """`config.steps`, or fewer where the data would be seen more than `max_epochs` times."""
@@ -103,10 +117,14 @@ def align(
     Returns:
         The trained state.
     """
-    _check(dense, config)
     steps = steps_to_take(config, blocks.num_blocks)
     if steps == 0:
         return initial
+    if next(dense.model.parameters()).dtype == torch.float16:
+        raise UserError(
+            "dtype is float16, in which the gradients of the masks underflow. "
+            "Align with --dtype bfloat16 or float32."
+        )
     schedule = Schedule(
         steps=steps,
         warmup_steps=round(config.warmup_ratio * steps),
@@ -178,7 +196,7 @@ class Alignment:
         return groups
 
     def accumulate_gradients(self, step: int) -> Metrics:
-        """Gradient of eq:total_loss over one batch; the plan is solved once for all micro-batches."""
+        """Gradient of eq:total_loss over one batch; its micro-batches share one plan."""
         config = self.config
         metrics: dict[str, Tensor] = {}
         plan = None
@@ -194,11 +212,11 @@ class Alignment:
             self.masking.expert_of_neuron_LN = assignment
             self.masking.plan_LNE = plan.plan.detach().requires_grad_()
         batch = self.blocks.batch(step, config.batch_size, self.seed)
-        for rows in batch.split(config.micro_batch_size):
+        for rows in torch.split(batch, config.micro_batch_size):
             for name, value in self._backward(rows, share=len(rows) / len(batch)).items():
                 metrics[name] = metrics.get(name, torch.zeros(())) + value.cpu()
         if plan is not None and self.masking.plan_LNE is not None:
-            plan.plan.backward(self.masking.plan_LNE.grad)
+            torch.autograd.backward(plan.plan, self.masking.plan_LNE.grad)
         return {name: float(value) for name, value in metrics.items()}
 
     def state(self) -> dict[str, Any]:
@@ -239,7 +257,7 @@ class Alignment:
         z = torch.stack(masking.z_losses).mean()
         balance = torch.stack(masking.balance_losses).mean()
         loss = distilled.total + config.z_loss_weight * z + config.balance_weight * balance
-        (loss * share).backward()
+        torch.autograd.backward(loss * share)
         values = {"loss": loss, "kl": distilled.kl, "ce": distilled.ce, "z": z, "balance": balance}
         return {name: value.detach() * share for name, value in values.items()}
 
@@ -247,20 +265,6 @@ class Alignment:
         trunk = self.dense.family.trunk(self.dense.model)
         hidden: Tensor = trunk(input_ids=tokens_BT, use_cache=False).last_hidden_state
         return hidden.reshape(-1, hidden.shape[-1])
-
-
-def _check(dense: DenseModel, config: AlignConfig) -> None:
-    dtype = next(dense.model.parameters()).dtype
-    if dtype == torch.float16:
-        raise UserError(
-            "dtype is float16, in which gradients of the masks underflow. "
-            "Align with --dtype bfloat16 or float32."
-        )
-    for name in ("batch_size", "micro_batch_size", "checkpoint_every"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{name} is {getattr(config, name)}, but it must be at least 1.")
-    if not 0 <= config.warmup_ratio <= 1:
-        raise UserError(f"warmup_ratio is {config.warmup_ratio}, but it must lie in 0 to 1.")
 
 
 @contextmanager

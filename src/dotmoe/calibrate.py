@@ -86,12 +86,13 @@ def ffn_inputs(dense: DenseModel, tokens_BT: Tensor) -> list[Tensor]:
     for layer in dense.family.layers(dense.model):
         bucket: list[Tensor] = []
         captured.append(bucket)
-        hooks.append(layer.mlp.register_forward_pre_hook(_keep_input(bucket)))
+        ffn = layer.get_submodule("mlp")
+        hooks.append(ffn.register_forward_pre_hook(_keep_input(bucket)))
     trunk = dense.family.trunk(dense.model)
     device = next(dense.model.parameters()).device
     try:
         with torch.no_grad():
-            for rows in tokens_BT.split(4):
+            for rows in torch.split(tokens_BT, 4):
                 trunk(input_ids=rows.to(device), use_cache=False)
     finally:
         for hook in hooks:
@@ -109,7 +110,8 @@ def _keep_input(bucket: list[Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...]
 def contributions(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:
     """Size of each neuron's term in the FFN output: |H[t, n]| * ||W_down[:, n]||, float32."""
     hidden = F.silu(ffn.gate(x_TD)) * ffn.up(x_TD)
-    return hidden.float().abs() * ffn.down.weight.float().norm(dim=0)
+    size: Tensor = hidden.float().abs() * ffn.down.weight.float().norm(dim=0)
+    return size
 
 
 def cluster_affinity(
@@ -157,7 +159,8 @@ def ridge_router(
     gram_DD.diagonal().add_(ridge * gram_DD.diagonal().mean())
     router_ED = torch.linalg.solve(gram_DD, x_TD.T @ target_TE).T
     router_ED = router_ED - router_ED.mean(dim=0)
-    return router_ED / (x_TD @ router_ED.T).std()
+    scaled: Tensor = router_ED / (x_TD @ router_ED.T).std()
+    return scaled
 
 
 def _random_start(

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import tyro
 from rich.console import Console
+from transformers.utils import logging as transformers_logging
 from tyro.conf import Positional
 
 from dotmoe.checkpoint_folder import checkpoint_folder
@@ -81,7 +82,7 @@ def run_convert(arguments: Sequence[str]) -> None:
     )
     config = _parse(RunConfig, "convert", rest, default=default, description=notes)
     conversion = convert(config, Narrator())
-    Console().print(summary(conversion.folder))
+    Console().print(summary(conversion.folder), soft_wrap=True)
 
 
 def run_inspect(arguments: Sequence[str]) -> None:
@@ -116,7 +117,7 @@ def run_quickstart(arguments: Sequence[str]) -> None:
     """Convert the small model that comes along, on this machine's own text, in minutes."""
     config = _parse(QuickstartConfig, "quickstart", arguments)
     result = quickstart(config, Narrator())
-    Console().print(quickstart_summary(result))
+    Console().print(quickstart_summary(result), soft_wrap=True)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
@@ -136,14 +137,13 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit status instead of leaving."""
     signal.signal(signal.SIGTERM, _interrupt)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    transformers_logging.disable_progress_bar()
     try:
         _dispatch(arguments)
     except UserError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
-        _fail(
-            "interrupted. Finished stages and the last checkpoint are kept; the same command goes on."
-        )
+        _fail("interrupted. What is finished is kept; the same command goes on from there.")
         return INTERRUPTED
     except torch.OutOfMemoryError as error:
         return _fail(
@@ -177,7 +177,7 @@ def _dispatch(arguments: Sequence[str]) -> None:
 def _parse(cls: type[Config], name: str, arguments: Sequence[str], **options: Any) -> Config:
     function = COMMANDS[name]
     description = f"{function.__doc__} {options.pop('description', '')}"
-    return tyro.cli(
+    config: Config = tyro.cli(
         cls,
         prog=f"dotmoe {name}",
         description=description,
@@ -185,6 +185,7 @@ def _parse(cls: type[Config], name: str, arguments: Sequence[str], **options: An
         config=(tyro.conf.OmitArgPrefixes,),
         **options,
     )
+    return config
 
 
 def _help() -> str:

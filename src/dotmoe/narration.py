@@ -1,7 +1,8 @@
 """What a person sees while a run goes on: lines and progress bars, on standard error."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -13,8 +14,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-Update = Callable[[int, int, str], None]
-"""Called with (done, total, note); the note stands behind the bar."""
+
+class Update(Protocol):
+    """Moves a bar."""
+
+    def __call__(self, done: int, total: int, note: str = "") -> None:
+        """Show `done` of `total`, and a note behind the bar."""
+        ...
 
 
 class Narrator:

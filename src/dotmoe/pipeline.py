@@ -1,9 +1,11 @@
-"""The whole method on one screen: load -> calibrate -> align -> extract -> export -> evaluate -> report."""
+"""The whole method: load -> calibrate -> align -> extract -> export -> evaluate -> report."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dotmoe.align import align, steps_to_take
 from dotmoe.artifacts import AlignState, DenseModel
@@ -12,7 +14,7 @@ from dotmoe.config import RunConfig
 from dotmoe.data import TokenBlocks, documents, pack_blocks
 from dotmoe.errors import UserError
 from dotmoe.evaluate import evaluate_pair
-from dotmoe.export import export, export_dtype
+from dotmoe.export import export, require_exportable
 from dotmoe.extract import extract
 from dotmoe.granularity import Granularity, resolve
 from dotmoe.layout import ExpertLayout
@@ -44,11 +46,15 @@ def convert(config: RunConfig, narrator: Narrator | None = None) -> Conversion:
         UserError: Bad input. The run folder then holds finished stages only, or does not exist.
     """
     narrator = narrator or Narrator(quiet=True)
+    config.align.check()
+    config.assignment.check()
     dense = load_dense(config.model, config.load)
+    granularity = resolve(config.experts, dense.widths.ffn)
     run = _Run(
         config=config,
         dense=dense,
-        granularity=resolve(config.experts, dense.widths.ffn),
+        granularity=granularity,
+        router_dtype=require_exportable(dense, granularity, config.export),
         folder=RunFolder.open(config),
         narrator=narrator,
     )
@@ -77,6 +83,8 @@ class _Run:
     config: RunConfig
     dense: DenseModel
     granularity: Granularity
+    router_dtype: torch.dtype
+    """Dtype of the checkpoint to be written."""
     folder: RunFolder
     narrator: Narrator
 
@@ -84,27 +92,23 @@ class _Run:
         """Training blocks, and blocks to measure on that are never trained on."""
         config = self.config
         seq_len = min(config.data.seq_len, self.dense.widths.context)
+        files = [self.folder.stage("data") / f"{n}.safetensors" for n in ("training", "heldout")]
         if self.folder.is_finished("data"):
-            folder = self.folder.stage("data")
-            return TokenBlocks.load(folder / "training.safetensors"), TokenBlocks.load(
-                folder / "heldout.safetensors"
-            )
+            return TokenBlocks.load(files[0]), TokenBlocks.load(files[1])
         if seq_len < config.data.seq_len:
             self.narrator.say(f"seq_len lowered to {seq_len}: the model has no longer context")
-        steps_tokens = config.align.steps * config.align.batch_size * seq_len
-        training_tokens = max(steps_tokens, config.calibrate.calibration_tokens)
-        heldout_tokens = 0 if config.eval_text else config.eval_tokens
-        with self.folder.finishing("data") as folder, self.narrator.bar("tokenise") as update:
-            training = self._packed(
-                config.data.data, seq_len, training_tokens + heldout_tokens, update
-            )
+        step_tokens = config.align.steps * config.align.batch_size * seq_len
+        wanted = max(step_tokens, config.calibrate.calibration_tokens)
+        with self.folder.finishing("data"), self.narrator.bar("tokenise") as update:
             if config.eval_text:
                 window = min(2048, self.dense.widths.context)
                 heldout = self._packed(config.eval_text, window, config.eval_tokens, update)
+                training = self._packed(config.data.data, seq_len, wanted, update)
             else:
-                training, heldout = training.without_tail(config.eval_tokens)
-            training.save(folder / "training.safetensors")
-            heldout.save(folder / "heldout.safetensors")
+                text = self._packed(config.data.data, seq_len, wanted + config.eval_tokens, update)
+                training, heldout = text.without_tail(config.eval_tokens)
+            training.save(files[0])
+            heldout.save(files[1])
         return training, heldout
 
     def calibrate(self, training: TokenBlocks) -> AlignState:
@@ -124,7 +128,7 @@ class _Run:
                     state,
                     self.granularity.active_experts,
                     self.config.assignment,
-                    router_dtype=export_dtype(self.dense, self.config.export),
+                    router_dtype=self.router_dtype,
                 )
                 layout.save(file)
         return ExpertLayout.load(file)
@@ -205,7 +209,7 @@ class _Run:
             def on_step(step: int, metrics: Metrics) -> None:
                 update(step, total, f"kl {metrics['kl']:.3f} ce {metrics['ce']:.3f}")
 
-            state = align(
+            return align(
                 self.dense,
                 training,
                 initial,
@@ -216,7 +220,6 @@ class _Run:
                 seed=config.seed,
                 on_step=on_step,
             )
-        return state
 
 
 def verification_figures(record: dict[str, Any]) -> dict[str, Any]:

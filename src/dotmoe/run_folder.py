@@ -72,7 +72,7 @@ class RunFolder:
 
     @contextmanager
     def finishing(self, name: str) -> Iterator[Path]:
-        """Run a stage: gives its folder, and marks it finished if the block ends without an error."""
+        """Run a stage: gives its folder; marks it finished if the block ends without error."""
         self.unfinish(name)
         yield self.stage(name)
         self._marks.mkdir(exist_ok=True)

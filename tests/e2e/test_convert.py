@@ -77,13 +77,14 @@ def test_a_run_gives_a_stock_checkpoint_a_report_and_its_config(family, tiny_den
 
     dense = load_dense(str(model), LoadConfig(device="cpu"))
     layout = ExpertLayout.load(out / "3_extract" / "layout.safetensors")
-    tokens = torch.tensor([[2 + b for b in text.read_bytes()[:100]]])
+    tokens = torch.tensor([2 + b for b in text.read_bytes()[:200]]).view(20, 10)
     exported = AutoModelForCausalLM.from_pretrained(out / "5_export")
     assert type(exported).__name__ == "Glm4MoeForCausalLM"
     with masked_by(dense, layout), torch.no_grad():
         expected = dense.model(input_ids=tokens).logits
-        difference = (exported(input_ids=tokens).logits - expected).abs().mean() / expected.std()
-    assert difference < 5e-3
+        difference = (exported(input_ids=tokens).logits - expected).abs() / expected.std()
+    # The median over rows: a router logit within rounding of the k-th may flip a row's expert.
+    assert difference.mean(dim=(1, 2)).median() < 1e-3
 
 
 def test_the_written_config_repeats_the_run(tiny_dense, text, tmp_path):

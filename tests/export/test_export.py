@@ -281,7 +281,7 @@ def test_a_real_checkpoint_verifies(dtype, shared_data, layout_of, tmp_path):
     ids = torch.tensor(dense.tokenizer(text).input_ids[:512]).view(2, 256)
     # bfloat16 needs expert sizes that are multiples of 8, and 172 neurons have no such divisor.
     layout = layout_of(dense, num_experts=43, active_experts=11)
-    config = ExportConfig(dtype=dtype)
+    config = ExportConfig(export_dtype=dtype)
     if dtype == "bfloat16":
         with pytest.raises(UserError, match="multiples of 8"):
             export(dense, layout, tmp_path / "out", config, ids)
@@ -295,7 +295,7 @@ def test_a_real_checkpoint_verifies(dtype, shared_data, layout_of, tmp_path):
 def test_bfloat16_weights_can_be_asked_for(dense_of, layout_of, tokens_BT, tmp_path):
     dense = dense_of("llama")
     layout = layout_of(dense, dtype=torch.bfloat16)
-    config = ExportConfig(dtype="bfloat16")
+    config = ExportConfig(export_dtype="bfloat16")
     assert export_dtype(dense, config) == torch.bfloat16
     record = export(dense, layout, tmp_path / "out", config, tokens_BT)
     assert record.verification.dtype == "bfloat16"

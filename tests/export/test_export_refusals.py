@@ -15,9 +15,11 @@ def test_a_float32_export_of_a_float16_checkpoint_needs_to_be_asked_for(
 ):
     dense = dense_of("llama", dtype="float16")
     layout = layout_of(dense)
-    with pytest.raises(UserError, match=r"torch.float16.*Set export.dtype to float32"):
+    with pytest.raises(UserError, match=r"torch.float16.*Set --export-dtype to float32"):
         export(dense, layout, tmp_path / "out", ExportConfig(), tokens_BT)
-    record = export(dense, layout, tmp_path / "out", ExportConfig(dtype="float32"), tokens_BT)
+    record = export(
+        dense, layout, tmp_path / "out", ExportConfig(export_dtype="float32"), tokens_BT
+    )
     assert record.dtype == "float32"
 
 
@@ -50,7 +52,7 @@ def test_experts_that_stock_kernels_cannot_run_are_refused_before_training(dense
     split = Granularity(num_experts=24, expert_size=4, active_experts=4)
     assert require_exportable(dense, split, ExportConfig()) == torch.float32
     with pytest.raises(UserError, match=r"expert_size is 4, but in bfloat16.*multiples of 8 only"):
-        require_exportable(dense, split, ExportConfig(dtype="bfloat16"))
+        require_exportable(dense, split, ExportConfig(export_dtype="bfloat16"))
 
 
 def test_weights_that_have_no_place_are_refused(dense_of, layout_of, tokens_BT, tmp_path):

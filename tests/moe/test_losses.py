@@ -1,4 +1,4 @@
-"""Router losses against their formulas in plain Python, and the known trap of a constant balance."""
+"""Router losses against their formulas in plain Python, and the trap of a constant balance."""
 
 import math
 

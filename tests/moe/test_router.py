@@ -1,4 +1,4 @@
-"""Routing: top-k mask, surrogates and their gradients. Oracles: sorting, SciPy, finite differences."""
+"""Routing: mask, surrogates, gradients. Oracles: sorting, SciPy, finite differences."""
 
 import pytest
 import torch

@@ -20,6 +20,7 @@ LAYERS = [
     {"pipeline"},
     {"quickstart"},
     {"cli"},
+    {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -35,8 +35,6 @@ class DataConfig:
     """Split of a `datasets` source; files have none."""
     seq_len: int = 2048
     """Tokens of a block, 2 or more. Paper: 2048. Lowered to the model's context if that is less."""
-    data_seed: int = 0
-    """Seed of the order in which blocks are seen."""
 
 
 def documents(config: DataConfig) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Perplexity of whole checkpoints: the dense model, and any folder that stock Transformers loads."""
+"""Perplexity of whole checkpoints: any folder that stock Transformers loads."""
 
 from collections.abc import Callable
 from pathlib import Path

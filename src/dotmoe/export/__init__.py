@@ -55,7 +55,7 @@ class ExportConfig:
 
     format: str = "glm4_moe"
     """Stock architecture to write: glm4_moe."""
-    dtype: Literal["source", "float32", "bfloat16"] = "source"
+    export_dtype: Literal["source", "float32", "bfloat16"] = "source"
     """Dtype of the written weights. `source` keeps the dense checkpoint's, bit for bit; float16
     cannot hold the scaled routers and must be given another."""
     max_shard_gib: float = 4.0
@@ -90,13 +90,13 @@ def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
     Raises:
         UserError: The checkpoint's dtype cannot be kept.
     """
-    if config.dtype != "source":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+    if config.export_dtype != "source":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.export_dtype]
     _, stored = _tensors(dense).describe(dense.family.ffn_tensor(0, "gate"))
     if stored not in (torch.float32, torch.bfloat16):
         raise UserError(
             f"The weights in {dense.folder} are {stored}, whose range cannot hold the scaled "
-            "routers. Set export.dtype to float32 (exact) or bfloat16 (rounds the weights)."
+            "routers. Set --export-dtype to float32 (exact) or bfloat16 (rounds the weights)."
         )
     return stored
 

@@ -223,5 +223,5 @@ def _at_most(value: float, limit: float, what: str) -> None:
     if not value <= limit:
         raise VerificationError(
             f"The exported model differs from the masked dense model: {what} is {value:.3g}, "
-            f"limit {limit:.3g}. Report this as a defect; export.dtype float32 may pass."
+            f"limit {limit:.3g}. Report this as a defect; --export-dtype float32 may pass."
         )

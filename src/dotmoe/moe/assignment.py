@@ -26,8 +26,12 @@ class AssignmentConfig:
     sinkhorn_sweeps: int = 50
     """Sweeps of the `sinkhorn` solver (paper: 50)."""
 
-    def __post_init__(self) -> None:
-        """Refuse temperatures that no plan exists for."""
+    def check(self) -> None:
+        """Refuse temperatures that no plan exists for.
+
+        Raises:
+            UserError: One of them is not above 0.
+        """
         if min(self.tau_start, self.tau_end) <= 0:
             raise UserError(
                 f"tau_start is {self.tau_start} and tau_end {self.tau_end}, but temperatures must "

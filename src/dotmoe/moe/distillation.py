@@ -56,7 +56,7 @@ def distillation_loss(
         To `student_TD` only, formed chunk by chunk during the forward pass, so memory is one chunk
         of logits for each model (`MAX_CHUNK_ELEMENTS`) plus one gradient of the size of the input.
     """
-    total, kl, ce = _Distillation.apply(
+    total, kl, ce = _Distillation.apply(  # type: ignore[no-untyped-call]
         student_TD, teacher_TD, head_VD, labels_T, kl_weight, ce_weight
     )
     return DistillationLoss(total, kl, ce)
@@ -100,6 +100,6 @@ class _Distillation(torch.autograd.Function):
         return kl_weight * kl + ce_weight * ce, kl, ce
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         (grad_TD,) = ctx.saved_tensors
         return grad_TD * grad_total.to(grad_TD.dtype), None, None, None, None, None

@@ -113,7 +113,9 @@ def mask_neurons(
         With G = dL/d(mask) = dL/d(out) * H: to H, dL/d(out) * mask; to R, the sum of G over each
         expert's neurons; to the plan, G^T R. All sums are accumulated in float32.
     """
-    result: Tensor = _MaskNeurons.apply(hidden_TN, routing_TE, expert_of_neuron_N, plan_NE)
+    result: Tensor = _MaskNeurons.apply(  # type: ignore[no-untyped-call]
+        hidden_TN, routing_TE, expert_of_neuron_N, plan_NE
+    )
     return result
 
 

@@ -1,4 +1,4 @@
-"""Token-to-expert routing: logits, the binary top-k mask, and two soft surrogates for its gradient."""
+"""Token-to-expert routing: logits, the binary top-k mask, and two soft surrogates for it."""
 
 import math
 from typing import Any, Literal
@@ -58,7 +58,7 @@ def soft_top_k(
         Implicit in theta: with w = S (1 - S), `dL = w * (g - sum(w g) / sum(w)) / temperature`.
         A row's gradient sums to zero, so no token pushes all its logits up.
     """
-    result: Tensor = _SoftTopK.apply(logits_TE, active_experts, temperature)
+    result: Tensor = _SoftTopK.apply(logits_TE, active_experts, temperature)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -72,7 +72,7 @@ class _SoftTopK(torch.autograd.Function):
         return soft
 
     @staticmethod
-    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, None, None]:
         (soft,) = ctx.saved_tensors
         weight = soft * (1 - soft)
         total = weight.sum(dim=1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)

@@ -14,9 +14,9 @@ from dotmoe.moe.masked_ffn import MaskedFFN, Masking
 def masked(dense: DenseModel, masking: Masking) -> Iterator[None]:
     """Inside, every FFN of `dense.model` obeys `masking`; afterwards the model is as before."""
     layers = dense.family.layers(dense.model)
-    originals = [layer.mlp for layer in layers]
-    for index, layer in enumerate(layers):
-        layer.mlp = MaskedFFN(layer.mlp, dense.family.ffn(layer), masking, index)
+    originals = [layer.get_submodule("mlp") for layer in layers]
+    for index, (layer, original) in enumerate(zip(layers, originals, strict=True)):
+        layer.mlp = MaskedFFN(original, dense.family.ffn(layer), masking, index)
     try:
         yield
     finally:

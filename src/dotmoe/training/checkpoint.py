@@ -12,7 +12,7 @@ from dotmoe.errors import UserError
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write `state` to a temporary name, sync, and rename: the file is the old one or the new one."""
+    """Write to a temporary name, sync, rename: the file is the old one or the new one."""
     temporary = path.with_name(path.name + ".partial")
     try:
         with temporary.open("wb") as file:

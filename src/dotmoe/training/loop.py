@@ -1,4 +1,4 @@
-"""The loop: learning rate, gradient, clip, step, log, save. What is learned is the task's affair."""
+"""The loop: rate, gradient, clip, step, log, save. What is learned is the task's affair."""
 
 import json
 import math
