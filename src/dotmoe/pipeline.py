@@ -14,7 +14,13 @@ from dotmoe.config import RunConfig
 from dotmoe.data import TokenBlocks, documents, pack_blocks
 from dotmoe.errors import UserError
 from dotmoe.evaluate import evaluate_pair
-from dotmoe.export import export, require_exportable
+from dotmoe.export import (
+    ExportRecord,
+    VerificationRecord,
+    export,
+    require_exportable,
+    write_model_card,
+)
 from dotmoe.extract import extract
 from dotmoe.granularity import Granularity, resolve
 from dotmoe.layout import ExpertLayout
@@ -64,7 +70,7 @@ def convert(config: RunConfig, narrator: Narrator | None = None) -> Conversion:
         state = run.align(training, initial)
         layout = run.extract(state)
         record = run.export(layout, heldout)
-        results = run.evaluate(heldout, record)
+        results = run.evaluate(heldout, record, state.step)
     except UserError:
         run.folder.discard_if_unstarted()
         raise
@@ -133,27 +139,31 @@ class _Run:
                 layout.save(file)
         return ExpertLayout.load(file)
 
-    def export(self, layout: ExpertLayout, heldout: TokenBlocks) -> dict[str, Any]:
-        """The checkpoint, verified; its record is `dotmoe.json` inside it."""
+    def export(self, layout: ExpertLayout, heldout: TokenBlocks) -> ExportRecord:
+        """The checkpoint, verified."""
         if not self.folder.is_finished("export"):
             self.narrator.say("export and verify")
             self.folder.clear("export")
             with self.folder.finishing("export") as folder:
                 export(self.dense, layout, folder, self.config.export, heldout.tokens_BT)
-        return read_json(self.folder.stage("export") / "dotmoe.json")
+        return ExportRecord.load(self.folder.stage("export"))
 
-    def evaluate(self, heldout: TokenBlocks, export_record: dict[str, Any]) -> dict[str, Any]:
-        """Perplexity of the dense model and of the exported checkpoint."""
+    def evaluate(self, heldout: TokenBlocks, record: ExportRecord, steps: int) -> dict[str, Any]:
+        """Perplexity of the dense model and of the exported checkpoint; also into its card."""
         file = self.folder.stage("evaluate") / "results.json"
         if not self.folder.is_finished("evaluate"):
             text = self.config.eval_text or ("blocks of the data kept out of training",)
+            exported = self.folder.stage("export")
             with self.folder.finishing("evaluate"), self.narrator.bar("evaluate") as update:
-                export_folder = self.folder.stage("export")
-                results = evaluate_pair(self.dense, export_folder, heldout, text, update)
+                results = evaluate_pair(self.dense, exported, heldout, text, update)
+                write_model_card(exported, record, card_rows(results))
                 results |= {
+                    "origin": "measured",
                     "granularity": asdict(self.granularity),
-                    "parameters": export_record["parameters"],
-                    "verification": verification_figures(export_record["verification"]),
+                    "steps": steps,
+                    "parameters": record.parameters,
+                    "verification": verification_figures(record.verification),
+                    "config": asdict(self.config),
                     "provenance": provenance(self.config.seed),
                 }
                 write_json(file, results)
@@ -222,15 +232,28 @@ class _Run:
             )
 
 
-def verification_figures(record: dict[str, Any]) -> dict[str, Any]:
+def verification_figures(record: VerificationRecord) -> dict[str, Any]:
     """The export's verification in a few figures: the worst layer, and the whole model."""
-    layers = record["layers"]
     return {
-        "tokens": record["tokens"],
-        "dtype": record["dtype"],
-        "largest_block_error": max(layer["block_error"] for layer in layers),
-        "largest_misrouted_share": max(layer["misrouted"] for layer in layers),
-        "logits_error": record["logits_error"],
-        "top1_agreement": record["top1_agreement"],
-        "all_experts_logits_error": record["dense_error"],
+        "tokens": record.tokens,
+        "dtype": record.dtype,
+        "largest_block_error": max(layer.block_error for layer in record.layers),
+        "largest_misrouted_share": max(layer.misrouted for layer in record.layers),
+        "logits_error": record.logits_error,
+        "top1_agreement": record.top1_agreement,
+        "all_experts_logits_error": record.dense_error,
     }
+
+
+def card_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of the model card's results table."""
+    return [
+        {
+            "model": name,
+            "perplexity": f"{result['perplexity']:.3f}",
+            "unit": result["unit"],
+            "window": result["window"],
+            "text": ", ".join(Path(source).name for source in result["text"]),
+        }
+        for name, result in results.items()
+    ]

@@ -1,5 +1,6 @@
 """The whole method on the embedded model and this machine's own standard library, in minutes."""
 
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ def quickstart(config: QuickstartConfig, narrator: Narrator) -> dict[str, Any]:
     The random split has the same experts, k, data, steps, rates and router surrogate; only its
     assignment stays as it was drawn.
     """
+    started = time.monotonic()
     out = Path(config.out)
     runs: dict[str, Conversion] = {}
     for name, run_config in run_configs(config).items():
@@ -51,6 +53,7 @@ def quickstart(config: QuickstartConfig, narrator: Narrator) -> dict[str, Any]:
         "verification": learned["verification"],
         "steps": config.steps,
         "samples": samples(runs["DOT-MoE"].export),
+        "seconds": time.monotonic() - started,
         "checkpoint": str(runs["DOT-MoE"].export),
         "report": str(runs["DOT-MoE"].report),
         "provenance": provenance(config.seed),

@@ -19,7 +19,7 @@ from dotmoe.export.decoder_config import exported_context
 from dotmoe.export.dense_tensors import DenseTensors
 from dotmoe.export.glm4_moe import Glm4Moe
 from dotmoe.export.model_card import write_model_card
-from dotmoe.export.record import ExportRecord, installed_version
+from dotmoe.export.record import RECORD_FILE, ExportRecord, installed_version
 from dotmoe.export.reference import sample_tokens
 from dotmoe.export.router_scale import RouterScale, router_scales
 from dotmoe.export.shard_writer import WrittenShards, write_shards
@@ -166,7 +166,7 @@ def export(
             dense, layout, folder, token_ids, VerifyConfig(tokens=config.verify_tokens), output
         )
         record = _record(out.name, conversion, output, shards, scales, verification)
-        (folder / "dotmoe.json").write_text(record.to_json())
+        (folder / RECORD_FILE).write_text(record.to_json())
         write_model_card(folder, record)
     return record
 

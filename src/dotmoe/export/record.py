@@ -3,10 +3,15 @@
 import json
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
+from dotmoe.export.layer_check import LayerCheck
 from dotmoe.export.router_scale import RouterScale
 from dotmoe.export.verify import VerificationRecord
+
+RECORD_FILE = "dotmoe.json"
+"""Where the record lies in an exported folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +51,17 @@ class ExportRecord:
     verification: VerificationRecord
     notes: list[str]
     """What a user of the model must know."""
+
+    @classmethod
+    def load(cls, folder: Path) -> "ExportRecord":
+        """The record of an exported folder."""
+        values = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
+        verification = values.pop("verification")
+        layers = [LayerCheck(**layer) for layer in verification.pop("layers")]
+        return cls(
+            **{**values, "routers": [RouterScale(**router) for router in values["routers"]]},
+            verification=VerificationRecord(**verification, layers=layers),
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """As plain types, for JSON."""
