@@ -1,7 +1,13 @@
 import pytest
 
 from dotmoe.errors import UserError
-from dotmoe.granularity import ExpertsConfig, Granularity, default_expert_size, resolve
+from dotmoe.granularity import (
+    ExpertsConfig,
+    Granularity,
+    default_expert_size,
+    nearest_expert_sizes,
+    resolve,
+)
 
 
 def split(width: int, **settings: float) -> tuple[int, int, int]:
@@ -28,9 +34,37 @@ def test_half_of_the_papers_experts_for_qwen():
 
 
 @pytest.mark.parametrize("width", [16, 17, 31, 96, 172, 768, 1_536, 2_730, 4_864, 8_960, 27_648])
-def test_the_default_size_is_the_largest_divisor_that_leaves_sixteen_experts(width):
+def test_the_default_leaves_sixteen_experts_and_prefers_sizes_that_can_be_exported(width):
     allowed = [s for s in range(1, width + 1) if width % s == 0 and width // s >= 16 and s <= 128]
-    assert default_expert_size(width) == max(allowed)
+    eights, fours = ([s for s in allowed if s % step == 0] for step in (8, 4))
+    assert default_expert_size(width) == max(eights or fours or allowed)
+
+
+@pytest.mark.parametrize(
+    ("width", "size"),
+    [
+        (96, 4),  # 6 is larger, but cannot be exported
+        (2_200, 88),  # 100 and 110 are no multiples of 8
+        (2_730, 105),  # no divisor is a multiple of 4
+        (4_864, 128),  # Qwen2.5-0.5B
+        (3_072, 128),  # Qwen3-0.6B
+    ],
+)
+def test_default_sizes_by_hand(width, size):
+    assert default_expert_size(width) == size
+
+
+@pytest.mark.parametrize(
+    ("size", "width", "multiple", "expected"),
+    [
+        (100, 11_008, 1, (86, 128)),
+        (100, 11_008, 8, (64, 128)),
+        (4, 172, 8, ()),  # 172 is 4 * 43
+        (86, 172, 4, (4,)),  # 172 itself would leave one expert
+    ],
+)
+def test_the_nearest_sizes_that_fit(size, width, multiple, expected):
+    assert nearest_expert_sizes(size, width, multiple=multiple) == expected
 
 
 def test_a_width_below_sixteen_has_no_default():

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from dotmoe.config import RunConfig
+from dotmoe.data import DataConfig
 from dotmoe.errors import UserError
 from dotmoe.layout import ExpertLayout
 from dotmoe.pipeline import Conversion, convert
@@ -19,7 +20,7 @@ from dotmoe.recipes import recipe_named
 
 __version__ = "0.1.0"
 
-__all__ = ["Conversion", "ExpertLayout", "RunConfig", "UserError", "convert", "recipe"]
+__all__ = ["Conversion", "DataConfig", "ExpertLayout", "RunConfig", "UserError", "convert", "recipe"]
 
 
 def recipe(name: str = "default", **changes: Any) -> RunConfig:

@@ -20,6 +20,9 @@ EMBEDDED = "embedded"
 _WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
 _UNWANTED = ["consolidated*", "*/*"]
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""One of these is in every folder with a tokenizer."""
+
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -72,8 +75,8 @@ def _downloaded(source: str, wanted: list[str]) -> Path:
         ) from error
     except (OSError, HFValidationError) as error:
         raise UserError(
-            f"{source} is no folder here{_nearest(Path(source))} and cannot be fetched from the "
-            f"hub ({one_line(error)}). Check the name and the network."
+            f"{source} is no folder here and cannot be fetched from the hub ({one_line(error)}). "
+            f"Check the name and the network.{_nearest(Path(source))}"
         ) from error
 
 
@@ -103,6 +106,21 @@ def dense_tensor_files(folder: Path) -> dict[str, Path]:
         if files.get(name) != folder / shard:
             raise UserError(f"{name} is not in {folder / shard}, where {index.name} puts it.")
     return files
+
+
+def require_checkpoint(folder: Path) -> None:
+    """Refuse a folder that stock Transformers could not load, before it tries.
+
+    Raises:
+        UserError: Config, weights or tokenizer are missing or damaged.
+    """
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds no config.json. Name a model folder or a finished run.")
+    if not json_object(folder / "config.json").get("model_type"):
+        raise UserError(f"{folder / 'config.json'} names no model_type. Name a model folder.")
+    dense_tensor_files(folder)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(f"{folder} holds no {' or '.join(TOKENIZER_FILES)}. Copy the tokenizer.")
 
 
 def json_object(path: Path) -> dict[str, Any]:

@@ -2,30 +2,34 @@
 
 import argparse
 import errno
+import io
 import json
 import logging
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import tyro
 from rich.console import Console
+from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 from tyro.conf import Positional
 
-from dotmoe.checkpoint_folder import checkpoint_folder
+from dotmoe.checkpoint_folder import checkpoint_folder, require_checkpoint
 from dotmoe.config import RunConfig, from_json
 from dotmoe.errors import UserError
 from dotmoe.evaluate import EvaluateConfig, evaluate_checkpoint
+from dotmoe.export.record import installed_version
 from dotmoe.granularity import ExpertsConfig
-from dotmoe.inspection import RunSize, inspect_model, render
+from dotmoe.inspection import ExportDtype, RunSize, inspect_model, render, stored_dtype
 from dotmoe.load import LoadConfig, dense_config, resolved_device, resolved_dtype
 from dotmoe.models.family import family_of
 from dotmoe.narration import Narrator
@@ -49,15 +53,19 @@ class InspectCommand:
     """Local folder or hub name of the dense model; `embedded` is the one that comes along."""
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     run: RunSize = field(default_factory=RunSize)
+    export_dtype: ExportDtype = "source"
+    """Dtype of the exported weights, as for convert; `source` keeps the checkpoint's."""
+    details: bool = False
+    """List what each size of memory and disk is the sum of."""
     json: bool = False
-    """Print JSON instead of tables."""
+    """Print JSON, always with details, instead of tables."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateCommand:
     """What to measure."""
 
-    model: Positional[str]
+    model: Annotated[Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Dense model, exported checkpoint, or run folder."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
@@ -65,10 +73,13 @@ class EvaluateCommand:
 
 def run_convert(arguments: Sequence[str]) -> None:
     """Turn a dense checkpoint into an MoE checkpoint: dotmoe convert MODEL OUT --data FILE ..."""
-    start = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    start = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     start.add_argument("--recipe", default=None)
     start.add_argument("--config", type=Path, default=None)
-    chosen, rest = start.parse_known_args(arguments)
+    try:
+        chosen, rest = start.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error}. See dotmoe convert --help.") from error
     if chosen.recipe and chosen.config:
         raise UserError("--recipe and --config both name a start. Give one of them.")
     if chosen.config:
@@ -88,12 +99,20 @@ def run_convert(arguments: Sequence[str]) -> None:
 def run_inspect(arguments: Sequence[str]) -> None:
     """Show experts, parameters, memory, time and warnings before any cost: dotmoe inspect MODEL"""
     command = _parse(InspectCommand, "inspect", arguments)
-    config, _ = dense_config(command.model)
-    inspection = inspect_model(config, family_of(config), command.experts, command.run)
+    config, folder = dense_config(command.model)
+    family = family_of(config)
+    inspection = inspect_model(
+        config,
+        family,
+        command.experts,
+        command.run,
+        stored=stored_dtype(config, family, folder),
+        export_dtype=command.export_dtype,
+    )
     if command.json:
-        print(json.dumps(inspection.as_dict(), indent=2))
+        print(json.dumps({"model": command.model, **inspection.as_dict()}, indent=2))
     else:
-        Console().print(render(inspection))
+        Console().print(render(inspection, details=command.details))
 
 
 def run_evaluate(arguments: Sequence[str]) -> None:
@@ -101,6 +120,7 @@ def run_evaluate(arguments: Sequence[str]) -> None:
     command = _parse(EvaluateCommand, "evaluate", arguments)
     local = export_folder(Path(command.model))
     folder = local if local.is_dir() else checkpoint_folder(command.model)
+    require_checkpoint(folder)
     device = resolved_device(command.load.device)
     with Narrator().bar("evaluate") as update:
         result = evaluate_checkpoint(
@@ -150,12 +170,11 @@ def run(arguments: Sequence[str]) -> int:
             f"out of GPU memory ({error}). Lower --micro-batch-size or --seq-len, or give "
             "--activation-checkpointing."
         )
-    except Exception as error:
-        if _is_disk_full(error):
-            return _fail(
-                f"the disk is full ({error}). Free space, then run the same command again."
-            )
-        raise
+    except (OSError, SafetensorError, RuntimeError) as error:
+        message = _trouble_of_the_disk(error)
+        if message is None:
+            raise
+        return _fail(message)
     return 0
 
 
@@ -164,7 +183,7 @@ def _dispatch(arguments: Sequence[str]) -> None:
         print(_help())
         return
     if arguments[0] == "--version":
-        print(f"dotmoe {version('dotmoe')}")
+        print(f"dotmoe {installed_version()}")
         return
     name = arguments[0]
     if name not in COMMANDS:
@@ -177,15 +196,38 @@ def _dispatch(arguments: Sequence[str]) -> None:
 def _parse(cls: type[Config], name: str, arguments: Sequence[str], **options: Any) -> Config:
     function = COMMANDS[name]
     description = f"{function.__doc__} {options.pop('description', '')}"
-    config: Config = tyro.cli(
-        cls,
-        prog=f"dotmoe {name}",
-        description=description,
-        args=list(arguments),
-        config=(tyro.conf.OmitArgPrefixes,),
-        **options,
-    )
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            config: Config = tyro.cli(
+                cls,
+                prog=f"dotmoe {name}",
+                description=description,
+                args=list(arguments),
+                config=(tyro.conf.OmitArgPrefixes,),
+                **options,
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise UserError(f"{_in_one_line(said.getvalue())} See dotmoe {name} --help.") from stop
     return config
+
+
+def _in_one_line(box: str) -> str:
+    """The first section of tyro's boxed error, with the nearest option or choice if there is one.
+
+    Example:
+        >>> _in_one_line("│ Unrecognized options: --stpes │\\n│ ──── │\\n│ --steps INT │")
+        'Unrecognized options: --stpes. Did you mean --steps?'
+    """
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ") for line in box.splitlines()]
+    sections = " ".join(line for line in lines if not line.startswith(("╭", "╰"))).split(" ─")
+    text = sections[0].strip().rstrip(".")
+    near = re.findall(r"(?<=\s)--[a-z][\w-]*", sections[1]) if len(sections) > 1 else []
+    wrong, *choices = re.findall(r"'([^']*)'", text) or [""]
+    near = near if "Unrecognized" in text else get_close_matches(wrong, choices, n=1)
+    return f"{text}. Did you mean {near[0]}?" if near else f"{text}."
 
 
 def _help() -> str:
@@ -203,6 +245,16 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _is_disk_full(error: Exception) -> bool:
-    number = getattr(error, "errno", None)
-    return number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)
+def _trouble_of_the_disk(error: Exception) -> str | None:
+    """What to tell of a write that found no room or no permission; None for any other error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        # safetensors reports the number of the system's error only within its text
+        in_text = re.search(r"os error (\d+)", str(cause))
+        number = int(in_text[1]) if in_text else getattr(cause, "errno", None)
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return f"the disk is full ({cause}). Free space, then run the same command again."
+        if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return f"{cause}. Get permission, or choose another folder."
+        cause = cause.__cause__ or cause.__context__
+    return None

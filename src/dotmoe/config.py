@@ -2,13 +2,15 @@
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from tyro.conf import Positional
 
 from dotmoe.align import AlignConfig
@@ -25,9 +27,9 @@ from dotmoe.moe.assignment import AssignmentConfig
 class RunConfig:
     """One conversion, from a dense checkpoint to an exported and measured MoE."""
 
-    model: Positional[str]
+    model: Annotated[Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Local folder or hub name of the dense model; `embedded` is the one that comes along."""
-    out: Positional[str]
+    out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT")]
     """Run folder to write; the checkpoint will be in its `5_export`."""
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -42,6 +44,62 @@ class RunConfig:
     """Tokens of text to measure perplexity on, at most."""
     seed: int = 0
     """Of initial values and data order. Same seed, machine and thread count: same result."""
+
+
+_AT_LEAST: dict[str, float] = {
+    "data.seq_len": 2,
+    "calibrate.calibration_tokens": 1,
+    "calibrate.cluster_iterations": 0,
+    "calibrate.router_std": 0,
+    "assignment.sinkhorn_sweeps": 1,
+    "align.lr_affinity": 0,
+    "align.lr_router": 0,
+    "align.weight_decay": 0,
+    "align.kl_weight": 0,
+    "align.ce_weight": 0,
+    "align.z_loss_weight": 0,
+    "align.balance_weight": 0,
+    "export.scale_tokens": 1,
+    "export.verify_tokens": 1,
+    "eval_tokens": 2,
+    "seed": 0,
+}
+_ABOVE_ZERO = (
+    "calibrate.affinity_std",
+    "calibrate.ridge",
+    "assignment.tau_start",
+    "assignment.tau_end",
+    "align.lr",
+    "align.max_epochs",
+    "align.max_grad_norm",
+    "align.surrogate_temperature",
+    "export.max_shard_gib",
+)
+
+
+def check(config: RunConfig) -> None:
+    """Refuse numbers that no run can use, before anything is loaded.
+
+    Raises:
+        UserError: A number out of its range, not finite, or two that leave nothing to learn from.
+    """
+    config.align.check()
+    config.assignment.check()
+    for name in (*_AT_LEAST, *_ABOVE_ZERO):
+        value: Any = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        if value is None:
+            continue
+        allowed = value >= _AT_LEAST[name] if name in _AT_LEAST else value > 0
+        if not allowed or not math.isfinite(value):
+            rule = f"at least {_AT_LEAST[name]}" if name in _AT_LEAST else "above 0"
+            option = name.rpartition(".")[2]
+            raise UserError(f"{option} is {value}, but it must be {rule}. Choose such a number.")
+    if config.align.kl_weight == config.align.ce_weight == 0:
+        raise UserError(
+            "kl_weight and ce_weight are both 0, which leaves nothing to learn from. Raise one."
+        )
 
 
 def as_json(config: RunConfig) -> str:
@@ -67,8 +125,10 @@ def from_json(path: Path) -> RunConfig:
     return config
 
 
-def _build(cls: Any, values: dict[str, Any], place: str) -> Any:
+def _build(cls: Any, values: Any, place: str) -> Any:
     """Make a config dataclass from plain JSON values, checking every name and type."""
+    if not isinstance(values, dict):
+        raise UserError(f"{place} is {values!r}, but it must be a JSON object with its options.")
     hints = typing.get_type_hints(cls)
     arguments = {}
     for name, value in values.items():
@@ -83,10 +143,11 @@ def _build(cls: Any, values: dict[str, Any], place: str) -> Any:
             plain = tuple(value) if isinstance(value, list) else value
             _require_type(plain, kind, f"{name} in {place}")
             arguments[name] = plain
-    try:
-        return cls(**arguments)
-    except TypeError as error:
-        raise UserError(f"{place} lacks a field: {error}.") from error
+    for option in dataclasses.fields(cls):
+        is_required = option.default is option.default_factory is dataclasses.MISSING
+        if is_required and option.name not in arguments:
+            raise UserError(f"{place} lacks {option.name}, which has no default. Add it.")
+    return cls(**arguments)
 
 
 def _require_type(value: Any, kind: Any, place: str) -> None:

@@ -15,6 +15,9 @@ PAPER_ACTIVE = 0.25
 """Share of experts that run in the paper's main tables."""
 FEWEST_DEFAULT_EXPERTS = 16
 """The default never splits more coarsely than this: few experts leave the router little choice."""
+GROUPED_MATMUL_BYTES = 16
+"""Stock Transformers runs experts by a grouped matrix product whose strides are multiples of this:
+experts and model width in multiples of 8 in bfloat16, of 4 in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,14 +25,11 @@ class ExpertsConfig:
     """Size of the experts and how many of them run per token."""
 
     expert_size: int | None = None
-    """Neurons in one expert (s); must divide the FFN width. Give this or `experts`. Default: 128
-    (paper, tab:hyperparams_moefication); where that does not divide the width or leaves fewer than
-    16 experts, the largest smaller divisor that leaves at least 16."""
+    """Neurons in one expert (s), a divisor of the FFN width. Left out: 128, or less if need be."""
     experts: int | None = None
-    """Experts a layer (E), at least 2; must divide the FFN width. Give this or `expert_size`."""
+    """Experts a layer (E), at least 2. Give this or `expert_size`."""
     active: float | None = None
-    """Share of the experts that run per token, above 0 and at most 1; k is this share of E rounded
-    half up, at least 1. Give this or `active_experts`. Default: 0.25 (paper, main tables)."""
+    """Share of the experts that run per token, above 0 and at most 1. Left out: 0.25 (paper)."""
     active_experts: int | None = None
     """Experts that run per token (k), 1 to E. Give this or `active`."""
 
@@ -59,6 +59,9 @@ class Granularity:
 def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
     """Turn what was asked for into E, s and k for one FFN width.
 
+    What is not given: s is `default_expert_size`, and k is a quarter of E. A share of E is rounded
+    half up, to at least 1.
+
     Raises:
         UserError: Size or count does not divide the width (the nearest that do are named), fewer
             than two experts, a share outside (0, 1], k outside 1 to E, or two settings that
@@ -78,10 +81,18 @@ def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
 
 
 def default_expert_size(ffn_width: int) -> int:
-    """128, or the largest smaller divisor of the width that leaves at least 16 experts.
+    """Size of the experts where none is asked for.
+
+    Among the divisors of the width up to 128 (tab:hyperparams_moefication) that leave at least 16
+    experts: the largest multiple of 8, else of 4, else the largest. Multiples of 8 can be exported
+    in every dtype, multiples of 4 in float32 (`GROUPED_MATMUL_BYTES`).
 
     Raises:
         UserError: The width has fewer than 16 neurons.
+
+    Example:
+        >>> [default_expert_size(width) for width in (11_008, 768, 172)]
+        [128, 48, 4]
     """
     if ffn_width < FEWEST_DEFAULT_EXPERTS:
         raise UserError(
@@ -89,7 +100,24 @@ def default_expert_size(ffn_width: int) -> int:
             f"{FEWEST_DEFAULT_EXPERTS} neurons. Set experts or expert_size."
         )
     largest = min(PAPER_EXPERT_SIZE, ffn_width // FEWEST_DEFAULT_EXPERTS)
-    return next(size for size in range(largest, 0, -1) if ffn_width % size == 0)
+    sizes = [size for size in range(1, largest + 1) if ffn_width % size == 0]
+    return max(sizes, key=lambda size: (size % 8 == 0, size % 4 == 0, size))
+
+
+def nearest_expert_sizes(size: int, ffn_width: int, *, multiple: int) -> tuple[int, ...]:
+    """Expert sizes next below and above one that does not fit; empty where there is none.
+
+    Args:
+        size: Neurons of an expert (s).
+        ffn_width: Neurons of one FFN; sizes divide it and leave at least two experts.
+        multiple: What sizes must be a multiple of.
+
+    Example:
+        >>> nearest_expert_sizes(6, 96, multiple=4)
+        (4, 8)
+    """
+    sizes = [n for n in range(multiple, ffn_width // 2 + 1, multiple) if ffn_width % n == 0]
+    return tuple([n for n in sizes if n < size][-1:] + [n for n in sizes if n > size][:1])
 
 
 def _expert_size(config: ExpertsConfig, ffn_width: int) -> int:

@@ -1,6 +1,7 @@
 """Stage load: a folder or hub name -> `DenseModel`, frozen, with every weight accounted for."""
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from dotmoe.artifacts import DenseModel
 from dotmoe.checkpoint_folder import (
+    TOKENIZER_FILES,
     checkpoint_folder,
     dense_tensor_files,
     is_local,
@@ -36,8 +38,6 @@ __all__ = [
     "resolved_device",
     "resolved_dtype",
 ]
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,9 +119,9 @@ def dense_config(source: str) -> tuple[Any, Path]:
 
 def _load_tokenizer(folder: Path) -> Any:
     # Without its files Transformers makes an empty tokenizer for some families, and says nothing.
-    present = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    present = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not present:
-        raise UserError(f"{folder} holds no {' or '.join(_TOKENIZER_FILES)}. Copy the tokenizer.")
+        raise UserError(f"{folder} holds no {' or '.join(TOKENIZER_FILES)}. Copy the tokenizer.")
     for name in present:
         if name.endswith(".json"):
             json_object(folder / name)
@@ -185,9 +185,10 @@ def _quiet_transformers() -> Iterator[None]:
 def _require_finite(model: nn.Module, folder: Path) -> None:
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
+            is_wide = parameter.dtype == torch.float32
+            remedy = "Repair it" if is_wide else "Repair it, or load it with --dtype float32"
             raise UserError(
-                f"{name} in {folder} contains NaN or infinity (as {parameter.dtype}). "
-                "Repair the checkpoint, or load it with --dtype float32."
+                f"{name} in {folder} contains NaN or infinity (as {parameter.dtype}). {remedy}."
             )
 
 
@@ -205,6 +206,8 @@ def resolved_device(name: str) -> torch.device:
     """The device that `LoadConfig.device` means on this machine."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise UserError(f"device is {name!r}, but it must be auto, cpu, cuda or cuda:N. Name one.")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -61,11 +61,17 @@ def llama_3_8b():
     )
 
 
-def sizes(config, **experts):
+def sizes(config, *, bytes_held=2, written=torch.bfloat16, **experts):
     family = family_of(config)
     split = resolve(ExpertsConfig(**experts), config.intermediate_size)
     return sizes_of(
-        config, family.attention(config), split, count_parameters(config, family, split)
+        config,
+        family.attention(config),
+        split,
+        count_parameters(config, family, split),
+        stored=torch.bfloat16,
+        written=written,
+        bytes_held=bytes_held,
     )
 
 
@@ -114,7 +120,7 @@ def test_the_activation_estimate_is_what_autograd_really_keeps(kind, dtype):
         for n in (2, 4)
     )
     real = (deep - shallow) / 2 / tokens.numel()
-    estimate = kept_per_token(sizes(tiny(kind), experts=16), dtype.itemsize)
+    estimate = kept_per_token(sizes(tiny(kind), experts=16, bytes_held=dtype.itemsize))
     assert estimate == pytest.approx(real, rel=0.02)
 
 
@@ -159,8 +165,9 @@ def test_routers_and_assignment_add_the_flops_that_masking_adds():
 
 @pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_exported_size_is_that_of_the_architecture_it_is_loaded_into(kind, tied):
-    config = tiny(kind, tie_word_embeddings=tied, dtype="bfloat16")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_exported_size_is_that_of_the_architecture_it_is_loaded_into(kind, tied, dtype):
+    config = tiny(kind, tie_word_embeddings=tied)
     shared = {name: TINY[name] for name in TINY if name != "intermediate_size"}
     served = Glm4MoeConfig(
         **shared,
@@ -177,7 +184,8 @@ def test_the_exported_size_is_that_of_the_architecture_it_is_loaded_into(kind, t
     parameters = sum(p.numel() for p in model.parameters())
     biases = sum(b.numel() for name, b in model.named_buffers() if "correction_bias" in name)
     assert biases == 2 * 16
-    assert total(exported_bytes(sizes(config, experts=16))) == 2 * parameters + 4 * biases
+    estimate = total(exported_bytes(sizes(config, experts=16, written=dtype)))
+    assert estimate == dtype.itemsize * parameters + 4 * biases
 
 
 def test_trainables_take_what_adamw_allocates():
@@ -232,7 +240,7 @@ def test_a_small_vocabulary_needs_no_whole_chunk_of_logits():
 
 def test_float32_weights_take_twice_the_memory():
     half, full = (
-        amounts(alignment_memory(sizes(tiny()), RunSize(bytes_per_weight=n), checkpointing=False))
+        amounts(alignment_memory(sizes(tiny(), bytes_held=n), RunSize(), checkpointing=False))
         for n in (2, 4)
     )
     name = "dense weights, one copy"
@@ -261,14 +269,14 @@ def test_a_training_free_run_costs_only_its_calibration():
 
 
 def test_calibration_holds_the_ffn_inputs_of_every_layer():
-    config, run = tiny(), RunSize(calibration_tokens=128, bytes_per_weight=4)
+    config, run = tiny(), RunSize(calibration_tokens=128)
     inputs = []
     model = AutoModelForCausalLM.from_config(config)
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     with torch.no_grad():
         model(input_ids=torch.randint(0, 512, (4, 32)))
-    estimate = amounts(calibration_memory(sizes(config), run))
+    estimate = amounts(calibration_memory(sizes(config, bytes_held=4), run))
     assert estimate["FFN inputs of all layers"] == sum(x.nbytes for x in inputs)
 
 

@@ -101,9 +101,10 @@ def _dataset_documents(source: str, config: DataConfig) -> Iterator[str]:
     except UserError:
         raise
     except (OSError, ValueError, DatasetGenerationError) as error:
+        near = "" if is_folder else _nearest(Path(source))
         raise UserError(
             f"{source} ({config.split}) cannot be read by datasets: {_one_line(error)}. "
-            f"{_nearest(Path(source))}Check the name, the split and the network."
+            f"Check the name, the split and the network.{near}"
         ) from error
 
 

@@ -1,6 +1,8 @@
 """What a conversion would give and cost, from the config alone: before anything is paid."""
 
 from dotmoe.inspection.costs import RunSize
-from dotmoe.inspection.inspect_model import Inspection, inspect_model, render
+from dotmoe.inspection.dtypes import ExportDtype, stored_dtype
+from dotmoe.inspection.inspect_model import Inspection, inspect_model
+from dotmoe.inspection.tables import render
 
-__all__ = ["Inspection", "RunSize", "inspect_model", "render"]
+__all__ = ["ExportDtype", "Inspection", "RunSize", "inspect_model", "render", "stored_dtype"]

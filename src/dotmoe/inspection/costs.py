@@ -43,12 +43,12 @@ class RunSize:
     """Tokens a sequence. Paper: 2,048 (tab:hyperparams_moefication)."""
     micro_batch_size: int = 4
     """Sequences that are in memory at once; at most `batch_size`."""
-    bytes_per_weight: Literal[2, 4] = 2
-    """Of the dense weights while aligning: 2 for bfloat16 or float16, 4 for float32."""
+    bytes_per_weight: Literal[2, 4] | None = None
+    """Bytes of a dense weight in memory. Left out: 4 on a CPU, the checkpoint's on a GPU."""
     calibration_tokens: int = 8_192
     """Tokens seen by the training-free start; 0 for none."""
     device: str = "auto"
-    """Where it would run, for the measured rate: cpu, cuda, or auto (a GPU if there is one)."""
+    """Where it would run, and what is measured: cpu, cuda, or auto (a GPU if there is one)."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be run."""
@@ -67,7 +67,7 @@ class RunSize:
                 f"micro_batch_size is {self.micro_batch_size}, more than batch_size "
                 f"{self.batch_size}. Choose 1 to {self.batch_size}."
             )
-        if self.bytes_per_weight not in (2, 4):
+        if self.bytes_per_weight not in (2, 4, None):
             raise UserError(f"bytes_per_weight is {self.bytes_per_weight}. Choose 2 or 4.")
 
     @property
@@ -93,8 +93,12 @@ class Sizes:
     """Query heads a layer."""
     kv_heads: int
     """Key and value heads a layer."""
-    bytes_stored: int
-    """Bytes of a weight in the dense checkpoint, and so in the exported one."""
+    stored: torch.dtype
+    """Of the weights in the dense checkpoint."""
+    written: torch.dtype
+    """Of the weights in the exported checkpoint."""
+    bytes_held: Literal[2, 4]
+    """Bytes of a dense weight in memory while working."""
 
     @property
     def trainables(self) -> int:
@@ -118,11 +122,16 @@ def total(items: tuple[Item, ...]) -> int:
 
 
 def sizes_of(
-    config: Any, traits: AttentionTraits, granularity: Granularity, counts: ParameterCounts
+    config: Any,
+    traits: AttentionTraits,
+    granularity: Granularity,
+    counts: ParameterCounts,
+    *,
+    stored: torch.dtype,
+    written: torch.dtype,
+    bytes_held: Literal[2, 4],
 ) -> Sizes:
-    """Read from a Hugging Face config what the estimates need; no dtype there means bfloat16."""
-    dtype = getattr(config, "dtype", None) or torch.bfloat16
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    """Gather what the estimates need, from a Hugging Face config and what was decided besides."""
     return Sizes(
         widths=widths_of(config),
         traits=traits,
@@ -130,11 +139,13 @@ def sizes_of(
         counts=counts,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
-        bytes_stored=dtype.itemsize,
+        stored=stored,
+        written=written,
+        bytes_held=bytes_held,
     )
 
 
-def kept_per_token(sizes: Sizes, bytes_per_weight: int) -> int:
+def kept_per_token(sizes: Sizes) -> int:
     """Bytes that the backward pass of one masked layer keeps for each token.
 
         b * (4 N + 2 (H + H_kv) * head_dim) + 4 * (3 D + 4 E)
@@ -146,15 +157,15 @@ def kept_per_token(sizes: Sizes, bytes_per_weight: int) -> int:
     head_norms = attention // 2 if sizes.traits.qk_norm else 0
     narrow = FFN_TENSORS_KEPT * sizes.widths.ffn + attention
     wide = 3 * sizes.widths.model + 4 * sizes.granularity.num_experts + head_norms
-    return bytes_per_weight * narrow + FLOAT32 * wide
+    return sizes.bytes_held * narrow + FLOAT32 * wide
 
 
 def calibration_memory(sizes: Sizes, run: RunSize) -> tuple[Item, ...]:
     """Peak of the start from data, by item; it is over before alignment begins."""
     widths, tokens = sizes.widths, run.calibration_tokens
-    inputs = run.bytes_per_weight * widths.layers * widths.model * tokens
+    inputs = sizes.bytes_held * widths.layers * widths.model * tokens
     return (
-        Item("dense weights", run.bytes_per_weight * sizes.counts.dense_total),
+        Item("dense weights", sizes.bytes_held * sizes.counts.dense_total),
         Item("FFN inputs of all layers", inputs),
         # Contributions, the same centred, and as unit vectors.
         Item("contributions of one layer", 3 * FLOAT32 * widths.ffn * tokens),
@@ -167,18 +178,18 @@ def alignment_memory(sizes: Sizes, run: RunSize, *, checkpointing: bool) -> tupl
 
     Args:
         sizes: Of model and split.
-        run: Of the micro batch; dtype of the frozen weights.
+        run: Of the micro batch.
         checkpointing: Keep only each layer's input, and compute the layer again in the backward.
     """
     widths, tokens = sizes.widths, run.micro_batch_tokens
-    layer = kept_per_token(sizes, run.bytes_per_weight) * tokens
-    stream = run.bytes_per_weight * widths.model * tokens
+    layer = kept_per_token(sizes) * tokens
+    stream = sizes.bytes_held * widths.model * tokens
     kept = widths.layers * stream + layer if checkpointing else widths.layers * layer
-    working = FFN_TENSORS_IN_BACKWARD * run.bytes_per_weight * widths.ffn * tokens
+    working = FFN_TENSORS_IN_BACKWARD * sizes.bytes_held * widths.ffn * tokens
     plan = FLOAT32 * widths.layers * widths.ffn * sizes.granularity.num_experts
     chunk = min(tokens * widths.vocabulary, MAX_CHUNK_ELEMENTS)
     return (
-        Item("dense weights, one copy", run.bytes_per_weight * sizes.counts.dense_total),
+        Item("dense weights, one copy", sizes.bytes_held * sizes.counts.dense_total),
         Item("affinities, routers, gradients, Adam", BYTES_PER_TRAINABLE * sizes.trainables),
         Item("soft plan and its temporaries", PLAN_COPIES * plan),
         Item("activations kept for the backward", kept),
@@ -190,25 +201,23 @@ def alignment_memory(sizes: Sizes, run: RunSize, *, checkpointing: bool) -> tupl
 
 def exported_bytes(sizes: Sizes) -> tuple[Item, ...]:
     """The exported folder (glm4_moe), by item."""
-    widths, stored = sizes.widths, sizes.bytes_stored
+    widths, written = sizes.widths, sizes.written.itemsize
     split = sizes.granularity
     tied = 0 if sizes.counts.output_head else sizes.counts.input_embedding
     zeros = 3 * split.expert_size * widths.model * widths.layers
     return (
-        Item("exported weights and routers", stored * sizes.counts.stored),
-        Item("tied head written out", stored * tied),
-        Item("zero shared expert of the format", stored * zeros),
+        Item("exported weights and routers", written * sizes.counts.stored),
+        Item("tied head written out", written * tied),
+        Item("zero shared expert of the format", written * zeros),
         Item("router score biases", FLOAT32 * widths.layers * split.num_experts),
     )
 
 
-def export_memory(
-    sizes: Sizes, run: RunSize, *, max_shard_bytes: int = 4 << 30
-) -> tuple[Item, ...]:
+def export_memory(sizes: Sizes, *, max_shard_bytes: int = 4 << 30) -> tuple[Item, ...]:
     """Peak of the export with its verification, which reloads the result beside the dense model."""
     exported = sum(item.amount for item in exported_bytes(sizes))
     return (
-        Item("dense weights", run.bytes_per_weight * sizes.counts.dense_total),
+        Item("dense weights", sizes.bytes_held * sizes.counts.dense_total),
         Item("exported model, reloaded to verify", exported),
         Item("one shard at most", min(exported, max_shard_bytes)),
     )
@@ -220,7 +229,8 @@ def disk(sizes: Sizes, run: RunSize) -> tuple[Item, ...]:
     layout = FLOAT32 * (widths.layers * widths.ffn + sizes.counts.routers)
     return (
         Item(
-            "dense checkpoint (unless it is there)", sizes.bytes_stored * sizes.counts.dense_total
+            "dense checkpoint (unless it is there)",
+            sizes.stored.itemsize * sizes.counts.dense_total,
         ),
         Item("packed tokens", 4 * (run.tokens + run.calibration_tokens)),
         # A, routers and both moments; while a new one is written the last one is still there.

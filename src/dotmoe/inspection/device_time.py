@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from dotmoe.errors import UserError
-from dotmoe.inspection.costs import Item, RunSize, total
+from dotmoe.inspection.costs import Item, total
 
 UTILISATION = 0.4
 """Share of a matrix-product rate that a whole alignment step is assumed to reach."""
@@ -21,21 +21,16 @@ class MatmulRate:
     flops_per_s: float
 
 
-def measure_matmul_rate(run: RunSize, seconds: float = 0.3) -> MatmulRate:
-    """Multiply square matrices on the run's device in its dtype for a moment.
+def measure_matmul_rate(
+    device: torch.device, dtype: torch.dtype, *, seconds: float = 0.3
+) -> MatmulRate:
+    """Multiply square matrices for a moment; at least two products are done.
 
     Args:
-        run: Its `device` and `bytes_per_weight` (2 is measured as bfloat16).
-        seconds: About how long; at least two products are done.
-
-    Raises:
-        UserError: The device is not there.
+        device: Of this machine.
+        dtype: Of the matrices.
+        seconds: About how long.
     """
-    name = run.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if run.bytes_per_weight == 2 else torch.float32
-    device = _device(name)
     width = 512 if device.type == "cpu" else 8_192
     # Varied entries: a GPU multiplies constants faster than it would real data.
     matrix = torch.linspace(-1, 1, width * width, device=device).view(width, width).to(dtype)
@@ -47,7 +42,7 @@ def measure_matmul_rate(run: RunSize, seconds: float = 0.3) -> MatmulRate:
         _ = product[0, 0].item()
         products += 1
     elapsed = time.perf_counter() - start
-    shown = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    shown = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
     return MatmulRate(
         device=shown,
         dtype=str(dtype).removeprefix("torch."),
@@ -55,7 +50,14 @@ def measure_matmul_rate(run: RunSize, seconds: float = 0.3) -> MatmulRate:
     )
 
 
-def _device(name: str) -> torch.device:
+def usable_device(name: str) -> torch.device:
+    """The device of that name; `auto` is a GPU if there is one, else the CPU.
+
+    Raises:
+        UserError: It is not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
@@ -68,7 +70,7 @@ def _device(name: str) -> torch.device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accelerator:
-    """A GPU type for planning, with figures quoted from its vendor."""
+    """A GPU type for planning with bfloat16 weights; figures quoted from its vendor."""
 
     name: str
     peak_flops_per_s: float
@@ -89,6 +91,8 @@ class PlannedTime:
     """Estimated hours of the alignment on one device."""
 
     device: str
+    dtype: str
+    """Of the weights, and of the products whose rate it is."""
     flops_per_s: float
     """Rate that the estimate starts from; `UTILISATION` of it is assumed."""
     origin: str
@@ -109,16 +113,19 @@ def planned_times(
     Args:
         flops: Items of the alignment, without checkpointing.
         rate: Of this machine.
-        memory: Bytes that the alignment needs without checkpointing.
+        memory: Bytes that the alignment needs with bfloat16 weights, without checkpointing.
         memory_checkpointing: The same with checkpointing.
     """
     plain = total(flops)
     again = plain + next(item.amount for item in flops if item.name == "student forward")
 
-    def planned(device: str, flops_per_s: float, origin: str, fits: str | None) -> PlannedTime:
+    def planned(
+        device: str, dtype: str, flops_per_s: float, origin: str, fits: str | None
+    ) -> PlannedTime:
         per_hour = flops_per_s * UTILISATION * 3_600
         return PlannedTime(
             device=device,
+            dtype=dtype,
             flops_per_s=flops_per_s,
             origin=origin,
             hours=plain / per_hour,
@@ -126,10 +133,10 @@ def planned_times(
             fits=fits,
         )
 
-    here = planned(f"{rate.device}, {rate.dtype}", rate.flops_per_s, "measured", None)
+    here = planned(rate.device, rate.dtype, rate.flops_per_s, "measured", None)
     others = []
     for gpu in ACCELERATORS:
         smaller = "with checkpointing" if memory_checkpointing <= gpu.memory_bytes else "no"
         fits = "yes" if memory <= gpu.memory_bytes else smaller
-        others.append(planned(f"{gpu.name}, bfloat16", gpu.peak_flops_per_s, gpu.origin, fits))
+        others.append(planned(gpu.name, "bfloat16", gpu.peak_flops_per_s, gpu.origin, fits))
     return here, *others
