@@ -7,10 +7,10 @@ TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
 STAMP := .venv/installed
-PATHS := src tests scripts benchmarks
+PATHS := src tests scripts
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-gpu check fmt clean
+.PHONY: help setup quickstart test test-slow test-gpu check fmt results clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,12 @@ check: $(STAMP)  ## Lint, formatting and types, changing nothing
 fmt: $(STAMP)  ## Mend what can be mended by machine
 	$(BIN)/ruff check --fix $(PATHS)
 	$(BIN)/ruff format $(PATHS)
+
+results: $(STAMP)  ## Measure the quickstart again, and put it into the README
+	rm -rf quickstart-run
+	$(BIN)/dotmoe quickstart
+	cp quickstart-run/quickstart.json results/quickstart.json
+	$(BIN)/python scripts/update_readme.py
 
 clean:  ## Remove .venv and every cache
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

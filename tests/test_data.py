@@ -343,9 +343,9 @@ def test_blocks_are_the_packed_text_cut_in_order(with_bos):
 
 
 def test_refuses_text_shorter_than_a_block(with_bos):
-    with pytest.raises(UserError, match="the text has 6 tokens, but seq_len is 16"):
+    with pytest.raises(UserError, match="the text has 6 tokens, but one block of 16"):
         pack_blocks(["12345"], with_bos, 16)
-    with pytest.raises(UserError, match="12 tokens are asked for, but seq_len is 16"):
+    with pytest.raises(UserError, match="12 tokens of the text are asked for, but one block of 16"):
         pack_blocks(TEXTS, with_bos, 16, max_tokens=12)
     with pytest.raises(UserError, match="seq_len is 1"):
         pack_blocks(TEXTS, with_bos, 1)

@@ -1,5 +1,6 @@
 """A checkpoint folder: found by its name, downloaded if need be, its files checked."""
 
+import hashlib
 import json
 import re
 from difflib import get_close_matches
@@ -22,6 +23,8 @@ _UNWANTED = ["consolidated*", "*/*"]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """One of these is in every folder with a tokenizer."""
+
+_END_BYTES = 1 << 20
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -121,6 +124,19 @@ def require_checkpoint(folder: Path) -> None:
     dense_tensor_files(folder)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(f"{folder} holds no {' or '.join(TOKENIZER_FILES)}. Copy the tokenizer.")
+
+
+def fingerprint(folder: Path) -> str:
+    """Tells checkpoints apart: config, and size and both ends of every weight file; cheap."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_END_BYTES))
+            file.seek(max(0, size - _END_BYTES))
+            digest.update(file.read(_END_BYTES))
+    return digest.hexdigest()
 
 
 def json_object(path: Path) -> dict[str, Any]:

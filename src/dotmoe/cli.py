@@ -215,18 +215,18 @@ def _parse(cls: type[Config], name: str, arguments: Sequence[str], **options: An
 
 
 def _in_one_line(box: str) -> str:
-    """The first section of tyro's boxed error, with the nearest option or choice if there is one.
+    r"""The first section of tyro's boxed error, with the nearest option or choice if there is one.
 
     Example:
-        >>> _in_one_line("│ Unrecognized options: --stpes │\\n│ ──── │\\n│ --steps INT │")
+        >>> _in_one_line("│ Unrecognized options: --stpes │\n│ ─ │\n│ Perhaps you meant: --steps │")
         'Unrecognized options: --stpes. Did you mean --steps?'
     """
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ") for line in box.splitlines()]
     sections = " ".join(line for line in lines if not line.startswith(("╭", "╰"))).split(" ─")
     text = sections[0].strip().rstrip(".")
-    near = re.findall(r"(?<=\s)--[a-z][\w-]*", sections[1]) if len(sections) > 1 else []
+    offered = next((s for s in sections if "Perhaps you meant" in s), "")
     wrong, *choices = re.findall(r"'([^']*)'", text) or [""]
-    near = near if "Unrecognized" in text else get_close_matches(wrong, choices, n=1)
+    near = re.findall(r"(?<=\s)--[a-z][\w-]*", offered) or get_close_matches(wrong, choices, n=1)
     return f"{text}. Did you mean {near[0]}?" if near else f"{text}."
 
 

@@ -10,9 +10,9 @@ import torch
 from dotmoe.align import align, steps_to_take
 from dotmoe.artifacts import AlignState, DenseModel
 from dotmoe.calibrate import calibrate
-from dotmoe.config import RunConfig
+from dotmoe.checkpoint_folder import fingerprint
+from dotmoe.config import RunConfig, check
 from dotmoe.data import TokenBlocks, documents, pack_blocks
-from dotmoe.errors import UserError
 from dotmoe.evaluate import evaluate_pair
 from dotmoe.export import (
     ExportRecord,
@@ -49,11 +49,14 @@ def convert(config: RunConfig, narrator: Narrator | None = None) -> Conversion:
     """Run every stage that the run folder does not hold finished yet.
 
     Raises:
-        UserError: Bad input. The run folder then holds finished stages only, or does not exist.
+        UserError: Bad input, or another process at work in the run folder. If no stage was
+            finished, the folder does not exist then, nor after any other exception.
     """
     narrator = narrator or Narrator(quiet=True)
-    config.align.check()
-    config.assignment.check()
+    check(config)
+    RunFolder.require_usable(config)
+    if not RunFolder(Path(config.out)).is_finished("data"):
+        _require_sources(config)
     dense = load_dense(config.model, config.load)
     granularity = resolve(config.experts, dense.widths.ffn)
     run = _Run(
@@ -64,22 +67,24 @@ def convert(config: RunConfig, narrator: Narrator | None = None) -> Conversion:
         folder=RunFolder.open(config),
         narrator=narrator,
     )
-    try:
-        training, heldout = run.tokenise()
-        initial = run.calibrate(training)
-        state = run.align(training, initial)
-        layout = run.extract(state)
-        record = run.export(layout, heldout)
-        results = run.evaluate(heldout, record, state.step)
-    except UserError:
-        run.folder.discard_if_unstarted()
-        raise
-    return Conversion(
-        folder=run.folder.path,
-        export=run.folder.stage("export"),
-        report=run.report(),
-        results=results,
-    )
+    with run.folder.alone():
+        run.folder.require_model(fingerprint(dense.folder))
+        try:
+            training, heldout = run.tokenise()
+            initial = run.calibrate(training)
+            state = run.align(training, initial)
+            layout = run.extract(state)
+            record = run.export(layout, heldout)
+            results = run.evaluate(heldout, record, state.step)
+        except BaseException:
+            run.folder.discard_if_unstarted()
+            raise
+        return Conversion(
+            folder=run.folder.path,
+            export=run.folder.stage("export"),
+            report=run.report(),
+            results=results,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +113,8 @@ class _Run:
         with self.folder.finishing("data"), self.narrator.bar("tokenise") as update:
             if config.eval_text:
                 window = min(2048, self.dense.widths.context)
-                heldout = self._packed(config.eval_text, window, config.eval_tokens, update)
+                remedy = "Give more eval_text and eval_tokens, or no eval_text."
+                heldout = self._packed(config.eval_text, window, config.eval_tokens, update, remedy)
                 training = self._packed(config.data.data, seq_len, wanted, update)
             else:
                 text = self._packed(config.data.data, seq_len, wanted + config.eval_tokens, update)
@@ -175,7 +181,12 @@ class _Run:
             return report(self.folder.path, folder)
 
     def _packed(
-        self, sources: tuple[str, ...], seq_len: int, tokens: int, update: Callable[..., None]
+        self,
+        sources: tuple[str, ...],
+        seq_len: int,
+        tokens: int,
+        update: Callable[..., None],
+        remedy: str = "Give more text, or lower seq_len.",
     ) -> TokenBlocks:
         source = replace(self.config.data, data=sources)
         return pack_blocks(
@@ -184,6 +195,8 @@ class _Run:
             seq_len,
             max_tokens=tokens,
             on_progress=lambda done: update(min(done, tokens), tokens),
+            name=", ".join(sources),
+            remedy=remedy,
         )
 
     def _state(self, stage: str, make: Callable[[Path], AlignState]) -> AlignState:
@@ -230,6 +243,13 @@ class _Run:
                 seed=config.seed,
                 on_step=on_step,
             )
+
+
+def _require_sources(config: RunConfig) -> None:
+    """Refuse texts that are not there, which is known before anything is loaded."""
+    documents(config.data)
+    if config.eval_text:
+        documents(replace(config.data, data=config.eval_text))
 
 
 def verification_figures(record: VerificationRecord) -> dict[str, Any]:

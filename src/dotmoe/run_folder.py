@@ -1,10 +1,13 @@
 """Where a run lives: a subfolder a stage, a finish marker each, the config and the provenance."""
 
+import errno
 import json
+import logging
 import os
 import platform
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +20,11 @@ import torch
 
 from dotmoe.config import RunConfig, as_json, from_json
 from dotmoe.errors import UserError
+
+if sys.platform != "win32":
+    import fcntl
+
+logger = logging.getLogger(__name__)
 
 STAGES = {
     "data": "0_data",
@@ -42,6 +50,25 @@ class RunFolder:
         """Make the folder, or take up an unfinished run of the same config.
 
         Raises:
+            UserError: Something else is in the way, or the folder cannot be made.
+        """
+        cls.require_usable(config)
+        path = Path(config.out)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            write_text(path / "config.json", as_json(config))
+        except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
+            raise UserError(
+                f"{path} cannot be made ({error.strerror}: {error.filename}). Choose another "
+                "folder, or get permission."
+            ) from error
+        return cls(path)
+
+    @staticmethod
+    def require_usable(config: RunConfig) -> None:
+        """Refuse a folder that `open` would refuse; touches nothing.
+
+        Raises:
             UserError: Something else is in the way.
         """
         path = Path(config.out)
@@ -56,9 +83,44 @@ class RunFolder:
             raise UserError(
                 f"{path} is in the way: it exists and is no dotmoe run. Choose another folder."
             )
-        path.mkdir(parents=True, exist_ok=True)
-        write_text(stored, as_json(config))
-        return cls(path)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other processes out of the folder; the system takes the lock back after any end.
+
+        Raises:
+            UserError: Another process is at work in the folder.
+        """
+        if sys.platform == "win32":  # has no fcntl: runs are not kept apart
+            yield
+            return
+        with (self.path / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(
+                    f"{self.path} is being worked on by another dotmoe process. Wait for it, or "
+                    "choose another folder."
+                ) from error
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+                    raise
+                logger.warning("%s cannot be locked: start no second run in it", self.path)
+            yield
+
+    def require_model(self, fingerprint: str) -> None:
+        """Refuse to go on with another model than the run was started with.
+
+        Raises:
+            UserError: The model under that name has changed since.
+        """
+        stored = self.path / "model.sha256"
+        if stored.exists() and stored.read_text(encoding="utf-8").strip() != fingerprint:
+            raise UserError(
+                f"{self.path} was started with another model of that name: its files have changed "
+                "since. Restore them, or choose another folder."
+            )
+        write_text(stored, fingerprint + "\n")
 
     def stage(self, name: str) -> Path:
         """Folder of a stage, made if need be."""

@@ -21,22 +21,24 @@ _TABLES = ("encodings/", "pydoc_data/", "lib2to3/pgen2/", "unicodedata", "html/e
 
 
 def stdlib_files(split: Split, *, include_tests: bool = False) -> list[Path]:
-    """Source files of this Python's standard library, in path order.
+    """Source files of this Python's standard library, in an order that mixes its parts.
 
     Args:
         split: `train`, or `heldout` (about one file in 16, chosen by a hash of its path).
         include_tests: Also the library's own test suite, which some distributions do not install.
 
     Returns:
-        Absolute paths, sorted by path inside the library, so the order is the same everywhere.
+        Absolute paths, ordered by a hash of the path inside the library: the same everywhere, and
+        the first few are as good a sample as any.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    chosen = []
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        if _is_library_source(name, include_tests) and _split_of(name) == split:
-            chosen.append(path)
-    return chosen
+    names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
+    chosen = [
+        name
+        for name in names
+        if _is_library_source(name, include_tests) and _split_of(name) == split
+    ]
+    return [root / name for name in sorted(chosen, key=_digest)]
 
 
 def stdlib_documents(split: Split, *, include_tests: bool = False) -> Iterator[str]:
@@ -59,5 +61,8 @@ def _is_library_source(name: str, include_tests: bool) -> bool:
 
 
 def _split_of(name: str) -> Split:
-    digest = hashlib.sha256(name.encode()).digest()
-    return "heldout" if digest[0] % HELDOUT_SHARE == 0 else "train"
+    return "heldout" if _digest(name)[0] % HELDOUT_SHARE == 0 else "train"
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()

@@ -135,6 +135,8 @@ def pack_blocks(
     seq_len: int,
     max_tokens: int | None = None,
     on_progress: Callable[[int], None] | None = None,
+    name: str = "the text",
+    remedy: str = "Give more text, or lower seq_len.",
 ) -> TokenBlocks:
     """Tokenise, join (see `pack`) and cut into blocks; the tail that fills no block is dropped.
 
@@ -144,6 +146,8 @@ def pack_blocks(
         seq_len: Tokens of a block, 2 or more.
         max_tokens: Tokenise no more than this.
         on_progress: Told the number of tokens so far.
+        name: What to call the text in an error.
+        remedy: What to do where there is too little of it.
 
     Raises:
         UserError: The text, or `max_tokens`, is shorter than one block.
@@ -152,15 +156,15 @@ def pack_blocks(
         raise UserError(f"seq_len is {seq_len}, but a block needs a token to predict. Choose 2 up.")
     if max_tokens is not None and max_tokens < seq_len:
         raise UserError(
-            f"{max_tokens} tokens are asked for, but seq_len is {seq_len} and one block must be "
-            "filled. Ask for more tokens, or lower seq_len."
+            f"{max_tokens} tokens of {name} are asked for, but one block of {seq_len} must be "
+            f"filled. {remedy}"
         )
     tokens = pack(documents, tokenizer, max_tokens, on_progress).tokens
     num_blocks = tokens.numel() // seq_len
     if num_blocks == 0:
         raise UserError(
-            f"the text has {tokens.numel()} tokens, but seq_len is {seq_len} and one block must be "
-            "filled. Give more text, or lower seq_len."
+            f"{name} has {tokens.numel()} tokens, but one block of {seq_len} must be filled. "
+            f"{remedy}"
         )
     return TokenBlocks(tokens[: num_blocks * seq_len].view(num_blocks, seq_len))
 

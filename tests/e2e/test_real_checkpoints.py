@@ -1,0 +1,73 @@
+"""The two real checkpoints, through the real command; each export verifies itself, and again here."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dotmoe.cli import run
+from dotmoe.layout import ExpertLayout
+from dotmoe.load import LoadConfig, load_dense
+from dotmoe.moe.surgery import masked_by
+
+TEXT = (
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
+    "def read(path):\n    with open(path) as file:\n        return file.read()\n"
+) * 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["embedded", "stories260K"])
+def test_a_training_free_conversion_is_exact_for_both(name, dtype, request, tmp_path):
+    if name == "stories260K":
+        if dtype == "bfloat16":
+            pytest.skip("its FFN width 172 has no expert size that runs in bfloat16")
+        model = str(request.getfixturevalue("shared_data") / "models" / name)
+    else:
+        model = name
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 40)
+    out = tmp_path / "run"
+    arguments = ["convert", model, str(out), "--data", str(text), "--steps", "0", "--seq-len", "128",
+                 "--calibration-tokens", "2048", "--eval-tokens", "2048", "--export-dtype", dtype]  # fmt: skip
+    if name == "embedded":
+        arguments += ["--expert-size", "16"]
+    assert run(arguments) == 0
+    results = json.loads((out / "6_evaluate" / "results.json").read_text())
+    assert results["verification"]["dtype"] == dtype
+    limit = 1e-3 if dtype == "float32" else 6e-3
+    assert results["verification"]["largest_block_error"] < limit
+
+    dense = load_dense(model, LoadConfig(device="cpu"))
+    layout = ExpertLayout.load(out / "3_extract" / "layout.safetensors")
+    ids = AutoTokenizer.from_pretrained(out / "5_export")(TEXT, return_tensors="pt")["input_ids"]
+    rows = ids[0, : len(ids[0]) // 12 * 12].view(12, -1)
+    exported = AutoModelForCausalLM.from_pretrained(out / "5_export", dtype=torch.float32)
+    with torch.no_grad(), masked_by(dense, layout):
+        expected = dense.model(input_ids=rows).logits
+        found = exported(input_ids=rows).logits
+    error = (found - expected).abs().mean(dim=(1, 2)) / expected.std()
+    assert error.median() < (2e-3 if dtype == "float32" else 2e-2)
+    assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.97
+
+
+def test_the_embedded_model_is_what_its_record_says():
+    dense = load_dense("embedded", LoadConfig(device="cpu"))
+    record = json.loads((dense.folder / "training.json").read_text())
+    assert sum(p.numel() for p in dense.model.parameters()) == record["parameters"] >= 2_500_000
+    assert dense.widths.layers >= 4
+    assert (dense.folder / "model.safetensors").stat().st_size <= 12_000_000
+
+
+def test_the_embedded_model_has_its_recorded_loss_on_held_out_files():
+    """On this machine's own library, which may be another Python's: so only roughly."""
+    from dotmoe.data import DataConfig, documents
+    from dotmoe.evaluate import EvaluateConfig, perplexity
+
+    dense = load_dense("embedded", LoadConfig(device="cpu"))
+    record = json.loads((dense.folder / "training.json").read_text())
+    source = documents(DataConfig(data=("python-stdlib-heldout",)))
+    config = EvaluateConfig(max_tokens=40_000)
+    result = perplexity(dense.model, dense.tokenizer, source, config)
+    assert result.loss == pytest.approx(record["heldout_loss_nats_per_token"], abs=0.3)
