@@ -1,4 +1,4 @@
-"""The two real checkpoints, through the real command; each export verifies itself, and again here."""
+"""The two real checkpoints, through the real command and compared once more."""
 
 import json
 
@@ -29,8 +29,8 @@ def test_a_training_free_conversion_is_exact_for_both(name, dtype, request, tmp_
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 40)
     out = tmp_path / "run"
-    arguments = ["convert", model, str(out), "--data", str(text), "--steps", "0", "--seq-len", "128",
-                 "--calibration-tokens", "2048", "--eval-tokens", "2048", "--export-dtype", dtype]  # fmt: skip
+    sizes = "--steps 0 --seq-len 128 --calibration-tokens 2048 --eval-tokens 2048".split()
+    arguments = ["convert", model, str(out), "--data", str(text), "--export-dtype", dtype, *sizes]
     if name == "embedded":
         arguments += ["--expert-size", "16"]
     assert run(arguments) == 0

@@ -1,0 +1,78 @@
+"""ExpertLayout: what it refuses, and that it survives the disk."""
+
+import pytest
+import torch
+
+from dotmoe.artifacts import AlignState
+from dotmoe.errors import UserError
+from dotmoe.extract import extract
+from dotmoe.layout import ExpertLayout
+from dotmoe.moe.assignment import AssignmentConfig
+
+
+def layout(**changes):
+    values = {
+        "expert_of_neuron_LN": torch.tensor([[0, 1, 2, 0, 1, 2], [2, 2, 1, 1, 0, 0]]),
+        "router_LED": torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)),
+        "active_experts": 2,
+    }
+    return ExpertLayout(**(values | changes))
+
+
+def test_neurons_of_an_expert_are_those_assigned_to_it():
+    assert layout().neurons_of_expert(0).tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert layout().neurons_of_expert(1).tolist() == [[4, 5], [2, 3], [0, 1]]
+
+
+def test_save_and_load_give_the_same_layout(tmp_path):
+    layout().save(tmp_path / "layout.safetensors")
+    loaded = ExpertLayout.load(tmp_path / "layout.safetensors")
+    assert torch.equal(loaded.expert_of_neuron_LN, layout().expert_of_neuron_LN)
+    assert torch.equal(loaded.router_LED, layout().router_LED)
+    assert loaded.active_experts == 2
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "foreign"])
+def test_a_damaged_file_is_refused_in_one_line(damage, tmp_path):
+    file = tmp_path / "layout.safetensors"
+    if damage == "truncated":
+        layout().save(file)
+        file.write_bytes(file.read_bytes()[:-40])
+    if damage == "foreign":
+        state = AlignState(
+            affinity_LNE=torch.zeros(1, 4, 2), router_LED=torch.zeros(1, 2, 3), step=0
+        )
+        state.save(file)
+    with pytest.raises(UserError, match="layout") as error:
+        ExpertLayout.load(file)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expert_of_neuron_LN": torch.tensor([[0, 0, 0, 0, 1, 2]] * 2)}, "not balanced"),
+        ({"expert_of_neuron_LN": torch.tensor([[0, 1, 2, 0, 1, 3]] * 2)}, "0 to 2"),
+        ({"router_LED": torch.full((2, 3, 4), float("nan"))}, "NaN"),
+        ({"active_experts": 4}, r"active_experts is 4.*Choose 1 to 3"),
+        ({"active_experts": 0}, "Choose 1 to 3"),
+    ],
+)
+def test_a_layout_that_is_none_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        layout(**changes)
+
+
+def test_extraction_rounds_routers_to_the_checkpoints_dtype_and_keeps_the_routing():
+    generator = torch.Generator().manual_seed(0)
+    state = AlignState(
+        affinity_LNE=torch.randn(2, 12, 4, generator=generator),
+        router_LED=torch.randn(2, 4, 8, generator=generator) + 3,
+        step=5,
+    )
+    found = extract(state, 2, AssignmentConfig(), router_dtype=torch.bfloat16)
+    assert torch.equal(found.router_LED, found.router_LED.bfloat16().float())
+    x = torch.randn(500, 8, generator=generator)
+    before = (x @ state.router_LED[0].T).topk(2).indices.sort().values
+    after = (x @ found.router_LED[0].T).topk(2).indices.sort().values
+    assert (before == after).all(dim=1).float().mean() > 0.97
