@@ -20,7 +20,15 @@ from dotmoe.recipes import recipe_named
 
 __version__ = "0.1.0"
 
-__all__ = ["Conversion", "DataConfig", "ExpertLayout", "RunConfig", "UserError", "convert", "recipe"]
+__all__ = [
+    "Conversion",
+    "DataConfig",
+    "ExpertLayout",
+    "RunConfig",
+    "UserError",
+    "convert",
+    "recipe",
+]
 
 
 def recipe(name: str = "default", **changes: Any) -> RunConfig:

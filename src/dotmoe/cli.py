@@ -158,6 +158,8 @@ def run(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     transformers_logging.disable_progress_bar()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
     try:
         _dispatch(arguments)
     except UserError as error:
@@ -175,6 +177,8 @@ def run(arguments: Sequence[str]) -> int:
         if message is None:
             raise
         return _fail(message)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     return 0
 
 

@@ -68,8 +68,8 @@ def convert(config: RunConfig, narrator: Narrator | None = None) -> Conversion:
         narrator=narrator,
     )
     with run.folder.alone():
-        run.folder.require_model(fingerprint(dense.folder))
         try:
+            run.folder.require_model(fingerprint(dense.folder))
             training, heldout = run.tokenise()
             initial = run.calibrate(training)
             state = run.align(training, initial)

@@ -36,6 +36,7 @@ STAGES = {
     "report": "7_report",
 }
 _FINISHED = "finished"
+_LOCK = ".lock"
 _PACKAGES = ("dotmoe", "torch", "transformers", "safetensors", "datasets")
 
 
@@ -58,10 +59,14 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             write_text(path / "config.json", as_json(config))
         except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
+            _remove_if_empty(path)
             raise UserError(
                 f"{path} cannot be made ({error.strerror}: {error.filename}). Choose another "
                 "folder, or get permission."
             ) from error
+        except BaseException:
+            _remove_if_empty(path)
+            raise
         return cls(path)
 
     @staticmethod
@@ -79,7 +84,7 @@ class RunFolder:
                     f"{path} holds a run with another config. Choose another folder, repeat that "
                     f"run with --config {stored}, or delete the folder."
                 )
-        elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+        elif path.exists() and (not path.is_dir() or _holds_more_than_a_start(path)):
             raise UserError(
                 f"{path} is in the way: it exists and is no dotmoe run. Choose another folder."
             )
@@ -94,7 +99,7 @@ class RunFolder:
         if sys.platform == "win32":  # has no fcntl: runs are not kept apart
             yield
             return
-        with (self.path / ".lock").open("w") as lock:
+        with (self.path / _LOCK).open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -158,6 +163,16 @@ class RunFolder:
         return self.path / _FINISHED
 
 
+def _holds_more_than_a_start(path: Path) -> bool:
+    """Whether there is anything that a process killed while opening the folder would not leave."""
+    return any(item.name not in (_LOCK, ".config.json.partial") for item in path.iterdir())
+
+
+def _remove_if_empty(path: Path) -> None:
+    if path.is_dir() and not any(path.iterdir()):
+        path.rmdir()
+
+
 def export_folder(path: Path) -> Path:
     """The model folder meant by a path: the export of a run folder, or the path itself."""
     export = path / STAGES["export"]
@@ -173,7 +188,7 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 

@@ -7,6 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dotmoe.cli import run
+from dotmoe.data import DataConfig, documents
+from dotmoe.evaluate.perplexity import EvaluateConfig, perplexity
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.surgery import masked_by
@@ -29,14 +31,23 @@ def test_a_training_free_conversion_is_exact_for_both(name, dtype, request, tmp_
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 40)
     out = tmp_path / "run"
-    sizes = "--steps 0 --seq-len 128 --calibration-tokens 2048 --eval-tokens 2048".split()
+    sizes = [
+        "--steps",
+        "0",
+        "--seq-len",
+        "128",
+        "--calibration-tokens",
+        "2048",
+        "--eval-tokens",
+        "2048",
+    ]
     arguments = ["convert", model, str(out), "--data", str(text), "--export-dtype", dtype, *sizes]
     if name == "embedded":
         arguments += ["--expert-size", "16"]
     assert run(arguments) == 0
     results = json.loads((out / "6_evaluate" / "results.json").read_text())
     assert results["verification"]["dtype"] == dtype
-    limit = 1e-3 if dtype == "float32" else 6e-3
+    limit = 2e-3 if dtype == "float32" else 6e-3
     assert results["verification"]["largest_block_error"] < limit
 
     dense = load_dense(model, LoadConfig(device="cpu"))
@@ -62,9 +73,6 @@ def test_the_embedded_model_is_what_its_record_says():
 
 def test_the_embedded_model_has_its_recorded_loss_on_held_out_files():
     """On this machine's own library, which may be another Python's: so only roughly."""
-    from dotmoe.data import DataConfig, documents
-    from dotmoe.evaluate import EvaluateConfig, perplexity
-
     dense = load_dense("embedded", LoadConfig(device="cpu"))
     record = json.loads((dense.folder / "training.json").read_text())
     source = documents(DataConfig(data=("python-stdlib-heldout",)))

@@ -1,12 +1,11 @@
 """STAGE evaluate: what a model is worth, measured, with the protocol beside each number."""
 
 from dotmoe.evaluate.checkpoint import evaluate_checkpoint, evaluate_pair
-from dotmoe.evaluate.perplexity import EvaluateConfig, PerplexityResult, perplexity
+from dotmoe.evaluate.perplexity import EvaluateConfig, PerplexityResult
 
 __all__ = [
     "EvaluateConfig",
     "PerplexityResult",
     "evaluate_checkpoint",
     "evaluate_pair",
-    "perplexity",
 ]

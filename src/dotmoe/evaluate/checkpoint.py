@@ -66,6 +66,18 @@ def evaluate_checkpoint(
 
 
 def stock_model(folder: Path, device: torch.device, dtype: torch.dtype | Literal["auto"]) -> Any:
-    """A checkpoint as plain Transformers loads it, in evaluation mode."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    """A checkpoint as plain Transformers loads it, in evaluation mode.
+
+    Raises:
+        UserError: A tensor is missing, which Transformers would fill with random numbers.
+    """
+    model, loaded = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, output_loading_info=True
+    )
+    missing = sorted(loaded["missing_keys"])
+    if missing:
+        raise UserError(
+            f"{missing[0]} is not in the checkpoint {folder} ({len(missing)} missing in all), so "
+            "it would be random. Get the checkpoint again."
+        )
     return model.eval().to(device)

@@ -40,8 +40,9 @@ class VerifyConfig:
 
     tokens: int = 512
     """Tokens of real text to compare on, at least 1."""
-    block_error: float = 1e-3
-    """Float32: largest median relative error of a block. At the recommended scale it is 3e-4."""
+    block_error: float = 2e-3
+    """Float32: largest median relative error of a block. At the recommended scale it is 3e-4 for
+    random routers, and 1e-3 where an expert of high logit dominates, as in the start from data."""
     block_tail_ratio: float = 10.0
     """Largest 99th percentile of the block errors, in those allowed for the median."""
     misrouted: float = 5e-3
@@ -223,5 +224,5 @@ def _at_most(value: float, limit: float, what: str) -> None:
     if not value <= limit:
         raise VerificationError(
             f"The exported model differs from the masked dense model: {what} is {value:.3g}, "
-            f"limit {limit:.3g}. Report this as a defect; --export-dtype float32 may pass."
+            f"limit {limit:.3g}. Report this as a defect of dotmoe."
         )
