@@ -43,7 +43,7 @@ class VerifyConfig:
     block_error: float = 2e-3
     """Float32: largest median relative error of a block. At the recommended scale it is 3e-4 for
     random routers, and 1e-3 where an expert of high logit dominates, as in the start from data."""
-    block_tail_ratio: float = 10.0
+    block_tail_ratio: float = 5.0
     """Largest 99th percentile of the block errors, in those allowed for the median."""
     misrouted: float = 5e-3
     """Largest share of misrouted tokens in a layer, beyond four standard errors of the sample."""
