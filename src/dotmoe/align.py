@@ -67,20 +67,6 @@ class AlignConfig:
     checkpoint_every: int = 100
     """Steps between checkpoints."""
 
-    def check(self) -> None:
-        """Refuse what cannot be trained with.
-
-        Raises:
-            UserError: A count below 1, negative steps, or a share outside 0 to 1.
-        """
-        for name in ("batch_size", "micro_batch_size", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}, but it must be at least 1.")
-        if self.steps < 0:
-            raise UserError(f"steps is {self.steps}. Choose 0 (training-free) or more.")
-        if not 0 <= self.warmup_ratio <= 1:
-            raise UserError(f"warmup_ratio is {self.warmup_ratio}, but it must lie in 0 to 1.")
-
 
 def steps_to_take(config: AlignConfig, num_blocks: int) -> int:
     """`config.steps`, or fewer where the data would be seen more than `max_epochs` times."""

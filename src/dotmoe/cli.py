@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import logging
+import os
 import re
 import signal
 import sys
@@ -167,6 +168,8 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         _fail("interrupted. What is finished is kept; the same command goes on from there.")
         return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except torch.OutOfMemoryError as error:
         return _fail(
             f"out of GPU memory ({error}). Lower --micro-batch-size or --seq-len, or give "

@@ -52,6 +52,11 @@ _AT_LEAST: dict[str, float] = {
     "calibrate.cluster_iterations": 0,
     "calibrate.router_std": 0,
     "assignment.sinkhorn_sweeps": 1,
+    "align.steps": 0,
+    "align.batch_size": 1,
+    "align.micro_batch_size": 1,
+    "align.checkpoint_every": 1,
+    "align.warmup_ratio": 0,
     "align.lr_affinity": 0,
     "align.lr_router": 0,
     "align.weight_decay": 0,
@@ -83,8 +88,6 @@ def check(config: RunConfig) -> None:
     Raises:
         UserError: A number out of its range, not finite, or two that leave nothing to learn from.
     """
-    config.align.check()
-    config.assignment.check()
     for name in (*_AT_LEAST, *_ABOVE_ZERO):
         value: Any = config
         for part in name.split("."):
@@ -96,6 +99,8 @@ def check(config: RunConfig) -> None:
             rule = f"at least {_AT_LEAST[name]}" if name in _AT_LEAST else "above 0"
             option = name.rpartition(".")[2]
             raise UserError(f"{option} is {value}, but it must be {rule}. Choose such a number.")
+    if config.align.warmup_ratio > 1:
+        raise UserError(f"warmup_ratio is {config.align.warmup_ratio}, but it must be at most 1.")
     if config.align.kl_weight == config.align.ce_weight == 0:
         raise UserError(
             "kl_weight and ce_weight are both 0, which leaves nothing to learn from. Raise one."

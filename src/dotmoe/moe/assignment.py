@@ -6,7 +6,6 @@ from typing import Literal
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.errors import UserError
 from dotmoe.transport import TransportPlan, balanced_plan, greedy_assignment, sinkhorn, temperature
 
 Solver = Literal["newton", "sinkhorn"]
@@ -25,18 +24,6 @@ class AssignmentConfig:
     unrolled sweeps."""
     sinkhorn_sweeps: int = 50
     """Sweeps of the `sinkhorn` solver (paper: 50)."""
-
-    def check(self) -> None:
-        """Refuse temperatures that no plan exists for.
-
-        Raises:
-            UserError: One of them is not above 0.
-        """
-        if min(self.tau_start, self.tau_end) <= 0:
-            raise UserError(
-                f"tau_start is {self.tau_start} and tau_end {self.tau_end}, but temperatures must "
-                "be above 0. The paper uses 1.0 and 0.1."
-            )
 
     def tau(self, step: int, warmup_steps: int) -> float:
         """Temperature of an optimizer step."""
