@@ -11,6 +11,7 @@ from dotmoe.align import AlignConfig, Alignment, align, steps_to_take
 from dotmoe.artifacts import AlignState
 from dotmoe.calibrate import CalibrateConfig, calibrate
 from dotmoe.data import TokenBlocks
+from dotmoe.errors import UserError
 from dotmoe.extract import extract
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.assignment import AssignmentConfig
@@ -226,3 +227,24 @@ def test_the_start_from_data_beats_a_random_start_and_repeats(dense, blocks):
             return (dense.model(input_ids=tokens.long()).logits - target).square().mean()
 
     assert error(state) < error(random)
+
+
+def test_bfloat16_weights_train_float32_affinities_and_routers(tiny_dense, blocks):
+    """Mixed precision: the frozen model in 16 bits, what is learned and the losses in 32."""
+    folder = str(tiny_dense("llama", dtype="bfloat16"))
+    runs = {}
+    for dtype in ("float32", "bfloat16"):
+        dense = load_dense(folder, LoadConfig(device="cpu", dtype=dtype))
+        runs[dtype] = gradients(dense, alignment(dense, blocks))
+    exact, mixed = runs["float32"], runs["bfloat16"]
+    assert mixed[1].dtype == mixed[2].dtype == torch.float32
+    assert mixed[0]["ce"] == pytest.approx(exact[0]["ce"], rel=0.02)
+    for one, other in zip(exact[1:], mixed[1:], strict=True):
+        assert F.cosine_similarity(one.flatten(), other.flatten(), dim=0) > 0.7
+
+
+def test_float16_is_refused(tiny_dense, blocks, tmp_path):
+    dense = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu", dtype="float16"))
+    with pytest.raises(UserError, match=r"float16.*--dtype bfloat16"):
+        align(dense, blocks, random_state(dense), K, CONFIG, AssignmentConfig(),
+              folder=tmp_path, seed=0)  # fmt: skip
