@@ -225,8 +225,8 @@ class _Run:
         if total < config.align.steps:
             self.narrator.say(
                 f"steps lowered from {config.align.steps} to {total}: the data would otherwise be "
-                f"seen more than {config.align.max_epochs:g} times (max_epochs). With little data or a "
-                "small model, --recipe small takes more and smaller steps"
+                f"seen more than {config.align.max_epochs:g} times (max_epochs). With little data "
+                "or a small model, --recipe small takes more and smaller steps"
             )
         with self.narrator.bar("align") as update:
 
