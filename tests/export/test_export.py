@@ -239,9 +239,8 @@ def test_the_export_loads_where_dotmoe_cannot_be_imported(dense_of, layout_of, t
     dense = dense_of("qwen3")
     export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), tokens_BT)
     program = """
-import importlib.util, sys
-assert importlib.util.find_spec("dotmoe") is None
-import torch
+import sys
+sys.modules["dotmoe"] = None  # makes every import of it fail, installed or not
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 prompt = AutoTokenizer.from_pretrained(sys.argv[1])("Once", return_tensors="pt").input_ids
@@ -255,8 +254,6 @@ print(type(model).__name__)
         text=True,
         cwd=tmp_path,
     )
-    if "find_spec" in done.stderr:
-        pytest.skip("dotmoe is installed in this environment")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["Glm4MoeForCausalLM"]
 

@@ -35,7 +35,8 @@ def test_links_lead_somewhere(document):
 
 def test_commands_and_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
-    for block in re.findall(r"```\n(.*?)```", README, re.DOTALL):
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    for block in (text for language, text in fences if not language):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["dotmoe"]:
