@@ -26,12 +26,13 @@ from tyro.conf import Positional
 
 from dotmoe.checkpoint_folder import checkpoint_folder, require_checkpoint
 from dotmoe.config import RunConfig, from_json
+from dotmoe.device import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.evaluate import EvaluateConfig, evaluate_checkpoint
 from dotmoe.export.record import installed_version
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.inspection import ExportDtype, RunSize, inspect_model, render, stored_dtype
-from dotmoe.load import LoadConfig, dense_config, resolved_device, resolved_dtype
+from dotmoe.load import LoadConfig, dense_config, resolved_dtype
 from dotmoe.models.family import family_of
 from dotmoe.narration import Narrator
 from dotmoe.pipeline import convert

@@ -1,7 +1,6 @@
 """Stage load: a folder or hub name -> `DenseModel`, frozen, with every weight accounted for."""
 
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from dotmoe.checkpoint_folder import (
     json_object,
     one_line,
 )
+from dotmoe.device import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.models.family import FAMILIES, family_of
 
@@ -35,7 +35,6 @@ __all__ = [
     "dense_config",
     "dense_tensor_files",
     "load_dense",
-    "resolved_device",
     "resolved_dtype",
 ]
 
@@ -200,23 +199,6 @@ def _require_tokenizer_fits(tokenizer: Any, model: Any, folder: Path) -> None:
             f"the tokenizer in {folder} has ids up to {largest}, but the embedding has {rows} "
             "rows. Copy the tokenizer that belongs to this checkpoint."
         )
-
-
-def resolved_device(name: str) -> torch.device:
-    """The device that `LoadConfig.device` means on this machine."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise UserError(f"device is {name!r}, but it must be auto, cpu, cuda or cuda:N. Name one.")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"device is {name!r}, which this machine does not have ({one_line(error)}). "
-            "Choose auto, cpu or cuda."
-        ) from error
-    return device
 
 
 def resolved_dtype(name: str, device: torch.device) -> torch.dtype | Literal["auto"]:

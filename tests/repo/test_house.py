@@ -11,7 +11,7 @@ PACKAGE = ROOT / "src" / "dotmoe"
 
 LAYERS = [
     {"errors"},
-    {"transport", "layout", "models", "stdlib_text", "granularity", "training"},
+    {"transport", "layout", "models", "stdlib_text", "granularity", "training", "device"},
     {"data", "artifacts", "parameters", "checkpoint_folder"},
     {"moe"},
     {"load", "calibrate", "align", "extract", "export", "evaluate", "report", "inspection"},

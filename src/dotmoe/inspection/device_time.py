@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from dotmoe.errors import UserError
 from dotmoe.inspection.costs import Item, total
 
 UTILISATION = 0.4
@@ -48,24 +47,6 @@ def measure_matmul_rate(
         dtype=str(dtype).removeprefix("torch."),
         flops_per_s=2 * width**3 * products / elapsed,
     )
-
-
-def usable_device(name: str) -> torch.device:
-    """The device of that name; `auto` is a GPU if there is one, else the CPU.
-
-    Raises:
-        UserError: It is not there.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    # torch raises an AssertionError for a build without CUDA.
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"device {name!r} cannot be used ({reason}). Choose cpu.") from error
-    return device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dotmoe.device import resolved_device
 from dotmoe.granularity import ExpertsConfig, Granularity, resolve
 from dotmoe.inspection.costs import (
     Item,
@@ -25,7 +26,6 @@ from dotmoe.inspection.device_time import (
     PlannedTime,
     measure_matmul_rate,
     planned_times,
-    usable_device,
 )
 from dotmoe.inspection.dtypes import ExportDtype, bytes_held, dtype_name, written_dtype
 from dotmoe.inspection.limits import warnings_for
@@ -116,7 +116,7 @@ def inspect_model(
     Raises:
         UserError: The split does not fit the FFN width, or the device is not there.
     """
-    device = usable_device(run.device)
+    device = resolved_device(run.device)
     held = bytes_held(run.bytes_per_weight, device.type, stored)
     split = resolve(experts, config.intermediate_size)
     counts = count_parameters(config, family, split)
