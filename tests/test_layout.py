@@ -76,3 +76,28 @@ def test_extraction_rounds_routers_to_the_checkpoints_dtype_and_keeps_the_routin
     before = (x @ state.router_LED[0].T).topk(2).indices.sort().values
     after = (x @ found.router_LED[0].T).topk(2).indices.sort().values
     assert (before == after).all(dim=1).float().mean() > 0.97
+
+
+def test_always_on_neurons_and_leading_dense_layers():
+    found = layout(
+        expert_of_neuron_LN=torch.tensor([[-1, -1, -1, -1, -1], [2, -1, 1, 0, -1]]),
+    )
+    assert (found.first_dense_layers, list(found.moe_layers)) == (1, [1])
+    assert (found.shared_size, found.expert_size) == (2, 1)
+    assert found.shared_neurons(1).tolist() == [1, 4]
+    assert found.neurons_of_expert(1).tolist() == [[3], [2], [0]]
+    assert found.active_fraction == (2 + 2 * 1) / 5
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[-1, 0, 1, 2], [-1, -1, 0, 1]], "not balanced"),
+        ([[-1, 0, 1, 2], [-1, -1, -1, -1]], "leading"),
+        ([[-1, -1, -1, -1], [-1, -1, -1, -1]], "leading"),
+        ([[-2, 0, 1, 2], [-1, 0, 1, 2]], "or be -1"),
+    ],
+)
+def test_always_on_neurons_are_as_many_in_every_split_layer(rows, message):
+    with pytest.raises(ValueError, match=message):
+        layout(expert_of_neuron_LN=torch.tensor(rows))

@@ -85,6 +85,7 @@ def align(
     *,
     folder: Path,
     seed: int,
+    first_dense_layers: int = 0,
     on_step: Callable[[int, Metrics], None] = lambda step, metrics: None,
 ) -> AlignState:
     """Train A and W_r so that the masked model follows the dense one (eq:total_loss).
@@ -98,6 +99,7 @@ def align(
         assignment: Solver and temperatures.
         folder: Receives `metrics.jsonl` and `checkpoint.pt`; a checkpoint there is resumed from.
         seed: Of the data order.
+        first_dense_layers: Leading layers that stay dense; their part of the state is not trained.
         on_step: Called after each step with its number and metrics.
 
     Returns:
@@ -127,6 +129,7 @@ def align(
         assignment,
         warmup_steps=schedule.warmup_steps,
         seed=seed,
+        first_dense_layers=first_dense_layers,
     )
     with masked(dense, task.masking), _activation_checkpointing(dense, config):
         train(task, schedule, folder, on_step)
@@ -149,6 +152,7 @@ class Alignment:
         *,
         warmup_steps: int,
         seed: int,
+        first_dense_layers: int = 0,
     ) -> None:
         self.dense = dense
         self.blocks = blocks
@@ -167,6 +171,7 @@ class Alignment:
             active_experts=active_experts,
             surrogate=config.surrogate,
             surrogate_temperature=config.surrogate_temperature,
+            first_layer=first_dense_layers,
         )
 
     def parameter_groups(self) -> Sequence[ParameterGroup]:
@@ -248,9 +253,11 @@ class Alignment:
         return {name: value.detach() * share for name, value in values.items()}
 
     def _hidden(self, tokens_BT: Tensor) -> Tensor:
+        """What the head's matrix turns into logits, [T, D]."""
         trunk = self.dense.family.trunk(self.dense.model)
         hidden: Tensor = trunk(input_ids=tokens_BT, use_cache=False).last_hidden_state
-        return hidden.reshape(-1, hidden.shape[-1])
+        multipliers = self.dense.family.traits(self.dense.config).multipliers
+        return hidden.reshape(-1, hidden.shape[-1]) / multipliers.logits_divisor
 
 
 @contextmanager

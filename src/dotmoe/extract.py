@@ -3,7 +3,7 @@
 import torch
 
 from dotmoe.artifacts import AlignState
-from dotmoe.layout import ExpertLayout
+from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.moe.assignment import AssignmentConfig, hard_assignment, soft_plan
 
 
@@ -14,6 +14,7 @@ def extract(
     config: AssignmentConfig,
     *,
     router_dtype: torch.dtype,
+    first_dense_layers: int = 0,
 ) -> ExpertLayout:
     """Round the plan at the final temperature, and the routers to what the export can store.
 
@@ -25,11 +26,14 @@ def extract(
         active_experts: k.
         config: Solver and final temperature.
         router_dtype: Dtype of the checkpoint to be written; router entries become exact in it.
+        first_dense_layers: Leading layers that stay dense: all their neurons are always on.
     """
     plan = soft_plan(state.affinity_LNE, config, tau=config.tau_end)
     centred_LED = state.router_LED - state.router_LED.mean(dim=1, keepdim=True)
+    expert_of_neuron_LN = hard_assignment(plan).cpu()
+    expert_of_neuron_LN[:first_dense_layers] = ALWAYS_ON
     return ExpertLayout(
-        expert_of_neuron_LN=hard_assignment(plan).cpu(),
+        expert_of_neuron_LN=expert_of_neuron_LN,
         router_LED=centred_LED.to(router_dtype).float().cpu(),
         active_experts=active_experts,
     )

@@ -32,11 +32,13 @@ class ExpertsConfig:
     """Share of the experts that run per token, above 0 and at most 1. Left out: 0.25 (paper)."""
     active_experts: int | None = None
     """Experts that run per token (k), 1 to E. Give this or `active`."""
+    first_dense_layers: int = 0
+    """Leading layers that are not split, below the number of layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Granularity:
-    """A split that fits: num_experts * expert_size is the FFN width, 1 <= k <= E."""
+    """A split that fits: E * s and the shared neurons make the FFN width, 1 <= k <= E."""
 
     num_experts: int
     """Experts a layer (E)."""
@@ -44,16 +46,25 @@ class Granularity:
     """Neurons of one expert (s)."""
     active_experts: int
     """Experts that run per token (k)."""
+    shared_size: int = 0
+    """Neurons of a layer's shared expert, which runs for every token."""
+    first_dense_layers: int = 0
+    """Leading layers that are not split."""
 
     @property
     def ffn_width(self) -> int:
-        """Neurons of one FFN, E * s."""
-        return self.num_experts * self.expert_size
+        """Neurons of one FFN, E * s and the shared expert's."""
+        return self.num_experts * self.expert_size + self.shared_size
+
+    @property
+    def active_neurons(self) -> int:
+        """Neurons of a split FFN that run per token."""
+        return self.active_experts * self.expert_size + self.shared_size
 
     @property
     def active_fraction(self) -> float:
-        """Share of the FFN neurons that run per token, k / E."""
-        return self.active_experts / self.num_experts
+        """Share of a split FFN's neurons that run per token, k / E without a shared expert."""
+        return self.active_neurons / self.ffn_width
 
 
 def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
@@ -77,6 +88,7 @@ def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
         num_experts=num_experts,
         expert_size=expert_size,
         active_experts=_active_experts(config, num_experts),
+        first_dense_layers=config.first_dense_layers,
     )
 
 

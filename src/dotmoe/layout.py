@@ -17,17 +17,22 @@ from torch import Tensor
 
 from dotmoe.errors import UserError
 
+ALWAYS_ON = -1
+"""In place of an expert's number: the neuron runs for every token."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout:
     """Which expert each FFN neuron belongs to, and which experts run for a token.
 
     Token x runs the `active_experts` experts with the largest `router_LED[layer] @ x`, computed in
-    float32; their outputs are summed with weight exactly 1 (eq:moe_output).
+    float32; their outputs are summed with weight exactly 1 (eq:moe_output). Neurons may also be
+    always on: those of a shared expert, the same number in every layer, or all of a layer's, which
+    leaves that layer dense. Only leading layers can be dense.
     """
 
     expert_of_neuron_LN: Int[Tensor, "L N"]
-    """Expert of each neuron, 0 to E - 1; every expert holds the same number of neurons."""
+    """Expert of each neuron, 0 to E - 1, or `ALWAYS_ON`; all experts have the same size."""
     router_LED: Float[Tensor, "L E D"]
     """Router rows, float32."""
     active_experts: int
@@ -36,17 +41,20 @@ class ExpertLayout:
     def __post_init__(self) -> None:
         """Refuse a layout that is unbalanced, out of range or not finite."""
         num_layers, num_experts, _ = self.router_LED.shape
-        counts = torch.zeros(num_layers, num_experts, dtype=torch.long)
-        assignment = self.expert_of_neuron_LN
+        assignment = self.expert_of_neuron_LN.cpu().long()
         if assignment.shape[0] != num_layers:
             raise ValueError(f"{assignment.shape[0]} assigned layers, {num_layers} routers")
-        if int(assignment.min()) < 0 or int(assignment.max()) >= num_experts:
-            raise ValueError(f"expert numbers must lie in 0 to {num_experts - 1}")
-        counts.scatter_add_(1, assignment.cpu().long(), torch.ones_like(assignment.cpu()).long())
-        if bool((counts != counts[0, 0]).any()):
-            raise ValueError(
-                f"experts are not balanced: {int(counts.min())} to {int(counts.max())} neurons"
-            )
+        if int(assignment.min()) < ALWAYS_ON or int(assignment.max()) >= num_experts:
+            raise ValueError(f"expert numbers must lie in 0 to {num_experts - 1}, or be -1")
+        is_dense_L = (assignment == ALWAYS_ON).all(dim=1)
+        if bool(is_dense_L.all()) or bool((is_dense_L[1:] & ~is_dense_L[:-1]).any()):
+            raise ValueError("only leading layers can be dense, and not all of them")
+        counts = torch.zeros(num_layers, num_experts + 1, dtype=torch.long)
+        counts.scatter_add_(1, assignment - ALWAYS_ON, torch.ones_like(assignment))
+        sizes = counts[~is_dense_L]
+        if bool((sizes != sizes[:1]).any()) or bool((sizes[:, 1:] != sizes[0, 1]).any()):
+            least, most = int(sizes[:, 1:].min()), int(sizes[:, 1:].max())
+            raise ValueError(f"experts are not balanced: {least} to {most} neurons")
         if not bool(torch.isfinite(self.router_LED).all()):
             raise ValueError("router weights contain NaN or infinity")
         if not 1 <= self.active_experts <= num_experts:
@@ -71,19 +79,39 @@ class ExpertLayout:
         return self.expert_of_neuron_LN.shape[1]
 
     @property
+    def first_dense_layers(self) -> int:
+        """Leading layers that stay dense, 0 to L - 1."""
+        return int((self.expert_of_neuron_LN == ALWAYS_ON).all(dim=1).sum())
+
+    @property
+    def moe_layers(self) -> range:
+        """Numbers of the layers that are split."""
+        return range(self.first_dense_layers, self.num_layers)
+
+    @property
+    def shared_size(self) -> int:
+        """Neurons of the shared expert of a split layer, 0 where there is none."""
+        return int((self.expert_of_neuron_LN[-1] == ALWAYS_ON).sum())
+
+    @property
     def expert_size(self) -> int:
         """Neurons of one expert (S)."""
-        return self.num_neurons // self.num_experts
+        return (self.num_neurons - self.shared_size) // self.num_experts
 
     @property
     def active_fraction(self) -> float:
-        """Share of the FFN neurons that run per token, K / E."""
-        return self.active_experts / self.num_experts
+        """Share of a split layer's FFN neurons that run per token."""
+        active = self.shared_size + self.active_experts * self.expert_size
+        return active / self.num_neurons
 
     def neurons_of_expert(self, layer: int) -> Int[Tensor, "E S"]:
-        """Neuron numbers of each expert of one layer, ascending within an expert."""
+        """Neuron numbers of each expert of a split layer, ascending within an expert."""
         order = torch.argsort(self.expert_of_neuron_LN[layer], stable=True)
-        return order.view(self.num_experts, self.expert_size)
+        return order[self.shared_size :].view(self.num_experts, self.expert_size)
+
+    def shared_neurons(self, layer: int) -> Int[Tensor, " N"]:
+        """Neuron numbers of the shared expert of a layer, ascending; all of a dense layer's."""
+        return (self.expert_of_neuron_LN[layer] == ALWAYS_ON).nonzero().squeeze(1)
 
     def with_active_experts(self, active_experts: int) -> "ExpertLayout":
         """The same experts and routers with another k."""

@@ -62,13 +62,15 @@ def count_parameters(config: Any, family: Family, granularity: Granularity) -> P
         active = all - (1 - k / E) * FFN        (FFN = 3 * d * d_ffn * L)
         stored = all + L * E * d
 
+    where L counts the split layers only, and a shared expert is active.
+
     Args:
         config: Hugging Face config of a supported family.
         family: Where its parts live.
-        granularity: E, s and k; E * s must be the FFN width.
+        granularity: The split; its `ffn_width` must be the model's.
 
     Returns:
-        Exact counts: (1 - k / E) * FFN is a whole number, since E divides the width.
+        Exact counts.
     """
     model = meta_model(config)
     total = _count(model)
@@ -83,8 +85,10 @@ def count_parameters(config: Any, family: Family, granularity: Granularity) -> P
         raise ValueError(
             f"a split of {granularity.ffn_width} neurons for FFNs of {config.intermediate_size}"
         )
-    routers = len(layers) * granularity.num_experts * config.hidden_size
-    ffn_active = ffn_total // granularity.num_experts * granularity.active_experts
+    split_layers = len(layers) - granularity.first_dense_layers
+    routers = split_layers * granularity.num_experts * config.hidden_size
+    idle_neurons = split_layers * (granularity.ffn_width - granularity.active_neurons)
+    ffn_active = ffn_total - 3 * config.hidden_size * idle_neurons
     active = total - ffn_total + ffn_active
     return ParameterCounts(
         dense_total=total,

@@ -141,6 +141,7 @@ class _Run:
                     self.granularity.active_experts,
                     self.config.assignment,
                     router_dtype=self.router_dtype,
+                    first_dense_layers=self.granularity.first_dense_layers,
                 )
                 layout.save(file)
         return ExpertLayout.load(file)
@@ -242,6 +243,7 @@ class _Run:
                 config.assignment,
                 folder=folder,
                 seed=config.seed,
+                first_dense_layers=self.granularity.first_dense_layers,
                 on_step=on_step,
             )
 

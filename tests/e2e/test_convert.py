@@ -71,7 +71,13 @@ def test_a_run_gives_a_stock_checkpoint_a_report_and_its_config(family, tiny_den
     results = json.loads((out / "6_evaluate" / "results.json").read_text())
     assert results["dense"]["origin"] == "measured"
     assert results["moe"]["perplexity"] > 1
-    assert results["granularity"] == {"num_experts": 12, "expert_size": 8, "active_experts": 3}
+    assert results["granularity"] == {
+        "num_experts": 12,
+        "expert_size": 8,
+        "active_experts": 3,
+        "shared_size": 0,
+        "first_dense_layers": 0,
+    }
     assert (out / "7_report" / "report.md").read_text().startswith("# ")
     assert len((out / "2_align" / "metrics.jsonl").read_text().splitlines()) == 6
 

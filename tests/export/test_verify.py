@@ -198,7 +198,7 @@ def test_export_leaves_the_dense_model_as_it_was(dense_of, layout_of, tokens_BT,
 def test_a_nan_figure_is_beyond_every_limit(exported):
     record = dataclasses.replace(exported[3].verification, logits_error=math.nan)
     with pytest.raises(VerificationError, match="nan"):
-        judge(record, VerifyConfig())
+        judge(record, VerifyConfig(block_error=1.0, block_ratio=1.0))
 
 
 def test_routed_with_the_masks_own_choice_is_the_masked_model(dense_of, layout_of, tokens_BT):
@@ -218,7 +218,7 @@ def test_routed_with_the_masks_own_choice_is_the_masked_model(dense_of, layout_o
             for index, layer in enumerate(dense.family.layers(dense.model)):
                 layer.mlp.register_forward_pre_hook(watch(index))
             expected = dense.model(input_ids=tokens_BT).logits
-        with routed(dense, layout, [chosen[0], chosen[1]]):
+        with routed(dense, layout, chosen):
             actual = dense.model(input_ids=tokens_BT).logits
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 

@@ -66,7 +66,7 @@ def sizes(config, *, bytes_held=2, written=torch.bfloat16, **experts):
     split = resolve(ExpertsConfig(**experts), config.intermediate_size)
     return sizes_of(
         config,
-        family.attention(config),
+        family.traits(config),
         split,
         count_parameters(config, family, split),
         stored=torch.bfloat16,

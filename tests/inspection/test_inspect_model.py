@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from dotmoe.errors import UserError
-from dotmoe.export.glm4_moe import GROUPED_ALIGNMENT_BYTES, Glm4Moe
+from dotmoe.export.glm4_moe import Glm4Moe
 from dotmoe.granularity import GROUPED_MATMUL_BYTES, ExpertsConfig
 from dotmoe.inspection.costs import (
     PAPER_TOKENS,
@@ -207,7 +207,13 @@ def test_a_width_that_does_not_split_proposes_the_nearest():
 def test_the_record_is_json_and_its_totals_are_sums():
     record = json.loads(json.dumps(inspection(llama_3_8b()).as_dict()))
     assert record["origin"] == "estimated"
-    assert record["granularity"] == {"num_experts": 112, "expert_size": 128, "active_experts": 28}
+    assert record["granularity"] == {
+        "num_experts": 112,
+        "expert_size": 128,
+        "active_experts": 28,
+        "shared_size": 0,
+        "first_dense_layers": 0,
+    }
     assert record["counts"]["active"] == 3_802_402_816
     for name in ("memory", "memory_checkpointing", "calibration_memory", "export_memory", "disk"):
         assert record[f"{name}_total"] == sum(item["amount"] for item in record[name]) > 0
@@ -300,7 +306,6 @@ def test_inspect_warns_of_exactly_the_expert_sizes_that_convert_refuses(tiny_den
 
 
 def test_the_step_of_the_grouped_product_is_that_of_torch_and_of_the_exporter():
-    assert GROUPED_MATMUL_BYTES == GROUPED_ALIGNMENT_BYTES
     ends = torch.tensor([2, 4], dtype=torch.int32)
     for dtype in (torch.float32, torch.bfloat16):
         step = GROUPED_MATMUL_BYTES // dtype.itemsize

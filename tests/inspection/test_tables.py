@@ -115,7 +115,13 @@ def test_the_command_prints_json_that_parses(tmp_path, capsys):
     assert run_cli(["inspect", model, "--json", "--device", "cpu", "--active", "0.5"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["model"] == model
-    assert record["granularity"] == {"num_experts": 112, "expert_size": 128, "active_experts": 56}
+    assert record["granularity"] == {
+        "num_experts": 112,
+        "expert_size": 128,
+        "active_experts": 56,
+        "shared_size": 0,
+        "first_dense_layers": 0,
+    }
     assert record["counts"]["dense_total"] == 8_030_261_248
     assert record["run"]["bytes_per_weight"] == 4
     assert (record["stored_dtype"], record["written_dtype"]) == ("bfloat16", "bfloat16")
@@ -158,7 +164,13 @@ def test_a_real_checkpoint_is_inspected(shared_data: Path, capsys):
     folder = shared_data / "models" / "stories260K"
     assert run_cli(["inspect", str(folder), "--json", "--device", "cpu"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert record["granularity"] == {"num_experts": 43, "expert_size": 4, "active_experts": 11}
+    assert record["granularity"] == {
+        "num_experts": 43,
+        "expert_size": 4,
+        "active_experts": 11,
+        "shared_size": 0,
+        "first_dense_layers": 0,
+    }
     assert record["stored_dtype"] == "float32"
     assert not any("Export refuses" in warning for warning in record["warnings"])
 

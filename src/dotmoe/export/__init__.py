@@ -14,11 +14,15 @@ from torch import Tensor
 
 from dotmoe.artifacts import DenseModel
 from dotmoe.errors import UserError
-from dotmoe.export.architecture import Conversion, OutputArchitecture
-from dotmoe.export.decoder_config import exported_context
+from dotmoe.export.architecture import Conversion, OutputArchitecture, granularity_of
 from dotmoe.export.dense_tensors import DenseTensors
+from dotmoe.export.flex_olmo import FlexOlmo
 from dotmoe.export.glm4_moe import Glm4Moe
+from dotmoe.export.granitemoe import GraniteMoe
+from dotmoe.export.mixtral import Mixtral
 from dotmoe.export.model_card import write_model_card
+from dotmoe.export.qwen2_moe import Qwen2Moe
+from dotmoe.export.qwen3_moe import Qwen3Moe
 from dotmoe.export.record import RECORD_FILE, ExportRecord, installed_version
 from dotmoe.export.reference import sample_tokens
 from dotmoe.export.router_scale import RouterScale, router_scales
@@ -38,6 +42,7 @@ __all__ = [
     "VerifyConfig",
     "export",
     "export_dtype",
+    "output_for",
     "output_named",
     "require_exportable",
     "verify",
@@ -46,15 +51,24 @@ __all__ = [
 
 OUTPUTS: dict[str, OutputArchitecture] = {
     "glm4_moe": Glm4Moe(),
+    "mixtral": Mixtral(),
+    "qwen2_moe": Qwen2Moe(),
+    "qwen3_moe": Qwen3Moe(),
+    "granitemoe": GraniteMoe(),
+    "flex_olmo": FlexOlmo(),
 }
+"""In order of preference: the first that can hold a model is its default."""
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportConfig:
     """What is written, and how carefully it is checked."""
 
-    format: str = "glm4_moe"
-    """Stock architecture to write: glm4_moe."""
+    format: str = AUTO
+    """Stock architecture to write: glm4_moe, mixtral, qwen2_moe, qwen3_moe, granitemoe, flex_olmo,
+    or auto: glm4_moe where it can hold the model, else the family's native twin."""
     export_dtype: Literal["source", "float32", "bfloat16"] = "source"
     """Dtype of the written weights. `source` keeps the dense checkpoint's, bit for bit; float16
     cannot hold the scaled routers and must be given another."""
@@ -77,7 +91,7 @@ def output_named(name: str) -> OutputArchitecture:
         hint = f" Did you mean {near[0]}?" if near else ""
         raise UserError(
             f"export format is {name!r}, which dotmoe cannot write. "
-            f"Formats: {', '.join(OUTPUTS)}.{hint}"
+            f"Formats: {AUTO}, {', '.join(OUTPUTS)}.{hint}"
         )
     return OUTPUTS[name]
 
@@ -92,7 +106,7 @@ def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
     """
     if config.export_dtype != "source":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.export_dtype]
-    _, stored = _tensors(dense).describe(dense.family.ffn_tensor(0, "gate"))
+    _, stored = DenseTensors.of(dense).describe(dense.family.ffn_tensor(0, "gate"))
     if stored not in (torch.float32, torch.bfloat16):
         raise UserError(
             f"The weights in {dense.folder} are {stored}, whose range cannot hold the scaled "
@@ -112,12 +126,35 @@ def require_exportable(
     Raises:
         UserError: Unknown format, or a model, split or dtype that it cannot hold exactly.
     """
-    output = output_named(config.format)
     dtype = export_dtype(dense, config)
-    reason = output.refusal(dense, granularity, dtype)
-    if reason is not None:
-        raise UserError(reason)
+    output_for(dense, granularity, config.format, dtype)
     return dtype
+
+
+def output_for(
+    dense: DenseModel, granularity: Granularity, name: str, dtype: torch.dtype
+) -> OutputArchitecture:
+    """The output architecture of that name, or for `auto` the first that can hold the model.
+
+    Raises:
+        UserError: None can; or that one cannot, and then those that can are named.
+    """
+    if not 0 <= granularity.first_dense_layers < dense.widths.layers:
+        raise UserError(
+            f"first_dense_layers is {granularity.first_dense_layers}, but the model has "
+            f"{dense.widths.layers} layers, of which at least one must be split. "
+            f"Choose 0 to {dense.widths.layers - 1}."
+        )
+    refusals = {each: output.refusal(dense, granularity, dtype) for each, output in OUTPUTS.items()}
+    able = [each for each, refusal in refusals.items() if refusal is None]
+    if name == AUTO and able:
+        return OUTPUTS[able[0]]
+    output = OUTPUTS["glm4_moe"] if name == AUTO else output_named(name)
+    refusal = refusals[output.name]
+    if refusal is not None:
+        others = f" Formats that can hold it: {', '.join(able)}." if able else ""
+        raise UserError(refusal + others)
+    return output
 
 
 def export(
@@ -147,17 +184,18 @@ def export(
         VerificationError: The written model does not compute what it should.
         On any exception nothing is left behind.
     """
-    output = output_named(config.format)
     _require_fit(dense, layout)
-    dtype = require_exportable(dense, _granularity(layout), config)
-    context = exported_context(dense)
-    calibration_BT = sample_tokens(token_ids, config.scale_tokens, context)
+    dtype = export_dtype(dense, config)
+    output = output_for(dense, granularity_of(layout), config.format, dtype)
+    calibration_BT = sample_tokens(token_ids, config.scale_tokens, output.context(dense))
     scales = router_scales(dense, layout, calibration_BT)
     conversion = Conversion(
         dense=dense,
-        tensors=_tensors(dense),
+        tensors=DenseTensors.of(dense),
         layout=layout,
-        exponents=[scale.exponent for scale in scales],
+        exponents={
+            layer: scale.exponent for layer, scale in zip(layout.moe_layers, scales, strict=True)
+        },
         dtype=dtype,
     )
     with staging(out) as folder:
@@ -171,10 +209,6 @@ def export(
     return record
 
 
-def _tensors(dense: DenseModel) -> DenseTensors:
-    return DenseTensors(dense.folder, tied=bool(dense.config.tie_word_embeddings))
-
-
 def _require_fit(dense: DenseModel, layout: ExpertLayout) -> None:
     widths = dense.widths
     expected = (widths.layers, widths.ffn, widths.model)
@@ -184,14 +218,6 @@ def _require_fit(dense: DenseModel, layout: ExpertLayout) -> None:
             f"The layout is for {found} layers, FFN neurons and model width, but {dense.source} "
             f"has {expected}. Use the layout of this model."
         )
-
-
-def _granularity(layout: ExpertLayout) -> Granularity:
-    return Granularity(
-        num_experts=layout.num_experts,
-        expert_size=layout.expert_size,
-        active_experts=layout.active_experts,
-    )
 
 
 def _write(
@@ -219,7 +245,7 @@ def _record(
     verification: VerificationRecord,
 ) -> ExportRecord:
     dense, layout = conversion.dense, conversion.layout
-    counts = count_parameters(dense.config, dense.family, _granularity(layout))
+    counts = count_parameters(dense.config, dense.family, conversion.granularity)
     return ExportRecord(
         name=name,
         format=output.name,
@@ -244,5 +270,5 @@ def _record(
         total_bytes=shards.total_bytes,
         routers=list(scales),
         verification=verification,
-        notes=output.notes(dense),
+        notes=output.notes(dense, layout),
     )

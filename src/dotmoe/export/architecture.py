@@ -1,6 +1,6 @@
 """The contract of an output architecture: how a layout becomes the tensors of a stock MoE."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dotmoe.artifacts import DenseModel
 from dotmoe.export.dense_tensors import DenseTensors
+from dotmoe.export.gating import Gating
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ExpertLayout
 
@@ -38,25 +39,50 @@ class Conversion:
     tensors: DenseTensors
     """The dense checkpoint's files, the only source of weights."""
     layout: ExpertLayout
-    exponents: Sequence[int]
-    """p of each layer: its router is written as 2^-p W_r."""
+    exponents: Mapping[int, int]
+    """p of each split layer: its router is written as 2^-p W_r."""
     dtype: torch.dtype
     """Dtype of every written weight."""
+
+    @property
+    def granularity(self) -> Granularity:
+        """E, s, k, shared neurons and dense layers of the layout."""
+        return granularity_of(self.layout)
+
+
+def granularity_of(layout: ExpertLayout) -> Granularity:
+    """The split of a layout."""
+    return Granularity(
+        num_experts=layout.num_experts,
+        expert_size=layout.expert_size,
+        active_experts=layout.active_experts,
+        shared_size=layout.shared_size,
+        first_dense_layers=layout.first_dense_layers,
+    )
 
 
 class OutputArchitecture(Protocol):
     """A stock MoE architecture to export to. Members are listed in `OUTPUTS`."""
 
     name: str
-    """`model_type` of the exported config."""
+    """What the format is called, as a rule the `model_type` of the exported config."""
     experts_key: str
     """Config key that holds E."""
     active_experts_key: str
     """Config key that holds k."""
     active_experts_editable: bool
     """Whether k may be changed in the exported config and nowhere else."""
-    required_keys: tuple[str, ...]
-    """Config keys without which some runtime silently computes something else."""
+    block_has_shared: bool
+    """Whether the output of a block contains that of the shared expert."""
+    block_error: float
+    """Largest median relative error of a block in float32, at the recommended router scale."""
+    block_ratio: float
+    """Largest block error below float32, in those of the masked FFN in the same dtype."""
+
+    @property
+    def required_keys(self) -> tuple[str, ...]:
+        """Config keys without which some runtime silently computes something else."""
+        ...
 
     def refusal(
         self, dense: DenseModel, granularity: Granularity, dtype: torch.dtype
@@ -64,7 +90,15 @@ class OutputArchitecture(Protocol):
         """Why such a split cannot be exported exactly (one sentence with the remedy), or None."""
         ...
 
-    def notes(self, dense: DenseModel) -> list[str]:
+    def gating(self, granularity: Granularity) -> Gating:
+        """How the runtimes of this architecture weight the chosen experts."""
+        ...
+
+    def context(self, dense: DenseModel) -> int:
+        """Longest context in which the export computes what the dense model does, in tokens."""
+        ...
+
+    def notes(self, dense: DenseModel, layout: ExpertLayout) -> list[str]:
         """What a user of the exported model must know, one sentence each."""
         ...
 
@@ -82,13 +116,16 @@ class OutputArchitecture(Protocol):
         ...
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The MoE blocks of a reloaded model, by layer; each maps [B, T, D] to [B, T, D]."""
+        """The FFN blocks of a reloaded model, by layer; each maps [B, T, D] to [B, T, D]."""
         ...
 
     def chosen_experts(self, block: nn.Module, x_TD: Tensor) -> Tensor:
         """Numbers of the k experts that a reloaded block runs for each token, [T, K]."""
         ...
 
-    def set_active_experts(self, model: nn.Module, active_experts: int) -> None:
-        """Change k of a reloaded model, as editing its config before loading would."""
+    def set_active_experts(self, model: nn.Module, layout: ExpertLayout) -> None:
+        """Give a reloaded model the layout's k, as editing its config before loading would.
+
+        Only where `active_experts_editable`.
+        """
         ...

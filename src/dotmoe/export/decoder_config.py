@@ -39,9 +39,7 @@ _COPIED = (
 )
 
 
-def decoder_config(
-    dense: DenseModel, dtype: torch.dtype, *, windowed: bool = False
-) -> dict[str, Any]:
+def decoder_config(dense: DenseModel, dtype: torch.dtype, *, context: int) -> dict[str, Any]:
     """Everything of config.json that does not depend on experts.
 
     Rotary settings and dtype are written twice: a runtime that knows only `rope_theta` falls back
@@ -50,10 +48,10 @@ def decoder_config(
     Args:
         dense: The model that is exported.
         dtype: Dtype of the written weights.
-        windowed: The architecture has sliding windows; if not, the context is cut to the window.
+        context: Longest context to state, in tokens.
     """
     source = dense.config
-    traits = dense.family.attention(source)
+    traits = dense.family.traits(source)
     rope = dict(source.rope_parameters)
     theta = rope.pop("rope_theta")
     rope.pop("type", None)
@@ -63,9 +61,7 @@ def decoder_config(
         "hidden_act": "silu",
         "intermediate_size": source.intermediate_size,
         "head_dim": traits.head_dim,
-        "max_position_embeddings": (
-            source.max_position_embeddings if windowed else exported_context(dense)
-        ),
+        "max_position_embeddings": context,
         "rope_theta": theta,
         "rope_scaling": None if rope["rope_type"] == "default" else dict(rope),
         "rope_parameters": {**rope, "rope_theta": theta},
@@ -77,7 +73,7 @@ def decoder_config(
 
 def exported_context(dense: DenseModel) -> int:
     """Longest context in which full attention equals the dense model's windowed attention."""
-    window = dense.family.attention(dense.config).sliding_window
+    window = dense.family.traits(dense.config).sliding_window
     context = dense.widths.context
     return context if window is None else min(window, context)
 

@@ -54,6 +54,8 @@ class LayerReference:
         logits_TE = x_TD.double() @ router_ED.T
         short_T = shortfall(logits_TE, chosen_TK)
         mask_TN = neuron_mask(chosen_TK, self.layout, layer)
+        if not self.output.block_has_shared:
+            mask_TN[:, self.layout.shared_neurons(layer).to(mask_TN.device)] = False
         weights = [self._weight(layer, name, x_TD.device) for name in ("gate", "up", "down")]
         exact_TD = binary_gate_ffn(x_TD.float(), mask_TN, *(weight.float() for weight in weights))
         error_T = relative_error(actual_TD, exact_TD)
@@ -79,8 +81,8 @@ class CheckedRun:
     """One run of an exported model over the text, with every block checked on the way."""
 
     layers: list[LayerCheck]
-    routes: list[Int[Tensor, "T K"]]
-    """Experts that each layer chose, on the CPU."""
+    routes: dict[int, Int[Tensor, "T K"]]
+    """Experts that each split layer chose, on the CPU."""
     logits_TV: Float[Tensor, "T V"]
 
 
@@ -101,17 +103,16 @@ def checked_run(
 
         return block.register_forward_hook(compare)
 
-    hooks = [watch(index, block) for index, block in enumerate(reference.output.blocks(model))]
+    blocks = reference.output.blocks(model)
+    layers = reference.layout.moe_layers
+    hooks = [watch(layer, blocks[layer]) for layer in layers]
     try:
         logits_TV = logits_of(model, tokens_BT)
     finally:
         for hook in hooks:
             hook.remove()
-    layers = range(len(hooks))
     return CheckedRun(
-        layers=[checks[layer] for layer in layers],
-        routes=[routes[layer] for layer in layers],
-        logits_TV=logits_TV,
+        layers=[checks[layer] for layer in layers], routes=routes, logits_TV=logits_TV
     )
 
 

@@ -142,11 +142,14 @@ def _verification(record: ExportRecord) -> str:
             "comparison": "the same where each model routes for itself",
             "value": check.own_routes_top1_agreement,
         },
-        {
-            "comparison": "mean logit error against the dense model, all experts on",
-            "value": check.dense_error,
-        },
     ]
+    if check.dense_error is not None:
+        rows.append(
+            {
+                "comparison": "mean logit error against the dense model, all experts on",
+                "value": check.dense_error,
+            }
+        )
     if check.dtype != "float32":
         rows.append(
             {

@@ -1,7 +1,7 @@
 """What an export is compared with: the masked dense model, with weights fresh from the files."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dotmoe.artifacts import DenseModel
 from dotmoe.errors import UserError
 from dotmoe.export.dense_tensors import DenseTensors
-from dotmoe.layout import ExpertLayout
+from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.moe.surgery import masked_by
 
 
@@ -55,7 +55,7 @@ def reference_logits(
     tensors: DenseTensors,
     layout: ExpertLayout,
     tokens_BT: Int[Tensor, "B T"],
-    routes: Sequence[Int[Tensor, "T K"]],
+    routes: Mapping[int, Int[Tensor, "T K"]],
     dtype: torch.dtype,
 ) -> ReferenceLogits:
     """Run a copy of the dense model, masked and unmasked; `dense` itself is left as it is.
@@ -67,7 +67,7 @@ def reference_logits(
         tensors: Its files.
         layout: What was exported.
         tokens_BT: Text.
-        routes: Experts that the exported model chose, by layer.
+        routes: Experts that the exported model chose, by split layer.
         dtype: Dtype of the exported weights.
 
     Raises:
@@ -103,16 +103,20 @@ def reference_logits(
 def neuron_mask(
     chosen_TK: Int[Tensor, "T K"], layout: ExpertLayout, layer: int
 ) -> Bool[Tensor, "T N"]:
-    """Which neurons of a layer run for each token: R M^T as true and false (eq:moe_output)."""
-    shape = (len(chosen_TK), layout.num_experts)
+    """Which neurons of a layer run for each token: R M^T as true and false (eq:moe_output).
+
+    A last column of R stands for the neurons that are always on.
+    """
+    shape = (len(chosen_TK), layout.num_experts + 1)
     runs_TE = torch.zeros(shape, dtype=torch.bool, device=chosen_TK.device)
     runs_TE.scatter_(1, chosen_TK, True)
+    runs_TE[:, ALWAYS_ON] = True
     return runs_TE[:, layout.expert_of_neuron_LN[layer].to(chosen_TK.device)]
 
 
 @contextmanager
 def routed(
-    dense: DenseModel, layout: ExpertLayout, routes: Sequence[Int[Tensor, "T K"]]
+    dense: DenseModel, layout: ExpertLayout, routes: Mapping[int, Int[Tensor, "T K"]]
 ) -> Iterator[None]:
     """Inside, `dense.model` runs the experts that `routes` names for each token; nothing is routed.
 
@@ -131,6 +135,7 @@ def routed(
     hooks = [
         dense.family.ffn(layer).down.register_forward_pre_hook(masks_hidden(index))
         for index, layer in enumerate(dense.family.layers(dense.model))
+        if index in routes
     ]
     try:
         yield

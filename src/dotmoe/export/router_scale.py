@@ -76,7 +76,7 @@ def router_scale(logits_TE: Float[Tensor, "T E"], active_experts: int) -> Router
 
 
 def router_scales(dense: DenseModel, layout: ExpertLayout, tokens_BT: Tensor) -> list[RouterScale]:
-    """`router_scale` of every layer, on the inputs that its router sees in the masked model."""
+    """`router_scale` of every split layer, on what its router sees in the masked model."""
     scales: dict[int, RouterScale] = {}
 
     def watch(index: int, layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
@@ -89,13 +89,13 @@ def router_scales(dense: DenseModel, layout: ExpertLayout, tokens_BT: Tensor) ->
 
     with torch.no_grad(), masked_by(dense, layout):
         layers = dense.family.layers(dense.model)
-        hooks = [watch(index, layer) for index, layer in enumerate(layers)]
+        hooks = [watch(index, layers[index]) for index in layout.moe_layers]
         try:
             dense.family.trunk(dense.model)(input_ids=tokens_BT.to(dense.device), use_cache=False)
         finally:
             for hook in hooks:
                 hook.remove()
-    return [scales[index] for index in range(layout.num_layers)]
+    return [scales[index] for index in layout.moe_layers]
 
 
 def shortfall(

@@ -12,7 +12,7 @@ import torch
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
 from dotmoe.models.family import Widths, widths_of
-from dotmoe.models.traits import AttentionTraits
+from dotmoe.models.traits import DecoderTraits
 from dotmoe.moe.distillation import MAX_CHUNK_ELEMENTS
 from dotmoe.parameters import ParameterCounts
 
@@ -86,7 +86,7 @@ class Sizes:
     """All that the estimates read about a model and its split."""
 
     widths: Widths
-    traits: AttentionTraits
+    traits: DecoderTraits
     granularity: Granularity
     counts: ParameterCounts
     heads: int
@@ -123,7 +123,7 @@ def total(items: tuple[Item, ...]) -> int:
 
 def sizes_of(
     config: Any,
-    traits: AttentionTraits,
+    traits: DecoderTraits,
     granularity: Granularity,
     counts: ParameterCounts,
     *,
@@ -154,7 +154,7 @@ def kept_per_token(sizes: Sizes) -> int:
     the router, four tensors of router scores, and the inputs of query and key norms if there are.
     """
     attention = 2 * (sizes.heads + sizes.kv_heads) * sizes.traits.head_dim
-    head_norms = attention // 2 if sizes.traits.qk_norm else 0
+    head_norms = attention // 2 if sizes.traits.qk_norm != "none" else 0
     narrow = FFN_TENSORS_KEPT * sizes.widths.ffn + attention
     wide = 3 * sizes.widths.model + 4 * sizes.granularity.num_experts + head_norms
     return sizes.bytes_held * narrow + FLOAT32 * wide

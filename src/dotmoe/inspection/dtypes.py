@@ -32,7 +32,7 @@ def stored_dtype(config: Any, family: Family, folder: Path) -> torch.dtype:
     Raises:
         UserError: The file is there but damaged, or its weights are not plain numbers.
     """
-    name = family.ffn_tensor(0, "gate")
+    name = family.stored(config, family.ffn_tensor(0, "gate")).stored
     file = _file_of(name, folder)
     if file is None:
         dtype = getattr(config, "dtype", None) or torch.bfloat16

@@ -122,7 +122,7 @@ def inspect_model(
     counts = count_parameters(config, family, split)
     sizes = sizes_of(
         config,
-        family.attention(config),
+        family.traits(config),
         split,
         counts,
         stored=stored,

@@ -11,7 +11,7 @@ from dotmoe.models.llama import Llama
 from dotmoe.models.mistral import Mistral
 from dotmoe.models.qwen2 import Qwen2
 from dotmoe.models.qwen3 import Qwen3
-from dotmoe.models.traits import AttentionTraits, GatedFFN
+from dotmoe.models.traits import DecoderTraits, GatedFFN, TensorPart
 
 
 class Family(Protocol):
@@ -24,8 +24,8 @@ class Family(Protocol):
         """Why this config cannot be converted exactly (one sentence with the remedy), or None."""
         ...
 
-    def attention(self, config: Any) -> AttentionTraits:
-        """What an exporter must know of the attention blocks."""
+    def traits(self, config: Any) -> DecoderTraits:
+        """What an exporter must know of everything but the FFNs."""
         ...
 
     def layers(self, model: nn.Module) -> nn.ModuleList:
@@ -45,7 +45,11 @@ class Family(Protocol):
         ...
 
     def ffn_tensor(self, layer: int, projection: str) -> str:
-        """Checkpoint name of `gate`, `up` or `down` of a layer."""
+        """Name of `gate`, `up` or `down` of a layer, in LLaMA's form."""
+        ...
+
+    def stored(self, config: Any, name: str) -> TensorPart:
+        """Where the tensor of that name in LLaMA's form lies in a checkpoint of this family."""
         ...
 
 

@@ -4,7 +4,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from dotmoe.models.traits import AttentionTraits, GatedFFN
+from dotmoe.models.traits import DecoderTraits, GatedFFN, TensorPart
 
 
 class Llama:
@@ -25,18 +25,12 @@ class Llama:
                 f"mlp_bias is true in this {name} config, but no stock MoE architecture has biases "
                 "inside its experts. Choose a model without them."
             )
-        if self.model_type == "llama" and getattr(config, "attention_bias", False):
-            return (
-                "attention_bias is true in this llama config, which puts a bias on o_proj too, and "
-                "glm4_moe has none there. Choose a model without attention biases."
-            )
         return None
 
-    def attention(self, config: Any) -> AttentionTraits:
-        """See `Family.attention`."""
-        return AttentionTraits(
-            qkv_bias=False, qk_norm=False, head_dim=head_dim(config), sliding_window=None
-        )
+    def traits(self, config: Any) -> DecoderTraits:
+        """See `Family.traits`."""
+        has_bias = bool(getattr(config, "attention_bias", False))
+        return DecoderTraits(head_dim=head_dim(config), qkv_bias=has_bias, output_bias=has_bias)
 
     def layers(self, model: nn.Module) -> nn.ModuleList:
         """See `Family.layers`."""
@@ -61,6 +55,10 @@ class Llama:
     def ffn_tensor(self, layer: int, projection: str) -> str:
         """See `Family.ffn_tensor`."""
         return f"model.layers.{layer}.mlp.{projection}_proj.weight"
+
+    def stored(self, config: Any, name: str) -> TensorPart:
+        """See `Family.stored`."""
+        return TensorPart(name)
 
 
 def head_dim(config: Any) -> int:

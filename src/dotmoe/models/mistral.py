@@ -1,9 +1,10 @@
 """Mistral: LLaMA with an optional sliding attention window on every layer."""
 
+from dataclasses import replace
 from typing import Any
 
-from dotmoe.models.llama import Llama, head_dim
-from dotmoe.models.traits import AttentionTraits
+from dotmoe.models.llama import Llama
+from dotmoe.models.traits import DecoderTraits
 
 
 class Mistral(Llama):
@@ -11,11 +12,6 @@ class Mistral(Llama):
 
     model_type = "mistral"
 
-    def attention(self, config: Any) -> AttentionTraits:
-        """See `Family.attention`."""
-        return AttentionTraits(
-            qkv_bias=False,
-            qk_norm=False,
-            head_dim=head_dim(config),
-            sliding_window=getattr(config, "sliding_window", None),
-        )
+    def traits(self, config: Any) -> DecoderTraits:
+        """See `Family.traits`."""
+        return replace(super().traits(config), sliding_window=config.sliding_window)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from dotmoe.models.llama import Llama, head_dim
-from dotmoe.models.traits import AttentionTraits
+from dotmoe.models.traits import DecoderTraits
 
 
 def sliding_window(config: Any) -> int | None:
@@ -16,11 +16,8 @@ class Qwen2(Llama):
 
     model_type = "qwen2"
 
-    def attention(self, config: Any) -> AttentionTraits:
-        """See `Family.attention`."""
-        return AttentionTraits(
-            qkv_bias=True,
-            qk_norm=False,
-            head_dim=head_dim(config),
-            sliding_window=sliding_window(config),
+    def traits(self, config: Any) -> DecoderTraits:
+        """See `Family.traits`."""
+        return DecoderTraits(
+            head_dim=head_dim(config), qkv_bias=True, sliding_window=sliding_window(config)
         )

@@ -22,7 +22,7 @@ class Masking:
     """
 
     expert_of_neuron_LN: Int[Tensor, "L N"]
-    """Hard assignment, M as expert numbers."""
+    """Hard assignment, M as expert numbers; with `always_on`, E: the neuron always runs."""
     router_LED: Float[Tensor, "L E D"]
     """Router rows; a parameter during alignment."""
     active_experts: int
@@ -31,6 +31,10 @@ class Masking:
     surrogate: Surrogate | None = None
     """Soft stand-in for the router's gradient; None: the mask is not differentiated."""
     surrogate_temperature: float = 1.0
+    always_on: bool = False
+    """Some neurons belong to no expert. Only without a surrogate."""
+    first_layer: int = 0
+    """Layers before this one stay dense."""
     enabled: bool = True
     z_losses: list[Tensor] = field(default_factory=list)
     """One per masked layer of the running forward pass, in order of execution."""
@@ -77,7 +81,8 @@ class MaskedFFN(nn.Module):
         masking = self.masking
         logits = router_logits(x_TD, masking.router_LED[self.layer])
         if masking.surrogate is None:
-            return top_k_mask(logits, masking.active_experts)
+            hard = top_k_mask(logits, masking.active_experts)
+            return F.pad(hard, (0, 1), value=1.0) if masking.always_on else hard
         mask = straight_through_mask(
             logits,
             masking.active_experts,

@@ -12,11 +12,12 @@ from dotmoe.moe.masked_ffn import MaskedFFN, Masking
 
 @contextmanager
 def masked(dense: DenseModel, masking: Masking) -> Iterator[None]:
-    """Inside, every FFN of `dense.model` obeys `masking`; afterwards the model is as before."""
-    layers = dense.family.layers(dense.model)
+    """Inside, every split FFN of `dense.model` obeys `masking`; afterwards all is as before."""
+    layers = list(dense.family.layers(dense.model))
     originals = [layer.get_submodule("mlp") for layer in layers]
-    for index, (layer, original) in enumerate(zip(layers, originals, strict=True)):
-        layer.mlp = MaskedFFN(original, dense.family.ffn(layer), masking, index)
+    for index in range(masking.first_layer, len(layers)):
+        ffn = dense.family.ffn(layers[index])
+        layers[index].mlp = MaskedFFN(originals[index], ffn, masking, index)
     try:
         yield
     finally:
@@ -33,9 +34,11 @@ def masked_by(dense: DenseModel, layout: ExpertLayout) -> Iterator[None]:
     """
     device = next(dense.model.parameters()).device
     masking = Masking(
-        expert_of_neuron_LN=layout.expert_of_neuron_LN.to(device),
+        expert_of_neuron_LN=layout.expert_of_neuron_LN.to(device) % (layout.num_experts + 1),
         router_LED=layout.router_LED.to(device, torch.float32),
         active_experts=layout.active_experts,
+        always_on=layout.shared_size > 0,
+        first_layer=layout.first_dense_layers,
     )
     with masked(dense, masking):
         yield
