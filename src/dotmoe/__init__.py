@@ -8,15 +8,16 @@ Example::
     print(dotmoe.convert(config).results)
 """
 
-from dataclasses import replace
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from dotmoe.config import RunConfig
-from dotmoe.data import DataConfig
-from dotmoe.errors import UserError
-from dotmoe.layout import ExpertLayout
-from dotmoe.pipeline import Conversion, convert
-from dotmoe.recipes import recipe_named
+if TYPE_CHECKING:
+    from dotmoe.config import RunConfig
+    from dotmoe.data import DataConfig
+    from dotmoe.errors import UserError
+    from dotmoe.layout import ExpertLayout
+    from dotmoe.pipeline import Conversion, convert
+    from dotmoe.recipes import recipe
 
 __version__ = "0.1.0"
 
@@ -30,7 +31,19 @@ __all__ = [
     "recipe",
 ]
 
+_HOME = {
+    "Conversion": "pipeline",
+    "DataConfig": "data",
+    "ExpertLayout": "layout",
+    "RunConfig": "config",
+    "UserError": "errors",
+    "convert": "pipeline",
+    "recipe": "recipes",
+}
 
-def recipe(name: str = "default", **changes: Any) -> RunConfig:
-    """A named recipe with fields of `RunConfig` replaced, such as `model`, `out` and `data`."""
-    return replace(recipe_named(name), **changes)
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for: PyTorch takes seconds to load."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'dotmoe' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"dotmoe.{_HOME[name]}"), name)

@@ -7,6 +7,7 @@ A recipe leaves `model` and `out` to the caller. Numbers at the paper's scale ar
 from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
+from typing import Any
 
 from dotmoe.align import AlignConfig
 from dotmoe.calibrate import CalibrateConfig
@@ -105,3 +106,8 @@ def recipe_named(name: str) -> RunConfig:
         hint = f" Did you mean {near[0]}?" if near else ""
         raise UserError(f"--recipe {name} is unknown. Recipes: {', '.join(RECIPES)}.{hint}")
     return RECIPES[name]()
+
+
+def recipe(name: str = "default", **changes: Any) -> RunConfig:
+    """A named recipe with fields of `RunConfig` replaced, such as `model`, `out` and `data`."""
+    return replace(recipe_named(name), **changes)

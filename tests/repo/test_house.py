@@ -18,7 +18,7 @@ LAYERS = [
     {"gguf_export"},
     {"config", "narration"},
     {"recipes", "run_folder"},
-    {"pipeline", "bench"},
+    {"pipeline", "reexport", "bench"},
     {"quickstart"},
     {"cli"},
     {"__main__"},

@@ -1,0 +1,66 @@
+"""What a finished run has learned, written again: in another format, dtype, or with another k."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from tyro.conf import Positional
+
+from dotmoe.checkpoint_folder import fingerprint
+from dotmoe.config import RunConfig, from_json
+from dotmoe.data import TokenBlocks
+from dotmoe.errors import UserError
+from dotmoe.export import ExportConfig, ExportRecord, export, export_dtype
+from dotmoe.layout import ExpertLayout
+from dotmoe.load import LoadConfig, load_dense
+from dotmoe.run_folder import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReexportConfig:
+    """A run, and how to write it."""
+
+    run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
+    """Folder of a run whose extract stage is finished."""
+    out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT")]
+    """Folder to write; must not exist, or be empty."""
+    active_experts: int | None = None
+    """Experts that run per token (k), 1 to E. Default: the run's."""
+    export: ExportConfig = field(default_factory=ExportConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+
+
+def reexport(config: ReexportConfig) -> ExportRecord:
+    """Export the layout of a run again; the run itself is not changed.
+
+    Raises:
+        UserError: No finished run there, its model is gone or has changed, or whatever `export`
+            refuses. Nothing is left behind.
+    """
+    run_config, layout, heldout = learned(Path(config.run))
+    dense = load_dense(run_config.model, config.load)
+    RunFolder(Path(config.run)).require_model(fingerprint(dense.folder))
+    if config.active_experts is not None:
+        layout = layout.with_active_experts(config.active_experts)
+    # As the extract stage does: router entries must be exact in the dtype that is written.
+    dtype = export_dtype(dense, config.export)
+    layout = replace(layout, router_LED=layout.router_LED.to(dtype).float())
+    return export(dense, layout, Path(config.out), config.export, heldout.tokens_BT)
+
+
+def learned(run: Path) -> tuple[RunConfig, ExpertLayout, TokenBlocks]:
+    """Config, layout and held-out text of a run.
+
+    Raises:
+        UserError: No run there, or it has not come that far.
+    """
+    folder = RunFolder(run)
+    if not (run / "config.json").is_file() or not folder.is_finished("extract"):
+        raise UserError(
+            f"{run} is no run with a finished extract stage. Name the OUT folder of dotmoe "
+            "convert, or finish that run by repeating its command."
+        )
+    layout = ExpertLayout.load(folder.stage("extract") / "layout.safetensors")
+    heldout = TokenBlocks.load(folder.stage("data") / "heldout.safetensors")
+    return from_json(run / "config.json"), layout, heldout
