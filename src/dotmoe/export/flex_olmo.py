@@ -30,6 +30,7 @@ class FlexOlmo(StockMoe):
             renormalised=True,
             constant=float(granularity.active_experts),
             cast_to_model_dtype=True,
+            logits_in_model_dtype=True,
         )
 
     def moe_config(self, conversion: Conversion) -> dict[str, Any]:

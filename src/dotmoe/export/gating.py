@@ -22,3 +22,5 @@ class Gating:
     """1, 2, k or E; see above."""
     cast_to_model_dtype: bool = False
     """Some runtime rounds the weights to the dtype of the model."""
+    logits_in_model_dtype: bool = False
+    """Some runtime computes the logits in the dtype of the model, where many of them tie."""

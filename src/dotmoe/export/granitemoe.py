@@ -45,6 +45,7 @@ class GraniteMoe(StockMoe):
             renormalised=True,
             constant=float(granularity.active_experts),
             cast_to_model_dtype=True,
+            logits_in_model_dtype=True,
         )
 
     def config(self, conversion: Conversion) -> dict[str, Any]:

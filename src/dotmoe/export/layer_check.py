@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.export.architecture import OutputArchitecture
+from dotmoe.export.architecture import OutputArchitecture, granularity_of
 from dotmoe.export.dense_tensors import DenseTensors
 from dotmoe.export.reference import logits_of, neuron_mask
 from dotmoe.export.router_scale import shortfall
@@ -34,8 +34,12 @@ class LayerCheck:
     """The same error of the masked FFN computed in the exported dtype; 0 for float32."""
     misrouted: float
     """Share of tokens for which an expert left out has a larger exact logit than one chosen."""
+    misrouted_floor: float
+    """The same share for the unscaled router in the dtype in which the architecture's runtimes
+    compute logits: in bfloat16 many tie. 0 where that is float32."""
     misrouted_far: float
-    """Share for which it is larger by more than 2^-8 of the logits' standard deviation."""
+    """Share for which it is larger by more than 2^-8 of the logits' standard deviation and the
+    rounding of logits in that dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +54,12 @@ class LayerReference:
 
     def check(self, layer: int, chosen_TK: Tensor, x_TD: Tensor, actual_TD: Tensor) -> LayerCheck:
         """Compare one block's choice of experts and its output with the exact ones."""
-        router_ED = self.layout.router_LED[layer].to(x_TD.device).double()
-        logits_TE = x_TD.double() @ router_ED.T
+        router_ED = self.layout.router_LED[layer].to(x_TD.device)
+        logits_TE = x_TD.double() @ router_ED.double().T
         short_T = shortfall(logits_TE, chosen_TK)
+        rounded_TE = self._rounded_logits(x_TD, router_ED)
+        floor_T = shortfall(logits_TE, rounded_TE.topk(chosen_TK.shape[1], dim=1).indices)
+        close_T = CLOSE * logits_TE.std() + 2 * (rounded_TE - logits_TE).abs().amax(dim=1)
         mask_TN = neuron_mask(chosen_TK, self.layout, layer)
         if not self.output.block_has_shared:
             mask_TN[:, self.layout.shared_neurons(layer).to(mask_TN.device)] = False
@@ -68,8 +75,15 @@ class LayerReference:
             block_error_tail=float(error_T.quantile(0.99)),
             block_floor=floor,
             misrouted=float((short_T > 0).double().mean()),
-            misrouted_far=float((short_T > CLOSE * logits_TE.std()).double().mean()),
+            misrouted_floor=float((floor_T > 0).double().mean()),
+            misrouted_far=float((short_T > close_T).double().mean()),
         )
+
+    def _rounded_logits(self, x_TD: Tensor, router_ED: Tensor) -> Tensor:
+        """Logits as the runtimes compute them, but for the scale of the router."""
+        if not self.output.gating(granularity_of(self.layout)).logits_in_model_dtype:
+            return x_TD.double() @ router_ED.double().T
+        return F.linear(x_TD, router_ED.to(x_TD.dtype)).double()
 
     def _weight(self, layer: int, projection: str, device: torch.device) -> Tensor:
         name = self.dense.family.ffn_tensor(layer, projection)

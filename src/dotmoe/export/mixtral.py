@@ -27,7 +27,10 @@ class Mixtral(StockMoe):
     def gating(self, granularity: Granularity) -> Gating:
         """See `OutputArchitecture.gating`."""
         return Gating(
-            score="softmax", renormalised=True, constant=float(granularity.active_experts)
+            score="softmax",
+            renormalised=True,
+            constant=float(granularity.active_experts),
+            logits_in_model_dtype=True,
         )
 
     def expert_tensor(self, expert: int, projection: str) -> str:

@@ -50,6 +50,7 @@ class Qwen2Moe(StockMoe):
             renormalised=False,
             constant=float(granularity.num_experts),
             cast_to_model_dtype=True,
+            logits_in_model_dtype=True,
         )
 
     def own_notes(self, layout: ExpertLayout) -> list[str]:

@@ -46,7 +46,8 @@ class VerifyConfig:
     block_tail_ratio: float = 5.0
     """Largest 99th percentile of the block errors, in those allowed for the median."""
     misrouted: float = 5e-3
-    """Largest share of misrouted tokens in a layer, beyond four standard errors of the sample."""
+    """Largest share of misrouted tokens in a layer, beyond that of the unscaled router in the
+    dtype in which the runtimes compute logits, and beyond four standard errors of the sample."""
     logits_error: float = 5e-3
     """Float32: largest mean |difference| of logits, in standard deviations of the reference."""
     top1_agreement: float = 0.99
@@ -157,12 +158,13 @@ def judge(record: VerificationRecord, config: VerifyConfig) -> None:
     assert config.block_error is not None
     assert config.block_ratio is not None
     in_float32 = record.dtype == "float32"
-    misrouted = config.misrouted + 4 * (config.misrouted / record.tokens) ** 0.5
     for index, layer in enumerate(record.layers):
         place = f"layer {index}"
         block = config.block_error if in_float32 else config.block_ratio * layer.block_floor
         _at_most(layer.misrouted_far, 0.0, f"{place}: share of tokens misrouted by a clear margin")
-        _at_most(layer.misrouted, misrouted, f"{place}: share of misrouted tokens")
+        share = config.misrouted + layer.misrouted_floor
+        share += 4 * (share / record.tokens) ** 0.5
+        _at_most(layer.misrouted, share, f"{place}: share of misrouted tokens")
         _at_most(layer.block_error, block, f"{place}: median relative block error")
         tail = config.block_tail_ratio * block
         _at_most(layer.block_error_tail, tail, f"{place}: 99th percentile of the block error")
