@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from dotmoe.cli.parse import parse
+from dotmoe.export import explained
 from dotmoe.reexport import ReexportConfig, reexport
 
 
 def run(arguments: Sequence[str]) -> None:
     """Export a finished run again and print what was written."""
-    config = parse(ReexportConfig, "export", arguments)
+    config = parse(ReexportConfig, "export", arguments, f"\n\n{explained()}")
     record = reexport(config)
     console = Console()
     console.print(

@@ -80,6 +80,16 @@ class ExportConfig:
     """Tokens of text on which the export is compared with the masked dense model, at least 1."""
 
 
+def explained() -> str:
+    """A line for each format: who runs it, whether k stays free, and what is exact."""
+    lines = [
+        f"{name}: runs in {', '.join(output.servers)}; k "
+        f"{'can be edited' if output.active_experts_editable else 'is fixed'}; {output.exactness}."
+        for name, output in OUTPUTS.items()
+    ]
+    return "\n\n".join(lines)
+
+
 def output_named(name: str) -> OutputArchitecture:
     """The output architecture of that name.
 

@@ -66,6 +66,10 @@ class OutputArchitecture(Protocol):
 
     name: str
     """What the format is called, as a rule the `model_type` of the exported config."""
+    servers: tuple[str, ...]
+    """Software that runs it without further code."""
+    exactness: str
+    """What is exact and what is not, in a clause."""
     experts_key: str
     """Config key that holds E."""
     active_experts_key: str

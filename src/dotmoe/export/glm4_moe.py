@@ -25,6 +25,8 @@ class Glm4Moe(StockMoe):
 
     name = "glm4_moe"
     class_name = "Glm4MoeForCausalLM"
+    servers = ("Transformers", "vLLM", "SGLang")
+    exactness = "expert weights are the dense ones bit for bit; gates 1 but for about 2^-11"
     holds = Holds(
         biases=("none", "qkv"), qk_norm=("none", "head"), shared_expert=True, dense_layers=True
     )

@@ -31,6 +31,10 @@ class GraniteMoe(StockMoe):
 
     name = "granitemoe"
     class_name = "GraniteMoeForCausalLM"
+    servers = ("Transformers", "vLLM", "SGLang without a shared expert")
+    exactness = (
+        "expert weights rounded once, down projections times k; experts are chosen by exact logits"
+    )
     holds = Holds(biases=("none", "qkvo"), multipliers=True, any_head_dim=False, shared_expert=True)
     experts_key = "num_local_experts"
     router_name = "block_sparse_moe.router.layer.weight"

@@ -18,6 +18,7 @@ class Mixtral(StockMoe):
 
     name = "mixtral"
     class_name = "MixtralForCausalLM"
+    servers = ("Transformers", "vLLM", "SGLang", "llama.cpp's converter")
     holds = Holds(sliding_window=True)
     experts_key = "num_local_experts"
     router_name = "block_sparse_moe.gate.weight"

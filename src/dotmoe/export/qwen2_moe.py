@@ -29,6 +29,8 @@ class Qwen2Moe(StockMoe):
 
     name = "qwen2_moe"
     class_name = "Qwen2MoeForCausalLM"
+    servers = ("Transformers", "vLLM", "SGLang", "llama.cpp's converter")
+    exactness = "expert weights rounded once, down projections times E; gates 1 but for about 2^-10"
     holds = Holds(biases=("qkv",), any_head_dim=False, shared_expert=True, dense_layers=True)
     active_experts_editable = True
     block_has_shared = True

@@ -18,6 +18,7 @@ class Qwen3Moe(StockMoe):
 
     name = "qwen3_moe"
     class_name = "Qwen3MoeForCausalLM"
+    servers = ("Transformers", "vLLM", "SGLang", "llama.cpp's converter")
     holds = Holds(biases=("none", "qkvo"), qk_norm=("head",), dense_layers=True)
     block_has_shared = True
     moe_keys = (

@@ -27,6 +27,10 @@ class StockMoe:
     name: str
     class_name: str
     holds: Holds
+    servers: tuple[str, ...]
+    exactness: str = (
+        "expert weights rounded once, down projections times k; gates 1 but for about 2^-11"
+    )
     experts_key: str = "num_experts"
     active_experts_key: str = "num_experts_per_tok"
     active_experts_editable: bool = False
