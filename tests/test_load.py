@@ -11,8 +11,8 @@ from transformers.utils import logging as transformers_logging
 
 from dotmoe.errors import UserError
 from dotmoe.load import LoadConfig, dense_config, dense_tensor_files, load_dense
+from dotmoe.models.family import FAMILIES
 
-FAMILY_NAMES = ("llama", "mistral", "qwen2", "qwen3")
 GATE = "model.layers.0.mlp.gate_proj.weight"
 
 
@@ -57,7 +57,7 @@ def refusal_of(source, **options):
     return message
 
 
-@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@pytest.mark.parametrize("family_name", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_are_those_of_the_file_bit_for_bit(tiny_dense, family_name, tied):
     folder = tiny_dense(family_name, tied=tied)
@@ -79,7 +79,7 @@ def test_the_model_is_frozen_and_in_evaluation_mode(tiny_dense):
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("family_name", FAMILY_NAMES)
+@pytest.mark.parametrize("family_name", FAMILIES)
 def test_a_tied_checkpoint_that_stores_only_the_head_is_the_same_model(tiny_dense, family_name):
     folder = tiny_dense(family_name, head_only=True)
     assert "model.embed_tokens.weight" not in load_file(folder / "model.safetensors")
@@ -180,6 +180,7 @@ def test_refuses_a_file_in_place_of_a_folder(copied):
         ("[1, 2]", "config.json is not a JSON object"),
         ('{"hidden_size": 8}', "model_type is ''"),
         ('{"model_type": "lama"}', "Did you mean llama?"),
+        ('{"model_type": ["llama"]}', "model_type is \"['llama']\", which dotmoe cannot convert"),
         ('{"model_type": "gpt_neox"}', "model_type is 'gpt_neox', which dotmoe cannot convert"),
     ],
 )
@@ -195,6 +196,7 @@ def test_refuses_a_config_that_says_no_usable_model(copied, content, expected):
     [
         ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"mlp_bias": True}, "mlp_bias is true"),
+        ({"num_local_experts": 8}, "num_local_experts is 8 in this llama config"),
         ({"hidden_size": "wide"}, "is no valid llama config"),
         ({"hidden_size": 65}, "not a multiple of the number of attention heads"),
         ({"num_attention_heads": 0}, "is no valid llama config"),

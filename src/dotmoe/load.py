@@ -98,8 +98,9 @@ def dense_config(source: str) -> tuple[Any, Path]:
     if not path.is_file():
         raise UserError(f"{folder} holds no config.json. Name a Hugging Face checkpoint folder.")
     plain = json_object(path)
-    if plain.get("model_type") not in FAMILIES:
-        family_of(SimpleNamespace(model_type=str(plain.get("model_type", ""))))
+    model_type = str(plain.get("model_type", ""))
+    if model_type not in FAMILIES:
+        family_of(SimpleNamespace(**plain | {"model_type": model_type}))
     if "quantization_config" in plain:
         raise UserError(
             f"{path} has a quantization_config, but the weights must be plain numbers to be split "
@@ -109,7 +110,7 @@ def dense_config(source: str) -> tuple[Any, Path]:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise UserError(
-            f"{path} is no valid {plain['model_type']} config ({one_line(error)}). "
+            f"{path} is no valid {model_type} config ({one_line(error)}). "
             "Compare it with the original checkpoint's."
         ) from error
     family_of(config)

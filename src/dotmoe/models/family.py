@@ -5,12 +5,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from dotmoe.errors import UserError
+from dotmoe.models.granite import Granite
 from dotmoe.models.llama import Llama
 from dotmoe.models.mistral import Mistral
+from dotmoe.models.olmo2 import Olmo2
+from dotmoe.models.phi3 import Phi3
 from dotmoe.models.qwen2 import Qwen2
 from dotmoe.models.qwen3 import Qwen3
+from dotmoe.models.refusals import expert_count, unknown_type_reason
 from dotmoe.models.traits import DecoderTraits, GatedFFN, TensorPart
 
 
@@ -69,6 +74,9 @@ FAMILIES: dict[str, Family] = {
     "mistral": Mistral(),
     "qwen2": Qwen2(),
     "qwen3": Qwen3(),
+    "granite": Granite(),
+    "olmo2": Olmo2(),
+    "phi3": Phi3(),
 }
 
 
@@ -78,19 +86,33 @@ def family_of(config: Any) -> Family:
     Raises:
         UserError: Unknown model type, or one that cannot be converted, with the reason.
     """
-    model_type = getattr(config, "model_type", "")
+    model_type = config.model_type
     if model_type not in FAMILIES:
-        near = difflib.get_close_matches(model_type, FAMILIES, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        reason = unknown_type_reason(config)
         raise UserError(
-            f"model_type is {model_type!r}, which dotmoe cannot convert. "
-            f"Families: {', '.join(FAMILIES)}.{hint}"
+            f"model_type is {model_type!r}, which dotmoe cannot convert"
+            f"{f': {reason}' if reason else ''}. Families: {', '.join(FAMILIES)}."
+            f"{'' if reason else _nearest(model_type)}"
         )
     family = FAMILIES[model_type]
+    experts = expert_count(config)
+    if experts is not None:
+        key, count = experts
+        raise UserError(
+            f"{key} is {count} in this {model_type} config, but only a dense model can be split, "
+            "and this is a Mixture-of-Experts already. Choose a dense one."
+        )
     reason = family.refusal(config)
     if reason is not None:
         raise UserError(reason)
     return family
+
+
+def _nearest(model_type: str) -> str:
+    if model_type in CONFIG_MAPPING:  # no slip of the pen: olmo3 is not meant to be olmo2
+        return ""
+    near = difflib.get_close_matches(model_type, FAMILIES, n=1)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def widths_of(config: Any) -> Widths:

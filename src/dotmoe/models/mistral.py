@@ -1,9 +1,8 @@
 """Mistral: LLaMA with an optional sliding attention window on every layer."""
 
-from dataclasses import replace
 from typing import Any
 
-from dotmoe.models.llama import Llama
+from dotmoe.models.llama import Llama, head_dim
 from dotmoe.models.traits import DecoderTraits
 
 
@@ -14,4 +13,4 @@ class Mistral(Llama):
 
     def traits(self, config: Any) -> DecoderTraits:
         """See `Family.traits`."""
-        return replace(super().traits(config), sliding_window=config.sliding_window)
+        return DecoderTraits(head_dim=head_dim(config), sliding_window=config.sliding_window)

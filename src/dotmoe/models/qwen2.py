@@ -7,8 +7,12 @@ from dotmoe.models.traits import DecoderTraits
 
 
 def sliding_window(config: Any) -> int | None:
-    """Window of a Qwen config: the key is honoured only where `use_sliding_window` is true."""
-    return config.sliding_window if getattr(config, "use_sliding_window", False) else None
+    """Window of a Qwen config, or None where no layer has one.
+
+    Layers from `max_window_layers` on slide, if `use_sliding_window` is true. Full attention equals
+    that of all layers up to the window.
+    """
+    return config.sliding_window if "sliding_attention" in config.layer_types else None
 
 
 class Qwen2(Llama):
