@@ -19,7 +19,7 @@ class FlexOlmo(StockMoe):
 
     name = "flex_olmo"
     class_name = "FlexOlmoForCausalLM"
-    servers = ("Transformers", "vLLM")
+    servers = ("Transformers", "vLLM", "SGLang")
     holds = Holds(biases=("none", "qkvo"), qk_norm=("full",), norms_after=True, any_head_dim=False)
     block_has_shared = True
     moe_keys = ("intermediate_size", "norm_topk_prob", "attention_bias")

@@ -31,7 +31,7 @@ class GraniteMoe(StockMoe):
 
     name = "granitemoe"
     class_name = "GraniteMoeForCausalLM"
-    servers = ("Transformers", "vLLM", "SGLang without a shared expert")
+    servers = ("Transformers", "vLLM", "SGLang")
     exactness = (
         "expert weights rounded once, down projections times k; experts are chosen by exact logits"
     )
