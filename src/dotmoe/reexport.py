@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tyro.conf import Positional
 
+from dotmoe.artifacts import DenseModel
 from dotmoe.checkpoint_folder import fingerprint
 from dotmoe.config import RunConfig, from_json
 from dotmoe.data import TokenBlocks
@@ -15,6 +16,12 @@ from dotmoe.export import ExportConfig, ExportRecord, export, export_dtype
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from dotmoe.gguf_export import GgufRecord
+
+GGUF_FORMATS = ("gguf", "gguf_glm4moe", "gguf_llama", "gguf_dense")
+"""`gguf` is the first of the next two that can hold the model; `gguf_dense` is the dense model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,14 +35,21 @@ class ReexportConfig:
     active_experts: int | None = None
     """Experts that run per token (k), 1 to E. Default: the run's."""
     export: ExportConfig = field(default_factory=ExportConfig)
+    gguf_type: Literal["f32", "f16", "bf16", "q8_0", "q4_0"] = "f16"
+    """Number format of a GGUF's matrices."""
+    gguf_tokenizer: Literal["auto", "none"] = "auto"
+    """auto: the model's tokenizer goes into the GGUF; none: it will take token ids only."""
     load: LoadConfig = field(default_factory=LoadConfig)
 
 
-def reexport(config: ReexportConfig) -> ExportRecord:
+def reexport(config: ReexportConfig) -> "ExportRecord | GgufRecord":
     """Export the layout of a run again; the run itself is not changed.
 
+    Returns:
+        The record of the export, which also lies in `config.out`.
+
     Raises:
-        UserError: No finished run there, its model is gone or has changed, or whatever `export`
+        UserError: No finished run there, its model is gone or has changed, or whatever the export
             refuses. Nothing is left behind.
     """
     run_config, layout, heldout = learned(Path(config.run))
@@ -43,10 +57,30 @@ def reexport(config: ReexportConfig) -> ExportRecord:
     RunFolder(Path(config.run)).require_model(fingerprint(dense.folder))
     if config.active_experts is not None:
         layout = layout.with_active_experts(config.active_experts)
+    if config.export.format in GGUF_FORMATS:
+        return _as_gguf(config, dense, layout, heldout)
     # As the extract stage does: router entries must be exact in the dtype that is written.
     dtype = export_dtype(dense, config.export)
     layout = replace(layout, router_LED=layout.router_LED.to(dtype).float())
     return export(dense, layout, Path(config.out), config.export, heldout.tokens_BT)
+
+
+def _as_gguf(
+    config: ReexportConfig, dense: DenseModel, layout: ExpertLayout, heldout: TokenBlocks
+) -> "GgufRecord":
+    from dotmoe.gguf_export import GgufConfig, export_gguf, write_dense_gguf  # an extra
+
+    name, out = config.export.format, Path(config.out)
+    gguf_config = GgufConfig(
+        format="auto" if name == "gguf" else name,
+        type=config.gguf_type,
+        tokenizer=config.gguf_tokenizer,
+        scale_tokens=config.export.scale_tokens,
+        verify_tokens=config.export.verify_tokens,
+    )
+    if name == "gguf_dense":
+        return write_dense_gguf(dense, out, gguf_config, heldout.tokens_BT)
+    return export_gguf(dense, layout, out, gguf_config, heldout.tokens_BT)
 
 
 def learned(run: Path) -> tuple[RunConfig, ExpertLayout, TokenBlocks]:

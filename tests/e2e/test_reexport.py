@@ -11,20 +11,6 @@ from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.surgery import masked_by
 
-QUICK = ["--scale-tokens", "256", "--verify-tokens", "128"]
-TEXT = "\n".join(f"Line {i}: the crow ate {i * 7 % 13} figs." for i in range(400))
-
-
-@pytest.fixture
-def finished(tiny_dense, tmp_path):
-    """A run of the training-free start alone."""
-    (tmp_path / "text.txt").write_text(TEXT)
-    options = ["--expert-size", "8", "--steps", "0", "--seq-len", "32", "--eval-tokens", "512"]
-    options += ["--calibration-tokens", "512", *QUICK]
-    model, out = str(tiny_dense("llama")), str(tmp_path / "run")
-    assert run(["convert", model, out, "--data", str(tmp_path / "text.txt"), *options]) == 0
-    return tmp_path / "run", model
-
 
 def logits(folder, tokens_BT):
     with torch.no_grad():
@@ -39,11 +25,11 @@ def logits(folder, tokens_BT):
         (["--export-dtype", "bfloat16", "--active-experts", "12"], "glm4_moe", 12),
     ],
 )
-def test_a_run_is_exported_again(options, model_type, active_experts, finished, tmp_path):
+def test_a_run_is_exported_again(options, model_type, active_experts, finished, quick, tmp_path):
     folder, model = finished
     before = sorted(path for path in folder.rglob("*") if path.is_file())
     out = tmp_path / "again"
-    assert run(["export", str(folder), str(out), *options, *QUICK]) == 0
+    assert run(["export", str(folder), str(out), *options, *quick]) == 0
     assert json.loads((out / "config.json").read_text())["model_type"] == model_type
     assert sorted(path for path in folder.rglob("*") if path.is_file()) == before
     dense = load_dense(model, LoadConfig())
@@ -63,10 +49,12 @@ def test_a_run_is_exported_again(options, model_type, active_experts, finished, 
         (["--active-experts", "13"], "Choose 1 to 12"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_in_one_line(options, words, finished, tmp_path, capsys):
+def test_what_cannot_be_exported_is_refused_in_one_line(
+    options, words, finished, quick, tmp_path, capsys
+):
     folder, _ = finished
     capsys.readouterr()
-    assert run(["export", str(folder), str(tmp_path / "again"), *options, *QUICK]) == 2
+    assert run(["export", str(folder), str(tmp_path / "again"), *options, *quick]) == 2
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1

@@ -18,7 +18,7 @@ LAYERS = [
     {"gguf_export"},
     {"config", "narration"},
     {"recipes", "run_folder"},
-    {"pipeline", "reexport", "bench"},
+    {"pipeline", "reexport", "measure", "curve", "bench"},
     {"quickstart"},
     {"cli"},
     {"__main__"},

@@ -22,7 +22,9 @@ COMMANDS = {
     "inspect": "Show experts, parameters, memory, time and warnings before any cost.",
     "convert": "Turn a dense checkpoint into an MoE checkpoint.",
     "export": "Write what a finished run has learned in another format, or with another k.",
-    "evaluate": "Measure the perplexity of a dense or exported model.",
+    "edit": "Change how many experts an exported model runs per token, in place.",
+    "evaluate": "Measure the perplexity of a dense or exported model, at one k or at many.",
+    "bench": "Compare the speed and memory of a dense model and its MoE.",
 }
 
 

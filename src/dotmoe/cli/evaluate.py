@@ -2,45 +2,55 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-from tyro.conf import Positional
+from rich.console import Console
 
-from dotmoe.checkpoint_folder import checkpoint_folder, require_checkpoint
 from dotmoe.cli.parse import parse
-from dotmoe.device import resolved_device
-from dotmoe.evaluate import EvaluateConfig, evaluate_checkpoint
-from dotmoe.load import LoadConfig, resolved_dtype
+from dotmoe.curve import active_experts_curve
+from dotmoe.errors import UserError
+from dotmoe.measure import MeasureConfig, gguf_file, measure, model_folder
 from dotmoe.narration import Narrator
-from dotmoe.run_folder import export_folder
+from dotmoe.report import curve_table, draw_curve, require_drawable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluateCommand:
+class EvaluateCommand(MeasureConfig):
     """What to measure."""
 
-    model: Annotated[Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """Dense model, exported checkpoint, or run folder."""
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    load: LoadConfig = field(default_factory=LoadConfig)
+    curve: tuple[int, ...] | None = None
+    """Measure an export at these k, and at k = E; without numbers at a ladder of them."""
+    plot: str | None = None
+    """Draw the curve into this file: .svg, .png or .pdf."""
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Print the perplexity as JSON."""
+    """Print the perplexity, or the curve, as JSON."""
     command = parse(EvaluateCommand, "evaluate", arguments)
-    local = export_folder(Path(command.model))
-    folder = local if local.is_dir() else checkpoint_folder(command.model)
-    require_checkpoint(folder)
-    device = resolved_device(command.load.device)
+    if command.curve is None and command.plot is not None:
+        raise UserError("--plot draws a curve, and --curve is not given. Give both.")
+    if command.curve is not None:
+        _curve(command, command.curve)
+        return
     with Narrator().bar("evaluate") as update:
-        result = evaluate_checkpoint(
-            folder,
-            command.evaluate,
-            device=device,
-            dtype=resolved_dtype(command.load.dtype, device),
-            on_progress=update,
-        )
+        result = measure(command, update)
     print(json.dumps(result.as_dict(), indent=2))
+
+
+def _curve(command: EvaluateCommand, active_experts: tuple[int, ...]) -> None:
+    if gguf_file(Path(command.model)) is not None:
+        raise UserError(
+            f"{command.model} is a GGUF, whose curve is not measured: it is that of the export in "
+            "glm4_moe from the same run. Name that one."
+        )
+    plot = None if command.plot is None else Path(command.plot)
+    if plot is not None:
+        require_drawable(plot)
+    folder = model_folder(command.model)
+    with Narrator().bar("evaluate") as update:
+        curve = active_experts_curve(folder, command.evaluate, active_experts, command.load, update)
+    print(json.dumps(curve, indent=2))
+    Console(stderr=True).print(curve_table(curve))
+    if plot is not None:
+        draw_curve(curve, plot)

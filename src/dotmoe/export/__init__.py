@@ -3,7 +3,6 @@
 import difflib
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +15,7 @@ from dotmoe.artifacts import DenseModel
 from dotmoe.errors import UserError
 from dotmoe.export.architecture import Conversion, OutputArchitecture, granularity_of
 from dotmoe.export.dense_tensors import DenseTensors
+from dotmoe.export.edit import require_free_k, set_active_experts
 from dotmoe.export.flex_olmo import FlexOlmo
 from dotmoe.export.glm4_moe import Glm4Moe
 from dotmoe.export.granitemoe import GraniteMoe
@@ -23,15 +23,15 @@ from dotmoe.export.mixtral import Mixtral
 from dotmoe.export.model_card import write_model_card
 from dotmoe.export.qwen2_moe import Qwen2Moe
 from dotmoe.export.qwen3_moe import Qwen3Moe
-from dotmoe.export.record import RECORD_FILE, ExportRecord, installed_version
+from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of
 from dotmoe.export.reference import sample_tokens
-from dotmoe.export.router_scale import RouterScale, router_scales
+from dotmoe.export.router_scale import router_scales
+from dotmoe.export.routing_limits import RoutingLimits, require_routable
 from dotmoe.export.shard_writer import WrittenShards, write_shards
 from dotmoe.export.staging import staging
 from dotmoe.export.verify import VerificationError, VerificationRecord, VerifyConfig, verify
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ExpertLayout
-from dotmoe.parameters import count_parameters
 
 __all__ = [
     "OUTPUTS",
@@ -45,6 +45,8 @@ __all__ = [
     "output_for",
     "output_named",
     "require_exportable",
+    "require_free_k",
+    "set_active_experts",
     "verify",
     "write_model_card",
 ]
@@ -68,7 +70,8 @@ class ExportConfig:
 
     format: str = AUTO
     """Stock architecture to write: glm4_moe, mixtral, qwen2_moe, qwen3_moe, granitemoe, flex_olmo,
-    or auto: glm4_moe where it can hold the model, else the family's native twin."""
+    or auto: glm4_moe where it can hold the model, else the family's native twin. From a finished
+    run `dotmoe export` also writes gguf, gguf_glm4moe, gguf_llama and gguf_dense."""
     export_dtype: Literal["source", "float32", "bfloat16"] = "source"
     """Dtype of the written weights. `source` keeps the dense checkpoint's, bit for bit; float16
     cannot hold the scaled routers and must be given another."""
@@ -97,6 +100,11 @@ def output_named(name: str) -> OutputArchitecture:
         UserError: There is none; the nearest name is given.
     """
     if name not in OUTPUTS:
+        if name.startswith("gguf"):
+            raise UserError(
+                f"export format {name} is written from a finished run: convert to a Transformers "
+                f"format first, then dotmoe export RUN OUT --format {name}."
+            )
         near = difflib.get_close_matches(name, OUTPUTS, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise UserError(
@@ -191,14 +199,17 @@ def export(
 
     Raises:
         UserError: The pair cannot be exported, the folder exists, or the disk is full.
-        VerificationError: The written model does not compute what it should.
+        VerificationError: A runtime would route otherwise than the layout, which is found before
+            anything is written, or the written model does not compute what it should.
         On any exception nothing is left behind.
     """
     _require_fit(dense, layout)
     dtype = export_dtype(dense, config)
     output = output_for(dense, granularity_of(layout), config.format, dtype)
     calibration_BT = sample_tokens(token_ids, config.scale_tokens, output.context(dense))
-    scales = router_scales(dense, layout, calibration_BT)
+    gating = output.gating(granularity_of(layout))
+    scales = router_scales(dense, layout, calibration_BT, gating, dtype)
+    require_routable(layout.moe_layers, scales, calibration_BT.numel(), RoutingLimits())
     conversion = Conversion(
         dense=dense,
         tensors=DenseTensors.of(dense),
@@ -213,7 +224,7 @@ def export(
         verification = verify(
             dense, layout, folder, token_ids, VerifyConfig(tokens=config.verify_tokens), output
         )
-        record = _record(out.name, conversion, output, shards, scales, verification)
+        record = record_of(out.name, conversion, output, shards, scales, verification)
         (folder / RECORD_FILE).write_text(record.to_json())
         write_model_card(folder, record)
     return record
@@ -243,42 +254,4 @@ def _write(
         output.tensors(conversion),
         folder,
         max_shard_bytes=int(config.max_shard_gib * 2**30),
-    )
-
-
-def _record(
-    name: str,
-    conversion: Conversion,
-    output: OutputArchitecture,
-    shards: WrittenShards,
-    scales: Sequence[RouterScale],
-    verification: VerificationRecord,
-) -> ExportRecord:
-    dense, layout = conversion.dense, conversion.layout
-    counts = count_parameters(dense.config, dense.family, conversion.granularity)
-    return ExportRecord(
-        name=name,
-        format=output.name,
-        source=dense.source,
-        revision=dense.revision,
-        dotmoe_version=installed_version(),
-        dtype=str(conversion.dtype).removeprefix("torch."),
-        num_layers=layout.num_layers,
-        num_experts=layout.num_experts,
-        expert_size=layout.expert_size,
-        active_experts=layout.active_experts,
-        active_experts_key=output.active_experts_key,
-        active_experts_editable=output.active_experts_editable,
-        parameters={
-            "dense": counts.dense_total,
-            "stored": counts.stored,
-            "active": counts.active,
-            "active_with_routers": counts.active_with_routers,
-            "active_without_embeddings": counts.active_without_embeddings,
-        },
-        files=shards.files,
-        total_bytes=shards.total_bytes,
-        routers=list(scales),
-        verification=verification,
-        notes=output.notes(dense, layout),
     )

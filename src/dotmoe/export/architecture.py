@@ -66,8 +66,6 @@ class OutputArchitecture(Protocol):
 
     name: str
     """What the format is called, as a rule the `model_type` of the exported config."""
-    servers: tuple[str, ...]
-    """Software that runs it without further code."""
     exactness: str
     """What is exact and what is not, in a clause."""
     experts_key: str
@@ -82,6 +80,11 @@ class OutputArchitecture(Protocol):
     """Largest median relative error of a block in float32, at the recommended router scale."""
     block_ratio: float
     """Largest block error below float32, in those of the masked FFN in the same dtype."""
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Software that runs it without further code."""
+        ...
 
     @property
     def required_keys(self) -> tuple[str, ...]:

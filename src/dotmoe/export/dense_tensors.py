@@ -101,6 +101,10 @@ class DenseTensors:
         rows = self._part_of(name).rows
         return whole if rows is None else whole[slice(*rows)]
 
+    def forget(self) -> None:
+        """Let go of the tensor read last."""
+        self._last = None
+
     def _read_stored(self, stored: str) -> Tensor:
         if self._last is None or self._last[0] != stored:
             self._last = None  # free the old tensor before the new one is read

@@ -64,6 +64,7 @@ class LayerReference:
         if not self.output.block_has_shared:
             mask_TN[:, self.layout.shared_neurons(layer).to(mask_TN.device)] = False
         weights = [self._weight(layer, name, x_TD.device) for name in ("gate", "up", "down")]
+        self.tensors.forget()
         exact_TD = binary_gate_ffn(x_TD.float(), mask_TN, *(weight.float() for weight in weights))
         error_T = relative_error(actual_TD, exact_TD)
         floor = 0.0

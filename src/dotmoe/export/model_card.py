@@ -18,18 +18,24 @@ def write_model_card(folder: Path, record: ExportRecord, results: Sequence[Row] 
         record: What was exported.
         results: Rows of a table, all with the same columns; none: no table.
     """
+    (folder / "README.md").write_text(card_text(record, results), encoding="utf-8")
+
+
+def card_text(record: ExportRecord, results: Sequence[Row] = ()) -> str:
+    """The content of `README.md`; arguments as for `write_model_card`."""
     sections = [
         front_matter(record),
         _introduction(record),
         _sizes(record),
         _usage(record),
         _verification(record),
+        _routing(record),
     ]
     if results:
         sections.append("## Results\n\n" + markdown_table(results))
     if record.notes:
         sections.append("## Notes\n\n" + "\n".join(f"- {note}" for note in record.notes))
-    (folder / "README.md").write_text("\n\n".join(sections) + "\n")
+    return "\n\n".join(sections) + "\n"
 
 
 def front_matter(record: ExportRecord) -> str:
@@ -75,13 +81,16 @@ def _cell(value: str | int | float) -> str:
 
 def _introduction(record: ExportRecord) -> str:
     origin = record.source + (f" at revision {record.revision}" if record.revision else "")
+    first = record.first_dense_layers
+    split = f"{record.num_layers - first} of its" if first else "each of its"
+    shared = f" Besides, {record.shared_size} neurons always run." if record.shared_size else ""
     return (
         f"# {Path(record.source).name}, {record.active_experts} of {record.num_experts} experts\n\n"
-        f"Made by `dotmoe` {record.dotmoe_version} from the dense model {origin}: in each of its "
-        f"{record.num_layers} layers the FFN neurons are divided into {record.num_experts} experts "
-        f"of {record.expert_size}, of which a learned router runs {record.active_experts} per "
-        "token. Expert weights are the dense model's, unchanged. The terms of the dense model's "
-        "licence apply."
+        f"Made by `dotmoe` {record.dotmoe_version} from the dense model {origin}: in "
+        f"{split} {record.num_layers} layers the FFN neurons are divided into "
+        f"{record.num_experts} experts of {record.expert_size}, of which a learned router runs "
+        f"{record.active_experts} per token.{shared} Beside the dense model: {record.exactness}. "
+        "The terms of its licence apply."
     )
 
 
@@ -90,13 +99,13 @@ def _sizes(record: ExportRecord) -> str:
         {"parameters": name.replace("_", " "), "count": count}
         for name, count in record.parameters.items()
     ]
-    share = record.active_experts / record.num_experts
+    where = " of a split layer" if record.first_dense_layers else ""
     return (
         "## Size\n\n"
         + markdown_table(rows)
-        + f"\n\n{share:.1%} of the FFN neurons run per token. `active` counts everything that "
-        "works on a token but the router rows; the experts that do not run are still stored. "
-        f"Weights are {record.dtype}, {record.total_bytes:,} bytes."
+        + f"\n\n{record.active_fraction:.1%} of the FFN neurons{where} run per token. `active` "
+        "counts everything that works on a token but the router rows; the experts that do not run "
+        f"are still stored. Weights are {record.dtype}, {record.total_bytes:,} bytes."
     )
 
 
@@ -109,14 +118,16 @@ def _usage(record: ExportRecord) -> str:
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f"model = AutoModelForCausalLM.from_pretrained({json.dumps(name)})\n"
         f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)})\n"
-        "```\n\n"
-        f"```\nvllm serve {name}\n```"
+        "```"
     )
+    if "vLLM" in record.servers:
+        text += f"\n\n```\nvllm serve {name}\n```"
     if record.active_experts_editable:
         text += (
             f"\n\nTo run more or fewer experts, edit `{record.active_experts_key}` in "
             f"`config.json`: any number from 1 to {record.num_experts} is valid, and "
-            f"{record.num_experts} gives back the dense model."
+            f"{record.num_experts} gives back the dense model. "
+            f"`dotmoe edit {name} --active-experts K` does so and corrects this card."
         )
     return text
 
@@ -160,6 +171,30 @@ def _verification(record: ExportRecord) -> str:
     return (
         "## Verification\n\n"
         f"Reloaded as `{check.loaded_class}` and compared on {check.tokens} tokens with float32 "
-        "references; "
-        "logit errors are in standard deviations of the logits.\n\n" + markdown_table(rows)
+        f"references at k = {record.verified_active_experts}; logit errors are in standard "
+        "deviations of the logits.\n\n" + markdown_table(rows)
+    )
+
+
+def _routing(record: ExportRecord) -> str:
+    """The worst layer of each runtime."""
+    rows = [
+        {
+            "router as in": groups[0].runtime,
+            "misrouted tokens": f"{max(each.misrouted for each in groups):.2%}",
+            "tied by rounding": f"{max(each.tied for each in groups):.2%}",
+            "largest gate deviation": max(each.gate_deviation for each in groups),
+            "mean gain error": max((each.gain_error for each in groups), key=abs),
+        }
+        for groups in zip(*(router.runtimes for router in record.routers), strict=True)
+    ]
+    misrouted = max(router.expected_misrouted for router in record.routers)
+    deviation = max(router.expected_gate_deviation for router in record.routers)
+    return (
+        "## Routing in other runtimes\n\n"
+        "Routers are written as 2^-p W_r, so that the weights of the chosen experts are all but "
+        "equal. What runtimes make of that was emulated on calibration text; figures are those of "
+        f"the worst layer. By the rule for p, {misrouted:.2%} misrouted tokens in the weakest "
+        f"runtime and a typical gate deviation of {deviation:.1g} were to be expected.\n\n"
+        + markdown_table(rows)
     )

@@ -1,17 +1,27 @@
 """What an export leaves on record, beside the weights."""
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from dotmoe.checkpoint_folder import json_object
+from dotmoe.errors import UserError
+from dotmoe.export.architecture import Conversion, OutputArchitecture
 from dotmoe.export.layer_check import LayerCheck
 from dotmoe.export.router_scale import RouterScale
+from dotmoe.export.runtime_routers import RuntimeRouting
+from dotmoe.export.server_limits import limits_met
+from dotmoe.export.shard_writer import WrittenShards
 from dotmoe.export.verify import VerificationRecord
+from dotmoe.parameters import count_parameters
 
 RECORD_FILE = "dotmoe.json"
 """Where the record lies in an exported folder."""
+
+_EDITED = "k was changed after export"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +32,10 @@ class ExportRecord:
     """Name of the exported folder."""
     format: str
     """Output architecture, a key of `OUTPUTS`."""
+    servers: list[str]
+    """Software that runs it without further code."""
+    exactness: str
+    """What is exact and what is not, in a clause."""
     source: str
     """Dense model: hub name or folder."""
     revision: str | None
@@ -30,12 +44,22 @@ class ExportRecord:
     dtype: str
     """Dtype of the written weights."""
     num_layers: int
+    first_dense_layers: int
+    """Leading layers that are not split."""
+    model_width: int
+    """Model width (D)."""
     num_experts: int
     """Experts a layer (E)."""
     expert_size: int
     """Neurons of one expert (s)."""
+    shared_size: int
+    """Neurons of a split layer that always run."""
     active_experts: int
     """Experts run per token (k)."""
+    active_fraction: float
+    """Share of a split layer's FFN neurons that run per token."""
+    verified_active_experts: int
+    """The k of the export, at which `routers` and `verification` were measured."""
     active_experts_key: str
     """Config key that holds k."""
     active_experts_editable: bool
@@ -54,13 +78,53 @@ class ExportRecord:
 
     @classmethod
     def load(cls, folder: Path) -> "ExportRecord":
-        """The record of an exported folder."""
-        values = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
-        verification = values.pop("verification")
-        layers = [LayerCheck(**layer) for layer in verification.pop("layers")]
-        return cls(
-            **{**values, "routers": [RouterScale(**router) for router in values["routers"]]},
-            verification=VerificationRecord(**verification, layers=layers),
+        """The record of an exported folder.
+
+        Raises:
+            UserError: There is none, or it is not one of this version.
+        """
+        path = folder / RECORD_FILE
+        if not path.is_file():
+            raise UserError(
+                f"{folder} holds no {RECORD_FILE}, so it is no export of dotmoe. Name the folder "
+                "of one."
+            )
+        values = json_object(path)
+        try:
+            verification = values.pop("verification")
+            layers = [LayerCheck(**layer) for layer in verification.pop("layers")]
+            values["routers"] = [_router_scale(router) for router in values["routers"]]
+            return cls(**values, verification=VerificationRecord(**verification, layers=layers))
+        except (KeyError, TypeError) as error:
+            raise UserError(
+                f"{path} is no record of a Transformers export by dotmoe {installed_version()} "
+                f"({error}). Export again."
+            ) from error
+
+    def with_active_experts(self, active_experts: int) -> "ExportRecord":
+        """The record of the same weights run with another k, 1 to E.
+
+        What was measured stays, and a note says at which k.
+        """
+        expert = 3 * self.model_width * self.expert_size
+        layers = self.num_layers - self.first_dense_layers
+        more = (active_experts - self.active_experts) * expert * layers
+        neurons = self.shared_size + self.num_experts * self.expert_size
+        notes = [note for note in self.notes if not note.startswith(_EDITED)]
+        if active_experts != self.verified_active_experts:
+            notes.append(
+                f"{_EDITED}, from {self.verified_active_experts} to {active_experts}; routers and "
+                f"verification were measured at {self.verified_active_experts}."
+            )
+        return replace(
+            self,
+            active_experts=active_experts,
+            active_fraction=(self.shared_size + active_experts * self.expert_size) / neurons,
+            parameters={
+                name: count + more * name.startswith("active")
+                for name, count in self.parameters.items()
+            },
+            notes=notes,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -72,9 +136,60 @@ class ExportRecord:
         return json.dumps(self.as_dict(), indent=2) + "\n"
 
 
+def record_of(
+    name: str,
+    conversion: Conversion,
+    output: OutputArchitecture,
+    shards: WrittenShards,
+    scales: Sequence[RouterScale],
+    verification: VerificationRecord,
+) -> ExportRecord:
+    """The record of a finished export."""
+    dense, layout = conversion.dense, conversion.layout
+    counts = count_parameters(dense.config, dense.family, conversion.granularity)
+    return ExportRecord(
+        name=name,
+        format=output.name,
+        servers=list(output.servers),
+        exactness=output.exactness,
+        source=dense.source,
+        revision=dense.revision,
+        dotmoe_version=installed_version(),
+        dtype=str(conversion.dtype).removeprefix("torch."),
+        num_layers=layout.num_layers,
+        first_dense_layers=layout.first_dense_layers,
+        model_width=dense.widths.model,
+        num_experts=layout.num_experts,
+        expert_size=layout.expert_size,
+        shared_size=layout.shared_size,
+        active_experts=layout.active_experts,
+        active_fraction=layout.active_fraction,
+        verified_active_experts=layout.active_experts,
+        active_experts_key=output.active_experts_key,
+        active_experts_editable=output.active_experts_editable,
+        parameters={
+            "dense": counts.dense_total,
+            "stored": counts.stored,
+            "active": counts.active,
+            "active_with_routers": counts.active_with_routers,
+            "active_without_embeddings": counts.active_without_embeddings,
+        },
+        files=shards.files,
+        total_bytes=shards.total_bytes,
+        routers=list(scales),
+        verification=verification,
+        notes=[*output.notes(dense, layout), *limits_met(output.config(conversion))],
+    )
+
+
 def installed_version() -> str:
     """Version of this package; `source tree` where it runs without being installed."""
     try:
         return version("dotmoe")
     except PackageNotFoundError:
         return "source tree"
+
+
+def _router_scale(values: dict[str, Any]) -> RouterScale:
+    runtimes = [RuntimeRouting(**routing) for routing in values["runtimes"]]
+    return RouterScale(**{**values, "runtimes": runtimes})

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dotmoe.artifacts import DenseModel
 from dotmoe.errors import UserError
 from dotmoe.export.dense_tensors import DenseTensors
+from dotmoe.export.weights_on_disk import is_on_disk, on_disk
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.moe.surgery import masked_by
 
@@ -58,9 +59,9 @@ def reference_logits(
     routes: Mapping[int, Int[Tensor, "T K"]],
     dtype: torch.dtype,
 ) -> ReferenceLogits:
-    """Run a copy of the dense model, masked and unmasked; `dense` itself is left as it is.
+    """Run the dense model from its files, masked and unmasked; `dense` itself is left as it is.
 
-    The copy costs the memory of the model in float32, and is gone when this returns.
+    No more than one layer, or the embedding or head, is in memory at a time.
 
     Args:
         dense: The dense model.
@@ -73,22 +74,22 @@ def reference_logits(
     Raises:
         UserError: The model in memory has other weights than its folder.
     """
-    twin = copy_from_files(dense, tensors, dtype)
+    require_same_weights(dense, tensors)
+    exact = on_disk(dense, dense.device, torch.float32, rounded_to=dtype)
 
-    def same_routes_and_dense() -> tuple[Tensor, Tensor]:
+    def same_routes_and_dense(twin: DenseModel) -> tuple[Tensor, Tensor]:
         with routed(twin, layout, routes):
             same_routes_TV = logits_of(twin.model, tokens_BT)
         return same_routes_TV, logits_of(twin.model, tokens_BT)
 
-    same_routes_TV, dense_TV = same_routes_and_dense()
-    with masked_by(twin, layout):
-        own_routes_TV = logits_of(twin.model, tokens_BT)
+    same_routes_TV, dense_TV = same_routes_and_dense(exact)
+    with masked_by(exact, layout):
+        own_routes_TV = logits_of(exact.model, tokens_BT)
     masked_floor = dense_floor = 0.0
     if dtype != torch.float32:
-        # Parameters only: a cast of the whole module would round the rotary frequencies.
-        for parameter in twin.model.parameters():
-            parameter.data = parameter.data.to(dtype)
-        rounded_masked_TV, rounded_dense_TV = same_routes_and_dense()
+        rounded_masked_TV, rounded_dense_TV = same_routes_and_dense(
+            on_disk(dense, dense.device, dtype)
+        )
         masked_floor = logits_error(rounded_masked_TV, same_routes_TV)
         dense_floor = logits_error(rounded_dense_TV, dense_TV)
     return ReferenceLogits(
@@ -144,21 +145,32 @@ def routed(
             hook.remove()
 
 
-def copy_from_files(dense: DenseModel, tensors: DenseTensors, dtype: torch.dtype) -> DenseModel:
-    """A float32 copy of the model whose weights are those of the files, rounded to `dtype`.
+def require_same_weights(dense: DenseModel, tensors: DenseTensors) -> None:
+    """Refuse a model in memory that is not the one in its folder, as after fine-tuning.
 
     Raises:
-        UserError: The model in memory has other weights than its folder, as after fine-tuning.
+        UserError: Names the first weight that differs.
     """
-    model = copy.deepcopy(dense.model)
-    for name, parameter in model.named_parameters():
-        stored = tensors.read(name)
-        if not torch.equal(stored.to(parameter.dtype), parameter.data.cpu()):
+    if is_on_disk(dense.model):
+        return
+    for name, parameter in dense.model.named_parameters():
+        if not torch.equal(tensors.read(name).to(parameter.dtype), parameter.data.cpu()):
             raise UserError(
                 f"{name} differs between the model in memory and {tensors.folder}, and export "
                 "takes the weights from the folder. Save the model there first."
             )
-        parameter.data = stored.to(dtype).to(parameter.device, torch.float32)
+
+
+def copy_from_files(dense: DenseModel, tensors: DenseTensors, dtype: torch.dtype) -> DenseModel:
+    """A float32 copy of the model in memory, with the weights of the files rounded to `dtype`.
+
+    Raises:
+        UserError: The model in memory has other weights than its folder.
+    """
+    require_same_weights(dense, tensors)
+    model = copy.deepcopy(dense.model)
+    for name, parameter in model.named_parameters():
+        parameter.data = tensors.read(name).to(dtype).to(parameter.device, torch.float32)
     return replace(dense, model=model)
 
 

@@ -2,23 +2,34 @@
 
 A served MoE weights its experts by a function of their logits. Router rows times 2^-p give all
 experts the same weight but for `l 2^-p`, and keep their order; a constant of the architecture makes
-that weight 1. p is bounded on both sides: gates deviate from 1 by about `l 2^-p / 2`, and most
-runtimes rank experts after a softmax or sigmoid in float32, where logits closer than 2^(p-22)
-become ties. At std(l) 2^-p = 2^-10.7 both losses are small.
+that weight 1. p is bounded on both sides: gates deviate from 1 by about `l 2^-p`, and most runtimes
+rank experts after a softmax or sigmoid in float32, where logits closer than 2^(p-22) become ties.
+At std(l) 2^-p = 2^-10.7 both losses are small.
 """
 
 import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from dotmoe.artifacts import DenseModel
 from dotmoe.errors import UserError
+from dotmoe.export.gating import Gating
+from dotmoe.export.runtime_routers import RuntimeRouting, runtime_routing, shortfall
 from dotmoe.layout import ExpertLayout
 from dotmoe.moe.router import router_logits
 from dotmoe.moe.surgery import masked_by
+
+__all__ = [
+    "RouterScale",
+    "router_exponent",
+    "router_scale",
+    "router_scales",
+    "scaled_router",
+    "shortfall",
+]
 
 LOG2_SCALED_STD = -10.7
 """Target of log2(std(logits) 2^-p)."""
@@ -34,56 +45,105 @@ class RouterScale:
     """p: the router is written as 2^-p W_r."""
     logit_std: float
     """Standard deviation of the unscaled logits over tokens and experts."""
-    gate_deviation: float
-    """Largest |2 sigmoid(l 2^-p) - 1| over tokens and experts."""
-    misrouted_softmax_first: float
-    """Share of tokens with another expert set where ranking follows a float32 softmax."""
-    misrouted_sigmoid_first: float
-    """The same for a float32 sigmoid."""
+    expected_misrouted: float
+    """Share of tokens that the rule leads to expect at other experts, in the weakest runtime."""
+    expected_gate_deviation: float
+    """Typical |gate - 1| that the rule leads to expect."""
+    runtimes: list[RuntimeRouting]
+    """What each runtime makes of it."""
+
+    @property
+    def misrouted(self) -> float:
+        """Largest share of misrouted tokens of a runtime."""
+        return max(routing.misrouted for routing in self.runtimes)
+
+    @property
+    def gate_deviation(self) -> float:
+        """Largest |gate - 1| of a runtime."""
+        return max(routing.gate_deviation for routing in self.runtimes)
 
 
-def router_scale(logits_TE: Float[Tensor, "T E"], active_experts: int) -> RouterScale:
-    """Choose p for one layer and measure what it does.
+def router_exponent(logits_TE: Float[Tensor, "T E"]) -> int:
+    """The p of a router: small enough for the runtime that resolves logits worst.
 
         p = round(log2(std(l)) + 10.7)
 
     Args:
         logits_TE: Router logits of calibration tokens, float32.
-        active_experts: k, 1 to E.
 
     Example:
-        >>> router_scale(2.5 * torch.randn(64, 16), 4).exponent
+        >>> router_exponent(2.5 * torch.randn(64, 16))
         12
     """
     std = float(logits_TE.double().std(correction=0))
-    exponent = 0
-    if std > 0:
-        exponent = round(math.log2(std) - LOG2_SCALED_STD)
-        exponent = min(max(exponent, SMALLEST_EXPONENT), LARGEST_EXPONENT)
-    scaled = logits_TE.float() * 2.0**-exponent
-    gates = torch.sigmoid(scaled)
-    shares = [
-        float((shortfall(logits_TE, scores.topk(active_experts, dim=1).indices) > 0).float().mean())
-        for scores in (torch.softmax(scaled, dim=1), gates)
-    ]
+    if std == 0:
+        return 0
+    exponent = round(math.log2(std) - LOG2_SCALED_STD)
+    return min(max(exponent, SMALLEST_EXPONENT), LARGEST_EXPONENT)
+
+
+def router_scale(
+    x_TD: Float[Tensor, "T D"],
+    router_ED: Float[Tensor, "E D"],
+    active_experts: int,
+    gating: Gating,
+    dtype: torch.dtype,
+) -> RouterScale:
+    """Choose p for one layer, and see what every runtime makes of it.
+
+    Args:
+        x_TD: What the router sees on calibration tokens.
+        router_ED: Router rows W_r.
+        active_experts: k, 1 to E.
+        gating: How the architecture weights the chosen experts.
+        dtype: Of the exported weights.
+    """
+    logits_TE = router_logits(x_TD, router_ED)
+    exponent = router_exponent(logits_TE)
+    std = float(logits_TE.double().std(correction=0))
+    slope = 0.5 if gating.score == "sigmoid" else 1.0
     return RouterScale(
         exponent=exponent,
         logit_std=std,
-        gate_deviation=float((2 * gates - 1).abs().max()),
-        misrouted_softmax_first=shares[0],
-        misrouted_sigmoid_first=shares[1],
+        expected_misrouted=_expected_misrouted(logits_TE, exponent, active_experts, gating),
+        expected_gate_deviation=slope * std * 2.0**-exponent,
+        runtimes=runtime_routing(x_TD, router_ED, exponent, active_experts, gating, dtype),
     )
 
 
-def router_scales(dense: DenseModel, layout: ExpertLayout, tokens_BT: Tensor) -> list[RouterScale]:
+def _expected_misrouted(
+    logits_TE: Float[Tensor, "T E"], exponent: int, active_experts: int, gating: Gating
+) -> float:
+    """A quarter of what float32 scores resolve, in mean distances of the k-th logit from the next.
+
+    Two logits closer than the resolution r get one score with probability 1 - distance / r, and of
+    those ties every other one is broken wrongly. The distances of neighbours among many values are
+    spread exponentially, so that r / (4 mean) tokens are concerned. r is 2^(p-22) for a sigmoid,
+    whose values lie around 1/2, and 2^(p-23) for a softmax.
+    """
+    if active_experts == logits_TE.shape[1]:
+        return 0.0
+    largest = logits_TE.double().topk(active_experts + 1, dim=1).values
+    distance = float((largest[:, -2] - largest[:, -1]).mean())
+    resolution = 2.0 ** (exponent - (22 if gating.score == "sigmoid" else 23))
+    return min(1.0, resolution / (4 * distance)) if distance > 0 else 0.0
+
+
+def router_scales(
+    dense: DenseModel,
+    layout: ExpertLayout,
+    tokens_BT: Tensor,
+    gating: Gating,
+    dtype: torch.dtype,
+) -> list[RouterScale]:
     """`router_scale` of every split layer, on what its router sees in the masked model."""
     scales: dict[int, RouterScale] = {}
 
     def watch(index: int, layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
         def measure(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             x_TD = arguments[0].reshape(-1, arguments[0].shape[-1])
-            logits_TE = router_logits(x_TD, layout.router_LED[index].to(x_TD.device))
-            scales[index] = router_scale(logits_TE, layout.active_experts)
+            router_ED = layout.router_LED[index].to(x_TD.device)
+            scales[index] = router_scale(x_TD, router_ED, layout.active_experts, gating, dtype)
 
         return layer.get_submodule("mlp").register_forward_pre_hook(measure)
 
@@ -96,21 +156,6 @@ def router_scales(dense: DenseModel, layout: ExpertLayout, tokens_BT: Tensor) ->
             for hook in hooks:
                 hook.remove()
     return [scales[index] for index in layout.moe_layers]
-
-
-def shortfall(
-    logits_TE: Float[Tensor, "T E"], chosen_TK: Int[Tensor, "T K"]
-) -> Float[Tensor, " T"]:
-    """How far the best expert left out lies above the worst one chosen; 0 or less: a right choice.
-
-    Unlike a comparison of sets it does not count the two outcomes of an exact tie as different.
-
-    Example:
-        >>> shortfall(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([[0, 1]]))
-        tensor([1.])
-    """
-    left_out = logits_TE.scatter(1, chosen_TK, -math.inf).amax(dim=1)
-    return left_out - logits_TE.gather(1, chosen_TK).amin(dim=1)
 
 
 def scaled_router(

@@ -149,8 +149,12 @@ class StockMoe:
 
     def set_active_experts(self, model: nn.Module, layout: ExpertLayout) -> None:
         """See `OutputArchitecture.set_active_experts`."""
+        self.run_active_experts(model, layout.moe_layers, layout.active_experts)
+
+    def run_active_experts(self, model: nn.Module, layers: range, active_experts: int) -> None:
+        """Give the split layers of a reloaded model another k."""
         assert self.active_experts_editable, self.name
-        setattr(cast(Any, model).config, self.active_experts_key, layout.active_experts)
+        setattr(cast(Any, model).config, self.active_experts_key, active_experts)
         blocks = self.blocks(model)
-        for layer in layout.moe_layers:
-            cast(Any, self.router(blocks[layer])).top_k = layout.active_experts
+        for layer in layers:
+            cast(Any, self.router(blocks[layer])).top_k = active_experts

@@ -1,8 +1,6 @@
 """Reload an exported folder with plain Transformers and compare it with the masked dense model."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -10,12 +8,9 @@ from typing import cast
 import torch
 from jaxtyping import Int
 from safetensors import safe_open
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
+from torch import Tensor
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.errors import UserError
 from dotmoe.export.architecture import OutputArchitecture
 from dotmoe.export.dense_tensors import DenseTensors
 from dotmoe.export.layer_check import LayerCheck, LayerReference, checked_run
@@ -26,11 +21,19 @@ from dotmoe.export.reference import (
     sample_tokens,
     top1_agreement,
 )
+from dotmoe.export.stock_loading import exported_on_disk
+from dotmoe.export.verification_error import VerificationError
 from dotmoe.layout import ExpertLayout
 
-
-class VerificationError(UserError):
-    """The exported model does not compute what it should."""
+__all__ = [
+    "VerificationError",
+    "VerificationRecord",
+    "VerifyConfig",
+    "check_folder",
+    "judge",
+    "limits_of",
+    "verify",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +103,9 @@ def verify(
     """Check an exported folder block by block, at its own k, and at k = E.
 
     Weights of the reference come from the dense checkpoint's files; routing and sums are exact.
-    Needs memory for the exported model, and after that for a float32 copy of the dense one.
+    Weights of both models stay on disk, whatever `dense` does with its own. Memory holds at most
+    one layer of the export beside one dense FFN as stored and in float32, or the embedding or head
+    as stored and in float32; and of the text its activations and up to seven times its logits.
 
     Args:
         dense: The model that was exported; not changed.
@@ -117,7 +122,7 @@ def verify(
     dtype = check_folder(folder, output)
     tensors = DenseTensors.of(dense)
     tokens_BT = sample_tokens(token_ids, config.tokens, output.context(dense)).to(dense.device)
-    model = _reload(folder, dtype).to(dense.device)
+    model = exported_on_disk(folder, dense.device, dtype)
     blocks = LayerReference(dense=dense, tensors=tensors, layout=layout, output=output, dtype=dtype)
     run = checked_run(model, blocks, tokens_BT)
     at_full_TV = None
@@ -125,7 +130,6 @@ def verify(
         output.set_active_experts(model, layout.with_active_experts(layout.num_experts))
         at_full_TV = logits_of(model, tokens_BT)
     loaded_class = f"{type(model).__module__}.{type(model).__qualname__}"
-    del model  # the reference needs its room
     reference = reference_logits(dense, tensors, layout, tokens_BT, run.routes, dtype)
     record = VerificationRecord(
         loaded_class=loaded_class,
@@ -203,37 +207,6 @@ def check_folder(folder: Path, output: OutputArchitecture) -> torch.dtype:
                 if 0 in file.get_slice(name).get_shape():
                     raise VerificationError(f"{name} in {path} has no elements. Export again.")
     return cast(torch.dtype, getattr(torch, config["dtype"]))
-
-
-def _reload(folder: Path, dtype: torch.dtype) -> nn.Module:
-    with _no_progress_bar():
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, trust_remote_code=False
-        )
-    assert type(model).__module__.startswith("transformers."), type(model)
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if report[problem]:
-            raise VerificationError(
-                f"Transformers reports {problem} in {folder}: {sorted(report[problem])[:3]}. "
-                "Update transformers, or choose another export format."
-            )
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise VerificationError(
-                f"{name} in {folder} holds NaN or infinity. Check the dense checkpoint."
-            )
-    return cast(nn.Module, model.eval())
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    had_bar = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if had_bar:
-            transformers_logging.enable_progress_bar()
 
 
 def _at_most(value: float, limit: float, what: str) -> None:

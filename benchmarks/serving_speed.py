@@ -1,0 +1,140 @@
+"""Speed of a random dense model and its MoE in Transformers and in llama.cpp, beside the ideal.
+
+    python benchmarks/serving_speed.py --threads 1
+
+writes the models into `serving-speed-models` (kept, and used again) and the figures into
+`results/serving_speed.json`. The default shape is d 1024, d_ffn 14336, 28 of 112 experts.
+"""
+
+import shutil
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+from rich.console import Console
+
+from dotmoe.artifacts import DenseModel
+from dotmoe.bench import BenchConfig, bench, render
+from dotmoe.bench.random_pair import (
+    Shape,
+    load_random_dense,
+    random_layout,
+    random_text,
+    write_random_dense,
+)
+from dotmoe.export import ExportConfig, export
+from dotmoe.layout import ExpertLayout
+from dotmoe.load import LoadConfig
+from dotmoe.narration import Narrator
+from dotmoe.run_folder import write_json
+
+TEXT_TOKENS = 2_048
+VERIFY_TOKENS = 512
+Case = Literal["float32", "bfloat16", "f32", "f16", "bf16", "q8_0", "q4_0"]
+CHECKPOINTS = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What to write and measure."""
+
+    cases: tuple[Case, ...] = ("float32", "f16", "q8_0")
+    """float32, bfloat16: dtypes of Transformers; the others: types of GGUF weights."""
+    shape: Shape = field(default_factory=Shape)
+    experts: int = 112
+    """Experts a layer (E), a divisor of the FFN width."""
+    active_experts: int = 28
+    """Experts that run per token (k)."""
+    gguf_format: str = "gguf_llama"
+    """Architecture of the GGUF files."""
+    threads: int | None = None
+    clock: Literal["wall", "cpu"] = "wall"
+    """As in `dotmoe bench`; cpu for one thread on a busy machine."""
+    rounds: int = 20
+    batch_sizes: tuple[int, ...] = (1, 4, 16)
+    prompt_tokens: int = 512
+    llama_cpp_repack: bool = False
+    """As in `dotmoe bench`."""
+    models: Path = Path("serving-speed-models")
+    """Folder of the models; those that are there are not written again."""
+    out: Path = Path("results/serving_speed.json")
+    seed: int = 0
+
+
+def main() -> None:
+    settings = tyro.cli(Settings, config=(tyro.conf.OmitArgPrefixes,))
+    narrator = Narrator()
+    cases: dict[str, Any] = {}
+    for case in settings.cases:
+        dense, moe = pair(settings, case, narrator)
+        config = BenchConfig(
+            dense=str(dense),
+            moe=str(moe),
+            batch_sizes=settings.batch_sizes,
+            prompt_tokens=settings.prompt_tokens,
+            rounds=settings.rounds,
+            threads=settings.threads,
+            clock=settings.clock,
+            llama_cpp_repack=settings.llama_cpp_repack,
+            load=LoadConfig(dtype=case if case in CHECKPOINTS else "auto", device="cpu"),
+            seed=settings.seed,
+        )
+        with narrator.bar(case) as update:
+            result = bench(config, update)
+        Console().print(render(result))
+        cases[f"{result.runtime} {case}"] = result.as_dict()
+    settings.out.parent.mkdir(parents=True, exist_ok=True)
+    described = {
+        "shape": asdict(settings.shape),
+        "experts": settings.experts,
+        "active_experts": settings.active_experts,
+        "seed": settings.seed,
+    }
+    write_json(settings.out, {**described, "cases": cases})
+
+
+def pair(settings: Settings, case: Case, narrator: Narrator) -> tuple[Path, Path]:
+    """Dense model and MoE of a case; written where they are not there yet."""
+    dtype = torch.bfloat16 if case == "bfloat16" else torch.float32
+    source = settings.models / f"dense-{str(dtype).removeprefix('torch.')}"
+    if not source.is_dir():
+        narrator.say(f"writing {source}")
+        write_random_dense(settings.shape, source, dtype, settings.seed)
+    if case in CHECKPOINTS:
+        moe = settings.models / f"moe-{case}"
+        if not moe.is_dir():
+            narrator.say(f"writing {moe}")
+            dense, layout = loaded(settings, source, dtype)
+            text_BT = random_text(settings.shape, TEXT_TOKENS, settings.seed)
+            export(dense, layout, moe, ExportConfig(verify_tokens=VERIFY_TOKENS), text_BT)
+        return source, moe
+    names = [settings.models / f"{kind}-{case}" for kind in ("dense", "moe")]
+    if not all(name.is_dir() for name in names):
+        write_gguf(settings, case, source, names, narrator)
+    return names[0] / f"model-{case}.gguf", names[1] / f"model-{case}.gguf"
+
+
+def write_gguf(
+    settings: Settings, case: Case, source: Path, names: list[Path], narrator: Narrator
+) -> None:
+    from dotmoe.gguf_export import GgufConfig, export_gguf, write_dense_gguf
+
+    dense, layout = loaded(settings, source, torch.float32)
+    text_BT = random_text(settings.shape, TEXT_TOKENS, settings.seed)
+    config = GgufConfig(type=case, tokenizer="none", verify_tokens=VERIFY_TOKENS)
+    for name in names:
+        shutil.rmtree(name, ignore_errors=True)
+    narrator.say(f"writing {names[0]} and {names[1]}")
+    write_dense_gguf(dense, names[0], config, text_BT)
+    export_gguf(dense, layout, names[1], replace(config, format=settings.gguf_format), text_BT)
+
+
+def loaded(settings: Settings, source: Path, dtype: torch.dtype) -> tuple[DenseModel, ExpertLayout]:
+    layout = random_layout(settings.shape, settings.experts, settings.active_experts, settings.seed)
+    return load_random_dense(source, dtype), layout
+
+
+if __name__ == "__main__":
+    main()

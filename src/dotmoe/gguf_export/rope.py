@@ -1,0 +1,118 @@
+"""Rotary embeddings as llama.cpp computes them: order of entries, and scaled frequencies."""
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from dotmoe.artifacts import DenseModel
+
+Metadata = dict[str, Any]
+
+FACTORS = "rope_freqs.weight"
+"""Tensor by which arch `llama` divides its frequencies."""
+
+STATIC = ("default", "linear", "llama3", "yarn")
+"""Kinds whose frequencies do not depend on the text."""
+
+_YARN_DEFAULTS: Metadata = {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": None,
+    "mscale_all_dim": None,
+    "truncate": True,
+}
+
+
+def rope_kind(dense: DenseModel) -> str:
+    """`rope_type` of the dense model."""
+    return str(dense.config.rope_parameters.get("rope_type", "default"))
+
+
+def pairwise_order(num_heads: int, head_dim: int) -> Int[Tensor, " R"]:
+    """Rows of a query or key projection in the order that arch `llama` rotates them in.
+
+    Transformers rotates entry i of a head with entry i + head_dim / 2; arch `llama` rotates
+    neighbours. Row 2 i of the result is row i, and row 2 i + 1 is row i + head_dim / 2.
+
+    Example:
+        >>> pairwise_order(1, 6)
+        tensor([0, 3, 1, 4, 2, 5])
+    """
+    rows = torch.arange(num_heads * head_dim).view(num_heads, 2, head_dim // 2)
+    return rows.transpose(1, 2).flatten()
+
+
+def halves_order(
+    rows: Float[Tensor, "R ..."], num_heads: int, head_dim: int
+) -> Float[Tensor, "R ..."]:
+    """Undo `pairwise_order` on rows or entries that were brought into it."""
+    pairs = rows.reshape(num_heads, head_dim // 2, 2, *rows.shape[1:])
+    return torch.cat([pairs[:, :, 0], pairs[:, :, 1]], dim=1).reshape(rows.shape)
+
+
+def frequency_factors(dense: DenseModel) -> tuple[Float[Tensor, " F"] | None, float]:
+    """What arch `llama` divides the plain frequencies by, and multiplies sine and cosine by.
+
+    Any static scaling (llama3, linear, yarn) is such a division, so one tensor states it exactly,
+    from the frequencies that Transformers computes.
+
+    Returns:
+        Factors [head_dim / 2], float32, or None where nothing is scaled; and the factor of sine and
+        cosine.
+    """
+    kind = rope_kind(dense)
+    if kind == "default":
+        return None, 1.0
+    scaled, attention = ROPE_INIT_FUNCTIONS[kind](dense.config, torch.device("cpu"))
+    theta = float(dense.config.rope_parameters["rope_theta"])
+    exponents = torch.arange(len(scaled), dtype=torch.float64) / len(scaled)
+    return (theta**-exponents / scaled.double()).float(), float(attention)
+
+
+def scaling_metadata(dense: DenseModel) -> Metadata:
+    """Keys after `ARCH.rope.` for architectures that read scaling from metadata alone."""
+    rope, kind = dense.config.rope_parameters, rope_kind(dense)
+    if kind == "default":
+        return {}
+    factor = float(rope["factor"])
+    keys: Metadata = {"scaling.type": kind, "scaling.factor": factor}
+    if kind == "yarn":
+        usual = 1 + 0.1 * math.log(factor)
+        stated = rope.get("attention_factor")
+        keys["scaling.original_context_length"] = int(rope["original_max_position_embeddings"])
+        keys["scaling.attn_factor"] = 1.0 if stated is None else float(stated) / usual
+    return keys
+
+
+def rope_refusal(dense: DenseModel, name: str, *, reads_factors: bool) -> str | None:
+    """Why llama.cpp would rotate otherwise than the dense model (one sentence), or None.
+
+    Args:
+        dense: The dense model.
+        name: Format to name in the sentence.
+        reads_factors: The architecture reads `FACTORS`.
+    """
+    rope, kind = dense.config.rope_parameters, rope_kind(dense)
+    if kind not in STATIC:
+        return (
+            f"rope_type is {kind!r} in {dense.source}, but {name} holds only {', '.join(STATIC)}. "
+            "Choose a model without it."
+        )
+    if reads_factors:
+        return None
+    if kind == "llama3":
+        return (
+            f"rope_type is 'llama3' in {dense.source}, but llama.cpp reads no frequency factors "
+            f"for {name} and would silently rotate wrongly. Choose --format gguf_llama."
+        )
+    for key, usual in _YARN_DEFAULTS.items():
+        if kind == "yarn" and rope.get(key, usual) not in (None, usual):
+            return (
+                f"{key} of the yarn rotary embedding is {rope[key]} in {dense.source}, but "
+                f"llama.cpp computes {name} with {usual}. Choose --format gguf_llama."
+            )
+    return None
