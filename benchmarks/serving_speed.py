@@ -55,6 +55,8 @@ class Settings:
     rounds: int = 20
     batch_sizes: tuple[int, ...] = (1, 4, 16)
     prompt_tokens: int = 512
+    context_tokens: tuple[int, ...] = (8, 128)
+    """Contexts of decode; attention over a long one hides what the weights gain."""
     llama_cpp_repack: bool = False
     """As in `dotmoe bench`."""
     models: Path = Path("serving-speed-models")
@@ -68,23 +70,13 @@ def main() -> None:
     narrator = Narrator()
     cases: dict[str, Any] = {}
     for case in settings.cases:
-        dense, moe = pair(settings, case, narrator)
-        config = BenchConfig(
-            dense=str(dense),
-            moe=str(moe),
-            batch_sizes=settings.batch_sizes,
-            prompt_tokens=settings.prompt_tokens,
-            rounds=settings.rounds,
-            threads=settings.threads,
-            clock=settings.clock,
-            llama_cpp_repack=settings.llama_cpp_repack,
-            load=LoadConfig(dtype=case if case in CHECKPOINTS else "auto", device="cpu"),
-            seed=settings.seed,
-        )
-        with narrator.bar(case) as update:
-            result = bench(config, update)
-        Console().print(render(result))
-        cases[f"{result.runtime} {case}"] = result.as_dict()
+        models = pair(settings, case, narrator)
+        for context_tokens in settings.context_tokens:
+            config = bench_config(settings, case, models, context_tokens)
+            with narrator.bar(f"{case}, context {context_tokens}") as update:
+                result = bench(config, update)
+            Console().print(render(result))
+            cases[f"{result.runtime} {case}, context {context_tokens}"] = result.as_dict()
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     described = {
         "shape": asdict(settings.shape),
@@ -93,6 +85,26 @@ def main() -> None:
         "seed": settings.seed,
     }
     write_json(settings.out, {**described, "cases": cases})
+
+
+def bench_config(
+    settings: Settings, case: Case, models: tuple[Path, Path], context_tokens: int
+) -> BenchConfig:
+    """Prefill has no context: it is measured once, with the first."""
+    is_first = context_tokens == settings.context_tokens[0]
+    return BenchConfig(
+        dense=str(models[0]),
+        moe=str(models[1]),
+        batch_sizes=settings.batch_sizes,
+        prompt_tokens=settings.prompt_tokens if is_first else 0,
+        context_tokens=context_tokens,
+        rounds=settings.rounds,
+        threads=settings.threads,
+        clock=settings.clock,
+        llama_cpp_repack=settings.llama_cpp_repack,
+        load=LoadConfig(dtype=case if case in CHECKPOINTS else "auto", device="cpu"),
+        seed=settings.seed,
+    )
 
 
 def pair(settings: Settings, case: Case, narrator: Narrator) -> tuple[Path, Path]:

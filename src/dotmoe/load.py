@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from dotmoe.checkpoint_folder import (
 from dotmoe.device import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.models.family import FAMILIES, family_of
+from dotmoe.parameters import meta_model
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ __all__ = [
     "LoadConfig",
     "dense_config",
     "dense_tensor_files",
+    "describe_dense",
     "load_dense",
     "resolved_dtype",
 ]
@@ -68,17 +70,33 @@ def load_dense(source: str, config: LoadConfig) -> DenseModel:
             shape or not finite, or a tokenizer that is missing or does not fit.
     """
     device = resolved_device(config.device)
+    dense = describe_dense(source)
+    dtype = resolved_dtype(config.dtype, device)
+    with _quiet_transformers():
+        model = _load_weights(dense.folder, dense.config, dtype)
+    _require_finite(model, dense.folder)
+    return replace(dense, model=model.to(device))
+
+
+def describe_dense(source: str) -> DenseModel:
+    """A dense checkpoint without its weights: its model is on the meta device and cannot run.
+
+    Args:
+        source: As for `load_dense`.
+
+    Raises:
+        UserError: As `load_dense`, except for what only the content of weights can show.
+    """
     hf_config, _ = dense_config(source)
     family = family_of(hf_config)
     folder = checkpoint_folder(source)
     dense_tensor_files(folder)
     with _quiet_transformers():
         tokenizer = _load_tokenizer(folder)
-        model = _load_weights(folder, hf_config, resolved_dtype(config.dtype, device))
-    _require_finite(model, folder)
+    model = meta_model(hf_config)
     _require_tokenizer_fits(tokenizer, model, folder)
     return DenseModel(
-        model=model.to(device),
+        model=model,
         tokenizer=tokenizer,
         family=family,
         folder=folder,

@@ -11,10 +11,12 @@ from dotmoe.artifacts import DenseModel
 from dotmoe.checkpoint_folder import fingerprint
 from dotmoe.config import RunConfig, from_json
 from dotmoe.data import TokenBlocks
+from dotmoe.device import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.export import ExportConfig, ExportRecord, export, export_dtype
+from dotmoe.export.weights_on_disk import on_disk
 from dotmoe.layout import ExpertLayout
-from dotmoe.load import LoadConfig, load_dense
+from dotmoe.load import LoadConfig, describe_dense, resolved_dtype
 from dotmoe.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -45,6 +47,9 @@ class ReexportConfig:
 def reexport(config: ReexportConfig) -> "ExportRecord | GgufRecord":
     """Export the layout of a run again; the run itself is not changed.
 
+    The dense model's weights stay on disk: memory holds those of one decoder layer, or of the
+    embedding or head, at a time.
+
     Returns:
         The record of the export, which also lies in `config.out`.
 
@@ -53,7 +58,9 @@ def reexport(config: ReexportConfig) -> "ExportRecord | GgufRecord":
             refuses. Nothing is left behind.
     """
     run_config, layout, heldout = learned(Path(config.run))
-    dense = load_dense(run_config.model, config.load)
+    described = describe_dense(run_config.model)
+    device = resolved_device(config.load.device)
+    dense = on_disk(described, device, resolved_dtype(config.load.dtype, device))
     RunFolder(Path(config.run)).require_model(fingerprint(dense.folder))
     if config.active_experts is not None:
         layout = layout.with_active_experts(config.active_experts)

@@ -236,7 +236,7 @@ def test_the_block_reference_is_the_sum_of_expert_outputs(dense_of, layout_of):
             gate, up = ffn.gate.weight[rows] @ x[token], ffn.up.weight[rows] @ x[token]
             expected[token] += ffn.down.weight[:, rows] @ (gate * torch.sigmoid(gate) * up)
     mask = neuron_mask(chosen, layout, 0)
-    actual = binary_gate_ffn(x, mask, ffn.gate.weight, ffn.up.weight, ffn.down.weight)
+    actual = binary_gate_ffn(x, mask, (ffn.gate.weight, ffn.up.weight, ffn.down.weight))
     assert float(relative_error(actual, expected).max()) < 1e-5
 
 

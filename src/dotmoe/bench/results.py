@@ -13,8 +13,9 @@ PROTOCOL = (
     "per second and their ratio are from the best decile of the times of all steps, the spread "
     "is the quartiles over rounds of the ratio of median times. Tokens are drawn evenly from the "
     "vocabulary. Ideal ratio: of the bytes of weights read (decode) or of the floating-point "
-    "operations (prefill), dense / MoE, as the runtime stores the weights. A share of the ideal "
-    "above 1 means that something else bounds the dense model."
+    "operations (prefill), dense / MoE, as the runtime stores the weights. Bytes of the cache are "
+    "not in it: attention costs both models the same, and lowers the share as the context grows. A "
+    "share of the ideal above 1 means that something else bounds the dense model."
 )
 
 

@@ -250,8 +250,10 @@ def _write(
     generation = dense.folder / "generation_config.json"
     if generation.is_file():
         shutil.copyfile(generation, folder / generation.name)
-    return write_shards(
+    shards = write_shards(
         output.tensors(conversion),
         folder,
         max_shard_bytes=int(config.max_shard_gib * 2**30),
     )
+    conversion.tensors.forget()
+    return shards

@@ -1,5 +1,6 @@
 """Each exported MoE block beside the exact one, on identical inputs."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -63,13 +64,11 @@ class LayerReference:
         mask_TN = neuron_mask(chosen_TK, self.layout, layer)
         if not self.output.block_has_shared:
             mask_TN[:, self.layout.shared_neurons(layer).to(mask_TN.device)] = False
-        weights = [self._weight(layer, name, x_TD.device) for name in ("gate", "up", "down")]
-        self.tensors.forget()
-        exact_TD = binary_gate_ffn(x_TD.float(), mask_TN, *(weight.float() for weight in weights))
+        exact_TD = self._ffn(layer, x_TD.float(), mask_TN)
         error_T = relative_error(actual_TD, exact_TD)
         floor = 0.0
         if self.dtype != torch.float32:
-            rounded_TD = binary_gate_ffn(x_TD, mask_TN, *weights)
+            rounded_TD = self._ffn(layer, x_TD, mask_TN)
             floor = float(relative_error(rounded_TD, exact_TD).median())
         return LayerCheck(
             block_error=float(error_T.median()),
@@ -86,9 +85,15 @@ class LayerReference:
             return x_TD.double() @ router_ED.double().T
         return F.linear(x_TD, router_ED.to(x_TD.dtype)).double()
 
-    def _weight(self, layer: int, projection: str, device: torch.device) -> Tensor:
-        name = self.dense.family.ffn_tensor(layer, projection)
-        return self.tensors.read(name).to(self.dtype).to(device)
+    def _ffn(self, layer: int, x_TD: Tensor, mask_TN: Tensor) -> Tensor:
+        """The masked FFN in the dtype of its input; one projection is in memory at a time."""
+        names = [self.dense.family.ffn_tensor(layer, name) for name in ("gate", "up", "down")]
+        weights = (
+            self.tensors.read(name).to(self.dtype).to(x_TD.device, x_TD.dtype) for name in names
+        )
+        output_TD = binary_gate_ffn(x_TD, mask_TN, weights)
+        self.tensors.forget()
+        return output_TD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,13 +139,19 @@ def checked_run(
 def binary_gate_ffn(
     x_TD: Float[Tensor, "T D"],
     mask_TN: Bool[Tensor, "T N"],
-    gate_ND: Float[Tensor, "N D"],
-    up_ND: Float[Tensor, "N D"],
-    down_DN: Float[Tensor, "D N"],
+    weights: Iterable[Tensor],
 ) -> Float[Tensor, "T D"]:
-    """(SiLU(x W_gate) * (x W_up) * mask) W_down, every operation in the dtype of its operands."""
-    hidden_TN = F.silu(F.linear(x_TD, gate_ND)) * F.linear(x_TD, up_ND)
-    return F.linear(hidden_TN * mask_TN, down_DN)
+    """(SiLU(x W_gate) * (x W_up) * mask) W_down, every operation in the dtype of its operands.
+
+    Args:
+        x_TD: Inputs.
+        mask_TN: Which neurons run.
+        weights: Gate [N, D], up [N, D] and down [D, N]; each is taken when it is needed.
+    """
+    taken = iter(weights)
+    hidden_TN = F.silu(F.linear(x_TD, next(taken)))
+    hidden_TN = hidden_TN * F.linear(x_TD, next(taken))
+    return F.linear(hidden_TN * mask_TN, next(taken))
 
 
 def relative_error(

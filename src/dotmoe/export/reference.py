@@ -159,6 +159,7 @@ def require_same_weights(dense: DenseModel, tensors: DenseTensors) -> None:
                 f"{name} differs between the model in memory and {tensors.folder}, and export "
                 "takes the weights from the folder. Save the model there first."
             )
+    tensors.forget()
 
 
 def copy_from_files(dense: DenseModel, tensors: DenseTensors, dtype: torch.dtype) -> DenseModel:

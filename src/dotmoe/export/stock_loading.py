@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from dotmoe.checkpoint_folder import dense_tensor_files
+from dotmoe.checkpoint_folder import dense_tensor_files, one_line
 from dotmoe.export.verification_error import VerificationError
 from dotmoe.export.weights_on_disk import empty_model, is_finite, read_when_run
 
@@ -36,7 +36,8 @@ class ExportedWeights:
     """Weights of an exported folder, each layer through `from_pretrained`.
 
     Transformers gets them as a checkpoint of its own: everything outside the layers, and the one
-    layer. So the naming, stacking and checking of a layer's tensors are all its work.
+    layer. So the naming, stacking and checking of a layer's tensors are all its work. What lies
+    outside the layers it has looked at before, and finds under the names that its model has.
     """
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
@@ -58,9 +59,11 @@ class ExportedWeights:
             VerificationError: A tensor is missing, unknown to Transformers, or not finite.
         """
         layer = _layer_of(part)
-        loaded = self._load(layer).get_submodule("model.layers.0" if layer is not None else part)
-        weights: dict[str, Tensor] = loaded.state_dict()
-        assert weights.keys() == set(names), part
+        if layer is None:
+            weights = {name: self._stored(f"{part}.{name}") for name in names}
+        else:
+            weights = self._load(layer).get_submodule("model.layers.0").state_dict()
+            assert weights.keys() == set(names), part
         if part not in self._finite:
             for name, tensor in weights.items():
                 if not is_finite(tensor):
@@ -73,22 +76,31 @@ class ExportedWeights:
 
     def _load(self, layer: int | None) -> nn.Module:
         """A model of the one layer, or of none, as stock Transformers loads it."""
+        place = self._folder if layer is None else f"layer {layer} of {self._folder}"
         with _no_progress_bar():
-            model, report = cast(Any, type(self.model)).from_pretrained(
-                None,
-                config=type(self._config).from_dict(_with_one_layer(self._plain, layer)),
-                state_dict=dict(self._tensors(layer)),
-                dtype=self._dtype,
-                output_loading_info=True,
-            )
+            try:
+                model, report = cast(Any, type(self.model)).from_pretrained(
+                    None,
+                    config=type(self._config).from_dict(_with_one_layer(self._plain, layer)),
+                    state_dict=dict(self._tensors(layer)),
+                    dtype=self._dtype,
+                    output_loading_info=True,
+                )
+            except RuntimeError as error:
+                raise VerificationError(
+                    f"Transformers cannot load {place} ({one_line(error)}). Export again."
+                ) from error
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if report[problem]:
-                place = self._folder if layer is None else f"layer {layer} of {self._folder}"
                 raise VerificationError(
                     f"Transformers reports {problem} in {place}: {sorted(report[problem])[:3]}. "
                     "Update transformers, or choose another export format."
                 )
         return cast(nn.Module, model)
+
+    def _stored(self, name: str) -> Tensor:
+        with safe_open(self._files[name], framework="pt") as file:
+            return cast(Tensor, file.get_tensor(name))
 
     def _tensors(self, layer: int | None) -> Iterator[tuple[str, Tensor]]:
         """Everything outside the layers, and one layer under the number 0; read when looked at."""

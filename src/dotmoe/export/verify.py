@@ -103,9 +103,11 @@ def verify(
     """Check an exported folder block by block, at its own k, and at k = E.
 
     Weights of the reference come from the dense checkpoint's files; routing and sums are exact.
-    Weights of both models stay on disk, whatever `dense` does with its own. Memory holds at most
-    one layer of the export beside one dense FFN as stored and in float32, or the embedding or head
-    as stored and in float32; and of the text its activations and up to seven times its logits.
+    Weights of both models stay on disk, whatever `dense` does with its own. Memory holds one part
+    at a time, whatever the depth: an exported layer, as stored and with its experts stacked, beside
+    one projection of the dense FFN; or a dense layer in float32; or the embedding or head as stored
+    and in float32. Of the text it holds activations and up to seven times the logits. Only models
+    of up to `weights_on_disk.KEPT_BYTES` are held whole.
 
     Args:
         dense: The model that was exported; not changed.
