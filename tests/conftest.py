@@ -20,6 +20,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, which torch delays
+
 SHARED_DATA = Path(__file__).resolve().parents[1] / "../shared/data"
 
 LOOPBACK = ("127.", "::1", "localhost")

@@ -1,15 +1,12 @@
 """STAGE align: learn affinities and routers under frozen dense weights."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dotmoe.artifacts import AlignState, DenseModel
 from dotmoe.data import TokenBlocks
@@ -18,7 +15,7 @@ from dotmoe.moe.assignment import AssignmentConfig, hard_assignment, soft_plan
 from dotmoe.moe.distillation import distillation_loss, next_token_labels
 from dotmoe.moe.masked_ffn import Masking
 from dotmoe.moe.router import Surrogate
-from dotmoe.moe.surgery import masked
+from dotmoe.moe.surgery import masked, recomputing
 from dotmoe.training.loop import Metrics, Schedule, train
 from dotmoe.training.optimizer import ParameterGroup
 from dotmoe.transport import TransportPlan
@@ -131,7 +128,7 @@ def align(
         seed=seed,
         first_dense_layers=first_dense_layers,
     )
-    with masked(dense, task.masking), _activation_checkpointing(dense, config):
+    with masked(dense, task.masking), recomputing(dense, config.activation_checkpointing):
         train(task, schedule, folder, on_step)
     return AlignState(
         affinity_LNE=task.affinity_LNE.detach(), router_LED=task.router_LED.detach(), step=steps
@@ -165,6 +162,7 @@ class Alignment:
         )
         self.router_LED = nn.Parameter(initial.router_LED.float().clone())
         self.potential_LE: Tensor | None = None
+        self.plan_LNE: Tensor | None = None
         self.masking = Masking(
             expert_of_neuron_LN=hard_assignment(self._plan(tau=assignment.tau_end)),
             router_LED=self.router_LED,
@@ -189,26 +187,35 @@ class Alignment:
     def accumulate_gradients(self, step: int) -> Metrics:
         """Gradient of eq:total_loss over one batch; its micro-batches share one plan."""
         config = self.config
-        metrics: dict[str, Tensor] = {}
-        plan = None
-        if config.learn_assignment:
-            tau = self.assignment.tau(step, self.warmup_steps)
-            plan = self._plan(tau)
-            assignment = hard_assignment(plan)
-            metrics["moved_fraction"] = (
-                (assignment != self.masking.expert_of_neuron_LN).float().mean()
-            )
-            metrics["marginal_error"] = plan.marginal_error.max()
-            metrics["tau"] = torch.tensor(tau)
-            self.masking.expert_of_neuron_LN = assignment
-            self.masking.plan_LNE = plan.plan.detach().requires_grad_()
-        batch = self.blocks.batch(step, config.batch_size, self.seed)
+        plan, metrics = self.assign(step) if config.learn_assignment else (None, {})
+        batch = self.blocks.batch(step, config.batch_size, self.seed).to(self.affinity_LNE.device)
         for rows in torch.split(batch, config.micro_batch_size):
             for name, value in self._backward(rows, share=len(rows) / len(batch)).items():
-                metrics[name] = metrics.get(name, torch.zeros(())) + value.cpu()
-        if plan is not None and self.masking.plan_LNE is not None:
-            torch.autograd.backward(plan.plan, self.masking.plan_LNE.grad)
-        return {name: float(value) for name, value in metrics.items()}
+                metrics[name] = metrics[name] + value if name in metrics else value
+        if plan is not None:
+            self.pass_to_affinities(plan)
+        # One copy to the host a step: until here nothing has waited for the device.
+        values = torch.stack([value.float() for value in metrics.values()]).tolist()
+        return dict(zip(metrics, values, strict=True))
+
+    def assign(self, step: int) -> tuple[TransportPlan, dict[str, Tensor]]:
+        """Plan and rounded assignment of a step, which the masks follow from here on."""
+        tau = self.assignment.tau(step, self.warmup_steps)
+        plan = self._plan(tau)
+        before, assignment = self.masking.expert_of_neuron_LN, hard_assignment(plan)
+        self.masking.expert_of_neuron_LN = assignment
+        self.plan_LNE = plan.plan.detach().requires_grad_()
+        return plan, {
+            "moved_fraction": (assignment != before).float().mean(),
+            "marginal_error": plan.marginal_error.max(),
+            "tau": torch.tensor(tau, device=assignment.device),
+        }
+
+    def pass_to_affinities(self, plan: TransportPlan) -> None:
+        """Backward from the gradient that the masks left on the plan to the affinities."""
+        if self.plan_LNE is not None:
+            torch.autograd.backward(plan.plan, self.plan_LNE.grad)
+        self.plan_LNE = self.masking.plan_LNE = None
 
     def state(self) -> dict[str, Any]:
         """The warm start of the solver and the last assignment."""
@@ -222,35 +229,57 @@ class Alignment:
         self.masking.expert_of_neuron_LN = state["assignment"].to(device)
 
     def _plan(self, tau: float) -> TransportPlan:
-        start = self.potential_LE
+        start = None if self.potential_LE is None else self.potential_LE / tau
         plan = soft_plan(self.affinity_LNE, self.assignment, tau=tau, start_LE=start)
-        self.potential_LE = plan.potential.detach()
+        # In units of affinity, where a change of temperature hardly moves it.
+        self.potential_LE = plan.potential.detach() * tau
         return plan
 
     def _backward(self, rows_BT: Tensor, *, share: float) -> dict[str, Tensor]:
         """Backward of one micro-batch, weighted by its share of the batch."""
-        config, masking = self.config, self.masking
-        tokens = rows_BT.to(self.affinity_LNE.device)
-        masking.enabled = False
-        with torch.no_grad():
-            teacher = self._hidden(tokens)
-        masking.enabled = True
-        masking.clear_losses()
-        student = self._hidden(tokens)
+        teacher_TD = self.teacher(rows_BT)
+        loss, values = self.loss(self.student(rows_BT), teacher_TD, rows_BT)
+        self.differentiate(loss * share)
+        return {name: value.detach() * share for name, value in values.items()}
+
+    def differentiate(self, loss: Tensor) -> None:
+        """Backward through the student, down to routers and plan."""
+        torch.autograd.backward(loss)
+
+    @torch.no_grad()
+    def teacher(self, tokens_BT: Tensor) -> Tensor:
+        """Final hidden states of the dense model, [T, D]."""
+        self.masking.enabled = False
+        hidden_TD = self._hidden(tokens_BT)
+        self.masking.enabled = True
+        return hidden_TD
+
+    def student(self, tokens_BT: Tensor) -> Tensor:
+        """Final hidden states of the masked model, [T, D]."""
+        masking = self.masking
+        masking.want_losses()
+        # Indexed layer by layer, each layer's gradient would be as large as that of all layers.
+        masking.router_LED = self.router_LED.unbind()
+        masking.plan_LNE = None if self.plan_LNE is None else self.plan_LNE.unbind()
+        return self._hidden(tokens_BT)
+
+    def loss(
+        self, student_TD: Tensor, teacher_TD: Tensor, tokens_BT: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """eq:total_loss of a micro-batch, and its parts by name."""
+        config = self.config
         distilled = distillation_loss(
-            student,
-            teacher,
+            student_TD,
+            teacher_TD,
             self.dense.family.head(self.dense.model).weight,
-            next_token_labels(tokens),
+            next_token_labels(tokens_BT),
             kl_weight=config.kl_weight,
             ce_weight=config.ce_weight,
         )
-        z = torch.stack(masking.z_losses).mean()
-        balance = torch.stack(masking.balance_losses).mean()
-        loss = distilled.total + config.z_loss_weight * z + config.balance_weight * balance
-        torch.autograd.backward(loss * share)
-        values = {"loss": loss, "kl": distilled.kl, "ce": distilled.ce, "z": z, "balance": balance}
-        return {name: value.detach() * share for name, value in values.items()}
+        z, balance = self.masking.take_losses()
+        total = distilled.total + config.z_loss_weight * z + config.balance_weight * balance
+        parts = {"loss": total, "kl": distilled.kl, "ce": distilled.ce, "z": z, "balance": balance}
+        return total, parts
 
     def _hidden(self, tokens_BT: Tensor) -> Tensor:
         """What the head's matrix turns into logits, [T, D]."""
@@ -258,19 +287,3 @@ class Alignment:
         hidden: Tensor = trunk(input_ids=tokens_BT, use_cache=False).last_hidden_state
         multipliers = self.dense.family.traits(self.dense.config).multipliers
         return hidden.reshape(-1, hidden.shape[-1]) / multipliers.logits_divisor
-
-
-@contextmanager
-def _activation_checkpointing(dense: DenseModel, config: AlignConfig) -> Iterator[None]:
-    """Inside, each layer keeps only its input and runs again in the backward pass."""
-    if not config.activation_checkpointing:
-        yield
-        return
-    layers = dense.family.layers(dense.model)
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward  # uncovers the class's own

@@ -13,20 +13,20 @@ from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
 from dotmoe.models.family import Widths, widths_of
 from dotmoe.models.traits import DecoderTraits
-from dotmoe.moe.distillation import MAX_CHUNK_ELEMENTS
+from dotmoe.moe.distillation import chunk_rows
 from dotmoe.parameters import ParameterCounts
 
 PAPER_TOKENS = 3_500 * 64 * 2_048
 """Tokens of the paper's alignment: steps, batch size, sequence length."""
 FLOAT32 = 4
-BYTES_PER_TRAINABLE = 4 * FLOAT32
-"""Value, gradient and two Adam moments, all float32."""
-PLAN_COPIES = 4
-"""The soft plan, its gradient, and two working copies in solver and implicit gradient."""
-HEAD_CHUNK_COPIES = 6
+BYTES_PER_TRAINABLE = 3 * FLOAT32
+"""Value and two Adam moments, all float32; there between steps too."""
+UPDATE_COPIES = 3
+"""Of the affinities, while their gradient is formed from the plan's and while Adam uses it."""
+HEAD_CHUNK_COPIES = 3
 """Float32 tensors of one chunk of logits that live at the same time in the distillation loss."""
-FFN_TENSORS_KEPT = 4
-"""Of width N, for the backward of gate, SiLU(gate), up and their product; weights are frozen."""
+FFN_TENSORS_KEPT = 2
+"""Of width N, for the backward of SiLU(gate) * up: both; weights are frozen."""
 FFN_TENSORS_IN_BACKWARD = 5
 """Of width N, while the gradient passes one FFN."""
 
@@ -148,7 +148,7 @@ def sizes_of(
 def kept_per_token(sizes: Sizes) -> int:
     """Bytes that the backward pass of one masked layer keeps for each token.
 
-        b * (4 N + 2 (H + H_kv) * head_dim) + 4 * (3 D + 4 E)
+        b * (2 N + 2 (H + H_kv) * head_dim) + 4 * (3 D + 4 E)
 
     Frozen projections keep nothing of their inputs. In float32: the inputs of both norms and of
     the router, four tensors of router scores, and the inputs of query and key norms if there are.
@@ -174,11 +174,14 @@ def calibration_memory(sizes: Sizes, run: RunSize) -> tuple[Item, ...]:
 
 
 def alignment_memory(sizes: Sizes, run: RunSize, *, checkpointing: bool) -> tuple[Item, ...]:
-    """Peak of one alignment step on one device, by item.
+    """Peak of one alignment step on one device, by item: what is there at that moment.
+
+    It comes in the forward and backward pass of a micro-batch, or, where the affinities are larger
+    than all activations, in their update.
 
     Args:
         sizes: Of model and split.
-        run: Of the micro batch.
+        run: Of the micro batch; the device decides how large a chunk of logits is.
         checkpointing: Keep only each layer's input, and compute the layer again in the backward.
     """
     widths, tokens = sizes.widths, run.micro_batch_tokens
@@ -187,16 +190,25 @@ def alignment_memory(sizes: Sizes, run: RunSize, *, checkpointing: bool) -> tupl
     kept = widths.layers * stream + layer if checkpointing else widths.layers * layer
     working = FFN_TENSORS_IN_BACKWARD * sizes.bytes_held * widths.ffn * tokens
     plan = FLOAT32 * widths.layers * widths.ffn * sizes.granularity.num_experts
-    chunk = min(tokens * widths.vocabulary, MAX_CHUNK_ELEMENTS)
+    passes = (plan, kept, max(working, _head_bytes(sizes, run)), 3 * stream)
+    update = (UPDATE_COPIES * plan, 0, 0, 0)
+    peak = max(passes, update, key=sum)
     return (
         Item("dense weights, one copy", sizes.bytes_held * sizes.counts.dense_total),
-        Item("affinities, routers, gradients, Adam", BYTES_PER_TRAINABLE * sizes.trainables),
-        Item("soft plan and its temporaries", PLAN_COPIES * plan),
-        Item("activations kept for the backward", kept),
-        Item("working buffers of one layer", working),
-        Item("hidden states of teacher and student", 3 * stream),
-        Item("one chunk of logits", HEAD_CHUNK_COPIES * FLOAT32 * chunk),
+        Item("affinities, routers, Adam", BYTES_PER_TRAINABLE * sizes.trainables),
+        Item("soft plan and gradients", peak[0]),
+        Item("activations kept for the backward", peak[1]),
+        Item("buffers of one layer, or one chunk of logits", peak[2]),
+        Item("hidden states of teacher and student", peak[3]),
     )
+
+
+def _head_bytes(sizes: Sizes, run: RunSize) -> int:
+    """Buffers of the distillation loss for one chunk of tokens."""
+    vocabulary = sizes.widths.vocabulary
+    rows = min(run.micro_batch_tokens, chunk_rows(vocabulary, on_cpu=run.device == "cpu"))
+    rounded = sizes.bytes_held if sizes.bytes_held < FLOAT32 else 0
+    return rows * vocabulary * (HEAD_CHUNK_COPIES * FLOAT32 + rounded)
 
 
 def exported_bytes(sizes: Sizes) -> tuple[Item, ...]:

@@ -134,8 +134,8 @@ def inspect_model(
     flops = alignment_flops(sizes, resolved)
     if rate is None:
         rate = measure_matmul_rate(device, torch.bfloat16 if held == 2 else torch.float32)
-    on_gpu = replace(sizes, bytes_held=2)
-    gpu_memory = (total(alignment_memory(on_gpu, resolved, checkpointing=c)) for c in (False, True))
+    on_gpu, there = replace(sizes, bytes_held=2), replace(resolved, device="cuda")
+    gpu_memory = (total(alignment_memory(on_gpu, there, checkpointing=c)) for c in (False, True))
     return Inspection(
         model_type=config.model_type,
         layers=sizes.widths.layers,

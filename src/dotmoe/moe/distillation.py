@@ -13,6 +13,9 @@ IGNORED = -100
 MAX_CHUNK_ELEMENTS = 1 << 25
 """Logits of one chunk, per model: 128 MiB in float32."""
 
+CPU_CHUNK_ROWS = 128
+"""Tokens of one chunk on a CPU at most: its logits stay near the cache."""
+
 
 class DistillationLoss(NamedTuple):
     """Losses in nats per token."""
@@ -78,21 +81,15 @@ class _Distillation(torch.autograd.Function):
         kl = torch.zeros((), device=student_TD.device)
         ce = torch.zeros((), device=student_TD.device)
         grad_TD = torch.empty_like(student_TD)
-        rows = max(1, MAX_CHUNK_ELEMENTS // len(head_VD))
+        kl_share, ce_share = kl_weight / num_tokens, ce_weight / num_labels
+        rows = chunk_rows(len(head_VD), on_cpu=head_VD.device.type == "cpu")
         for start in range(0, num_tokens, rows):
             chunk = slice(start, start + rows)
-            student_log = F.log_softmax((student_TD[chunk] @ head_VD.T).float(), dim=1)
-            teacher_log = F.log_softmax((teacher_TD[chunk] @ head_VD.T).float(), dim=1)
-            labels = labels_T[chunk]
-            teacher = teacher_log.exp()
-            kl += (teacher * (teacher_log - student_log)).sum()
-            ce += F.nll_loss(student_log, labels, ignore_index=IGNORED, reduction="sum")
-            student = student_log.exp()
-            grad = (student - teacher).mul_(kl_weight / num_tokens)
-            labelled = (labels != IGNORED).unsqueeze(1) * (ce_weight / num_labels)
-            grad += student * labelled
-            grad.scatter_add_(1, labels.clamp_min(0).unsqueeze(1), -labelled.to(grad.dtype))
-            grad_TD[chunk] = grad.to(head_VD.dtype) @ head_VD
+            kl_sum, ce_sum, grad_TD[chunk] = _chunk(
+                student_TD[chunk], teacher_TD[chunk], head_VD, labels_T[chunk], kl_share, ce_share
+            )
+            kl += kl_sum
+            ce += ce_sum
         kl = kl / num_tokens
         ce = ce / num_labels
         ctx.save_for_backward(grad_TD)
@@ -103,3 +100,34 @@ class _Distillation(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         (grad_TD,) = ctx.saved_tensors
         return grad_TD * grad_total.to(grad_TD.dtype), None, None, None, None, None
+
+
+def chunk_rows(vocabulary: int, *, on_cpu: bool) -> int:
+    """Tokens whose logits are formed at once, at most."""
+    rows = max(1, MAX_CHUNK_ELEMENTS // vocabulary)
+    return min(rows, CPU_CHUNK_ROWS) if on_cpu else rows
+
+
+def _chunk(
+    student_CD: Tensor,
+    teacher_CD: Tensor,
+    head_VD: Tensor,
+    labels_C: Tensor,
+    kl_share: float,
+    ce_share: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of KL and cross-entropy over some tokens, and kl_share, ce_share times their gradient.
+
+    Three tensors of tokens x vocabulary are alive at most, besides 16-bit logits.
+    """
+    student = F.log_softmax((student_CD @ head_VD.T).float(), dim=1)
+    teacher_log = F.log_softmax((teacher_CD @ head_VD.T).float(), dim=1)
+    teacher = teacher_log.exp()
+    kl_sum = teacher_log.sub_(student).mul_(teacher).sum()
+    ce_sum = F.nll_loss(student, labels_C, ignore_index=IGNORED, reduction="sum")
+    student.exp_()
+    labelled = ((labels_C != IGNORED).unsqueeze(1) * ce_share).to(student.dtype)
+    grad = torch.sub(student, teacher, out=teacher).mul_(kl_share)
+    grad.addcmul_(student, labelled)
+    grad.scatter_add_(1, labels_C.clamp_min(0).unsqueeze(1), -labelled)
+    return kl_sum, ce_sum, grad.to(head_VD.dtype) @ head_VD

@@ -7,7 +7,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dotmoe.moe import kernels
+
 Surrogate = Literal["softmax", "soft_top_k"]
+
+_ITERATIONS = 16
+"""Newton or bisection steps of the soft top-k at most."""
 
 
 def router_logits(x_TD: Float[Tensor, "T D"], router_ED: Float[Tensor, "E D"]) -> Tensor:
@@ -33,8 +38,18 @@ def top_k_mask(logits_TE: Float[Tensor, "T E"], active_experts: int) -> Float[Te
         >>> top_k_mask(torch.tensor([[0.1, 3.0, 2.0]]), 2)
         tensor([[0., 1., 1.]])
     """
-    chosen = logits_TE.detach().topk(active_experts, dim=1).indices
-    return torch.zeros_like(logits_TE).scatter_(1, chosen, 1.0)
+    return _marked(logits_TE, _largest(logits_TE, active_experts), active_experts)
+
+
+def _largest(logits_TE: Tensor, active_experts: int) -> torch.return_types.topk:
+    """The k + 1 largest logits of each token in descending order, E where k is E."""
+    count = min(active_experts + 1, logits_TE.shape[1])
+    return logits_TE.detach().topk(count, dim=1)
+
+
+def _marked(logits_TE: Tensor, largest: torch.return_types.topk, active_experts: int) -> Tensor:
+    mask_TE = torch.zeros_like(logits_TE)
+    return mask_TE.scatter_(1, largest.indices[:, :active_experts], 1.0)
 
 
 def soft_top_k(
@@ -58,51 +73,69 @@ def soft_top_k(
         Implicit in theta: with w = S (1 - S), `dL = w * (g - sum(w g) / sum(w)) / temperature`.
         A row's gradient sums to zero, so no token pushes all its logits up.
     """
-    result: Tensor = _SoftTopK.apply(logits_TE, active_experts, temperature)  # type: ignore[no-untyped-call]
+    return _soft_top_k(logits_TE, _largest(logits_TE, active_experts), active_experts, temperature)
+
+
+def _soft_top_k(
+    logits_TE: Tensor,
+    largest: torch.return_types.topk,
+    active_experts: int,
+    temperature: float,
+) -> Tensor:
+    result: Tensor = _SoftTopK.apply(  # type: ignore[no-untyped-call]
+        logits_TE, largest.values, active_experts, temperature
+    )
     return result
 
 
 class _SoftTopK(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, active_experts: int, temperature: float) -> Tensor:
-        scaled = logits_TE / temperature
-        soft = torch.sigmoid(scaled - _threshold(scaled, active_experts))
+    def forward(
+        ctx: Any, logits_TE: Tensor, largest_TK: Tensor, active_experts: int, temperature: float
+    ) -> Tensor:
+        soft = _saturated(logits_TE / temperature, largest_TK / temperature, active_experts)
         ctx.save_for_backward(soft)
         ctx.temperature = temperature
         return soft
 
     @staticmethod
-    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
         (soft,) = ctx.saved_tensors
         weight = soft * (1 - soft)
         total = weight.sum(dim=1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
         mean = (weight * grad_TE).sum(dim=1, keepdim=True) / total
-        return weight * (grad_TE - mean) / ctx.temperature, None, None
+        return weight * (grad_TE - mean) / ctx.temperature, None, None, None
 
 
-def _threshold(scaled_TE: Tensor, active_experts: int, iterations: int = 16) -> Tensor:
-    """Root theta of sum_e sigmoid(x_e - theta) = k, by Newton steps kept inside a bracket.
+def _saturated(scaled_TE: Tensor, largest_TK: Tensor, active_experts: int) -> Tensor:
+    """sigmoid(x - theta) where sum_e sigmoid(x_e - theta) = k for every token.
 
-    With x sorted descending, k - 1 + (E - k + 1) exp(-a) < k bounds theta from above at x_k + a,
-    and (k + 1) (1 - exp(-b)) >= k from below at x_(k+1) - b.
+    The root theta is found by Newton steps kept inside a bracket. With x sorted descending,
+    k - 1 + (E - k + 1) exp(-a) < k bounds theta from above at x_k + a, and
+    (k + 1) (1 - exp(-b)) >= k from below at x_(k+1) - b.
     """
     num_experts = scaled_TE.shape[1]
     if active_experts == num_experts:
-        return torch.full_like(scaled_TE[:, :1], -math.inf)
-    largest = scaled_TE.topk(active_experts + 1, dim=1).values
-    low = largest[:, active_experts:] - math.log(active_experts + 1)
-    high = largest[:, active_experts - 1 : active_experts] + math.log(num_experts)
+        return torch.ones_like(scaled_TE)
+    low = largest_TK[:, active_experts:] - math.log(active_experts + 1)
+    high = largest_TK[:, active_experts - 1 : active_experts] + math.log(num_experts)
+    if kernels.run_on(scaled_TE):
+        return kernels.soft_top_k(scaled_TE, low, high, active_experts, iterations=_ITERATIONS)
+    tolerance = num_experts * torch.finfo(scaled_TE.dtype).eps
     theta = (low + high) / 2
-    for _ in range(iterations):
+    for _ in range(_ITERATIONS):
         soft = torch.sigmoid(scaled_TE - theta)
         excess = soft.sum(dim=1, keepdim=True) - active_experts
+        # Elsewhere than on a CPU the question would wait for the device.
+        if soft.device.type == "cpu" and excess.abs().max() <= tolerance:
+            return soft
         low = torch.where(excess > 0, theta, low)
         high = torch.where(excess > 0, high, theta)
         slope = (soft * (1 - soft)).sum(dim=1, keepdim=True)
         newton = theta + excess / slope.clamp_min(torch.finfo(soft.dtype).tiny)
         inside = (newton >= low) & (newton <= high)
         theta = torch.where(inside, newton, (low + high) / 2)
-    return theta
+    return torch.sigmoid(scaled_TE - theta)
 
 
 def straight_through_mask(
@@ -124,9 +157,23 @@ def straight_through_mask(
     Returns:
         Exactly the entries of `top_k_mask`. Gradient: that of the surrogate.
     """
-    hard = top_k_mask(logits_TE, active_experts)
+    largest = _largest(logits_TE, active_experts)
+    hard = _marked(logits_TE, largest, active_experts)
     if surrogate == "softmax":
         soft = torch.softmax(logits_TE, dim=1)
     else:
-        soft = soft_top_k(logits_TE, active_experts, temperature)
-    return hard + (soft - soft.detach())
+        soft = _soft_top_k(logits_TE, largest, active_experts, temperature)
+    result: Tensor = _StraightThrough.apply(hard, soft)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The first argument forward, the second one's gradient backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hard_TE: Tensor, soft_TE: Tensor) -> Tensor:
+        return hard_TE
+
+    @staticmethod
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[None, Tensor]:
+        return None, grad_TE

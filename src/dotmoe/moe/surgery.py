@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from dotmoe.artifacts import DenseModel
 from dotmoe.layout import ExpertLayout
@@ -42,3 +44,16 @@ def masked_by(dense: DenseModel, layout: ExpertLayout) -> Iterator[None]:
     )
     with masked(dense, masking):
         yield
+
+
+@contextmanager
+def recomputing(dense: DenseModel, enabled: bool = True) -> Iterator[None]:
+    """Inside, if `enabled`, each layer keeps its input only and runs again in the backward pass."""
+    layers = list(dense.family.layers(dense.model)) if enabled else []
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward  # uncovers the class's own

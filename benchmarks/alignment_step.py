@@ -1,0 +1,330 @@
+"""Speed and memory of one alignment step, beside what no step can beat and a dense training step.
+
+    python benchmarks/alignment_step.py --quick                  # a small model, CPU, a minute
+    python benchmarks/alignment_step.py                          # the same, more rounds
+    python benchmarks/alignment_step.py --preset qwen25_7b       # 7B widths, one GPU
+
+Models are random and made on the device, since speed does not depend on what they have learned.
+Each round measures the matmul rate, an alignment step without and with activation checkpointing,
+and a dense training step, one after the other.
+"""
+
+import gc
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from alignment_step_subject import Clock, Step, Subject, peak_bytes, random_dense, run_size, sizes
+from dotmoe.artifacts import DenseModel
+from dotmoe.bench.random_pair import Shape
+from dotmoe.inspection.costs import alignment_flops
+from dotmoe.moe import kernels
+from dotmoe.moe.losses import balance_loss, z_loss
+from dotmoe.moe.masked_activation import masked_activation
+from dotmoe.moe.router import router_logits, straight_through_mask
+from dotmoe.run_folder import provenance, write_json
+
+PRESETS = {
+    "cpu": Subject(
+        shape=Shape(width=512, ffn_width=2_368, layers=3, heads=8, kv_heads=2, vocabulary=8_192),
+        experts=148,
+        active=37,
+        seq_len=256,
+        micro_batch=2,
+        micro_batches=2,
+        dtype="float32",
+        device="cpu",
+    ),
+    "qwen25_7b": Subject(
+        shape=Shape(
+            width=3_584, ffn_width=18_944, layers=28, heads=28, kv_heads=4, vocabulary=152_064
+        ),
+        experts=148,
+        active=37,
+        seq_len=2_048,
+        micro_batch=4,
+        micro_batches=4,
+        dtype="bfloat16",
+        device="cuda",
+    ),
+}
+TOKEN_COUNTS = {"cpu": (256, 512, 1_024, 2_048), "qwen25_7b": (2_048, 4_096, 8_192, 16_384)}
+PARTS = (
+    "teacher forward",
+    "student forward",
+    "backward",
+    "assignment",
+    "head and losses",
+    "optimizer",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What to measure."""
+
+    preset: Literal["cpu", "qwen25_7b"] = "cpu"
+    layers: int | None = None
+    """Fewer layers than the preset's."""
+    micro_batches: int | None = None
+    """Forward passes of one step; the assignment is paid once a step. Left out: the preset's."""
+    rounds: int = 12
+    quick: bool = False
+    """Three rounds."""
+    threads: int = 1
+    out: Path | None = None
+    """JSON to write. Left out: results/alignment_step_cpu.json or ..._qwen25_7b.json."""
+    seed: int = 0
+
+
+def main() -> None:
+    settings = tyro.cli(Settings)
+    torch.set_num_threads(settings.threads)
+    subject = PRESETS[settings.preset]
+    if subject.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(f"--preset {settings.preset} needs a CUDA device, and there is none here.")
+    if settings.layers:
+        subject = replace(subject, shape=replace(subject.shape, layers=settings.layers))
+    subject = replace(subject, micro_batches=settings.micro_batches or subject.micro_batches)
+    rounds = 3 if settings.quick else settings.rounds
+    dense = random_dense(subject, settings.seed)
+    record = {
+        "origin": "measured",
+        "subject": asdict(subject),
+        "rounds": rounds,
+        "clock": Clock(dense.device).kind,
+        "steps": measured_steps(subject, dense, rounds, settings.seed),
+        "straight_through_s": straight_through_seconds(subject, dense, rounds),
+        "tokens": token_table(subject, dense, TOKEN_COUNTS[settings.preset], rounds, settings.seed),
+        "peak_bytes": peaks(subject, dense, settings.seed),
+        "triton_kernels": kernels.run_on(torch.zeros(1, device=dense.device)),
+        "not_measured": not_measured(dense),
+        "provenance": provenance(settings.seed),
+    }
+    record["summary"] = summary(record, subject, dense)
+    show(record)
+    name = "cpu" if settings.preset == "cpu" else settings.preset
+    out = settings.out or Path(f"results/alignment_step_{name}.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(out, record)
+
+
+def measured_steps(
+    subject: Subject, dense: DenseModel, rounds: int, seed: int
+) -> dict[str, list[dict[str, float]]]:
+    """Seconds of each part in every round, after one round that is not counted."""
+    plain = Step(subject, dense, seed=seed)
+    recomputed = Step(subject, dense, seed=seed, checkpointing=True)
+    takers: dict[str, Callable[[], dict[str, float]]] = {
+        "matmul": partial(matmul_flops_per_s, subject, dense.device),
+        "alignment": partial(taken, plain),
+        "alignment, checkpointing": partial(taken, recomputed),
+        "dense training": partial(dense_step, subject, dense, plain),
+    }
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in takers}
+    for one in range(rounds + 1):
+        for name, take in takers.items():
+            seconds = take()
+            if one:
+                found[name].append(seconds)
+    return found
+
+
+def taken(step: Step) -> dict[str, float]:
+    with step.ready():
+        return step.take()
+
+
+def matmul_flops_per_s(subject: Subject, device: torch.device) -> dict[str, float]:
+    """Rate of the best of three products: square, and those of one FFN of the subject."""
+    dtype = getattr(torch, subject.dtype)
+    side = 512 if device.type == "cpu" else 8_192
+    tokens = subject.seq_len * subject.micro_batch
+    width, neurons = subject.shape.width, subject.shape.ffn_width
+    clock, best = Clock(device), 0.0
+    for rows, inner, columns in ((side,) * 3, (tokens, width, neurons), (tokens, neurons, width)):
+        # Varied entries: a GPU multiplies constants faster than it would real data.
+        left = torch.randn(rows, inner, device=device).to(dtype)
+        right = torch.randn(columns, inner, device=device).to(dtype)
+        for _ in range(4):
+            with clock.part("product"):
+                F.linear(left, right)
+            best = max(best, 2 * rows * inner * columns / clock.seconds()["product"])
+    return {"flops_per_s": best}
+
+
+def dense_step(subject: Subject, dense: DenseModel, plain: Step) -> dict[str, float]:
+    """The same model and tokens with its weights trained: forward, full backward, AdamW."""
+    clock = Clock(dense.device)
+    dense.model.requires_grad_(True)
+    parameters = list(dense.model.parameters())
+    # A rate of zero: the work is done, and the weights stay as they are for the next round.
+    optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0)
+    batch = plain.task.blocks.batch(0, plain.config.batch_size, 0).to(dense.device)
+    try:
+        with clock.part("step"):
+            for rows in torch.split(batch, subject.micro_batch):
+                with clock.part("forward and loss"):
+                    loss = dense.model(input_ids=rows, labels=rows, use_cache=False).loss
+                with clock.part("backward"):
+                    (loss / subject.micro_batches).backward()
+            with clock.part("optimizer"):
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+                optimizer.step()
+        return clock.seconds()
+    except torch.OutOfMemoryError:
+        return {"step": float("nan")}
+    finally:
+        dense.model.requires_grad_(False)
+        for parameter in parameters:
+            parameter.grad = None
+        del optimizer
+        gc.collect()
+
+
+def straight_through_seconds(subject: Subject, dense: DenseModel, rounds: int) -> float:
+    """What masks and their estimators cost a step, forward and backward, beyond the plain FFN.
+
+    One layer by itself, with and without router, mask and both gradients; times layers and passes.
+    """
+    device, dtype = dense.device, getattr(torch, subject.dtype)
+    tokens, shape = subject.seq_len * subject.micro_batch, subject.shape
+    gate, up, grad = torch.randn(3, tokens, shape.ffn_width, device=device).to(dtype)
+    x = torch.randn(tokens, shape.width, device=device).to(dtype)
+    router = torch.randn(subject.experts, shape.width, device=device) / shape.width**0.5
+    assignment = torch.arange(shape.ffn_width, device=device) % subject.experts
+    plan = torch.rand(shape.ffn_width, subject.experts, device=device)
+    for tensor in (gate, up, x, router, plan):
+        tensor.requires_grad_()
+    clock = Clock(device)
+
+    def plain() -> None:
+        (F.silu(gate) * up).backward(grad)
+
+    def masked() -> None:
+        logits = router_logits(x, router)
+        routing = straight_through_mask(logits, subject.active, surrogate="soft_top_k")
+        out = masked_activation(gate, up, routing, assignment, plan)
+        auxiliary = z_loss(logits) + balance_loss(logits, routing)
+        torch.autograd.backward([out, auxiliary], [grad, torch.ones_like(auxiliary)])
+
+    added = []
+    for one in range(2 * rounds + 1):
+        with clock.part("plain"):
+            plain()
+        with clock.part("masked"):
+            masked()
+        for tensor in (gate, up, x, router, plan):
+            tensor.grad = None
+        seconds = clock.seconds()
+        if one:
+            added.append(seconds["masked"] - seconds["plain"])
+    return median(added) * shape.layers * subject.micro_batches
+
+
+def token_table(
+    subject: Subject, dense: DenseModel, counts: tuple[int, ...], rounds: int, seed: int
+) -> list[dict[str, float]]:
+    """Seconds of a step of one micro-batch of each size; the assignment apart, it has no tokens."""
+    steps = {count: Step(subject.with_tokens(count), dense, seed=seed) for count in counts}
+    found: dict[int, list[dict[str, float]]] = {count: [] for count in counts}
+    for one in range(rounds + 1):
+        for count, step in steps.items():
+            seconds = taken(step)
+            if one:
+                found[count].append(seconds)
+    rows = []
+    for count, samples in found.items():
+        fixed = [s["assignment"] + s["optimizer"] for s in samples]
+        rest = median(s["step"] - f for s, f in zip(samples, fixed, strict=True))
+        rows.append(
+            {
+                "tokens": count,
+                "step_s": median(s["step"] for s in samples),
+                "assignment_and_optimizer_s": median(fixed),
+                "rest_s": rest,
+                "rest_us_per_token": 1e6 * rest / count,
+            }
+        )
+    return rows
+
+
+def peaks(subject: Subject, dense: DenseModel, seed: int) -> dict[str, int]:
+    """Most bytes of tensors alive in a step, without and with checkpointing."""
+    found = {}
+    for name, checkpointing in (("plain", False), ("checkpointing", True)):
+        step = Step(subject, dense, seed=seed, checkpointing=checkpointing)
+        with step.ready():
+            step.take()
+            found[name] = peak_bytes(step)
+        del step
+        gc.collect()
+    return found
+
+
+def not_measured(dense: DenseModel) -> list[str]:
+    """What this run cannot say."""
+    if dense.device.type == "cuda":
+        return []
+    return [
+        "speed and memory on a GPU: this run was on a CPU",
+        "speed of the Triton kernels: they are tested in the interpreter, which says nothing of it",
+        "the 7B shape: run --preset qwen25_7b on a GPU",
+    ]
+
+
+def summary(record: dict[str, Any], subject: Subject, dense: DenseModel) -> dict[str, Any]:
+    """Medians over rounds of seconds and of the ratios within each round."""
+    rounds = record["steps"]
+    flops = alignment_flops(sizes(subject, dense), run_size(subject))[:3]
+    unavoidable = sum(item.amount for item in flops)
+    rate = max(one["flops_per_s"] for one in rounds["matmul"])
+    bounds = [unavoidable / one["flops_per_s"] for one in rounds["matmul"]]
+    plain, again, dense_s = (
+        [one["step"] for one in rounds[name]]
+        for name in ("alignment", "alignment, checkpointing", "dense training")
+    )
+    parts = {name: median(one[name] for one in rounds["alignment"]) for name in PARTS}
+    step_s = median(plain)
+    return {
+        "tokens": subject.tokens,
+        "step_s": step_s,
+        "tokens_per_s": subject.tokens / step_s,
+        "parts_s": parts,
+        "matmul_flops_per_s": rate,
+        "unavoidable_flops": unavoidable,
+        "share_of_lower_bound": median(b / s for b, s in zip(bounds, plain, strict=True)),
+        "dense_training_step_s": median(dense_s),
+        "ratio_to_dense_training": median(s / d for s, d in zip(plain, dense_s, strict=True)),
+        "checkpointing_ratio": median(a / s for a, s in zip(again, plain, strict=True)),
+        "assignment_share": median(o["assignment"] / o["step"] for o in rounds["alignment"]),
+        "straight_through_share": record["straight_through_s"] / step_s,
+    }
+
+
+def show(record: dict[str, Any]) -> None:
+    found, console = record["summary"], Console()
+    table = Table("part", "s", "share", title=f"alignment step of {found['tokens']:,} tokens")
+    for name, seconds in found["parts_s"].items():
+        table.add_row(name, f"{seconds:.4f}", f"{seconds / found['step_s']:.1%}")
+    table.add_row("step", f"{found['step_s']:.4f}", "")
+    console.print(table)
+    for name, value in found.items():
+        if not isinstance(value, dict):
+            console.print(f"{name}: {value:.4g}")
+    console.print(f"peak bytes: {record['peak_bytes']}")
+    for row in record["tokens"]:
+        console.print({name: float(f"{value:.4g}") for name, value in row.items()})
+
+
+if __name__ == "__main__":
+    main()

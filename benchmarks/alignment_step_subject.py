@@ -1,0 +1,303 @@
+"""A random model under alignment: what the benchmarks of the alignment step measure."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dotmoe.align import AlignConfig, Alignment
+from dotmoe.artifacts import AlignState, DenseModel
+from dotmoe.bench.random_pair import ROUTER_LOGIT_STD, Shape
+from dotmoe.data import TokenBlocks
+from dotmoe.granularity import ExpertsConfig, resolve
+from dotmoe.inspection.costs import RunSize, Sizes, sizes_of
+from dotmoe.models.family import family_of
+from dotmoe.moe.assignment import AssignmentConfig
+from dotmoe.moe.surgery import masked, recomputing
+from dotmoe.parameters import count_parameters
+from dotmoe.training.optimizer import adamw
+from dotmoe.transport import TransportPlan
+
+AFFINITY_STD = 0.3
+"""Of the random affinities: at temperature 0.1 a plan as sharp as after some hundred steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """A shape, its split, and one step."""
+
+    shape: Shape
+    experts: int
+    active: int
+    seq_len: int
+    micro_batch: int
+    """Sequences of one forward pass."""
+    micro_batches: int
+    """Forward passes of one optimizer step."""
+    dtype: str
+    device: str
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.seq_len * self.micro_batch * self.micro_batches
+
+    def with_tokens(self, tokens: int) -> "Subject":
+        """The same in one micro-batch of that many tokens."""
+        return replace(self, micro_batch=tokens // self.seq_len, micro_batches=1)
+
+
+class Clock:
+    """Seconds of named parts.
+
+    On CUDA by events, so that nothing waits inside a step. Of one CPU thread, the processor's
+    seconds: what other processes do meanwhile is not counted. Of several threads, the wall's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+        one_thread = torch.get_num_threads() == 1
+        self._read = time.process_time if one_thread else time.perf_counter
+        self.kind = "CUDA events" if self.on_cuda else "processor" if one_thread else "wall"
+        self._spans: dict[str, list[Any]] = defaultdict(list)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What happens inside belongs to `name`."""
+        start = self._now()
+        yield
+        self._spans[name].append((start, self._now()))
+
+    def seconds(self) -> dict[str, float]:
+        """Of each part since the last call; waits for the device."""
+        if self.on_cuda:
+            torch.cuda.synchronize()
+        found = {name: sum(map(self._between, spans)) for name, spans in self._spans.items()}
+        self._spans.clear()
+        return found
+
+    def _now(self) -> Any:
+        if not self.on_cuda:
+            return self._read()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, span: tuple[Any, Any]) -> float:
+        start, end = span
+        return start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
+
+
+class TimedAlignment(Alignment):
+    """The alignment itself, with a clock around its parts."""
+
+    clock: Clock
+
+    def assign(self, step: int) -> tuple[TransportPlan, dict[str, Tensor]]:
+        """See `Alignment`."""
+        with self.clock.part("assignment"):
+            return super().assign(step)
+
+    def pass_to_affinities(self, plan: TransportPlan) -> None:
+        """See `Alignment`."""
+        with self.clock.part("assignment"):
+            super().pass_to_affinities(plan)
+
+    def teacher(self, tokens_BT: Tensor) -> Tensor:
+        """See `Alignment`."""
+        with self.clock.part("teacher forward"):
+            return super().teacher(tokens_BT)
+
+    def student(self, tokens_BT: Tensor) -> Tensor:
+        """See `Alignment`."""
+        with self.clock.part("student forward"):
+            return super().student(tokens_BT)
+
+    def loss(self, *arguments: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Alignment`."""
+        with self.clock.part("head and losses"):
+            return super().loss(*arguments)
+
+    def differentiate(self, loss: Tensor) -> None:
+        """See `Alignment`."""
+        with self.clock.part("backward"):
+            super().differentiate(loss)
+
+
+def random_dense(subject: Subject, seed: int) -> DenseModel:
+    """A frozen Llama of that shape with random weights, made on the device itself."""
+    shape = subject.shape
+    config = LlamaConfig(
+        hidden_size=shape.width,
+        intermediate_size=shape.ffn_width,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=max(shape.context, subject.seq_len),
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(seed)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, subject.dtype))
+    try:
+        with torch.device(subject.device):
+            model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    return DenseModel(
+        model=model.requires_grad_(False).eval(),
+        tokenizer=None,
+        family=family_of(config),
+        folder=Path(),
+        source="random weights",
+        revision=None,
+    )
+
+
+def sizes(subject: Subject, dense: DenseModel) -> Sizes:
+    """What the estimates of `dotmoe inspect` read."""
+    dtype = getattr(torch, subject.dtype)
+    split = resolve(
+        ExpertsConfig(experts=subject.experts, active_experts=subject.active),
+        subject.shape.ffn_width,
+    )
+    return sizes_of(
+        dense.config,
+        dense.family.traits(dense.config),
+        split,
+        count_parameters(dense.config, dense.family, split),
+        stored=dtype,
+        written=dtype,
+        bytes_held=dtype.itemsize,
+    )
+
+
+def run_size(subject: Subject) -> RunSize:
+    """One step, for the estimates."""
+    batch = subject.micro_batch * subject.micro_batches
+    return RunSize(
+        steps=1,
+        batch_size=batch,
+        seq_len=subject.seq_len,
+        micro_batch_size=subject.micro_batch,
+        calibration_tokens=0,
+        device=subject.device,
+    )
+
+
+class Step:
+    """One optimizer step of the alignment, again and again. Use inside `with step.ready():`."""
+
+    def __init__(
+        self, subject: Subject, dense: DenseModel, *, seed: int, checkpointing: bool = False
+    ) -> None:
+        batch = subject.micro_batch * subject.micro_batches
+        self.dense = dense
+        self.config = AlignConfig(
+            batch_size=batch,
+            micro_batch_size=subject.micro_batch,
+            activation_checkpointing=checkpointing,
+        )
+        self.clock = Clock(dense.device)
+        self.task = TimedAlignment(
+            dense,
+            random_blocks(subject, seed),
+            random_state(subject, seed),
+            subject.active,
+            self.config,
+            AssignmentConfig(),
+            warmup_steps=0,
+            seed=seed,
+        )
+        self.task.clock = self.clock
+        groups = self.task.parameter_groups()
+        self.parameters = [p for group in groups for p in group.parameters]
+        self.optimizer = adamw(groups, weight_decay=self.config.weight_decay)
+        self.taken = 0
+
+    @contextmanager
+    def ready(self) -> Iterator["Step"]:
+        """Inside, the model is masked."""
+        with (
+            masked(self.dense, self.task.masking),
+            recomputing(self.dense, self.config.activation_checkpointing),
+        ):
+            yield self
+
+    def take(self) -> dict[str, float]:
+        """One step; seconds of its parts, and of all of it as `step`."""
+        with self.clock.part("step"):
+            self.task.accumulate_gradients(self.taken)
+            with self.clock.part("optimizer"):
+                torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+        self.taken += 1
+        return self.clock.seconds()
+
+
+def random_blocks(subject: Subject, seed: int) -> TokenBlocks:
+    generator = torch.Generator().manual_seed(seed)
+    rows = 4 * subject.micro_batch * subject.micro_batches
+    size = (rows, subject.seq_len)
+    return TokenBlocks(
+        torch.randint(subject.shape.vocabulary, size, generator=generator, dtype=torch.int32)
+    )
+
+
+def random_state(subject: Subject, seed: int) -> AlignState:
+    shape, device = subject.shape, torch.device(subject.device)
+    generator = torch.Generator(device).manual_seed(seed)
+    affinity_size = (shape.layers, shape.ffn_width, subject.experts)
+    router_size = (shape.layers, subject.experts, shape.width)
+    affinity = torch.randn(affinity_size, generator=generator, device=device)
+    router = torch.randn(router_size, generator=generator, device=device)
+    return AlignState(
+        affinity_LNE=affinity.mul_(AFFINITY_STD),
+        router_LED=router.mul_(ROUTER_LOGIT_STD / shape.width**0.5),
+        step=0,
+    )
+
+
+def peak_bytes(step: Step) -> int:
+    """Most bytes of tensors that were alive at once during one step, weights included.
+
+    On CUDA what the allocator counted. On a CPU what it handed out beyond the tensors that were
+    there before the step.
+    """
+    device = step.dense.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        step.take()
+        return torch.cuda.max_memory_allocated(device)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step.take()
+    alive = most = 0
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            most = max(most, alive)
+    return held_bytes(step) + most
+
+
+def held_bytes(step: Step) -> int:
+    """Tensors that are there between two steps."""
+    task = step.task
+    tensors = [*step.dense.model.parameters(), *step.dense.model.buffers(), *step.parameters]
+    for state in step.optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    tensors += [task.masking.expert_of_neuron_LN]
+    if task.potential_LE is not None:
+        tensors.append(task.potential_LE)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())

@@ -1,0 +1,109 @@
+"""Triton kernels against PyTorch's operations: on the CPU by Triton's interpreter, and on CUDA."""
+
+import pytest
+import torch
+from scipy.optimize import brentq
+from scipy.special import expit
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from dotmoe.moe import kernels
+from dotmoe.moe.masked_activation import masked_activation
+from dotmoe.moe.router import soft_top_k, straight_through_mask
+
+HAS_CUDA = torch.cuda.is_available()
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """Where the kernels run in this test; on the CPU they are made to run, by the interpreter."""
+    if request.param == "cuda":
+        return torch.device("cuda")
+    if HAS_CUDA:
+        pytest.skip("Triton compiles here, and does not interpret")
+    monkeypatch.setattr(kernels, "run_on", lambda tensor: tensor.dtype != torch.float64)
+    return torch.device("cpu")
+
+
+def sample(tokens, neurons, experts, dtype, device, *, scale=1.0):
+    generator = torch.Generator().manual_seed(tokens + neurons)
+    gate, up, grad = scale * torch.randn(3, tokens, neurons, generator=generator)
+    routing = (torch.rand(tokens, experts, generator=generator) < 0.25).float()
+    order = torch.randperm(neurons, generator=generator)
+    assignment = torch.arange(experts).repeat_interleave(neurons // experts)[order]
+    plan = torch.rand(neurons, experts, generator=generator)
+    tensors = (gate.to(dtype), up.to(dtype), routing, assignment, plan, grad.to(dtype))
+    return [tensor.to(device) for tensor in tensors]
+
+
+def results(gate, up, routing, assignment, plan, grad):
+    leaves = [t.clone().requires_grad_() for t in (gate, up, routing, plan)]
+    out = masked_activation(leaves[0], leaves[1], leaves[2], assignment, leaves[3])
+    out.backward(grad)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 100.0])
+@pytest.mark.parametrize("shape", [(1, 8, 2), (5, 1_030, 5), (3, 2_048, 16)])
+def test_the_masked_activation_is_that_of_float64(device, shape, scale):
+    gate, up, routing, assignment, plan, grad = sample(*shape, torch.float32, device, scale=scale)
+    found = results(gate, up, routing, assignment, plan, grad)
+    wide = [t.double() for t in (gate, up, routing)]
+    expected = results(*wide, assignment, plan.double(), grad.double())
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one.double(), other, rtol=1e-4, atol=1e-5 * max(1.0, scale) ** 3)
+
+
+def test_in_bfloat16_the_forward_rounds_as_the_dense_ffn_does(device, monkeypatch):
+    tensors = sample(4, 1_100, 11, torch.bfloat16, device)
+    found = results(*tensors)
+    monkeypatch.setattr(kernels, "run_on", lambda tensor: False)
+    expected = results(*tensors)
+    if device.type == "cuda":  # the interpreter cuts bits off where hardware rounds
+        same = (found[0] == expected[0]).float().mean()
+        assert same > 0.999  # two exponentials may differ in a bit
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.allclose(one.float(), other.float(), rtol=0.02, atol=0.02)
+
+
+def test_infinite_steepness_and_a_layout_that_is_not_contiguous_do_no_harm(device):
+    gate, up, routing, assignment, plan, grad = sample(6, 40, 4, torch.float32, device)
+    gate = torch.where(gate > 0, 1e4, -1e4)
+    found = results(gate, up, routing, assignment, plan, grad)
+    across = [t.T.contiguous().T for t in (gate, up, routing)]
+    again = results(*across, assignment, plan, grad.T.contiguous().T)
+    for one, other in zip(found, again, strict=True):
+        assert torch.isfinite(one).all()
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-3, 1.0, 30.0, 1e4])
+@pytest.mark.parametrize(("experts", "active"), [(2, 1), (9, 4), (148, 37), (148, 147)])
+def test_soft_rows_are_the_sigmoids_whose_sum_is_k(device, experts, active, spread):
+    generator = torch.Generator().manual_seed(0)
+    logits = (spread * torch.randn(5, experts, generator=generator)).to(device)
+    soft = soft_top_k(logits, active, 1.0)
+    assert torch.allclose(
+        soft.sum(dim=1), torch.full((5,), float(active), device=device), atol=2e-4
+    )
+    for row, found in zip(logits.cpu().double(), soft.cpu().double(), strict=True):
+        x = row.numpy()
+        theta = brentq(
+            lambda t, x=x: expit(x - t).sum() - active, x.min() - 20, x.max() + 20, xtol=1e-13
+        )
+        # A logit of 1e4 carries an error of 5e-4 in float32.
+        assert torch.allclose(found, torch.from_numpy(expit(x - theta)), atol=1e-5 + 1e-7 * spread)
+
+
+def test_all_experts_active_needs_no_kernel(device):
+    logits = torch.randn(3, 6, device=device)
+    mask = straight_through_mask(logits, 6, surrogate="soft_top_k")
+    assert torch.equal(mask, torch.ones_like(mask))
+
+
+def test_the_kernels_stay_away_from_the_cpu_and_from_float64():
+    assert not kernels.run_on(torch.zeros(1))
+    if HAS_CUDA:
+        assert kernels.run_on(torch.zeros(1, device="cuda"))
+        assert not kernels.run_on(torch.zeros(1, device="cuda", dtype=torch.float64))

@@ -1,0 +1,94 @@
+"""SiLU(gate) * up under the mask. Oracle: the equations with every product written out in full."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dotmoe.moe.masked_activation import masked_activation
+
+T, N, E = 7, 12, 4
+
+
+def inputs(dtype=torch.float64, scale=1.0):
+    generator = torch.Generator().manual_seed(0)
+    gate, up, weights = scale * torch.randn(3, T, N, generator=generator, dtype=torch.float64)
+    routing = (torch.rand(T, E, generator=generator) < 0.5).to(torch.float64)
+    assignment = torch.arange(E).repeat_interleave(N // E)[torch.randperm(N, generator=generator)]
+    plan = torch.rand(N, E, generator=generator, dtype=torch.float64)
+    return gate.to(dtype), up.to(dtype), routing, assignment, plan, weights.to(dtype)
+
+
+def written_out(gate, up, routing, assignment, plan):
+    """eq:moe_output with eq:assignment_ste: a T x N x E product, differentiated by autograd."""
+    hard = F.one_hot(assignment, E).to(routing.dtype)
+    straight_through = hard + plan - plan.detach()
+    return F.silu(gate) * up * torch.einsum("te,ne->tn", routing, straight_through)
+
+
+def gradients(function, gate, up, routing, assignment, plan, weights):
+    leaves = [t.clone().requires_grad_() for t in (gate, up, routing, plan)]
+    out = function(leaves[0], leaves[1], leaves[2], assignment, leaves[3])
+    (out * weights).sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 300.0])
+def test_output_and_gradients_are_those_of_the_written_out_straight_through_estimator(scale):
+    found = gradients(masked_activation, *inputs(scale=scale))
+    expected = gradients(written_out, *inputs(scale=scale))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_gate_and_up_are_those_of_finite_differences():
+    gate, up, routing, assignment, _, _ = inputs()
+    gate.requires_grad_()
+    up.requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda g, u: masked_activation(g, u, routing, assignment), (gate, up)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_output_is_bit_equal_to_the_operations_one_by_one(dtype):
+    gate, up, routing, assignment, plan, _ = inputs(dtype)
+    expected = F.silu(gate) * up * routing.to(dtype)[:, assignment]
+    assert torch.equal(masked_activation(gate, up, routing, assignment, plan), expected)
+
+
+def test_neither_inputs_nor_the_gradient_that_comes_in_are_changed():
+    gate, up, routing, assignment, plan, weights = inputs()
+    before = [t.clone() for t in (gate, up, routing, plan, weights)]
+    leaves = [t.requires_grad_() for t in (gate, up, routing, plan)]
+    masked_activation(gate, up, routing, assignment, plan).backward(weights)
+    for now, then in zip((*leaves, weights), before, strict=True):
+        assert torch.equal(now, then)
+
+
+def test_without_a_plan_the_assignment_gets_no_gradient():
+    gate, up, routing, assignment, _, weights = inputs()
+    routing.requires_grad_()
+    (masked_activation(gate, up, routing, assignment) * weights).sum().backward()
+    hard = F.one_hot(assignment, E).double()
+    assert torch.allclose(routing.grad, (weights * F.silu(gate) * up) @ hard, atol=1e-12)
+
+
+def test_bfloat16_activations_keep_their_dtype_and_float32_routing_its_gradient():
+    gate, up, routing, assignment, plan, weights = inputs(torch.bfloat16)
+    found = gradients(
+        masked_activation, gate, up, routing.float(), assignment, plan.float(), weights
+    )
+    assert [t.dtype for t in found] == [torch.bfloat16] * 3 + [torch.float32] * 2
+    wide = [t.double() for t in (gate, up, routing)]
+    expected = gradients(written_out, *wide, assignment, plan, weights.double())
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one.double(), other, rtol=0.03, atol=0.03)
+
+
+def test_only_gate_up_and_routing_are_kept_for_the_backward():
+    gate, up, routing, assignment, plan, _ = inputs()
+    gate.requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        masked_activation(gate, up, routing, assignment, plan.requires_grad_())
+    assert sorted(tuple(t.shape) for t in kept) == sorted([(T, N), (T, N), (T, E), (N,)])
