@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
 STAMP := .venv/installed
-PATHS := src tests scripts
+PATHS := src tests scripts benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-slow test-gpu check fmt results clean
@@ -52,7 +52,7 @@ results: $(STAMP)  ## Measure the quickstart again, and put it into the README
 	rm -rf quickstart-run
 	$(BIN)/dotmoe quickstart
 	cp quickstart-run/quickstart.json results/quickstart.json
-	$(BIN)/python scripts/update_readme.py
+	$(BIN)/python scripts/update_documents.py
 
 clean:  ## Remove .venv and every cache
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
