@@ -16,8 +16,13 @@ def perplexity(model, text, capsys):
 
 
 @pytest.mark.parametrize("name", ["gguf_glm4moe", "gguf_llama", "gguf_dense"])
-def test_a_run_becomes_a_gguf_of_the_same_perplexity(name, finished, quick, tmp_path, capsys):
+@pytest.mark.parametrize("kept_bytes", [0, 2**28])
+def test_a_run_becomes_a_gguf_of_the_same_perplexity(
+    kept_bytes, name, finished, quick, tmp_path, capsys, monkeypatch
+):
     pytest.importorskip("llama_cpp")
+    # Small models are kept in memory once they are read; with 0 this one is not.
+    monkeypatch.setattr("dotmoe.export.weights_on_disk.KEPT_BYTES", kept_bytes)
     folder, model = finished
     out = tmp_path / name
     command = ["export", str(folder), str(out), "--format", name, "--gguf-type", "f32"]

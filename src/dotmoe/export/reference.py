@@ -1,6 +1,5 @@
 """What an export is compared with: the masked dense model, with weights fresh from the files."""
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from dotmoe.artifacts import DenseModel
 from dotmoe.errors import UserError
 from dotmoe.export.dense_tensors import DenseTensors
-from dotmoe.export.weights_on_disk import is_on_disk, on_disk
+from dotmoe.export.weights_on_disk import empty_model, is_on_disk, on_disk
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.moe.surgery import masked_by
 
@@ -163,13 +162,13 @@ def require_same_weights(dense: DenseModel, tensors: DenseTensors) -> None:
 
 
 def copy_from_files(dense: DenseModel, tensors: DenseTensors, dtype: torch.dtype) -> DenseModel:
-    """A float32 copy of the model in memory, with the weights of the files rounded to `dtype`.
+    """The dense model in memory in float32, with the weights of its files rounded to `dtype`.
 
     Raises:
         UserError: The model in memory has other weights than its folder.
     """
     require_same_weights(dense, tensors)
-    model = copy.deepcopy(dense.model)
+    model = empty_model(dense.config, dense.device, torch.float32)
     for name, parameter in model.named_parameters():
         parameter.data = tensors.read(name).to(dtype).to(parameter.device, torch.float32)
     return replace(dense, model=model)
