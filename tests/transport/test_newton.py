@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from dotmoe.transport import balanced_plan, sinkhorn
+from dotmoe.transport import balanced_plan, blocks, sinkhorn
 
 SHAPES = [(512, 16), (24, 6), (40, 2), (30, 30), (7, 1)]
 WIDER_SHAPES = [(2960, 148), (1280, 10), (128, 128), (999, 27)]
@@ -131,6 +131,17 @@ def test_a_start_from_the_step_before_takes_few_passes() -> None:
     assert balanced_plan(A, capacity=20, tau=0.1, start=potential).num_passes == 1
 
 
+def test_a_potential_in_units_of_affinity_survives_a_change_of_temperature() -> None:
+    A = (affinity(2960, 148, std=0.2) + affinity(148, std=0.2, seed=1)).float()
+    hot = balanced_plan(A, capacity=20, tau=0.2).potential
+    passes = {}
+    for name, start in (("cold", None), ("as it was", hot), ("rescaled", hot * 0.2 / 0.18)):
+        result = balanced_plan(A, capacity=20, tau=0.18, start=start)
+        assert float(result.marginal_error) <= 1e-6
+        passes[name] = result.num_passes
+    assert passes["rescaled"] < passes["as it was"] <= passes["cold"]
+
+
 def test_a_far_start_is_no_worse_than_none() -> None:
     A = affinity(64, 8, std=3.0)
     start = 1e4 * affinity(8)
@@ -152,6 +163,45 @@ def test_layers_are_solved_as_if_alone() -> None:
         passes.append(alone.num_passes)
         torch.testing.assert_close(together.plan.view(6, 64, 8)[layer], alone.plan)
     assert together.num_passes == max(passes) > min(passes)
+
+
+@pytest.mark.parametrize("std", [0.01, 0.3, 3.0, 300.0])
+def test_blocks_and_groups_do_not_change_the_plan(
+    std: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    A = affinity(5, 64, 8, std=std).float().requires_grad_()
+    weight = affinity(5, 64, 8, seed=1).float()
+    whole = balanced_plan(A, capacity=8, tau=0.1)
+    (gradient,) = torch.autograd.grad((whole.plan * weight).sum(), A)
+    # Blocks of two runs of 8 neurons, layers by twos.
+    monkeypatch.setattr(blocks, "CACHED_ELEMENTS", 128)
+    monkeypatch.setattr(blocks, "GROUPED_ELEMENTS", 1024)
+    parts = balanced_plan(A, capacity=8, tau=0.1)
+    assert parts.num_passes == whole.num_passes
+    torch.testing.assert_close(parts.plan, whole.plan, atol=1e-6, rtol=1e-5)
+    (again,) = torch.autograd.grad((parts.plan * weight).sum(), A)
+    # A saturated plan has next to no gradient: rounding is all that is left of it.
+    torch.testing.assert_close(again, gradient, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 8), (1, 60, 6), (4, 12, 12), (2, 40, 2)])
+def test_blocks_cover_everything_once(
+    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "CACHED_ELEMENTS", 100)
+    times = torch.zeros(shape)
+    for layers, rows in blocks.blocks(times.shape, times.device):
+        assert (rows.stop - rows.start) % (shape[1] // shape[2]) == 0
+        times[layers, rows] += 1.0
+    assert bool((times == 1.0).all())
+
+
+def test_sharp_plans_stay_far_from_denormals() -> None:
+    # Arithmetic on denormals is a hundred times slower on a CPU.
+    for std in (3.0, 30.0, 1e4):
+        plan = balanced_plan(affinity(512, 16, std=std).float(), capacity=32, tau=0.1).plan
+        assert float(plan.min()) > 1e-26
+        assert (plan.sum(dim=-1) - 1.0).abs().max() < 1e-6
 
 
 def test_one_pass_is_honest_about_its_error() -> None:

@@ -37,6 +37,10 @@ def scores(kind: str, N: int, E: int, seed: int) -> Tensor:
         return noise[:1].expand(N, E).contiguous()
     if kind == "agreed order of neurons":
         return noise[:, :1].expand(N, E).contiguous()
+    if kind == "double precision":
+        return noise.double() + 1e-12 * noise.flip(0).double()
+    if kind == "zeros of both signs":
+        return torch.where(noise.abs() < 0.8, noise * 0.0, noise)
     if kind == "half precision":
         return noise.softmax(dim=-1).bfloat16()
     assert kind == "constant"
@@ -44,7 +48,8 @@ def scores(kind: str, N: int, E: int, seed: int) -> Tensor:
 
 
 KINDS = ["normal", "plan", "sharp plan", "quantised", "two values", "everyone agrees"]
-KINDS += ["agreed order of neurons", "half precision", "constant"]
+KINDS += ["agreed order of neurons", "half precision", "constant", "double precision"]
+KINDS += ["zeros of both signs"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,10 +69,10 @@ def test_it_equals_the_serial_definition_at_size(kind: str) -> None:
 
 
 def test_layers_are_rounded_as_if_alone() -> None:
-    plans = torch.stack([scores(kind, 48, 6, seed=3) for kind in KINDS if kind != "half precision"])
-    together = greedy_assignment(plans.view(2, 4, 48, 6), capacity=8)
-    assert together.shape == (2, 4, 48)
-    for plan, assignment in zip(plans, together.view(8, 48), strict=True):
+    plans = torch.stack([scores(kind, 48, 6, seed=3).float() for kind in KINDS[:10]])
+    together = greedy_assignment(plans.view(2, 5, 48, 6), capacity=8)
+    assert together.shape == (2, 5, 48)
+    for plan, assignment in zip(plans, together.view(10, 48), strict=True):
         assert assignment.tolist() == serial(plan, 8)
 
 

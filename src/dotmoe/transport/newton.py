@@ -4,7 +4,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dotmoe.transport.blocks import layer_groups
 from dotmoe.transport.implicit_gradient import attach_gradient
+from dotmoe.transport.laplacian import FactoredLaplacian
+from dotmoe.transport.newton_state import Solution
 from dotmoe.transport.plan import TransportPlan, check_affinity
 from dotmoe.transport.semi_dual import SemiDual
 
@@ -35,7 +38,8 @@ def balanced_plan(
         start: `potential` of a previous plan for nearby affinities, or None. Only saves passes.
         tolerance: Largest |column sum - s| / s to stop at. Below the rounding of the dtype (about
             1e-7 in float32) the solver stops where it no longer improves.
-        max_passes: Upper bound on passes over A, at least 1. A start that is near needs 2 to 4.
+        max_passes: Upper bound on passes over all N x E entries, at least 1. A start that is near
+            needs 2 to 4.
 
     Returns:
         The plan; `marginal_error` says what was reached, and exceeds `tolerance` only where
@@ -52,24 +56,38 @@ def balanced_plan(
         tensor([[0.5000, 0.5000],
                 [0.5000, 0.5000]])
     """
-    check_affinity(affinity, capacity=capacity, tau=tau)
+    low, high = check_affinity(affinity, capacity=capacity, tau=tau)
     if max_passes < 1:
         raise ValueError(f"max_passes is {max_passes}, but at least 1 pass is needed.")
+    if start is not None and not bool(torch.isfinite(start).all()):
+        raise ValueError("start contains NaN or infinity; pass None to start afresh.")
     *leading, num_neurons, num_experts = affinity.shape
     affinity_LNE = affinity.reshape(-1, num_neurons, num_experts)
-    if start is None:
-        start_LE = affinity_LNE.new_zeros(affinity_LNE.shape[0], num_experts, dtype=torch.float64)
-    elif bool(torch.isfinite(start).all()):
-        start_LE = start.detach().to(affinity.device, torch.float64).reshape(-1, num_experts)
-    else:
-        raise ValueError("start contains NaN or infinity; pass None to start afresh.")
+    zero_LE = affinity_LNE.new_zeros(len(affinity_LNE), num_experts, dtype=torch.float64)
+    solution = Solution(
+        plan_LNE=torch.empty_like(affinity_LNE, memory_format=torch.contiguous_format),
+        potential_LE=zero_LE.clone(),
+        error_L=zero_LE.new_empty(len(zero_LE)),
+        hessian=FactoredLaplacian(factor_LEE=torch.diag_embed(zero_LE), scale_LE=zero_LE),
+    )
+    if start is not None:
+        solution.potential_LE.copy_(start.detach().reshape(-1, num_experts))
+    num_passes = 0
     with torch.no_grad():
-        problem = SemiDual(affinity_LNE.detach(), capacity, tau, tolerance)
-        solution = problem.solve(start_LE, max_passes)
-    plan_LNE = attach_gradient(affinity_LNE, solution.plan, tau)
+        for group in layer_groups(affinity_LNE.shape, affinity.device):
+            problem = SemiDual(
+                affinity_LNE[group].detach(),
+                low.reshape(-1)[group],
+                high.reshape(-1)[group],
+                capacity=capacity,
+                tau=tau,
+                tolerance=tolerance,
+            )
+            num_passes = max(num_passes, problem.solve(solution.part(group), max_passes))
+    plan_LNE = attach_gradient(affinity_LNE, solution.plan_LNE, tau, solution.hessian)
     return TransportPlan(
         plan=plan_LNE.reshape(affinity.shape),
-        potential=solution.potential.reshape(*leading, num_experts),
-        marginal_error=solution.marginal_error.reshape(leading),
-        num_passes=solution.num_passes,
+        potential=solution.potential_LE.reshape(*leading, num_experts),
+        marginal_error=solution.error_L.reshape(leading),
+        num_passes=num_passes,
     )

@@ -18,7 +18,7 @@ class TransportPlan:
     marginal_error: Float[Tensor, "*L"]
     """Largest |column sum - capacity| / capacity (and row error, for Sinkhorn) of `plan`."""
     num_passes: int
-    """Times the solver went over the whole affinity matrix."""
+    """Times the solver went over all N x E entries."""
 
 
 def column_sums(plan: Float[Tensor, "*L N E"], capacity: int) -> Float[Tensor, "*L E"]:
@@ -32,8 +32,13 @@ def column_sums(plan: Float[Tensor, "*L N E"], capacity: int) -> Float[Tensor, "
     return runs.sum(dim=-2).sum(dim=-2, dtype=torch.float64)
 
 
-def check_affinity(affinity: Tensor, *, capacity: int, tau: float) -> None:
+def check_affinity(
+    affinity: Float[Tensor, "*L N E"], *, capacity: int, tau: float
+) -> tuple[Float[Tensor, "*L"], Float[Tensor, "*L"]]:
     """Refuse what no solver can transport.
+
+    Returns:
+        Lowest and highest affinity of each problem.
 
     Raises:
         ValueError: N is not capacity * E, tau is not positive, the dtype is below float32, or an
@@ -49,5 +54,11 @@ def check_affinity(affinity: Tensor, *, capacity: int, tau: float) -> None:
         raise ValueError(f"tau is {tau}, but a temperature must be above 0.")
     if affinity.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"affinity is {affinity.dtype}; transport needs float32 or float64.")
-    if not bool(torch.isfinite(affinity).all()):
+    # NaN anywhere becomes both extremes: no mask as large as the affinities. One layer at a time,
+    # because `aminmax` is slow along a dimension.
+    problems = affinity.detach().reshape(-1, num_neurons, num_experts)
+    extremes = torch.stack([torch.stack(torch.aminmax(problem)) for problem in problems])
+    if not bool(torch.isfinite(extremes).all()):
         raise ValueError("affinity contains NaN or infinity; no plan exists.")
+    low, high = extremes.reshape(*affinity.shape[:-2], 2).unbind(-1)
+    return low, high

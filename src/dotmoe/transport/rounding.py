@@ -38,76 +38,75 @@ def greedy_assignment(plan: Float[Tensor, "*L N E"], *, capacity: int) -> Int[Te
             f"{num_neurons} neurons do not fill {num_experts} experts of {capacity}: "
             "N must be capacity * E."
         )
-    if not bool(torch.isfinite(plan).all()):
-        raise ValueError("plan contains NaN or infinity; greedy rounding needs finite entries.")
     scores_RE = plan.detach().reshape(-1, num_experts)
+    # NaN anywhere becomes both extremes: one pass, and no mask as large as the plan.
+    if not bool(torch.isfinite(torch.stack(torch.aminmax(scores_RE))).all()):
+        raise ValueError("plan contains NaN or infinity; greedy rounding needs finite entries.")
     matching = _Matching(scores_RE, num_neurons, capacity)
-    while matching.free.numel():
+    while matching.refuse():
         matching.propose()
-    return matching.expert_of_row().reshape(*leading, num_neurons)
+    return (matching.slot_R % num_experts).reshape(*leading, num_neurons)
 
 
 class _Matching:
-    """Deferred acceptance; rows are the neurons of all layers, each layer has its own experts.
+    """Deferred acceptance; rows are the neurons of all layers, a slot is one expert of one layer.
 
-    Every expert starts full of placeholders that score -infinity, so it never has to be asked
-    whether it has room.
+    Only slots that are asked by more rows than they have room for do any work, and only rows they
+    refuse look at their scores a second time.
     """
 
     def __init__(self, scores_RE: Float[Tensor, "R E"], num_neurons: int, capacity: int) -> None:
         num_rows, self.num_experts = scores_RE.shape
         self.scores_RE = scores_RE
         self.num_neurons = num_neurons
-        self.nobody = num_rows
-        """Row number of a placeholder: above every row, so it loses ties."""
-        num_slots = num_rows // capacity
-        # Members of each expert, best first: the last column is what a newcomer has to beat.
-        self.member_score = scores_RE.new_full((num_slots, capacity), -torch.inf)
-        self.member_row = torch.full_like(self.member_score, self.nobody, dtype=torch.long)
-        self.free = torch.arange(num_rows, device=scores_RE.device)
+        self.capacity = capacity
+        # The first proposal of all rows at once; `max` returns the first of equal entries.
+        self.score_R, expert_R = scores_RE.max(dim=-1)
+        rows_R = torch.arange(num_rows, device=scores_RE.device)
+        self.slot_R = rows_R // num_neurons * self.num_experts + expert_R
+        self.free = rows_R[:0]
+        # What a newcomer has to beat: anything, until the slot refuses its first row.
+        self.worst_score = scores_RE.new_full((num_rows // capacity,), -torch.inf)
+        self.worst_row = torch.zeros_like(self.worst_score, dtype=torch.long)
+
+    def refuse(self) -> bool:
+        """Slots asked by too many keep their best; whether anyone was refused."""
+        size = torch.bincount(self.slot_R, minlength=self.worst_score.numel())
+        crowded = size > self.capacity
+        # In row order, which the stable sorts keep among equals.
+        rows = crowded[self.slot_R].nonzero().squeeze(-1)
+        rows = rows[_best_first(self.slot_R[rows], self.score_R[rows])]
+        size = torch.where(crowded, size, 0)
+        slots = self.slot_R[rows]
+        place = torch.arange(len(rows), device=rows.device) - (size.cumsum(0) - size)[slots]
+        last = rows[place == self.capacity - 1]
+        self.worst_score[self.slot_R[last]] = self.score_R[last]
+        self.worst_row[self.slot_R[last]] = last
+        self.free = rows[place >= self.capacity]
+        return self.free.numel() > 0
 
     def propose(self) -> None:
-        """One round: all free rows propose, the experts asked keep their best."""
-        score, slot = self._wishes()
-        asked, turn = torch.unique(slot, return_inverse=True)
-        capacity = self.member_row.shape[1]
-        old_turn = torch.arange(len(asked), device=turn.device).repeat_interleave(capacity)
-        turns = torch.cat([old_turn, turn])
-        scores = torch.cat([self.member_score[asked].flatten(), score])
-        rows = torch.cat([self.member_row[asked].flatten(), self.free])
-        order = torch.argsort(rows)
-        order = order[torch.argsort(scores[order], descending=True, stable=True)]
-        order = order[torch.argsort(turns[order], stable=True)]
-        size = torch.bincount(turns, minlength=len(asked))
-        start = (size.cumsum(0) - size)[turns[order]]
-        kept = torch.arange(len(order), device=order.device) - start < capacity
-        self.member_score[asked] = scores[order[kept]].view(-1, capacity)
-        self.member_row[asked] = rows[order[kept]].view(-1, capacity)
-        refused = rows[order[~kept]]
-        self.free = refused[refused != self.nobody]
+        """Every refused row asks the best slot that would still take it.
 
-    def _wishes(self) -> tuple[Float[Tensor, " F"], Int[Tensor, " F"]]:
-        """Score and number of the expert that each free row proposes to.
-
-        What an expert asks for only rises, so an expert whose worst member beats a row now would
-        refuse it for ever: no record of refusals is needed.
+        What a slot asks for only rises, so one whose worst row beats a free row now would refuse
+        it for ever: no record of refusals is needed.
         """
         layer = self.free // self.num_neurons
-        worst_score = self.member_score[:, -1].view(-1, self.num_experts)[layer]
-        worst_row = self.member_row[:, -1].view(-1, self.num_experts)[layer]
+        worst_score = self.worst_score.view(-1, self.num_experts)[layer]
+        worst_row = self.worst_row.view(-1, self.num_experts)[layer]
         scores = self.scores_RE[self.free]
-        tie_won = (scores == worst_score) & (self.free.unsqueeze(-1) < worst_row)
-        scores.masked_fill_(~((scores > worst_score) | tie_won), -torch.inf)
-        best = scores.amax(dim=-1, keepdim=True)
-        # argmax may return any of several equal entries; the definition wants the first.
-        columns = torch.arange(self.num_experts, device=scores.device)
-        expert = torch.where(scores == best, columns, self.num_experts).amin(dim=-1)
-        return best.squeeze(-1), layer * self.num_experts + expert
+        lost = (scores == worst_score) & (self.free.unsqueeze(-1) > worst_row)
+        scores.masked_fill_((scores < worst_score) | lost, -torch.inf)
+        self.score_R[self.free], expert = scores.max(dim=-1)
+        self.slot_R[self.free] = layer * self.num_experts + expert
 
-    def expert_of_row(self) -> Int[Tensor, " R"]:
-        """The assignment, once nobody is free."""
-        num_slots, capacity = self.member_row.shape
-        expert = torch.arange(num_slots, device=self.member_row.device) % self.num_experts
-        result = torch.empty(self.nobody, dtype=torch.long, device=self.member_row.device)
-        result[self.member_row.flatten()] = expert.repeat_interleave(capacity)
-        return result
+
+def _best_first(slot: Int[Tensor, " F"], score: Float[Tensor, " F"]) -> Int[Tensor, " F"]:
+    """Stable order by slot, then by falling score."""
+    if score.dtype == torch.float64:
+        order = torch.argsort(score, descending=True, stable=True)
+        return order[torch.argsort(slot[order], stable=True)]
+    # One sort: the bits of a float rise with it as an integer does, those of a negative one fall.
+    bits = (score.float() + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0: they are equal
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return torch.argsort((slot << 32) - rising, stable=True)

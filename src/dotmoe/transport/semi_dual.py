@@ -5,14 +5,21 @@ solve at the wanted temperature is taken there in stages: solve where the plan i
 potential in units of affinity (tau * v) to a lower temperature, and repeat.
 """
 
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from dotmoe.transport.laplacian import plan_laplacian, solve_laplacian
-from dotmoe.transport.plan import TransportPlan, column_sums
+from dotmoe.transport.blocks import blocks
+from dotmoe.transport.laplacian import (
+    FactoredLaplacian,
+    factor_laplacian,
+    plan_laplacian,
+)
+from dotmoe.transport.newton_state import Layers, Solution
+from dotmoe.transport.plan import column_sums
 
 STAGE_TOLERANCE = 0.25
 """Neurons too many or too few at which a stage above the wanted temperature is left.
@@ -25,114 +32,120 @@ LARGEST_MOVE = 4.0
 """Largest change of a log-potential in one Newton step; the quadratic model is void beyond."""
 STALE_PASSES = 4
 """Passes in a row, none of which takes a third off the best error, that end a stage."""
-WIDE_LOGITS = 256.0
-"""|A| / tau above which float32 logits would swallow the potential: they are formed in float64."""
-
-
-@dataclass
-class Layers:
-    """Where each unsolved layer stands; `l` is their number, it falls as layers are done."""
-
-    index: Int[Tensor, " l"]
-    """Position in the batch."""
-    logits: Float[Tensor, "l N E"]
-    """A / tau + base, less its row maximum: near 0 where the plan has mass, so hardly rounded."""
-    base: Float[Tensor, "l E"]
-    """Potential already inside the logits."""
-    offset: Float[Tensor, "l E"]
-    """Accepted potential, less `base`."""
-    direction: Float[Tensor, "l E"]
-    step: Float[Tensor, " l"]
-    slope: Float[Tensor, " l"]
-    """Derivative of the dual along `direction` at `offset`."""
-    norm: Float[Tensor, " l"]
-    """Norm of the dual's gradient at `offset`."""
-    tau: Float[Tensor, " l"]
-    """Temperature of this stage."""
-    passes: Int[Tensor, " l"]
-    """Passes in this stage."""
-    stale: Int[Tensor, " l"]
-    """Passes in a row that did not take a third off the best error."""
-    best_error: Float[Tensor, " l"]
-    best: Float[Tensor, "l E"]
-    """Potential (base + offset) of the best error of this stage."""
-    solved_tau: Float[Tensor, " l"]
-    """Lowest temperature solved so far, above the wanted one."""
-    solved: Float[Tensor, "l E"]
-    """Potential found there."""
-    drift: Float[Tensor, "l E"]
-    """Change of tau * potential a unit of temperature, between the last two stages solved."""
-    factor: Float[Tensor, " l"]
-    """Ratio of this stage's temperature to the next."""
-    closing: Bool[Tensor, " l"]
-    """The next pass is the last, whatever it finds."""
-
-    def keep(self, kept: Bool[Tensor, " l"]) -> None:
-        """Drop every layer that is not kept."""
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name)[kept])
+NARROW_LOGITS = 20.0
+"""|A| / tau + |v| up to which exponentials can neither overflow nor lose a row."""
+WIDE_LOGITS = 512.0
+"""|A| / tau + |v| above which float32 would round logits too much: they are formed in float64."""
 
 
 class SemiDual:
     """One batch of transport problems (eq:entropic_ot) that share capacity and temperature."""
 
     def __init__(
-        self, affinity_LNE: Float[Tensor, "L N E"], capacity: int, tau: float, tolerance: float
+        self,
+        affinity_LNE: Float[Tensor, "L N E"],
+        low_L: Float[Tensor, " L"],
+        high_L: Float[Tensor, " L"],
+        *,
+        capacity: int,
+        tau: float,
+        tolerance: float,
     ) -> None:
         self.affinity_LNE = affinity_LNE
         self.capacity = capacity
         self.tau = tau
         self.tolerance = tolerance
-        low_L, high_L = torch.aminmax(affinity_LNE.flatten(1), dim=1)
         self.spread_L = (high_L.double() - low_L.double()).clamp_min(tau)
-        widest = float(torch.maximum(low_L.abs(), high_L.abs()).max())
-        self.wide = widest / tau > WIDE_LOGITS
+        self.widest = float(torch.maximum(low_L.abs(), high_L.abs()).max())
+        self.rebuild = True
+        """Whether a base or a temperature changed since the plan was formed."""
+        tiny, num_experts = torch.finfo(affinity_LNE.dtype).tiny, affinity_LNE.shape[-1]
+        self.lowest_logit = 0.5 * math.log(tiny) + math.log(num_experts)
+        """Keeps products of two entries of the plan normal: a CPU is a hundred times slower at
+        arithmetic on denormals."""
 
-    def solve(self, start_LE: Float[Tensor, "L E"], max_passes: int) -> TransportPlan:
-        """Newton from `start_LE`, in float64 potentials; at most `max_passes` passes over A."""
-        plan_LNE: Tensor | None = None
-        potential_LE = torch.empty_like(start_LE)
-        error_L = torch.empty_like(self.spread_L)
-        layers = self._begin(start_LE)
+    def solve(self, solution: Solution, max_passes: int) -> int:
+        """Newton from the potential in `solution`, all of which is overwritten.
+
+        Args:
+            solution: Receives plan, potential, error and Hessian.
+            max_passes: Upper bound on passes over all N x E entries.
+
+        Returns:
+            Passes taken.
+        """
+        layers = self._begin(solution.potential_LE, solution.plan_LNE)
         num_passes = 0
-        while layers.index.numel():
+        while True:
             num_passes += 1
             if num_passes == max_passes:
                 self._close(layers, torch.ones_like(layers.closing))
             trial = layers.offset + layers.step.unsqueeze(-1) * layers.direction
-            plan = torch.softmax(
-                layers.logits + trial.to(layers.logits.dtype).unsqueeze(-2), dim=-1
-            )
-            gradient = self.capacity - column_sums(plan, self.capacity)
+            gradient = self.capacity - self._column_sums(layers, trial)
             error = gradient.abs().amax(dim=-1) / self.capacity
             done = ((error <= self.tolerance) & (layers.tau == self.tau)) | layers.closing
-            if bool(done.any()):
-                solved = layers.index[done]
-                potential_LE[solved] = (layers.base + trial)[done]
-                error_L[solved] = error[done]
-                if bool(done.all()) and done.numel() == error_L.numel():
-                    plan_LNE = plan
-                    break
-                if plan_LNE is None:
-                    plan_LNE = torch.empty_like(self.affinity_LNE)
-                plan_LNE[solved] = plan[done]
+            some_done, all_done = torch.stack([done.any(), done.all()]).tolist()
+            if some_done:
+                solution.take(layers, done, trial, error)
+                if all_done:
+                    return num_passes
                 layers.keep(~done)
-                plan, trial, gradient, error = (x[~done] for x in (plan, trial, gradient, error))
-            if layers.index.numel():
-                self._advance(layers, plan, trial, gradient, error)
-        assert plan_LNE is not None
-        return TransportPlan(plan_LNE, potential_LE, error_L, num_passes)
+                trial, gradient, error = trial[~done], gradient[~done], error[~done]
+            self._advance(layers, trial, gradient, error)
 
-    def _begin(self, start_LE: Tensor) -> Layers:
+    def _column_sums(self, layers: Layers, trial: Tensor) -> Tensor:
+        """One pass: the plan of `trial`, into `layers.plan`, and its column sums."""
+        form = self._kernel_former(layers) if self.rebuild else None
+        # A change of potential scales the columns, so that the plan before serves as the kernel.
+        scale = (trial - layers.plan_offset if form is None else trial).exp()
+        scale = scale.unsqueeze(-2).to(layers.plan.dtype)
+        layers.plan_offset = trial
+        self.rebuild = False
+        sums = torch.zeros_like(trial)
+        for which, rows in blocks(layers.plan.shape, layers.plan.device):
+            plan = layers.plan[which, rows]
+            if form is not None:
+                form(plan, which, rows)
+            plan *= scale[which]
+            plan *= plan.sum(dim=-1, keepdim=True).reciprocal_()
+            sums[which] += column_sums(plan, self.capacity)
+        return sums
+
+    def _kernel_former(self, layers: Layers) -> Callable[[Tensor, slice, slice], None]:
+        """Writes exp(A / tau + base), times a constant of each row, into a block of a plan."""
+        affinity = self.affinity_LNE
+        if len(layers.index) < len(affinity):
+            affinity = affinity[layers.index]
+        widest = self.widest / self.tau + float(layers.base.abs().max())
+        dtype = torch.float64 if widest > WIDE_LOGITS else affinity.dtype
+        sharpness = layers.tau.reciprocal().view(-1, 1, 1).to(dtype)
+        base = layers.base.unsqueeze(-2).to(dtype)
+
+        def form(plan: Tensor, which: slice, rows: slice) -> None:
+            logits = plan if plan.dtype == dtype else plan.to(dtype)
+            torch.addcmul(base[which], affinity[which, rows], sharpness[which], out=logits)
+            if widest > NARROW_LOGITS:
+                logits -= logits.amax(dim=-1, keepdim=True)
+                logits.clamp_min_(self.lowest_logit)
+            logits.exp_()
+            if logits is not plan:
+                plan.copy_(logits)
+
+        return form
+
+    def _begin(self, start_LE: Tensor, plan_LNE: Tensor) -> Layers:
         """All layers at the wanted temperature."""
         zero_LE, zero_L = torch.zeros_like(start_LE), torch.zeros_like(self.spread_L)
         count_L = torch.zeros_like(zero_L, dtype=torch.long)
         layers = Layers(
             index=torch.arange(len(count_L), device=count_L.device),
-            logits=torch.empty_like(self.affinity_LNE),
+            plan=plan_LNE,
+            plan_offset=zero_LE,
             base=zero_LE,
             offset=zero_LE,
             direction=zero_LE,
+            hessian=torch.diag_embed(torch.ones_like(zero_LE)),
+            hessian_scale=torch.zeros_like(zero_LE),
             step=zero_L,
             slope=zero_L,
             norm=zero_L,
@@ -153,17 +166,11 @@ class SemiDual:
         return layers
 
     def _absorb(self, layers: Layers, which: Tensor, potential: Tensor) -> None:
-        """Put a potential into the logits of some layers, less its mean."""
+        """Make a potential the base of some layers, less its mean."""
         potential = potential - potential.mean(dim=-1, keepdim=True)
         layers.base = torch.where(which.unsqueeze(-1), potential, layers.base)
         layers.offset = layers.offset.masked_fill(which.unsqueeze(-1), 0.0)
-        dtype = torch.float64 if self.wide else layers.logits.dtype
-        for row in which.nonzero().flatten().tolist():
-            # One layer at a time: float64 logits of a whole model would not fit beside it.
-            logits_NE = self.affinity_LNE[layers.index[row]].to(dtype) / layers.tau[row].to(dtype)
-            logits_NE += layers.base[row].to(dtype)
-            logits_NE -= logits_NE.amax(dim=-1, keepdim=True)
-            layers.logits[row] = logits_NE
+        self.rebuild = True
 
     def _enter_stage(self, layers: Layers, which: Tensor, tau: Tensor, potential: Tensor) -> None:
         """Send some layers to another temperature, starting at a potential."""
@@ -173,6 +180,7 @@ class SemiDual:
         self._absorb(layers, which, potential)
         layers.direction = layers.direction.masked_fill(which.unsqueeze(-1), 0.0)
         layers.step = layers.step.masked_fill(which, 0.0)
+        layers.norm = layers.norm.masked_fill(which, 0.0)
         layers.passes = layers.passes.masked_fill(which, 0)
         layers.stale = layers.stale.masked_fill(which, 0)
         layers.best_error = layers.best_error.masked_fill(which, torch.inf)
@@ -185,9 +193,7 @@ class SemiDual:
         self._enter_stage(layers, which, target, best * (layers.tau / target).unsqueeze(-1))
         layers.closing = layers.closing | which
 
-    def _advance(
-        self, layers: Layers, plan: Tensor, trial: Tensor, gradient: Tensor, error: Tensor
-    ) -> None:
+    def _advance(self, layers: Layers, trial: Tensor, gradient: Tensor, error: Tensor) -> None:
         """Judge the trial of every layer: next stage, new direction, shorter step, or give up."""
         slope = (gradient * layers.direction).sum(dim=-1)
         norm = torch.linalg.vector_norm(gradient, dim=-1)
@@ -201,9 +207,22 @@ class SemiDual:
 
         cooled = (layers.tau > self.tau) & (error * self.capacity <= STAGE_TOLERANCE)
         failed = ~cooled & (layers.stale >= STALE_PASSES)
+        pointed = accepted & ~cooled & ~failed
+        far = pointed & (trial.abs().amax(dim=-1) > 2 * LARGEST_MOVE)
+        # With the Hessian it has, a step gains as much as the one before: two such are cheaper than
+        # another Hessian.
+        near = error * (norm / layers.norm).square() <= 0.5 * self.tolerance
+        fresh = pointed & ~near
+        # One look from the host at all that is to be decided.
+        signs = [fresh.all(), fresh.any(), far.any(), (cooled | failed).any()]
+        all_fresh, some_fresh, some_far, some_changed = torch.stack(signs).tolist()
         self._shorten(layers, ~accepted, slope)
-        self._point(layers, accepted & ~cooled & ~failed, plan, trial, gradient, norm)
-        if bool((cooled | failed).any()):
+        if some_fresh:
+            self._factor(layers, slice(None) if all_fresh else fresh, gradient)
+        self._point(layers, pointed, trial, gradient, norm)
+        if some_far:
+            self._absorb(layers, far, layers.base + layers.offset)
+        if some_changed:
             self._change_stage(layers, cooled, failed)
 
     def _shorten(self, layers: Layers, rejected: Tensor, slope: Tensor) -> None:
@@ -211,34 +230,31 @@ class SemiDual:
         ratio = (layers.slope / (layers.slope - slope)).clamp(0.1, 0.7)
         layers.step = torch.where(rejected, layers.step * ratio, layers.step)
 
+    def _factor(self, layers: Layers, pick: slice | Tensor, gradient: Tensor) -> None:
+        """Hessian of some layers at their plan."""
+        plan = layers.plan[pick]
+        factored = factor_laplacian(
+            plan_laplacian(plan),
+            (self.capacity - gradient[pick]).clamp_min(1e-3 * self.capacity),
+            damping=torch.finfo(plan.dtype).eps,
+        )
+        layers.hessian[pick] = factored.factor_LEE
+        layers.hessian_scale[pick] = factored.scale_LE
+
     def _point(
-        self,
-        layers: Layers,
-        which: Tensor,
-        plan: Tensor,
-        trial: Tensor,
-        gradient: Tensor,
-        norm: Tensor,
+        self, layers: Layers, which: Tensor, trial: Tensor, gradient: Tensor, norm: Tensor
     ) -> None:
         """Accept the trial of some layers and choose a Newton direction there."""
-        if not bool(which.any()):
-            return
-        chosen = plan if bool(which.all()) else plan[which]
-        column = (self.capacity - gradient[which]).clamp_min(1e-3 * self.capacity)
-        move = solve_laplacian(
-            plan_laplacian(chosen), column, gradient[which], damping=torch.finfo(plan.dtype).eps
-        )
+        factored = FactoredLaplacian(factor_LEE=layers.hessian, scale_LE=layers.hessian_scale)
+        move = factored.solve(gradient)
         largest = move.abs().amax(dim=-1, keepdim=True)
         move = move * (LARGEST_MOVE / largest.clamp_min(LARGEST_MOVE))
-        layers.direction = layers.direction.clone()
-        layers.direction[which] = move
-        layers.offset = torch.where(which.unsqueeze(-1), trial, layers.offset)
-        layers.slope = torch.where(which, (gradient * layers.direction).sum(dim=-1), layers.slope)
+        which_1 = which.unsqueeze(-1)
+        layers.direction = torch.where(which_1, move, layers.direction)
+        layers.offset = torch.where(which_1, trial, layers.offset)
+        layers.slope = torch.where(which, (gradient * move).sum(dim=-1), layers.slope)
         layers.norm = torch.where(which, norm, layers.norm)
         layers.step = torch.where(which, 1.0, layers.step)
-        far = which & (layers.offset.abs().amax(dim=-1) > 2 * LARGEST_MOVE)
-        if bool(far.any()):
-            self._absorb(layers, far, layers.base + layers.offset)
 
     def _change_stage(self, layers: Layers, cooled: Tensor, failed: Tensor) -> None:
         """Cool layers that solved their stage; retry the others from the last one they solved."""
