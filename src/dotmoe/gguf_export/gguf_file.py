@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType, GGUFReader
 from torch import Tensor
 
 from dotmoe.errors import UserError
 from dotmoe.gguf_export.weight_types import decode, tolerance
-from gguf import GGMLQuantizationType, GGUFReader
 
 
 class GgufFile:

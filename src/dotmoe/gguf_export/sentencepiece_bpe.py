@@ -7,8 +7,9 @@ is a merge, and the merges of one token stand together; both are checked.
 
 from typing import Any
 
-from dotmoe.gguf_export.pieces import Pieces, UnknownTokenizerError, steps
 from gguf import TokenType
+
+from dotmoe.gguf_export.pieces import Pieces, UnknownTokenizerError, steps
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """Stands for a space inside tokens."""

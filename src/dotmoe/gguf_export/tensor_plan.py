@@ -6,12 +6,12 @@ from math import prod
 
 import torch
 import torch.nn.functional as F
+from gguf import GGMLQuantizationType
 from jaxtyping import Int
 from torch import Tensor
 
 from dotmoe.export.dense_tensors import DenseTensors
 from dotmoe.gguf_export.weight_types import Role, WeightType, stored_bytes, stored_type
-from gguf import GGMLQuantizationType
 
 _BLOCK_WEIGHTS = 1 << 24
 """Weights that are converted at a time."""

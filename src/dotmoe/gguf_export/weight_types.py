@@ -4,9 +4,8 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType, quants
+from torch import Tensor
 
 WeightType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 """`--type` of a GGUF: what its matrices are stored as."""
