@@ -96,4 +96,4 @@ def test_an_unknown_recipe_offers_the_nearest():
 def test_the_json_is_the_whole_config():
     values = json.loads(as_json(recipe_named("default")))
     assert values["assignment"]["tau_end"] == 0.1
-    assert values["export"]["format"] == "glm4_moe"
+    assert values["export"]["format"] == "auto"
