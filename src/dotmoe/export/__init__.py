@@ -13,7 +13,12 @@ from torch import Tensor
 
 from dotmoe.artifacts import DenseModel
 from dotmoe.errors import UserError
-from dotmoe.export.architecture import Conversion, OutputArchitecture, granularity_of
+from dotmoe.export.architecture import (
+    Conversion,
+    OutputArchitecture,
+    granularity_of,
+    require_fit,
+)
 from dotmoe.export.dense_tensors import DenseTensors
 from dotmoe.export.edit import require_free_k, set_active_experts
 from dotmoe.export.flex_olmo import FlexOlmo
@@ -203,7 +208,7 @@ def export(
             anything is written, or the written model does not compute what it should.
         On any exception nothing is left behind.
     """
-    _require_fit(dense, layout)
+    require_fit(dense, layout)
     dtype = export_dtype(dense, config)
     output = output_for(dense, granularity_of(layout), config.format, dtype)
     calibration_BT = sample_tokens(token_ids, config.scale_tokens, output.context(dense))
@@ -228,17 +233,6 @@ def export(
         (folder / RECORD_FILE).write_text(record.to_json())
         write_model_card(folder, record)
     return record
-
-
-def _require_fit(dense: DenseModel, layout: ExpertLayout) -> None:
-    widths = dense.widths
-    expected = (widths.layers, widths.ffn, widths.model)
-    found = (layout.num_layers, layout.num_neurons, layout.router_LED.shape[2])
-    if expected != found:
-        raise UserError(
-            f"The layout is for {found} layers, FFN neurons and model width, but {dense.source} "
-            f"has {expected}. Use the layout of this model."
-        )
 
 
 def _write(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dotmoe.artifacts import DenseModel
+from dotmoe.errors import UserError
 from dotmoe.export.dense_tensors import DenseTensors
 from dotmoe.export.gating import Gating
 from dotmoe.granularity import Granularity
@@ -59,6 +60,22 @@ def granularity_of(layout: ExpertLayout) -> Granularity:
         shared_size=layout.shared_size,
         first_dense_layers=layout.first_dense_layers,
     )
+
+
+def require_fit(dense: DenseModel, layout: ExpertLayout) -> None:
+    """Refuse a layout of another model.
+
+    Raises:
+        UserError: Layers, FFN neurons or model width differ.
+    """
+    widths = dense.widths
+    expected = (widths.layers, widths.ffn, widths.model)
+    found = (layout.num_layers, layout.num_neurons, layout.router_LED.shape[2])
+    if expected != found:
+        raise UserError(
+            f"The layout is for {found} layers, FFN neurons and model width, but {dense.source} "
+            f"has {expected}. Use the layout of this model."
+        )
 
 
 class OutputArchitecture(Protocol):

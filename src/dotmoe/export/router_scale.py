@@ -8,6 +8,7 @@ At std(l) 2^-p = 2^-10.7 both losses are small.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -139,13 +140,27 @@ def router_scales(
     """`router_scale` of every split layer, on what its router sees in the masked model."""
     scales: dict[int, RouterScale] = {}
 
-    def watch(index: int, layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def measure(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            x_TD = arguments[0].reshape(-1, arguments[0].shape[-1])
-            router_ED = layout.router_LED[index].to(x_TD.device)
-            scales[index] = router_scale(x_TD, router_ED, layout.active_experts, gating, dtype)
+    def measure(layer: int, x_TD: Tensor) -> None:
+        router_ED = layout.router_LED[layer].to(x_TD.device)
+        scales[layer] = router_scale(x_TD, router_ED, layout.active_experts, gating, dtype)
 
-        return layer.get_submodule("mlp").register_forward_pre_hook(measure)
+    at_routers(dense, layout, tokens_BT, measure)
+    return [scales[layer] for layer in layout.moe_layers]
+
+
+def at_routers(
+    dense: DenseModel,
+    layout: ExpertLayout,
+    tokens_BT: Tensor,
+    look: Callable[[int, Tensor], None],
+) -> None:
+    """Run the masked model once; `look` is given each split layer and its router's input [T, D]."""
+
+    def watch(index: int, layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        def show(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            look(index, arguments[0].reshape(-1, arguments[0].shape[-1]))
+
+        return layer.get_submodule("mlp").register_forward_pre_hook(show)
 
     with torch.no_grad(), masked_by(dense, layout):
         layers = dense.family.layers(dense.model)
@@ -155,7 +170,6 @@ def router_scales(
         finally:
             for hook in hooks:
                 hook.remove()
-    return [scales[index] for index in layout.moe_layers]
 
 
 def scaled_router(

@@ -54,7 +54,7 @@ class LlamaCppModel:
             threads: CPU threads; None: those that torch uses.
             cache: Number format of cached keys and values; llama.cpp's own default is f16.
             repack: Rearrange quantised weights for this processor: faster, rounds otherwise, and
-                fails on virtual machines that announce AMX without having it.
+                was seen to end the process on a virtual machine with AMX.
 
         Raises:
             UserError: llama-cpp-python is not installed, or cannot load the file.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dotmoe.artifacts import DenseModel
 from dotmoe.errors import UserError
-from dotmoe.export.architecture import Conversion, granularity_of
+from dotmoe.export.architecture import Conversion, granularity_of, require_fit
 from dotmoe.export.decoder_config import exported_context
 from dotmoe.export.dense_tensors import DenseTensors
 from dotmoe.export.reference import sample_tokens
@@ -91,7 +91,7 @@ def export_gguf(
         VerificationError: The file does not hold or compute what it should.
         On any exception nothing is left behind.
     """
-    _require_fit(dense, layout)
+    require_fit(dense, layout)
     output = gguf_output_for(dense, granularity_of(layout), config.format)
     tokens_BT = sample_tokens(token_ids, config.scale_tokens, exported_context(dense))
     routers = check_routers(dense, layout, output, tokens_BT)
@@ -129,14 +129,3 @@ def _tensors(conversion: Conversion, output: GgufArchitecture) -> list[GgufTenso
         else:
             plan += dense_ffn_tensors(dense, tensors, layer)
     return plan
-
-
-def _require_fit(dense: DenseModel, layout: ExpertLayout) -> None:
-    widths = dense.widths
-    expected = (widths.layers, widths.ffn, widths.model)
-    found = (layout.num_layers, layout.num_neurons, layout.router_LED.shape[2])
-    if expected != found:
-        raise UserError(
-            f"The layout is for {found} layers, FFN neurons and model width, but {dense.source} "
-            f"has {expected}. Use the layout of this model."
-        )

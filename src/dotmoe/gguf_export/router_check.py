@@ -3,18 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.export.router_scale import router_exponent, shortfall
+from dotmoe.export.router_scale import at_routers, router_exponent, shortfall
 from dotmoe.export.routing_limits import RoutingLimits
 from dotmoe.export.verify import VerificationError
 from dotmoe.gguf_export.architecture import GgufArchitecture
 from dotmoe.layout import ExpertLayout
 from dotmoe.moe.router import router_logits
-from dotmoe.moe.surgery import masked_by
 
 LIMITS = RoutingLimits()
 
@@ -59,28 +57,16 @@ def exponents_of(checks: Sequence[RouterCheck]) -> dict[int, int]:
     return {check.layer: check.exponent for check in checks}
 
 
-@torch.no_grad()
 def router_inputs(
     dense: DenseModel, layout: ExpertLayout, tokens_BT: Int[Tensor, "B T"]
 ) -> list[Float[Tensor, "T E"]]:
     """Logits that the routers of the split layers see in the masked model, float32 on the CPU."""
     logits: dict[int, Tensor] = {}
 
-    def watch(index: int, layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def measure(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            x_TD = arguments[0].reshape(-1, arguments[0].shape[-1])
-            logits[index] = router_logits(x_TD, layout.router_LED[index].to(x_TD.device)).cpu()
+    def keep(layer: int, x_TD: Tensor) -> None:
+        logits[layer] = router_logits(x_TD, layout.router_LED[layer].to(x_TD.device)).cpu()
 
-        return layer.get_submodule("mlp").register_forward_pre_hook(measure)
-
-    with masked_by(dense, layout):
-        layers = dense.family.layers(dense.model)
-        hooks = [watch(index, layers[index]) for index in layout.moe_layers]
-        try:
-            dense.family.trunk(dense.model)(input_ids=tokens_BT.to(dense.device), use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
+    at_routers(dense, layout, tokens_BT, keep)
     return [logits[layer] for layer in layout.moe_layers]
 
 
