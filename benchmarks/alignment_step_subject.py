@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from dotmoe.align import AlignConfig, Alignment
 from dotmoe.artifacts import AlignState, DenseModel
-from dotmoe.bench.random_pair import ROUTER_LOGIT_STD, Shape
+from dotmoe.bench.random_pair import ROUTER_LOGIT_STD, Shape, llama_config
 from dotmoe.data import TokenBlocks
 from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.inspection.costs import RunSize, Sizes, sizes_of
@@ -134,18 +134,8 @@ class TimedAlignment(Alignment):
 
 def random_dense(subject: Subject, seed: int) -> DenseModel:
     """A frozen Llama of that shape with random weights, made on the device itself."""
-    shape = subject.shape
-    config = LlamaConfig(
-        hidden_size=shape.width,
-        intermediate_size=shape.ffn_width,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        vocab_size=shape.vocabulary,
-        max_position_embeddings=max(shape.context, subject.seq_len),
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-    )
+    context = max(subject.shape.context, subject.seq_len)
+    config = llama_config(replace(subject.shape, context=context), attn_implementation="sdpa")
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, subject.dtype))

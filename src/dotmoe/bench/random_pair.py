@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -41,10 +42,9 @@ class Shape:
     context: int = 4_096
 
 
-def write_random_dense(shape: Shape, folder: Path, dtype: torch.dtype, seed: int) -> None:
-    """Write a random Llama with a byte tokenizer as a checkpoint folder."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
+def llama_config(shape: Shape, **settings: Any) -> LlamaConfig:
+    """The config of a Llama of that shape, with further settings."""
+    return LlamaConfig(
         hidden_size=shape.width,
         intermediate_size=shape.ffn_width,
         num_hidden_layers=shape.layers,
@@ -53,9 +53,14 @@ def write_random_dense(shape: Shape, folder: Path, dtype: torch.dtype, seed: int
         vocab_size=shape.vocabulary,
         max_position_embeddings=shape.context,
         tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=0,
+        **settings,
     )
+
+
+def write_random_dense(shape: Shape, folder: Path, dtype: torch.dtype, seed: int) -> None:
+    """Write a random Llama with a byte tokenizer as a checkpoint folder."""
+    torch.manual_seed(seed)
+    config = llama_config(shape, bos_token_id=None, eos_token_id=0)
     with _default_dtype(dtype):
         model = LlamaForCausalLM(config)
     model.save_pretrained(folder)

@@ -1,5 +1,6 @@
 """What all exported Transformers architectures share: a decoder in LLaMA's form with new FFNs."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ EXACT_BLOCK_RATIO, FOLDED_BLOCK_RATIO = 1.3, 1.6
 ones, and where a constant is folded into them, which rounds once more."""
 
 
-class StockMoe:
+class StockMoe(ABC):
     """Base of the outputs; a subclass says what is its own. See `OutputArchitecture`."""
 
     name: str
@@ -53,9 +54,9 @@ class StockMoe:
         """See `OutputArchitecture.refusal`."""
         return misfit(self.name, self.holds, dense, granularity, dtype)
 
+    @abstractmethod
     def gating(self, granularity: Granularity) -> Gating:
         """See `OutputArchitecture.gating`."""
-        raise NotImplementedError
 
     def context(self, dense: DenseModel) -> int:
         """See `OutputArchitecture.context`."""
@@ -96,9 +97,9 @@ class StockMoe:
             "output_router_logits": False,
         }
 
+    @abstractmethod
     def moe_config(self, conversion: Conversion) -> dict[str, Any]:
         """What config.json says of the experts besides E and k."""
-        raise NotImplementedError
 
     def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
         """See `OutputArchitecture.tensors`."""
