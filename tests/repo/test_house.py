@@ -11,7 +11,8 @@ PACKAGE = ROOT / "src" / "dotmoe"
 
 LAYERS = [
     {"errors"},
-    {"transport", "layout", "models", "stdlib_text", "granularity", "training", "device"},
+    {"transport", "layout", "models", "stdlib_text", "granularity", "device", "distributed"},
+    {"training"},
     {"data", "artifacts", "parameters", "checkpoint_folder"},
     {"moe"},
     {"load", "calibrate", "align", "extract", "export", "evaluate", "report", "inspection"},
