@@ -211,7 +211,7 @@ class Step:
         )
         self.task.clock = self.clock
         groups = self.task.parameter_groups()
-        self.parameters = [p for group in groups for p in group.parameters]
+        self.parameters = [p for group in groups for p in group.parameters.values()]
         self.optimizer = adamw(groups, weight_decay=self.config.weight_decay)
         self.taken = 0
 

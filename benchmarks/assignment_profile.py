@@ -96,7 +96,6 @@ def profiles(config: RunConfig, wanted: list[int]) -> dict[int, dict[str, Any]]:
         warmup_steps=round(config.align.warmup_ratio * config.align.steps),
         weight_decay=config.align.weight_decay,
         max_grad_norm=config.align.max_grad_norm,
-        checkpoint_every=config.align.steps,
     )
     task = Alignment(
         dense,
@@ -117,7 +116,7 @@ def profiles(config: RunConfig, wanted: list[int]) -> dict[int, dict[str, Any]]:
             print(f"step {step} of {schedule.steps}, loss {metrics['loss']:.3f}", flush=True)
 
     with tempfile.TemporaryDirectory() as folder, masked(dense, task.masking):
-        train(task, schedule, Path(folder), keep)
+        train(task, schedule, Path(folder), on_step=keep)
     tau = {step: config.assignment.tau(step, schedule.warmup_steps) for step in seen}
     return {step: profile(seen[step], seen[step + 1], tau[step], tau[step + 1]) for step in wanted}
 

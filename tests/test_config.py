@@ -57,13 +57,13 @@ def test_every_recipe_survives_json(name, tmp_path):
     config = recipe_named(name)
     file = tmp_path / "config.json"
     file.write_text(as_json(config))
-    assert from_json(file) == config
+    assert from_json(file, RunConfig) == config
 
 
 def test_a_config_with_some_fields_takes_defaults_for_the_rest(tmp_path):
     file = tmp_path / "config.json"
     file.write_text('{"model": "m", "out": "o", "align": {"lr": 1}}')
-    config = from_json(file)
+    config = from_json(file, RunConfig)
     assert isinstance(config, RunConfig)
     assert (config.align.lr, config.align.steps) == (1, 3500)
 
@@ -84,7 +84,7 @@ def test_a_bad_config_file_gets_one_line(text, pattern, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(text)
     with pytest.raises(UserError, match=pattern) as error:
-        from_json(file)
+        from_json(file, RunConfig)
     assert "\n" not in str(error.value)
 
 

@@ -1,46 +1,21 @@
 """The loop on a toy task. Oracles: PyTorch's schedulers, and a run that was not interrupted."""
 
 import json
+import math
 
 import pytest
 import torch
 from torch import nn
+from toy_tasks import EVERY_5, SCHEDULE, Regression
 
 from dotmoe.errors import UserError
-from dotmoe.training.checkpoint import load_checkpoint
-from dotmoe.training.loop import Schedule, train
-from dotmoe.training.optimizer import ParameterGroup, cosine_with_warmup
-
-SCHEDULE = Schedule(
-    steps=12, warmup_steps=3, weight_decay=0.01, max_grad_norm=1.0, checkpoint_every=5
-)
+from dotmoe.training.config import TrainingConfig
+from dotmoe.training.loop import Schedule, checkpoints_in, train
+from dotmoe.training.optimizer import adamw, cosine_with_warmup
 
 
-class Regression:
-    """Least squares with data that depend on the step alone, and a state of its own."""
-
-    def __init__(self, stop_at=None, bad_at=None):
-        self.weight = nn.Parameter(torch.zeros(4))
-        self.seen = 0
-        self.stop_at, self.bad_at = stop_at, bad_at
-
-    def parameter_groups(self):
-        return [ParameterGroup(name="weight", parameters=[self.weight], lr=0.1)]
-
-    def accumulate_gradients(self, step):
-        if step == self.stop_at:
-            raise KeyboardInterrupt
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-        loss = (x @ self.weight - x.sum(dim=1)).square().mean() + 0.001 * self.seen
-        loss.backward()
-        self.seen += 1
-        return {"loss": float("nan") if step == self.bad_at else loss.item()}
-
-    def state(self):
-        return {"seen": self.seen}
-
-    def restore(self, state):
-        self.seen = state["seen"]
+def interrupt(task, metrics):
+    raise KeyboardInterrupt
 
 
 def metrics(folder):
@@ -51,30 +26,91 @@ def metrics(folder):
 def test_killed_and_resumed_is_bit_identical_to_uninterrupted(tmp_path):
     whole = Regression()
     (tmp_path / "whole").mkdir()
-    train(whole, SCHEDULE, tmp_path / "whole")
+    train(whole, SCHEDULE, tmp_path / "whole", EVERY_5)
     (tmp_path / "cut").mkdir()
     with pytest.raises(KeyboardInterrupt):
-        train(Regression(stop_at=8), SCHEDULE, tmp_path / "cut")
+        train(Regression({8: interrupt}), SCHEDULE, tmp_path / "cut", EVERY_5)
     with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "lo')  # a line cut short by the kill
-    resumed = Regression()
-    train(resumed, SCHEDULE, tmp_path / "cut")
+    resumed = Regression({4: interrupt})  # never reached: 5 steps are in the checkpoint
+    train(resumed, SCHEDULE, tmp_path / "cut", EVERY_5)
     assert torch.equal(whole.weight, resumed.weight)
+    assert torch.equal(whole.seen, resumed.seen)
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "cut")
 
 
-def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(tmp_path):
-    with pytest.raises(UserError, match=r"loss is nan at step 8"):
-        train(Regression(bad_at=7), SCHEDULE, tmp_path)
-    assert load_checkpoint(tmp_path / "checkpoint.pt")["step"] == 5
+def test_the_steps_are_those_of_torchs_adamw_and_clipping(tmp_path):
+    task = Regression()
+    train(task, SCHEDULE, tmp_path)
+    plain = Regression()
+    optimizer = torch.optim.AdamW([plain.weight], lr=0.1, weight_decay=0.01)
+    for step in range(SCHEDULE.steps):
+        optimizer.param_groups[0]["lr"] = 0.1 * cosine_with_warmup(
+            step, total_steps=SCHEDULE.steps, warmup_steps=SCHEDULE.warmup_steps
+        )
+        optimizer.zero_grad()
+        plain.accumulate_gradients(step)
+        nn.utils.clip_grad_norm_([plain.weight], 1.0)
+        optimizer.step()
+    assert torch.equal(task.weight, plain.weight)
 
 
-def test_a_damaged_checkpoint_is_refused(tmp_path):
+def test_the_optimizers_moments_come_back_by_name(tmp_path):
+    task = Regression()
+    train(task, SCHEDULE, tmp_path, EVERY_5)
+    longer = Schedule(steps=24, warmup_steps=3, weight_decay=0.01, max_grad_norm=1.0)
+    stopped = Regression({12: interrupt})
+    with pytest.raises(KeyboardInterrupt):
+        train(stopped, longer, tmp_path, EVERY_5)
+    assert torch.equal(stopped.weight, task.weight)
+    names = {name.partition(".")[0] for name in stored(tmp_path)}
+    assert names == {"parameter", "task", *empty_state()}
+
+
+def stored(folder):
+    from dotmoe.training.tensor_files import stored_tensors
+
+    return stored_tensors(checkpoints_in(folder).newest())
+
+
+def empty_state():
+    """What torch's AdamW itself keeps of a parameter."""
+    task = Regression()
+    optimizer = adamw(task.parameter_groups(), weight_decay=0.0)
+    task.accumulate_gradients(0)
+    optimizer.step()
+    return optimizer.state[task.weight]
+
+
+def test_minutes_make_a_checkpoint_due_where_steps_do_not(tmp_path):
+    quick = TrainingConfig(checkpoint_every=1000, checkpoint_minutes=1e-9, keep_checkpoints=99)
+    train(Regression(), SCHEDULE, tmp_path, quick)
+    assert len(list((tmp_path / "checkpoints").iterdir())) == SCHEDULE.steps
+
+
+def test_another_tasks_checkpoint_is_refused(tmp_path):
     train(Regression(), SCHEDULE, tmp_path)
-    file = tmp_path / "checkpoint.pt"
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(UserError, match="is damaged"):
-        train(Regression(), SCHEDULE, tmp_path)
+    other = Regression()
+    other.weight = nn.Parameter(torch.zeros(5))
+    with pytest.raises(UserError, match=r"does not fit: weight has shape \[4\].*\[5\]"):
+        train(other, SCHEDULE, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "pattern"),
+    [
+        ({"checkpoint_every": 0}, "checkpoint_every is 0.* at least 1"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints is 0.* at least 1"),
+        ({"checkpoint_minutes": 0.0}, "checkpoint_minutes is 0.0.* above 0"),
+        ({"max_loss_ratio": 1.0}, "max_loss_ratio is 1.0.* above 1"),
+        ({"max_loss_ratio": math.nan}, "max_loss_ratio is nan"),
+        ({"max_skipped": -1}, "max_skipped is -1.* at least 0"),
+    ],
+)
+def test_numbers_that_no_run_can_use_are_refused(wrong, pattern, tmp_path):
+    with pytest.raises(UserError, match=pattern):
+        train(Regression(), SCHEDULE, tmp_path, TrainingConfig(**wrong))
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_cosine_is_pytorchs():

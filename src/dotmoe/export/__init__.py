@@ -3,7 +3,7 @@
 import difflib
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +24,7 @@ from dotmoe.export.edit import require_free_k, set_active_experts
 from dotmoe.export.flex_olmo import FlexOlmo
 from dotmoe.export.glm4_moe import Glm4Moe
 from dotmoe.export.granitemoe import GraniteMoe
+from dotmoe.export.intact import checksums_of, config_sha256, require_intact
 from dotmoe.export.mixtral import Mixtral
 from dotmoe.export.model_card import write_model_card
 from dotmoe.export.qwen2_moe import Qwen2Moe
@@ -51,6 +52,7 @@ __all__ = [
     "output_named",
     "require_exportable",
     "require_free_k",
+    "require_intact",
     "set_active_experts",
     "verify",
     "write_model_card",
@@ -229,7 +231,11 @@ def export(
         verification = verify(
             dense, layout, folder, token_ids, VerifyConfig(tokens=config.verify_tokens), output
         )
-        record = record_of(out.name, conversion, output, shards, scales, verification)
+        record = replace(
+            record_of(out.name, conversion, output, shards, scales, verification),
+            checksums=checksums_of(folder),
+            config_sha256=config_sha256(folder, output.active_experts_key),
+        )
         (folder / RECORD_FILE).write_text(record.to_json())
         write_model_card(folder, record)
     return record

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from dotmoe.checkpoint_folder import json_object
 from dotmoe.errors import UserError
+from dotmoe.export.intact import CONFIG_FILE, require_config
 from dotmoe.export.model_card import card_text
 from dotmoe.export.record import RECORD_FILE, ExportRecord
 from dotmoe.export.staging import DISK_FULL, full_disk
 
-CONFIG_FILE, CARD_FILE = "config.json", "README.md"
+CARD_FILE = "README.md"
 
 
 def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
@@ -29,10 +30,12 @@ def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
         The new record.
 
     Raises:
-        UserError: No such export, one whose weights depend on k, k out of range, or a full disk.
+        UserError: No such export, it is damaged, its weights depend on k, k out of range, or a full
+            disk.
     """
     record = ExportRecord.load(folder)
     require_free_k(folder, record, active_experts)
+    require_config(folder, record)
     config = json_object(folder / CONFIG_FILE)
     if record.active_experts_key not in config:
         raise UserError(

@@ -1,13 +1,12 @@
 """What an export leaves on record, beside the weights."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from dotmoe.checkpoint_folder import json_object
+from dotmoe.checksums import FileSum
 from dotmoe.errors import UserError
 from dotmoe.export.architecture import Conversion, OutputArchitecture
 from dotmoe.export.layer_check import LayerCheck
@@ -17,9 +16,16 @@ from dotmoe.export.server_limits import limits_met
 from dotmoe.export.shard_writer import WrittenShards
 from dotmoe.export.verify import VerificationRecord
 from dotmoe.parameters import count_parameters
+from dotmoe.sealed_json import SEAL, DamagedError, any_object, require_seal, sealed
 
 RECORD_FILE = "dotmoe.json"
 """Where the record lies in an exported folder."""
+
+REMEDY = (
+    "Export again; the export of a run by deleting export and evaluate in its finished/ and "
+    "repeating the command."
+)
+"""What to do about a damaged export."""
 
 _EDITED = "k was changed after export"
 
@@ -75,13 +81,17 @@ class ExportRecord:
     verification: VerificationRecord
     notes: list[str]
     """What a user of the model must know."""
+    checksums: dict[str, FileSum] = field(default_factory=dict)
+    """Size and SHA-256 of the files beside it but config and card; none in earlier versions."""
+    config_sha256: str = ""
+    """SHA-256 of what the config says besides k; none in earlier versions."""
 
     @classmethod
     def load(cls, folder: Path) -> "ExportRecord":
         """The record of an exported folder.
 
         Raises:
-            UserError: There is none, or it is not one of this version.
+            UserError: There is none, it is damaged, or it is not one of this version.
         """
         path = folder / RECORD_FILE
         if not path.is_file():
@@ -89,7 +99,7 @@ class ExportRecord:
                 f"{folder} holds no {RECORD_FILE}, so it is no export of dotmoe. Name the folder "
                 "of one."
             )
-        values = json_object(path)
+        values = _whole(path)
         try:
             verification = values.pop("verification")
             layers = [LayerCheck(**layer) for layer in verification.pop("layers")]
@@ -132,8 +142,8 @@ class ExportRecord:
         return asdict(self)
 
     def to_json(self) -> str:
-        """As indented JSON."""
-        return json.dumps(self.as_dict(), indent=2) + "\n"
+        """As indented JSON with its own checksum."""
+        return sealed(self.as_dict())
 
 
 def record_of(
@@ -188,6 +198,17 @@ def installed_version() -> str:
         return version("dotmoe")
     except PackageNotFoundError:
         return "source tree"
+
+
+def _whole(path: Path) -> dict[str, Any]:
+    try:
+        values = any_object(path)
+        if SEAL in values or "checksums" in values:  # earlier versions have neither
+            require_seal(path, values)
+    except DamagedError as error:
+        raise UserError(f"{error}. {REMEDY}") from error
+    values.pop(SEAL, None)
+    return values
 
 
 def _router_scale(values: dict[str, Any]) -> RouterScale:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from dotmoe.artifacts import DenseModel
 from dotmoe.errors import UserError
 from dotmoe.export.dense_tensors import DenseTensors
+from dotmoe.parameters import compute_constants
 
 KEPT_BYTES = 2**28
 """Models with weights up to this size are kept in memory once they are read."""
@@ -124,7 +125,7 @@ def empty_model(config: Any, device: torch.device, dtype: torch.dtype) -> nn.Mod
     """
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
-    _compute_constants(model, device)
+    compute_constants(model, device)
     made: dict[Tensor, nn.Parameter] = {}  # tied weights stay tied
     for module in list(model.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -180,16 +181,6 @@ class _Part:
         for key, weight in self._weights.items():
             weight.data = self._placeholders[key]
         self._is_filled = False
-
-
-def _compute_constants(model: nn.Module, device: torch.device) -> None:
-    """Make the modules anew that hold what no checkpoint stores: rotary frequencies."""
-    config = model.config
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            buffers = {key for key, _ in child.named_buffers(recurse=False)}
-            if buffers - child.state_dict().keys():
-                setattr(parent, name, type(child)(config).to(device))
 
 
 def _placeholder(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,0 +1,122 @@
+"""Checkpoints that are damaged, or find no room. Oracles: a run in which nothing happened."""
+
+import errno
+import json
+import logging
+import os
+import re
+
+import pytest
+import torch
+from toy_tasks import EVERY_5, SCHEDULE, Regression, warnings_in
+
+from dotmoe.cli.failures import message_of
+from dotmoe.errors import UserError
+from dotmoe.training.loop import checkpoints_in, train
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def alter(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+TENSORS, MANIFEST = "__0_0.distcp", "manifest.json"
+DAMAGES = {
+    "truncated": (lambda c: truncate(c / TENSORS), rf"{TENSORS} is truncated: \d+ of \d+ bytes"),
+    "altered": (lambda c: alter(c / TENSORS), rf"{TENSORS} has been altered"),
+    "file missing": (lambda c: (c / TENSORS).unlink(), rf"{TENSORS} is missing"),
+    "index altered": (lambda c: alter(c / ".metadata"), r"\.metadata has been altered"),
+    "step altered": (lambda c: alter(c / "values.json"), r"values.json has been altered"),
+    "manifest truncated": (lambda c: truncate(c / MANIFEST), rf"{MANIFEST} is truncated or has"),
+    "manifest missing": (lambda c: (c / MANIFEST).unlink(), rf"{MANIFEST} is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(damage, tmp_path, caplog):
+    whole = Regression()
+    train(whole, SCHEDULE, tmp_path, EVERY_5)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step_00000010", "step_00000012"]
+    spoil, pattern = DAMAGES[damage]
+    spoil(tmp_path / "checkpoints" / "step_00000012")
+    again = Regression()
+    with caplog.at_level(logging.WARNING):
+        train(again, SCHEDULE, tmp_path, EVERY_5)
+    (warning,) = warnings_in(caplog)
+    assert "\n" not in warning
+    assert re.search(pattern, warning)
+    assert "step_00000010, the one before" in warning
+    assert torch.equal(again.weight, whole.weight)
+    # The damaged one has been written again.
+    assert checkpoints_in(tmp_path).newest().name == "step_00000012"
+
+
+def test_with_every_checkpoint_damaged_the_run_says_how_to_go_on(tmp_path):
+    train(Regression(), SCHEDULE, tmp_path, EVERY_5)
+    for checkpoint in (tmp_path / "checkpoints").iterdir():
+        truncate(checkpoint / TENSORS)
+    with pytest.raises(UserError, match=r"every checkpoint in .* is damaged .*delete") as error:
+        train(Regression(), SCHEDULE, tmp_path, EVERY_5)
+    assert "\n" not in str(error.value)
+
+
+def test_what_a_kill_left_half_written_is_not_read_and_goes(tmp_path):
+    train(Regression(), SCHEDULE, tmp_path, EVERY_5)
+    partial = tmp_path / "checkpoints" / ".step_00000015.partial"
+    partial.mkdir()
+    (partial / TENSORS).write_bytes(b"half")
+    checkpoints = checkpoints_in(tmp_path)
+    assert checkpoints.newest().name == "step_00000012"
+    checkpoints.save(13, {"a": torch.ones(2)}, {"step": 13})
+    names = sorted(path.name for path in checkpoints.folder.iterdir())
+    assert names == ["step_00000012", "step_00000013"]
+
+
+def test_old_checkpoints_stay_until_the_new_one_is_whole(tmp_path, monkeypatch):
+    train(Regression(), SCHEDULE, tmp_path, EVERY_5)
+    before = contents(tmp_path / "checkpoints")
+
+    def fail(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for culprit in ("write_tensors", "manifest_of"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"dotmoe.training.checkpoints.{culprit}", fail)
+            with pytest.raises(OSError, match="No space left") as error:
+                checkpoints_in(tmp_path).save(14, {"a": torch.ones(2)}, {"step": 14})
+        assert "disk is full" in message_of(error.value)
+        assert contents(tmp_path / "checkpoints") == before
+
+
+class Growing(Regression):
+    """Its second checkpoint is 400 kB larger than its first."""
+
+    def state(self):
+        return super().state() | {"ballast": torch.zeros(1 if self.seen < 6 else 100_000)}
+
+
+def test_a_full_disk_loses_no_checkpoint(tmp_path):
+    """A limit on the size of files stands in for it: a write is refused in its middle."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            train(Growing(), SCHEDULE, tmp_path, EVERY_5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert message_of(error.value).startswith("the disk is full")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000005"]
+    assert checkpoints_in(tmp_path).newest().name == "step_00000005"
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 11))
+
+
+def contents(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
