@@ -14,7 +14,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from dotmoe.artifacts import AlignState, DenseModel
+from dotmoe.distributed import Division, mesh
 from dotmoe.models.traits import GatedFFN
+from dotmoe.sharded_weights import whole_weights
 from dotmoe.transport import balanced_plan, greedy_assignment
 
 Start = Literal["data", "random"]
@@ -53,6 +55,9 @@ def calibrate(
 ) -> AlignState:
     """Initial `AlignState` for `num_experts` experts a layer.
 
+    Under torchrun every rank runs the forward pass, then each finishes some of the layers: all
+    ranks return the state that one rank alone would, bit for bit.
+
     Args:
         dense: The dense model.
         tokens_BT: Calibration text; read only for the start from data.
@@ -64,36 +69,69 @@ def calibrate(
     if config.start == "random":
         return _random_start(dense, num_experts, config, seed)
     rows = -(-config.calibration_tokens // tokens_BT.shape[1])
-    inputs = ffn_inputs(dense, tokens_BT[:rows])
-    affinities, routers = [], []
     layers = dense.family.layers(dense.model)
-    for index, (layer, x_TD) in enumerate(zip(layers, inputs, strict=True)):
-        contribution_TN = contributions(dense.family.ffn(layer), x_TD)
-        affinity_NE = cluster_affinity(contribution_TN, num_experts, config, seed=seed + index)
-        expert_of_neuron_N = harden(affinity_NE)
-        energy_TE = torch.zeros(len(x_TD), num_experts, device=x_TD.device)
-        energy_TE.index_add_(1, expert_of_neuron_N, contribution_TN.square())
-        routers.append(ridge_router(x_TD.float(), energy_TE, config.ridge))
-        affinities.append(affinity_NE * (config.affinity_std / affinity_NE.std()))
-        on_progress(index + 1, len(inputs))
-    return AlignState(affinity_LNE=torch.stack(affinities), router_LED=torch.stack(routers), step=0)
+    division = Division(len(layers), mesh(dense.device))
+    inputs = ffn_inputs(dense, tokens_BT[:rows], division.own)
+    widths, device = dense.widths, dense.device
+    affinity_lNE = torch.empty(len(inputs), widths.ffn, num_experts, device=device)
+    router_lED = torch.empty(len(inputs), num_experts, widths.model, device=device)
+    done = 0
+    for turn, indices in enumerate(division.rounds()):
+        for index in indices:
+            with whole_weights(layers[index]):
+                if index == division.own.start + turn:
+                    found = contributions(dense.family.ffn(layers[index]), inputs[turn])
+        if turn < len(inputs):
+            layer_seed = seed + division.own.start + turn
+            affinity_lNE[turn], router_lED[turn] = _start_of_layer(
+                inputs[turn], found, num_experts, config, seed=layer_seed
+            )
+        done += len(indices)
+        on_progress(done, len(layers))
+    return AlignState(
+        affinity_LNE=division.gathered(affinity_lNE),
+        router_LED=division.gathered(router_lED),
+        step=0,
+    )
 
 
-def ffn_inputs(dense: DenseModel, tokens_BT: Tensor) -> list[Tensor]:
-    """Input of each layer's FFN, [T, D] a layer in the model's dtype, on the model's device."""
+def _start_of_layer(
+    x_TD: Tensor,
+    contribution_TN: Tensor,
+    num_experts: int,
+    config: CalibrateConfig,
+    *,
+    seed: int,
+) -> tuple[Tensor, Tensor]:
+    """Affinities [N, E] and router rows [E, D] of one layer."""
+    affinity_NE = cluster_affinity(contribution_TN, num_experts, config, seed=seed)
+    expert_of_neuron_N = harden(affinity_NE)
+    energy_TE = torch.zeros(len(x_TD), num_experts, device=x_TD.device)
+    energy_TE.index_add_(1, expert_of_neuron_N, contribution_TN.square())
+    router_ED = ridge_router(x_TD.float(), energy_TE, config.ridge)
+    return affinity_NE * (config.affinity_std / affinity_NE.std()), router_ED
+
+
+def ffn_inputs(dense: DenseModel, tokens_BT: Tensor, which: slice = slice(None)) -> list[Tensor]:
+    """Input of the FFN of each layer, [T, D] a layer in the model's dtype, on the model's device.
+
+    Args:
+        dense: The dense model; one that is sharded must be run by every rank.
+        tokens_BT: Text.
+        which: Layers whose inputs are kept.
+    """
     captured: list[list[Tensor]] = []
     hooks = []
-    for layer in dense.family.layers(dense.model):
+    for layer in dense.family.layers(dense.model)[which]:
         bucket: list[Tensor] = []
         captured.append(bucket)
         ffn = layer.get_submodule("mlp")
         hooks.append(ffn.register_forward_pre_hook(_keep_input(bucket)))
     trunk = dense.family.trunk(dense.model)
-    device = next(dense.model.parameters()).device
     try:
         with torch.no_grad():
             for rows in torch.split(tokens_BT, 4):
-                trunk(input_ids=rows.to(device), use_cache=False)
+                trunk(input_ids=rows.to(dense.device), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()

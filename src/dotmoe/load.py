@@ -12,6 +12,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -25,9 +26,12 @@ from dotmoe.checkpoint_folder import (
     one_line,
 )
 from dotmoe.device import resolved_device
+from dotmoe.distributed import mesh, num_ranks, on_every_rank
 from dotmoe.errors import UserError
 from dotmoe.models.family import FAMILIES, family_of
 from dotmoe.parameters import meta_model
+from dotmoe.sharded_weights import Sharding, checkpoint_dtype, is_sharded, load_sharded
+from dotmoe.training.task import local_part
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +54,9 @@ class LoadConfig:
     CPU, where 16-bit arithmetic is slow. The export keeps the checkpoint's own either way."""
     device: str = "auto"
     """`cpu`, `cuda` or `cuda:N`. auto: the GPU if there is one, else the CPU."""
+    sharding: Sharding = "auto"
+    """Under torchrun: `replicate` gives every rank all weights, `shard` each rank its part (FSDP2).
+    auto: shard what would take more than half of a GPU's memory."""
 
 
 def load_dense(source: str, config: LoadConfig) -> DenseModel:
@@ -58,24 +65,58 @@ def load_dense(source: str, config: LoadConfig) -> DenseModel:
     Args:
         source: Local folder, hub name, or `embedded` (the checkpoint that the package carries; a
             folder of that name is reached as `./embedded`).
-        config: Device and number format.
+        config: Device, number format, and whether the ranks of torchrun divide the weights. All
+            ranks must come here.
 
     Returns:
         The model with every parameter read from the checkpoint and finite: none is left at a random
-        initial value. On a GPU, host memory holds one copy of the weights for a moment.
+        initial value. On a GPU, host memory holds one copy of the weights for a moment; where the
+        ranks divide them, only the rank's rows of one tensor.
 
     Raises:
         UserError: Nothing usable under that name, a family that cannot be converted (checked before
             any weight is read or downloaded), files missing or damaged, tensors missing, of another
-            shape or not finite, or a tokenizer that is missing or does not fit.
+            shape or not finite, or a tokenizer that is missing or does not fit. On every rank, if
+            on one.
     """
-    device = resolved_device(config.device)
-    dense = describe_dense(source)
+    device = _device_of_this_rank(config.device)
+    dense = on_every_rank(lambda: describe_dense(source))
     dtype = resolved_dtype(config.dtype, device)
+    ranks = mesh(device)
+    if ranks is not None:
+        own = checkpoint_dtype(dense.config, dense.folder) if dtype == "auto" else dtype
+        num_bytes = own.itemsize * sum(p.numel() for p in dense.model.parameters())
+        if is_sharded(config.sharding, num_bytes, device):
+            return on_every_rank(lambda: _sharded(dense, ranks, device, own))
+    return on_every_rank(lambda: _whole(dense, device, dtype))
+
+
+def _whole(
+    dense: DenseModel, device: torch.device, dtype: torch.dtype | Literal["auto"]
+) -> DenseModel:
     with _quiet_transformers():
         model = _load_weights(dense.folder, dense.config, dtype)
     _require_finite(model, dense.folder)
     return replace(dense, model=model.to(device))
+
+
+def _sharded(
+    dense: DenseModel, ranks: DeviceMesh, device: torch.device, dtype: torch.dtype
+) -> DenseModel:
+    with _quiet_transformers():
+        model = load_sharded(dense.config, dense.family, dense.folder, ranks, device, dtype)
+    _require_finite(model, dense.folder)
+    return replace(dense, model=model)
+
+
+def _device_of_this_rank(name: str) -> torch.device:
+    device = resolved_device(name)
+    if device.index is not None and num_ranks() > 1:
+        raise UserError(
+            f"device is {name!r}, but under torchrun each rank takes a GPU of its own. "
+            "Choose cuda or auto."
+        )
+    return device
 
 
 def describe_dense(source: str) -> DenseModel:
@@ -202,7 +243,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 def _require_finite(model: nn.Module, folder: Path) -> None:
     for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
+        if not bool(torch.isfinite(local_part(parameter)).all()):
             is_wide = parameter.dtype == torch.float32
             remedy = "Repair it" if is_wide else "Repair it, or load it with --dtype float32"
             raise UserError(

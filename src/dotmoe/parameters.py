@@ -56,6 +56,16 @@ def meta_model(config: Any) -> nn.Module:
     return model
 
 
+def compute_constants(model: nn.Module, device: torch.device) -> None:
+    """Make the modules anew that hold what no checkpoint stores: rotary frequencies."""
+    config = model.config
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            buffers = {key for key, _ in child.named_buffers(recurse=False)}
+            if buffers - child.state_dict().keys():
+                setattr(parent, name, type(child)(config).to(device))
+
+
 def count_parameters(config: Any, family: Family, granularity: Granularity) -> ParameterCounts:
     """Count a dense model and its split.
 

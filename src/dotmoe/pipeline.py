@@ -1,34 +1,46 @@
 """The whole method: load -> calibrate -> align -> extract -> export -> evaluate -> report."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dotmoe.align import align, steps_to_take
-from dotmoe.artifacts import AlignState, DenseModel
+from dotmoe.artifacts import AlignState
+from dotmoe.baselines import (
+    Baseline,
+    Given,
+    baseline,
+    own_router_perplexity,
+    state_of,
+)
 from dotmoe.calibrate import calibrate
-from dotmoe.checkpoint_folder import fingerprint
-from dotmoe.config import RunConfig, check
-from dotmoe.data import TokenBlocks, documents, pack_blocks
+from dotmoe.config import RunConfig
+from dotmoe.data import TokenBlocks
+from dotmoe.device import resolved_device
+from dotmoe.distributed import from_first, is_first, joined, on_every_rank
 from dotmoe.evaluate import evaluate_pair
 from dotmoe.export import (
     ExportRecord,
-    VerificationRecord,
     export,
-    require_exportable,
+    require_intact,
     write_model_card,
 )
 from dotmoe.extract import extract
-from dotmoe.granularity import Granularity, resolve
 from dotmoe.layout import ExpertLayout
-from dotmoe.load import load_dense
 from dotmoe.narration import Narrator
+from dotmoe.opened_run import OpenedRun
 from dotmoe.report import report
-from dotmoe.run_folder import RunFolder, provenance, read_json, write_json
-from dotmoe.training.loop import Metrics
+from dotmoe.run_folder import provenance, read_json, write_json
+from dotmoe.run_results import card_rows, verification_figures
+from dotmoe.tokenise import (
+    RECORD_FILE,
+    load_blocks,
+    measured_on,
+    tokenise,
+)
+from dotmoe.training.loop import Metrics, checkpoints_in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,88 +52,63 @@ class Conversion:
     export: Path
     """The checkpoint, loadable by stock Transformers."""
     report: Path
-    """What was lost and gained, as Markdown."""
+    """What was lost and gained, as one HTML page; `report.md` beside it says it in short."""
     results: dict[str, Any]
-    """Contents of `6_evaluate/results.json`."""
+    """Contents of `6_evaluate/results.json`; empty on ranks other than the first."""
 
 
 def convert(config: RunConfig, narrator: Narrator | None = None) -> Conversion:
     """Run every stage that the run folder does not hold finished yet.
 
+    Under torchrun all ranks call it, with a run folder that all of them see. The first alone writes
+    in it and speaks, and goes on alone after the alignment, when the others return.
+
     Raises:
         UserError: Bad input, or another process at work in the run folder. If no stage was
             finished, the folder does not exist then, nor after any other exception.
     """
-    narrator = narrator or Narrator(quiet=True)
-    check(config)
-    RunFolder.require_usable(config)
-    if not RunFolder(Path(config.out)).is_finished("data"):
-        _require_sources(config)
-    dense = load_dense(config.model, config.load)
-    granularity = resolve(config.experts, dense.widths.ffn)
-    run = _Run(
-        config=config,
-        dense=dense,
-        granularity=granularity,
-        router_dtype=require_exportable(dense, granularity, config.export),
-        folder=RunFolder.open(config),
-        narrator=narrator,
-    )
-    with run.folder.alone():
-        try:
-            run.folder.require_model(fingerprint(dense.folder))
+    with ExitStack() as held:
+        with joined(resolved_device(config.load.device)):
+            first = is_first()
+            run = _Run.of(config, narrator if narrator and first else Narrator(quiet=True))
+            from_first(lambda: held.enter_context(run.alone()))
             training, heldout = run.tokenise()
-            initial = run.calibrate(training)
-            state = run.align(training, initial)
-            layout = run.extract(state)
-            record = run.export(layout, heldout)
-            results = run.evaluate(heldout, record, state.step)
-        except BaseException:
-            run.folder.discard_if_unstarted()
-            raise
-        return Conversion(
-            folder=run.folder.path,
-            export=run.folder.stage("export"),
-            report=run.report(),
-            results=results,
-        )
+            state = run.learn(training)
+        stages = run.folder.path, run.folder.stage("export"), run.folder.stage("report")
+        if not first:
+            return Conversion(folder=stages[0], export=stages[1], report=stages[2], results={})
+        run = run.on_one_rank()
+        layout, steps = run.layout(training, state)
+        record = run.export(layout, heldout)
+        results = run.evaluate(heldout, record, steps)
+        return Conversion(folder=stages[0], export=stages[1], report=run.report(), results=results)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
+class _Run(OpenedRun):
     """One conversion under way: each method is a stage, skipped where its result is on disk."""
-
-    config: RunConfig
-    dense: DenseModel
-    granularity: Granularity
-    router_dtype: torch.dtype
-    """Dtype of the checkpoint to be written."""
-    folder: RunFolder
-    narrator: Narrator
 
     def tokenise(self) -> tuple[TokenBlocks, TokenBlocks]:
         """Training blocks, and blocks to measure on that are never trained on."""
-        config = self.config
-        seq_len = min(config.data.seq_len, self.dense.widths.context)
-        files = [self.folder.stage("data") / f"{n}.safetensors" for n in ("training", "heldout")]
-        if self.folder.is_finished("data"):
-            return TokenBlocks.load(files[0]), TokenBlocks.load(files[1])
-        if seq_len < config.data.seq_len:
-            self.narrator.say(f"seq_len lowered to {seq_len}: the model has no longer context")
-        step_tokens = config.align.steps * config.align.batch_size * seq_len
-        wanted = max(step_tokens, config.calibrate.calibration_tokens)
-        with self.folder.finishing("data"), self.narrator.bar("tokenise") as update:
-            if config.eval_text:
-                window = min(2048, self.dense.widths.context)
-                remedy = "Give more eval_text and eval_tokens, or no eval_text."
-                heldout = self._packed(config.eval_text, window, config.eval_tokens, update, remedy)
-                training = self._packed(config.data.data, seq_len, wanted, update)
-            else:
-                text = self._packed(config.data.data, seq_len, wanted + config.eval_tokens, update)
-                training, heldout = text.without_tail(config.eval_tokens)
-            training.save(files[0])
-            heldout.save(files[1])
-        return training, heldout
+        from_first(self._tokenise)
+        return on_every_rank(lambda: load_blocks(self.folder.stage("data")))
+
+    def learn(self, training: TokenBlocks) -> AlignState | None:
+        """Learned affinities and routers; None where the method has nothing to learn."""
+        if self.config.method != "dot_moe" and not self.config.align.steps:
+            return None
+        return self.align(training, self.calibrate(training))
+
+    def layout(self, training: TokenBlocks, state: AlignState | None) -> tuple[ExpertLayout, int]:
+        """What the method decides, and how many steps it was trained."""
+        method = self.config.method
+        if state is not None:
+            return self.extract(state), state.step
+        if not self.folder.is_finished("extract"):
+            self.narrator.say(f"{method} has nothing to calibrate or to align: both are skipped")
+            with self.folder.finishing("extract") as folder:
+                self._split(training).save(folder)
+        return Baseline.load(self.folder.intact("extract")).layout, 0
 
     def calibrate(self, training: TokenBlocks) -> AlignState:
         """Initial affinities and routers."""
@@ -129,7 +116,9 @@ class _Run:
 
     def align(self, training: TokenBlocks, initial: AlignState) -> AlignState:
         """Learned affinities and routers."""
-        return self._state("align", lambda folder: self._aligned(training, initial, folder))
+        state = self._state("align", lambda folder: self._aligned(training, initial, folder))
+        checkpoints_in(self.folder.stage("align")).remove()
+        return state
 
     def extract(self, state: AlignState) -> ExpertLayout:
         """The layout that is exported."""
@@ -144,11 +133,16 @@ class _Run:
                     first_dense_layers=self.granularity.first_dense_layers,
                 )
                 layout.save(file)
+        self.folder.intact("extract")
         return ExpertLayout.load(file)
 
     def export(self, layout: ExpertLayout, heldout: TokenBlocks) -> ExportRecord:
         """The checkpoint, verified."""
-        if not self.folder.is_finished("export"):
+        if self.folder.is_finished("export"):
+            require_intact(
+                self.folder.stage("export"), read_weights=not self.folder.is_finished("evaluate")
+            )
+        else:
             self.narrator.say("export and verify")
             self.folder.clear("export")
             with self.folder.finishing("export") as folder:
@@ -159,7 +153,7 @@ class _Run:
         """Perplexity of the dense model and of the exported checkpoint; also into its card."""
         file = self.folder.stage("evaluate") / "results.json"
         if not self.folder.is_finished("evaluate"):
-            text = self.config.eval_text or ("blocks of the data kept out of training",)
+            text = measured_on(self.config)
             exported = self.folder.stage("export")
             with self.folder.finishing("evaluate"), self.narrator.bar("evaluate") as update:
                 results = evaluate_pair(self.dense, exported, heldout, text, update)
@@ -173,43 +167,65 @@ class _Run:
                     "config": asdict(self.config),
                     "provenance": provenance(self.config.seed),
                 }
+                results |= self._under_own_router(heldout, text)
                 write_json(file, results)
+        self.folder.intact("evaluate")
         return read_json(file)
 
     def report(self) -> Path:
         """What was lost and gained; read from result files alone, so made anew each time."""
-        with self.folder.finishing("report") as folder:
-            return report(self.folder.path, folder)
+        return report(self.folder.path, self.folder.stage("report"))
 
-    def _packed(
-        self,
-        sources: tuple[str, ...],
-        seq_len: int,
-        tokens: int,
-        update: Callable[..., None],
-        remedy: str = "Give more text, or lower seq_len.",
-    ) -> TokenBlocks:
-        source = replace(self.config.data, data=sources)
-        return pack_blocks(
-            documents(source),
-            self.dense.tokenizer,
-            seq_len,
-            max_tokens=tokens,
-            on_progress=lambda done: update(min(done, tokens), tokens),
-            name=", ".join(sources),
-            remedy=remedy,
+    def _tokenise(self) -> None:
+        if not self.folder.is_finished("data"):
+            with self.folder.finishing("data") as folder:
+                record = tokenise(self.config, self.dense, folder, self.narrator)
+                write_json(folder / RECORD_FILE, record)
+        self.folder.intact("data")
+
+    def _split(self, training: TokenBlocks) -> Baseline:
+        """Layout of a method other than DOT-MoE."""
+        config = self.config
+        rows = -(-config.calibrate.calibration_tokens // training.seq_len)
+        given = Given(
+            dense=self.dense,
+            tokens_BT=training.tokens_BT[:rows],
+            granularity=self.granularity,
+            config=config.baseline,
+            calibrate=config.calibrate,
+            seed=config.seed,
         )
+        with self.narrator.bar(config.method) as update:
+            return baseline(
+                config.method, given, router_dtype=self.router_dtype, on_progress=update
+            )
+
+    def _under_own_router(self, heldout: TokenBlocks, text: tuple[str, ...]) -> dict[str, Any]:
+        """Perplexity under the router of the method itself, where the export cannot have it."""
+        made = Baseline.load(self.folder.stage("extract"))
+        if made.representative_LE is None or self.config.baseline.split_router != "own":
+            return {}
+        with self.narrator.bar("evaluate its own router") as update:
+            routers = made.representative_LE
+            result = own_router_perplexity(self.dense, made.layout, routers, heldout, text, update)
+        return {"moe_own_router": result}
 
     def _state(self, stage: str, make: Callable[[Path], AlignState]) -> AlignState:
         """State of a stage: from disk where the stage is finished, else made and saved."""
         file = self.folder.stage(stage) / "state.safetensors"
-        if not self.folder.is_finished(stage):
-            with self.folder.finishing(stage) as folder:
-                make(folder).save(file)
-        return AlignState.load(file, self.dense.device)
+        if not from_first(lambda: self.folder.is_finished(stage)):
+            first = is_first()
+            with self.folder.finishing(stage) if first else nullcontext(file.parent) as folder:
+                state = make(folder)
+                if first:
+                    state.save(file)
+        from_first(lambda: self.folder.intact(stage))
+        return on_every_rank(lambda: AlignState.load(file, self.dense.device))
 
     def _calibrated(self, training: TokenBlocks) -> AlignState:
         config = self.config
+        if config.method != "dot_moe":
+            return state_of(self._split(training).layout, self.dense.device)
         with self.narrator.bar(f"calibrate ({config.calibrate.start})") as update:
             return calibrate(
                 self.dense,
@@ -244,39 +260,6 @@ class _Run:
                 folder=folder,
                 seed=config.seed,
                 first_dense_layers=self.granularity.first_dense_layers,
+                training=config.training,
                 on_step=on_step,
             )
-
-
-def _require_sources(config: RunConfig) -> None:
-    """Refuse texts that are not there, which is known before anything is loaded."""
-    documents(config.data)
-    if config.eval_text:
-        documents(replace(config.data, data=config.eval_text))
-
-
-def verification_figures(record: VerificationRecord) -> dict[str, Any]:
-    """The export's verification in a few figures: the worst layer, and the whole model."""
-    return {
-        "tokens": record.tokens,
-        "dtype": record.dtype,
-        "largest_block_error": max(layer.block_error for layer in record.layers),
-        "largest_misrouted_share": max(layer.misrouted for layer in record.layers),
-        "logits_error": record.logits_error,
-        "top1_agreement": record.top1_agreement,
-        "all_experts_logits_error": record.dense_error,
-    }
-
-
-def card_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of the model card's results table."""
-    return [
-        {
-            "model": name,
-            "perplexity": f"{result['perplexity']:.3f}",
-            "unit": result["unit"],
-            "window": result["window"],
-            "text": ", ".join(Path(source).name for source in result["text"]),
-        }
-        for name, result in results.items()
-    ]

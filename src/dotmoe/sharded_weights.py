@@ -1,0 +1,164 @@
+"""Frozen weights divided over the ranks by FSDP2, and loaded straight into their shards.
+
+Each rank holds its rows of every tensor. A decoder layer is whole only while it runs, so is the
+embedding; the head's matrix is whole where `distributed.whole` asks for it.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoModelForCausalLM
+
+from dotmoe.checkpoint_folder import dense_tensor_files, one_line
+from dotmoe.distributed import Division
+from dotmoe.errors import UserError
+from dotmoe.models.family import Family
+from dotmoe.parameters import compute_constants
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+Sharding = Literal["auto", "replicate", "shard"]
+
+LARGEST_SHARE = 0.5
+"""Of a GPU's memory, that whole weights may take; activations and what is learned need the rest."""
+
+
+def is_sharded(sharding: Sharding, num_bytes: int, device: torch.device) -> bool:
+    """Whether weights of that size are divided over the ranks, if there are several.
+
+    Args:
+        sharding: What the user wants; auto: divide what takes more than half of a GPU's memory.
+        num_bytes: Of all weights.
+        device: Where they are to be.
+    """
+    if sharding != "auto":
+        return sharding == "shard"
+    if device.type != "cuda":
+        return False
+    return num_bytes > LARGEST_SHARE * torch.cuda.get_device_properties(device).total_memory
+
+
+def load_sharded(
+    hf_config: Any,
+    family: Family,
+    folder: Path,
+    mesh: DeviceMesh,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> nn.Module:
+    """The dense model of a checkpoint, frozen, each rank with its rows of every weight.
+
+    Host memory holds the rows of one tensor besides the shards themselves.
+
+    Args:
+        hf_config: Config of the checkpoint.
+        family: Its family.
+        folder: Where its files are, which every rank reads.
+        mesh: The ranks.
+        device: Of this rank.
+        dtype: Of the weights in memory.
+
+    Raises:
+        UserError: A tensor is missing, has another shape, or cannot be read.
+    """
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            copy.deepcopy(hf_config), dtype=dtype, attn_implementation="sdpa"
+        )
+    model.requires_grad_(False).eval()
+    source = _source_of(model, folder, tied=bool(hf_config.tie_word_embeddings))
+    trunk, head = family.trunk(model), family.head(model)
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    is_tied = head.weight is embedding.weight
+    for part in (*family.layers(model), embedding, trunk):
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+    trunk.to_empty(device=device)
+    compute_constants(model, device)
+    head.weight = embedding.weight if is_tied else _empty_shard(head.weight, mesh, device)
+    for name, parameter in model.named_parameters():
+        _fill(parameter, *source[name], name)
+    return model
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Whether the ranks hold parts of the weights."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@contextmanager
+def whole_weights(layer: nn.Module) -> Iterator[None]:
+    """Inside, a decoder layer that is divided is whole; every rank must come here."""
+    if not isinstance(layer, FSDPModule):
+        yield
+        return
+    layer.unshard()
+    try:
+        yield
+    finally:
+        layer.reshard()
+
+
+def checkpoint_dtype(hf_config: Any, folder: Path) -> torch.dtype:
+    """The checkpoint's own dtype: what its config says, or else that of its first tensor."""
+    stated = getattr(hf_config, "dtype", None)
+    if isinstance(stated, torch.dtype):
+        return stated
+    name, file = next(iter(dense_tensor_files(folder).items()))
+    with safe_open(file, framework="pt") as opened:
+        stored: torch.dtype = opened.get_slice(name)[:0].dtype
+    return stored
+
+
+def _source_of(model: nn.Module, folder: Path, *, tied: bool) -> Mapping[str, tuple[Path, str]]:
+    """File and stored name of each parameter, all of which are there and of the right shape."""
+    files = dense_tensor_files(folder)
+    sources = {}
+    for name, parameter in model.named_parameters():
+        names = (EMBEDDING, HEAD) if tied and name in (EMBEDDING, HEAD) else (name,)
+        stored = next((each for each in names if each in files), None)
+        if stored is None:
+            raise UserError(
+                f"{name} is not in the checkpoint {folder}, so it would be random. Download the "
+                "checkpoint again or mend its config.json."
+            )
+        with safe_open(files[stored], framework="pt") as file:
+            shape = tuple(file.get_slice(stored).get_shape())
+        if shape != tuple(parameter.shape):
+            raise UserError(
+                f"{name} has shape {shape} in {folder}, but its config.json asks for "
+                f"{tuple(parameter.shape)}. Mend the config."
+            )
+        sources[name] = (files[stored], stored)
+    return sources
+
+
+def _empty_shard(weight: Tensor, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
+    rows = Division(len(weight), mesh).own
+    part = torch.empty(rows.stop - rows.start, *weight.shape[1:], dtype=weight.dtype, device=device)
+    whole = DTensor.from_local(
+        part, mesh, [Shard(0)], run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+    return nn.Parameter(whole, requires_grad=False)
+
+
+def _fill(parameter: Tensor, file: Path, stored: str, name: str) -> None:
+    """Read this rank's rows of one tensor."""
+    if not isinstance(parameter, DTensor):
+        raise TypeError(f"{name} is in no part that is sharded")
+    rows = Division(len(parameter), parameter.device_mesh).own
+    part = parameter.to_local()
+    # Opened for each tensor: what a mapped file has read counts as memory until it is closed.
+    try:
+        with safe_open(file, framework="pt") as opened:
+            part.copy_(opened.get_slice(stored)[rows])
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} cannot be read ({one_line(error)}). Fetch it again.") from error

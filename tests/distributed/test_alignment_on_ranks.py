@@ -1,0 +1,128 @@
+"""Alignment on several ranks. Oracle: the same on one rank."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from watched_alignment import STEPS, watched_run
+
+VARIANTS = {
+    "replicated": {"sharding": "replicate"},
+    "sharded": {"sharding": "shard"},
+    "recomputed": {"sharding": "shard", "recompute": True},
+}
+
+
+def run_job(name, model, folder, **options):
+    return {"name": name, "kind": "run", "model": str(model), "folder": str(folder), **options}
+
+
+def relative_difference(one, other):
+    return float((one - other).abs().max() / other.abs().max())
+
+
+def require_same_alignment(seen, alone, first_step=1):
+    """Ranks agree bit for bit; with one rank bit for bit on what is rounded, else nearly."""
+    for each in seen:
+        assert torch.equal(each["assignments"], seen[0]["assignments"])
+        for key in ("start", "gradients", "end"):
+            assert all(map(torch.equal, each[key], seen[0][key])), key
+        same = {step: values | {"seconds": 0} for step, values in seen[0]["metrics"].items()}
+        assert {s: v | {"seconds": 0} for s, v in each["metrics"].items()} == same
+    one = seen[0]
+    assert all(map(torch.equal, one["start"], alone["start"]))
+    for here, there in zip(one["gradients"], alone["gradients"], strict=True):
+        assert relative_difference(here, there) < 2e-6
+    assert list(one["metrics"]) == list(range(first_step, STEPS + 1))
+    for step, values in one["metrics"].items():
+        for name in ("loss", "kl", "ce", "z", "balance", "marginal_error", "moved_fraction"):
+            there = alone["metrics"][step][name]
+            assert values[name] == pytest.approx(there, rel=1e-5, abs=2e-6), (step, name)
+        assert values["grad_norm"] == pytest.approx(alone["metrics"][step]["grad_norm"], rel=1e-4)
+    assert (one["assignments"][-1] != alone["assignments"][-1]).float().mean() < 0.01
+
+
+@pytest.fixture(scope="module")
+def model(tiny_dense):
+    return tiny_dense("llama", num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def alone(model, tmp_path_factory):
+    """What one rank sees."""
+    torch.set_num_threads(1)
+    return watched_run(str(model), tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def begun(model, tmp_path_factory):
+    """Folder of a run of one rank that was stopped after 5 steps, with a checkpoint of 4."""
+    folder = tmp_path_factory.mktemp("begun")
+    watched_run(str(model), folder, stop_after=5)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(on_ranks, model, begun, tmp_path_factory):
+    """What two ranks see, in one start of them."""
+    folder = tmp_path_factory.mktemp("two")
+    shutil.copytree(begun, folder / "resumed")
+    jobs = [run_job(name, model, folder / name, **options) for name, options in VARIANTS.items()]
+    jobs += [
+        run_job("resumed", model, folder / "resumed"),
+        run_job("stopped", model, folder / "stopped", stop_after=5),
+        {"name": "reads", "kind": "read_sizes", "model": str(model)},
+        {"name": "failures", "kind": "shared_failures"},
+    ]
+    return on_ranks(2, jobs) | {"folder": folder}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_ranks_align_as_one_does(variant, two, alone):
+    seen = two[variant]
+    require_same_alignment(seen, alone)
+    assert torch.equal(seen[0]["assignments"][0], alone["assignments"][0])
+    assert [each["own_layers"] for each in seen] == [2, 1]
+    assert len(seen[0]["assignments"]) == STEPS
+
+
+def test_the_split_moves_in_these_runs_so_that_comparing_it_says_something(alone):
+    assert not torch.equal(alone["assignments"][0], alone["assignments"][-1])
+
+
+def test_a_run_of_one_rank_goes_on_with_two(two, alone):
+    require_same_alignment(two["resumed"], alone, first_step=5)
+
+
+def test_a_run_of_two_ranks_goes_on_with_one(two, model, alone):
+    require_same_alignment([watched_run(str(model), two["folder"] / "stopped")], alone, 5)
+
+
+def test_a_rank_reads_its_rows_and_nothing_else(two, model):
+    stored = load_file(model / "model.safetensors")
+    rows = {name: torch.chunk(tensor, 2) for name, tensor in stored.items()}
+    for rank, seen in enumerate(two["reads"]):
+        own = sorted(parts[rank].nbytes for parts in rows.values())
+        assert sorted(seen["reads"]) == own
+        assert seen["held"] == sum(own)
+
+
+def test_an_error_on_one_rank_is_told_to_all(two):
+    assert [seen["said"] for seen in two["failures"]] == [
+        [0, "rank 1: no file on 1", "no file on 0"],
+        [1, "rank 1: no file on 1", "no file on 0"],
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "granite", "olmo2"])
+def test_four_ranks_align_other_families_as_one_does(family, on_ranks, tiny_dense, tmp_path):
+    """Tied heads, biases, fused projections, multipliers; and a rank without a layer."""
+    model = tiny_dense(family, tied=family in ("qwen2", "granite"), num_hidden_layers=3)
+    variants = {"replicated": {"sharding": "replicate"}, "sharded": {"sharding": "shard"}}
+    seen = on_ranks(4, [run_job(n, model, tmp_path / n, **o) for n, o in variants.items()])
+    alone = watched_run(str(model), tmp_path / "alone")
+    for variant in variants:
+        require_same_alignment(seen[variant], alone)
+        assert [each["own_layers"] for each in seen[variant]] == [1, 1, 1, 0]

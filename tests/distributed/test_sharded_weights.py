@@ -1,0 +1,120 @@
+"""Weights loaded straight into shards. Oracles: stock Transformers, and the kernel's own count."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from dotmoe.distributed import whole
+from dotmoe.errors import UserError
+from dotmoe.load import LoadConfig, describe_dense, load_dense
+from dotmoe.models.family import FAMILIES
+from dotmoe.sharded_weights import checkpoint_dtype, is_divided, is_sharded, load_sharded
+from dotmoe.training.task import local_part
+
+CPU = torch.device("cpu")
+TOKENS = torch.arange(2, 50).view(2, 24)
+
+
+@pytest.fixture
+def line_of_one():
+    """A mesh of this process alone, over which FSDP2 shards all the same."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def loaded(folder, mesh, dtype=torch.float32):
+    dense = describe_dense(str(folder))
+    return dense.family, load_sharded(dense.config, dense.family, folder, mesh, CPU, dtype)
+
+
+@pytest.mark.parametrize(
+    ("family_name", "tied"), [*((name, False) for name in FAMILIES), ("llama", True)]
+)
+def test_a_sharded_model_computes_what_transformers_does(
+    family_name, tied, tiny_dense, line_of_one
+):
+    folder = tiny_dense(family_name, tied=tied)
+    family, model = loaded(folder, line_of_one)
+    assert is_divided(model)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for _ in range(2):
+        hidden = family.trunk(model)(input_ids=TOKENS, use_cache=False).last_hidden_state
+        expected = stock.model(input_ids=TOKENS).last_hidden_state
+        assert torch.equal(hidden, expected)
+    assert torch.equal(whole(family.head(model).weight), stock.lm_head.weight)
+    assert family.head(model).weight is model.get_input_embeddings().weight or not tied
+
+
+def test_a_tied_matrix_is_found_under_the_heads_name(tiny_dense, line_of_one):
+    folder = tiny_dense("llama", head_only=True)
+    family, model = loaded(folder, line_of_one)
+    stored = load_file(folder / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(whole(family.head(model).weight), stored)
+
+
+def test_weights_are_held_in_the_dtype_asked_for(tiny_dense, line_of_one):
+    folder = tiny_dense("llama", dtype="bfloat16")
+    dense = describe_dense(str(folder))
+    assert checkpoint_dtype(dense.config, folder) == torch.bfloat16
+    assert checkpoint_dtype(SimpleNamespace(dtype=None), folder) == torch.bfloat16
+    for dtype in (torch.bfloat16, torch.float32):
+        _, model = loaded(folder, line_of_one, dtype)
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+        stock = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        for one, other in zip(model.parameters(), stock.parameters(), strict=True):
+            assert torch.equal(local_part(one), other)
+
+
+def test_tensors_that_are_missing_or_misshapen_are_named(tiny_dense, line_of_one, tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight"
+    for case, change, words in (
+        ("missing", lambda tensors: tensors.pop(name), "is not in the checkpoint"),
+        ("short", lambda tensors: tensors.update({name: torch.ones(95, 64)}), r"shape \(95, 64\)"),
+    ):
+        folder = tmp_path / case
+        shutil.copytree(tiny_dense("llama"), folder)
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(UserError, match=rf"{name}.*{words}"):
+            loaded(folder, line_of_one)
+
+
+def test_one_rank_alone_holds_the_whole_model_however_it_is_asked(tiny_dense):
+    dense = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu", sharding="shard"))
+    assert not is_divided(dense.model)
+
+
+def test_only_what_takes_over_half_of_a_gpu_is_sharded_unasked(monkeypatch):
+    memory = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    gpu = torch.device("cuda", 0)
+    assert not is_sharded("auto", 16 * 2**30, gpu)
+    assert is_sharded("auto", 65 * 2**30, gpu)
+    assert not is_sharded("auto", 65 * 2**30, CPU)
+    assert not is_sharded("replicate", 65 * 2**30, gpu)
+    assert is_sharded("shard", 1, CPU)
+
+
+@pytest.mark.slow
+def test_no_rank_holds_the_whole_model_while_loading(on_ranks, tiny_dense):
+    """Growth of each process's resident memory, mapped files included, at its peak."""
+    model = tiny_dense(
+        "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, vocab_size=20000
+    )
+    names = ("shard", "replicate")
+    seen = on_ranks(
+        2, [{"name": n, "kind": "peak", "model": str(model), "sharding": n} for n in names]
+    )
+    size = (model / "model.safetensors").stat().st_size
+    largest = 20000 * 512 * 4 / 2
+    for rank in (0, 1):
+        assert seen["shard"][rank]["growth"] < size / 2 + largest + 0.05 * size
+        assert seen["replicate"][rank]["growth"] > 0.95 * size

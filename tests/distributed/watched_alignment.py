@@ -1,0 +1,185 @@
+"""An alignment whose assignments and gradients are written down; run by tests and by torchrun.
+
+`torchrun ... watched_alignment.py JOBS OUT` does each job of a JSON list on all ranks; what rank r
+saw is then in `OUT/NAME.r.pt`.
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from dotmoe import sharded_weights
+from dotmoe.align import AlignConfig, Alignment
+from dotmoe.calibrate import CalibrateConfig, calibrate
+from dotmoe.data import TokenBlocks
+from dotmoe.distributed import from_first, joined, num_ranks, on_every_rank, rank, whole
+from dotmoe.errors import UserError
+from dotmoe.load import LoadConfig, load_dense
+from dotmoe.moe.assignment import AssignmentConfig
+from dotmoe.moe.surgery import masked, recomputing
+from dotmoe.training.config import TrainingConfig
+from dotmoe.training.loop import Schedule, train
+from dotmoe.training.task import local_part
+
+E, K, STEPS = 12, 3, 10
+CONFIG = AlignConfig(batch_size=8, micro_batch_size=2, lr=1e-2)
+ASSIGNMENT = AssignmentConfig(tau_start=0.5, tau_end=0.1)
+
+
+class Watched(Alignment):
+    """Remembers the assignment of every step."""
+
+    def assign(self, step):
+        result = super().assign(step)
+        self.seen = [*getattr(self, "seen", []), self.masking.expert_of_neuron_LN.clone()]
+        return result
+
+
+class StoppedError(Exception):
+    """Instead of a kill."""
+
+
+def random_blocks():
+    generator = torch.Generator().manual_seed(3)
+    return TokenBlocks(torch.randint(2, 258, (20, 24), generator=generator, dtype=torch.int32))
+
+
+def new_task(dense, start):
+    return Watched(dense, random_blocks(), start, K, CONFIG, ASSIGNMENT, warmup_steps=3, seed=0)
+
+
+def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=None):
+    """Calibration, the gradients of a first step, and a short alignment (resumed if begun)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    dense = load_dense(model, LoadConfig(device="cpu", sharding=sharding))
+    start = calibrate(
+        dense, random_blocks().tokens_BT, E, CalibrateConfig(calibration_tokens=240), seed=0
+    )
+    first = new_task(dense, start)
+    with masked(dense, first.masking), recomputing(dense, recompute):
+        first.accumulate_gradients(0)
+    task, metrics = new_task(dense, start), {}
+
+    def on_step(step, values):
+        metrics[step] = values
+        if step == stop_after:
+            raise StoppedError
+
+    schedule = Schedule(steps=STEPS, warmup_steps=3, weight_decay=1e-4, max_grad_norm=1.0)
+    try:
+        with masked(dense, task.masking), recomputing(dense, recompute):
+            train(task, schedule, folder, TrainingConfig(checkpoint_every=4), on_step)
+    except StoppedError:
+        pass
+    return {
+        "start": (start.affinity_LNE, start.router_LED),
+        "gradients": (whole(first.affinity_LNE.grad), whole(first.router_LED.grad)),
+        "assignments": torch.stack(task.seen),
+        "metrics": metrics,
+        "end": (whole(task.affinity_LNE.detach()), whole(task.router_LED.detach())),
+        "own_layers": len(local_part(task.affinity_LNE)),
+    }
+
+
+class CountedFile:
+    """A safetensors file that notes the bytes of each slice taken from it."""
+
+    def __init__(self, opened, sizes):
+        self.opened, self.sizes = opened, sizes
+
+    def __enter__(self):
+        self.file = self.opened.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        return self.opened.__exit__(*error)
+
+    def get_slice(self, name):
+        return CountedSlice(self.file.get_slice(name), self.sizes)
+
+
+class CountedSlice:
+    def __init__(self, view, sizes):
+        self.view, self.sizes = view, sizes
+
+    def get_shape(self):
+        return self.view.get_shape()
+
+    def __getitem__(self, rows):
+        part = self.view[rows]
+        self.sizes.append(part.nbytes)
+        return part
+
+
+def read_sizes(model):
+    """Bytes of each read while a model is loaded into shards, and what then is held."""
+    sizes, real = [], sharded_weights.safe_open
+    sharded_weights.safe_open = lambda *a, **k: CountedFile(real(*a, **k), sizes)
+    try:
+        dense = load_dense(model, LoadConfig(device="cpu", sharding="shard"))
+    finally:
+        sharded_weights.safe_open = real
+    held = {id(p): local_part(p).nbytes for p in dense.model.parameters()}
+    return {"reads": sizes, "held": sum(held.values())}
+
+
+def peak(model, sharding):
+    """Bytes by which resident memory had grown at its peak while a model was loaded."""
+    # Libraries are loaded now, and little memory is left over to be used again.
+    load_dense("embedded", LoadConfig(device="cpu", sharding=sharding))
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = resident_bytes("VmRSS")
+    dense = load_dense(model, LoadConfig(device="cpu", sharding=sharding))
+    return {"growth": resident_bytes("VmHWM") - before, "layers": dense.widths.layers}
+
+
+def resident_bytes(kind):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(kind))
+
+
+def shared_failures():
+    """What this rank is told where one rank alone fails."""
+
+    def fail_on(number):
+        if rank() == number:
+            raise UserError(f"no file on {number}")
+        return rank()
+
+    said = [on_every_rank(rank)]
+    for attempt in (
+        lambda: on_every_rank(lambda: fail_on(1)),
+        lambda: from_first(lambda: fail_on(0)),
+    ):
+        try:
+            attempt()
+        except UserError as error:
+            said.append(str(error))
+    return {"said": said}
+
+
+JOBS = {
+    "run": watched_run,
+    "read_sizes": read_sizes,
+    "shared_failures": shared_failures,
+    "peak": peak,
+}
+
+
+def main(jobs, out):
+    torch.set_num_threads(1)
+    with joined(torch.device("cpu")):
+        for job in json.loads(Path(jobs).read_text()):
+            name, kind = job.pop("name"), job.pop("kind")
+            if "folder" in job:
+                job["folder"] = Path(job["folder"])
+            result = JOBS[kind](**job) | {"ranks": num_ranks()}
+            torch.save(result, Path(out) / f"{name}.{rank()}.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
