@@ -1,15 +1,27 @@
 """Text sources -> documents -> packed, resumable blocks of tokens."""
 
+from dotmoe.data.block_file import BlockWriter
 from dotmoe.data.blocks import TokenBlocks, pack_blocks
+from dotmoe.data.decontamination import decontaminated
+from dotmoe.data.mixing import PackedSources, TextRecord, boundaries, pack_sources, shares_in_words
 from dotmoe.data.packing import Packed, pack
-from dotmoe.data.sources import Continuation, DataConfig, documents
+from dotmoe.data.sources import SELF, Continuation, DataConfig, documents, sources_of
 
 __all__ = [
+    "SELF",
+    "BlockWriter",
     "Continuation",
     "DataConfig",
     "Packed",
+    "PackedSources",
+    "TextRecord",
     "TokenBlocks",
+    "boundaries",
+    "decontaminated",
     "documents",
     "pack",
     "pack_blocks",
+    "pack_sources",
+    "shares_in_words",
+    "sources_of",
 ]

@@ -1,7 +1,6 @@
 """TokenBlocks: packed text whose every batch is a pure function of the step."""
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -9,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from dotmoe.data.block_file import BlockWriter, mapped_blocks
 from dotmoe.data.packing import pack
 from dotmoe.errors import UserError
 
-_FORMAT = "dotmoe-blocks-1"
+MORE_TEXT = "Give more text, or lower seq_len."
+"""What to do about a text that fills no block."""
+
+_SAVED_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,22 +49,26 @@ class TokenBlocks:
         digest.update(self.tokens_BT.contiguous().numpy().astype("<i4", copy=False).data)
         return digest.hexdigest()
 
-    def batch(self, step: int, batch_size: int, seed: int) -> Tensor:
-        """Blocks of one step: int64, [batch_size, seq_len].
+    def batch(self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1) -> Tensor:
+        """A rank's blocks of one step: int64, [batch_size / ranks, seq_len].
 
         Blocks are dealt in seeded permutations, one an epoch, end to end: over any stretch of steps
         every block is seen equally often to within one, whether or not `batch_size` divides their
         number. The same arguments give the same blocks, so that the step is all there is to resume.
+        The ranks' parts, put one after the other, are the batch of one rank.
 
         Args:
             step: 0 or more.
-            batch_size: Blocks a step; may exceed the blocks there are.
+            batch_size: Blocks a step of all ranks together; may exceed the blocks there are.
             seed: Of the permutations.
+            rank: 0 to `ranks` - 1.
+            ranks: How many share the batch; divides `batch_size`.
         """
-        positions = range(step * batch_size, (step + 1) * batch_size)
+        share = batch_size // ranks
+        first = step * batch_size + rank * share
         rows = [
             int(_permutation(self.num_blocks, seed, position // self.num_blocks)[place])
-            for position in positions
+            for position in range(first, first + share)
             for place in [position % self.num_blocks]
         ]
         return self.tokens_BT[rows].long()
@@ -89,44 +94,26 @@ class TokenBlocks:
     def save(self, path: Path) -> None:
         """Write as one safetensors file, under a temporary name that is then renamed.
 
+        Memory does not grow with the number of blocks.
+
         Raises:
             UserError: No room or no permission; a file that was there before is unharmed.
         """
-        partial = path.with_name(path.name + ".partial")
-        metadata = {"format": _FORMAT, "sha256": self.sha256}
-        try:
-            save_file({"tokens": self.tokens_BT.contiguous()}, partial, metadata=metadata)
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
-            partial.replace(path)
-        except (OSError, SafetensorError) as error:
-            if partial.is_file():
-                partial.unlink()
-            raise UserError(
-                f"{path} ({4 * self.num_tokens:,} bytes) cannot be written: {error}. "
-                "Make room or choose another folder."
-            ) from error
+        with BlockWriter(path, self.seq_len) as writer:
+            for rows in torch.split(self.tokens_BT, max(1, _SAVED_TOKENS // self.seq_len)):
+                writer.append(rows.flatten())
+            writer.finish()
 
     @classmethod
     def load(cls, path: Path) -> "TokenBlocks":
-        """Read a file written by `save`.
+        """Map a file written by `save` or `BlockWriter` into memory, after comparing its checksum.
+
+        What is not looked at takes no memory, and what is can be dropped again by the system.
 
         Raises:
             UserError: The file is missing, damaged or not one of blocks.
         """
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != _FORMAT:
-                    raise UserError(f"{path} holds no token blocks. Delete it to tokenise again.")
-                blocks = cls(file.get_tensor("tokens"))
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{path} cannot be read as token blocks ({error}). Delete it to tokenise again."
-            ) from error
-        if blocks.sha256 != metadata.get("sha256"):
-            raise UserError(f"{path} is damaged (checksum). Delete it to tokenise again.")
-        return blocks
+        return cls(mapped_blocks(path))
 
 
 def pack_blocks(
@@ -136,7 +123,7 @@ def pack_blocks(
     max_tokens: int | None = None,
     on_progress: Callable[[int], None] | None = None,
     name: str = "the text",
-    remedy: str = "Give more text, or lower seq_len.",
+    remedy: str = MORE_TEXT,
 ) -> TokenBlocks:
     """Tokenise, join (see `pack`) and cut into blocks; the tail that fills no block is dropped.
 
@@ -152,6 +139,21 @@ def pack_blocks(
     Raises:
         UserError: The text, or `max_tokens`, is shorter than one block.
     """
+    require_room_for_a_block(seq_len, max_tokens, name, remedy)
+    tokens = pack(documents, tokenizer, max_tokens, on_progress).tokens
+    num_blocks = tokens.numel() // seq_len
+    require_a_block(tokens.numel(), seq_len, name, remedy)
+    return TokenBlocks(tokens[: num_blocks * seq_len].view(num_blocks, seq_len))
+
+
+def require_room_for_a_block(
+    seq_len: int, max_tokens: int | None, name: str, remedy: str = MORE_TEXT
+) -> None:
+    """Refuse a block length, or a number of tokens, that can give no block.
+
+    Raises:
+        UserError: `seq_len` is below 2, or above `max_tokens`.
+    """
     if seq_len < 2:
         raise UserError(f"seq_len is {seq_len}, but a block needs a token to predict. Choose 2 up.")
     if max_tokens is not None and max_tokens < seq_len:
@@ -159,14 +161,18 @@ def pack_blocks(
             f"{max_tokens} tokens of {name} are asked for, but one block of {seq_len} must be "
             f"filled. {remedy}"
         )
-    tokens = pack(documents, tokenizer, max_tokens, on_progress).tokens
-    num_blocks = tokens.numel() // seq_len
-    if num_blocks == 0:
+
+
+def require_a_block(num_tokens: int, seq_len: int, name: str, remedy: str = MORE_TEXT) -> None:
+    """Refuse a text that is too short.
+
+    Raises:
+        UserError: `num_tokens` is below `seq_len`.
+    """
+    if num_tokens < seq_len:
         raise UserError(
-            f"{name} has {tokens.numel()} tokens, but one block of {seq_len} must be filled. "
-            f"{remedy}"
+            f"{name} has {num_tokens} tokens, but one block of {seq_len} must be filled. {remedy}"
         )
-    return TokenBlocks(tokens[: num_blocks * seq_len].view(num_blocks, seq_len))
 
 
 @lru_cache(maxsize=4)

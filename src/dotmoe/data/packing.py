@@ -14,6 +14,16 @@ _BATCH_CHARACTERS = 1 << 18
 _BATCH_PIECES = 256
 
 
+class Piece(NamedTuple):
+    """A document, or a part of a long one, as token ids without separators."""
+
+    ids: list[int]
+    is_start: bool
+    """Whether a document begins here."""
+    num_bytes: int
+    """Of its text in UTF-8."""
+
+
 class Packed(NamedTuple):
     """Token ids of documents joined end to end."""
 
@@ -47,6 +57,28 @@ def pack(
     """
     tokens = array("i")
     num_bytes = num_tokens = 0
+    for batch in tokenised(documents, tokenizer):
+        for piece in batch:
+            if piece.is_start:
+                tokens.extend(separator(tokenizer, has_previous=num_bytes > 0))
+            tokens.extend(piece.ids)
+            num_bytes += piece.num_bytes
+        num_tokens = len(tokens)
+        if on_progress is not None:
+            on_progress(num_tokens if max_tokens is None else min(num_tokens, max_tokens))
+        if max_tokens is not None and num_tokens >= max_tokens:
+            del tokens[max_tokens:]
+            break
+    else:
+        tokens.extend(end_of_document(tokenizer, has_previous=num_bytes > 0))
+        num_tokens = len(tokens)
+    if not tokens:
+        raise UserError("the data holds no text. Name sources with text in them.")
+    return Packed(torch.frombuffer(tokens, dtype=torch.int32), num_tokens / num_bytes)
+
+
+def tokenised(documents: Iterable[str], tokenizer: Any) -> Iterator[list[Piece]]:
+    """Pieces of documents as token ids, some hundred at a time; empty documents leave no trace."""
     for batch in _batches(documents):
         encoded = tokenizer(
             [piece for piece, _ in batch],
@@ -55,24 +87,27 @@ def pack(
             return_token_type_ids=False,
             verbose=False,  # a piece may be longer than the model's context
         )["input_ids"]
-        for ids, (piece, is_start) in zip(encoded, batch, strict=True):
-            if is_start:
-                tokens.extend(_end_of(tokenizer, has_previous=num_bytes > 0))
-                tokens.extend(_start_of(tokenizer))
-            tokens.extend(ids)
-            num_bytes += len(piece.encode())
-        num_tokens = len(tokens)
-        if on_progress is not None:
-            on_progress(num_tokens if max_tokens is None else min(num_tokens, max_tokens))
-        if max_tokens is not None and num_tokens >= max_tokens:
-            del tokens[max_tokens:]
-            break
-    else:
-        tokens.extend(_end_of(tokenizer, has_previous=num_bytes > 0))
-        num_tokens = len(tokens)
-    if not tokens:
-        raise UserError("the data holds no text. Name sources with text in them.")
-    return Packed(torch.frombuffer(tokens, dtype=torch.int32), num_tokens / num_bytes)
+        yield [
+            Piece(ids, is_start, len(piece.encode()))
+            for ids, (piece, is_start) in zip(encoded, batch, strict=True)
+        ]
+
+
+def separator(tokenizer: Any, *, has_previous: bool) -> list[int]:
+    """Tokens that go before a document.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        has_previous: Whether another document goes before it.
+    """
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    return [*end_of_document(tokenizer, has_previous=has_previous), *start]
+
+
+def end_of_document(tokenizer: Any, *, has_previous: bool) -> list[int]:
+    """EOS where the tokenizer has no BOS and there is a document to end, else nothing."""
+    closed_by_eos = tokenizer.bos_token_id is None and tokenizer.eos_token_id is not None
+    return [tokenizer.eos_token_id] if has_previous and closed_by_eos else []
 
 
 def separator_of(tokenizer: Any) -> str:
@@ -101,12 +136,3 @@ def _batches(documents: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
                 batch, waiting = [], 0
     if batch:
         yield batch
-
-
-def _start_of(tokenizer: Any) -> list[int]:
-    return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-
-
-def _end_of(tokenizer: Any, *, has_previous: bool) -> list[int]:
-    closed_by_eos = tokenizer.bos_token_id is None and tokenizer.eos_token_id is not None
-    return [tokenizer.eos_token_id] if has_previous and closed_by_eos else []

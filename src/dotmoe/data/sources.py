@@ -1,17 +1,23 @@
 """From the names a user gives to a stream of documents."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from hashlib import sha256
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from dotmoe.data.files import FORMATS, Continuation, file_documents, text_of_row
+from dotmoe.data.mixes import expanded, mix_named
 from dotmoe.errors import UserError
 from dotmoe.stdlib_text import stdlib_documents
 
-__all__ = ["Continuation", "DataConfig", "documents"]
+__all__ = ["Continuation", "DataConfig", "documents", "opened", "shuffled", "sources_of"]
+
+SELF = "self"
+"""Source name of text sampled from the dense model, which only a conversion can make."""
 
 STDLIB = "python-stdlib"
 STDLIB_HELDOUT = "python-stdlib-heldout"
@@ -26,8 +32,23 @@ class DataConfig:
     data: tuple[str, ...] = ()
     """Sources, read in this order: .txt (one document a file), .jsonl or .parquet files (one
     document a row), each also as .gz; `python-stdlib` (the source files of this Python's own
-    library) or `python-stdlib-heldout` (the sixteenth of them kept apart); or names for the
-    `datasets` library, streamed (`allenai/c4:en`: after the colon the configuration)."""
+    library) or `python-stdlib-heldout` (the sixteenth of them kept apart); names for the
+    `datasets` library, streamed (`allenai/c4:en`: after the colon the configuration); `dolmino`
+    (the paper's mix, from the hub; `dolmino:FOLDER`: a copy on this machine); or `self`: text that
+    the dense model itself samples. `SOURCE@SPLIT#FIELD` gives one source a split and a text field
+    of its own."""
+    data_weights: tuple[float, ...] = ()
+    """Mix the sources: the share of each in the tokens, one number a source, of any sum. Default:
+    one source after the other."""
+    data_epochs: int = 1
+    """How often a source of a mix may be read. After that it has run out, and the others go on in
+    their proportions."""
+    shuffle_buffer: int | None = None
+    """Documents of a source that are held back and drawn from at random; 0: its own order. With
+    `datasets` also the order of the files that make up the source. Default: 10000 for `dolmino`,
+    else 0."""
+    data_seed: int = 0
+    """Of the shuffle buffer, and of text sampled from the dense model."""
     text_field: str | None = None
     """Field of a row that holds the text. Default: the first of text, content, page, passage,
     document that the rows have."""
@@ -38,7 +59,7 @@ class DataConfig:
 
 
 def documents(config: DataConfig) -> Iterator[str]:
-    """Stream the documents of all sources.
+    """Stream the documents of all sources, one source after the other.
 
     A long .txt file comes in pieces: the first is a plain string, those after it are
     `Continuation`, so that packing knows where a document starts and memory stays bounded.
@@ -48,28 +69,109 @@ def documents(config: DataConfig) -> Iterator[str]:
 
     Raises:
         UserError: No source named, or one that is missing, empty, damaged or not text; raised
-            where reading finds it, with file and line.
+            where reading finds it, with file and line. Weights or a named mix, which only
+            `pack_sources` can mix.
+    """
+    if config.data_weights or any(mix_named(name) for name in config.data):
+        raise UserError(
+            f"{', '.join(config.data)} is a mix, which is for training. Name files or a data set."
+        )
+    streams = [opened(name, config) for name, _ in sources_of(config)]
+    return (document for stream in streams for document in stream)
+
+
+def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
+    """Every source with its weight, named mixes taken apart; None: read in order.
+
+    Raises:
+        UserError: No source, weights that do not fit them, or a source that is not there.
     """
     if not config.data:
         raise UserError(
             f"data names no source. Give {', '.join(FORMATS)} files, a datasets name or {STDLIB}."
         )
-    streams = [_stream(source, config) for source in config.data]
-    return (document for stream in streams for document in stream)
+    if SELF in config.data:
+        raise UserError(
+            f"{SELF} is text to train on, sampled from the dense model, and cannot be mixed or "
+            f"measured on. Give it to convert alone, or name a text. (A folder: ./{SELF})"
+        )
+    mix = expanded(config.data, config.data_weights)
+    if mix is None:
+        sources: list[tuple[str, float | None]] = [(name, None) for name in config.data]
+    else:
+        sources = [(source.name, source.weight) for source in mix]
+    for name, _ in sources:
+        opened(name, config)
+    return sources
 
 
-def _stream(source: str, config: DataConfig) -> Iterator[str]:
-    if source == STDLIB:
-        return stdlib_documents("train")
-    if source == STDLIB_HELDOUT:
-        return stdlib_documents("heldout")
-    path = Path(source).expanduser()
+def opened(source: str, config: DataConfig, epoch: int = 0) -> Iterator[str]:
+    """Stream the documents of one source.
+
+    Args:
+        source: Its name, with a split and a field of its own if need be.
+        config: Split and field where the name has none, and how to shuffle.
+        epoch: Shuffled sources have another order in each.
+
+    Raises:
+        UserError: No such source.
+    """
+    name, own = _with_own_options(source, config)
+    size = buffer_size(config)
+    seed = _seed_of(config.data_seed, source, epoch)
+    if name in (STDLIB, STDLIB_HELDOUT):
+        stream = stdlib_documents("train" if name == STDLIB else "heldout")
+        return shuffled(stream, size, seed)
+    path = Path(name).expanduser()
     if path.is_file():
-        return _never_empty(path, file_documents(path, config.text_field))
-    named_as_file = source.removesuffix(".gz").endswith(FORMATS) or source.endswith(".gz")
-    if not path.is_dir() and (named_as_file or not _HUB_NAME.fullmatch(source)):
-        raise UserError(f"{source} does not exist.{_nearest(path)} Name an existing file.")
-    return _dataset_documents(source, config)
+        return shuffled(_never_empty(path, file_documents(path, own.text_field)), size, seed)
+    named_as_file = name.removesuffix(".gz").endswith(FORMATS) or name.endswith(".gz")
+    if not path.is_dir() and (named_as_file or not _HUB_NAME.fullmatch(name)):
+        raise UserError(f"{name} does not exist.{_nearest(path)} Name an existing file.")
+    return _dataset_documents(name, own, size, seed)
+
+
+def buffer_size(config: DataConfig) -> int:
+    """Documents held back to shuffle; 0: none. The files of a named mix are sorted by origin."""
+    if config.shuffle_buffer is None:
+        return 10_000 if any(mix_named(name) for name in config.data) else 0
+    return config.shuffle_buffer
+
+
+def shuffled(stream: Iterable[str], size: int, seed: int) -> Iterator[str]:
+    """Documents in another order: each is drawn from `size` that are held back.
+
+    A document that comes in pieces is shuffled as so many documents. The same arguments give the
+    same order; a `size` of 0 leaves the stream as it is.
+    """
+    if size == 0:
+        yield from stream
+        return
+    generator = Random(seed)
+    held: list[str] = []
+    for document in stream:
+        if len(held) < size:
+            held.append(str(document))
+        elif document:
+            place = generator.randrange(size)
+            yield held[place]
+            held[place] = str(document)
+    generator.shuffle(held)
+    yield from held
+
+
+def _with_own_options(source: str, config: DataConfig) -> tuple[str, DataConfig]:
+    """A source's bare name, and the config with its own split and field."""
+    if Path(source).expanduser().exists():
+        return source, config
+    rest, _, field = source.partition("#")
+    name, _, split = (rest, "", "") if Path(rest).expanduser().exists() else rest.partition("@")
+    own = replace(config, split=split or config.split, text_field=field or config.text_field)
+    return name, own
+
+
+def _seed_of(seed: int, source: str, epoch: int) -> int:
+    return int.from_bytes(sha256(f"{seed}/{epoch}/{source}".encode()).digest()[:4], "little")
 
 
 def _nearest(path: Path) -> str:
@@ -87,7 +189,7 @@ def _never_empty(path: Path, stream: Iterator[str]) -> Iterator[str]:
         raise UserError(f"{path} is empty: it holds no text. Name a file with text in it.")
 
 
-def _dataset_documents(source: str, config: DataConfig) -> Iterator[str]:
+def _dataset_documents(source: str, config: DataConfig, buffer: int, seed: int) -> Iterator[str]:
     # Importing datasets takes seconds, and local files do not need it.
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
@@ -96,6 +198,8 @@ def _dataset_documents(source: str, config: DataConfig) -> Iterator[str]:
     name, _, part = (source, "", "") if is_folder else source.partition(":")
     try:
         rows = load_dataset(name, part or None, split=config.split, streaming=True)
+        if buffer:
+            rows = rows.shuffle(seed=seed, buffer_size=buffer)
         for number, row in enumerate(rows, start=1):
             yield text_of_row(dict(row), config.text_field, f"row {number} of {source}")
     except UserError:
@@ -104,8 +208,13 @@ def _dataset_documents(source: str, config: DataConfig) -> Iterator[str]:
         near = "" if is_folder else _nearest(Path(source))
         raise UserError(
             f"{source} ({config.split}) cannot be read by datasets: {_one_line(error)}. "
-            f"Check the name, the split and the network.{near}"
+            f"Check the name, the split and the network.{near}{_missing_package(error)}"
         ) from error
+
+
+def _missing_package(error: Exception) -> str:
+    """What to install where the files are compressed in a way that needs a package."""
+    return " Files of .zst need: pip install zstandard." if "zstd" in str(error).lower() else ""
 
 
 def _one_line(error: Any) -> str:

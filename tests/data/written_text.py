@@ -1,0 +1,42 @@
+"""Texts, and files of each format that hold them."""
+
+import gzip
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from dotmoe.data import DataConfig, documents
+from dotmoe.errors import UserError
+
+TEXTS = ["The cat sat on the mat.\n", "Zwölf Boxkämpfer 🙂", "x = [1, 2]\n\n\ty = 3"]
+
+
+def read(*sources, **options):
+    return list(documents(DataConfig(data=tuple(map(str, sources)), **options)))
+
+
+def refusal_of(*sources, **options):
+    with pytest.raises(UserError) as caught:
+        read(*sources, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def write(path, content):
+    """Plain or, where the name ends so, gzip-compressed."""
+    content = content.encode() if isinstance(content, str) else content
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def parquet_bytes(columns):
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table(columns), sink)
+    return sink.getvalue().to_pybytes()
+
+
+def jsonl(rows):
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
