@@ -9,14 +9,16 @@ from tyro.conf import Positional
 
 from dotmoe.artifacts import DenseModel
 from dotmoe.checkpoint_folder import fingerprint
-from dotmoe.config import RunConfig, from_json
+from dotmoe.config import RunConfig, command_in
 from dotmoe.data import TokenBlocks
 from dotmoe.device import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.export import ExportConfig, ExportRecord, export, export_dtype
 from dotmoe.export.weights_on_disk import on_disk
+from dotmoe.finetune import LAYOUT, MODEL
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, describe_dense, resolved_dtype
+from dotmoe.recovery_config import RecoveryConfig
 from dotmoe.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ class ReexportConfig:
     """A run, and how to write it."""
 
     run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
-    """Folder of a run whose extract stage is finished."""
+    """Folder of a run whose extract stage, or finetune stage, is finished."""
     out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT")]
     """Folder to write; must not exist, or be empty."""
     active_experts: int | None = None
@@ -57,11 +59,13 @@ def reexport(config: ReexportConfig) -> "ExportRecord | GgufRecord":
         UserError: No finished run there, its model is gone or has changed, or whatever the export
             refuses. Nothing is left behind.
     """
-    run_config, layout, heldout = learned(Path(config.run))
-    described = describe_dense(run_config.model)
+    found = learned(Path(config.run))
+    layout, heldout = found.layout, found.heldout
+    described = describe_dense(found.model)
     device = resolved_device(config.load.device)
     dense = on_disk(described, device, resolved_dtype(config.load.dtype, device))
-    RunFolder(Path(config.run)).require_model(fingerprint(dense.folder))
+    if not found.is_finetuned:  # whose weights lie in the run, and have checksums there
+        RunFolder(Path(config.run)).require_model(fingerprint(dense.folder))
     if config.active_experts is not None:
         layout = layout.with_active_experts(config.active_experts)
     if config.export.format in GGUF_FORMATS:
@@ -90,18 +94,40 @@ def _as_gguf(
     return export_gguf(dense, layout, out, gguf_config, heldout.tokens_BT)
 
 
-def learned(run: Path) -> tuple[RunConfig, ExpertLayout, TokenBlocks]:
-    """Config, layout and held-out text of a run.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Learned:
+    """What a run has learned: enough to export it."""
+
+    model: str
+    """The checkpoint whose weights the experts have: the dense model, or what finetuning left."""
+    layout: ExpertLayout
+    heldout: TokenBlocks
+    """Text that was not trained on."""
+    is_finetuned: bool
+    """Whether the weights are others than the dense model's."""
+
+
+def learned(run: Path) -> Learned:
+    """What a run of `dotmoe convert` or `dotmoe finetune` has learned.
 
     Raises:
-        UserError: No run there, or it has not come that far.
+        UserError: No run there, it has not come that far, or its files are damaged.
     """
     folder = RunFolder(run)
-    if not (run / "config.json").is_file() or not folder.is_finished("extract"):
+    config = run / "config.json"
+    is_finetuned = config.is_file() and command_in(config) == RecoveryConfig.command
+    stage = "finetune" if is_finetuned else "extract"
+    if not config.is_file() or not folder.is_finished(stage):
         raise UserError(
-            f"{run} is no run with a finished extract stage. Name the OUT folder of dotmoe "
-            "convert, or finish that run by repeating its command."
+            f"{run} is no run with a finished {stage} stage. Name the OUT folder of dotmoe "
+            "convert or finetune, or finish that run by repeating its command."
         )
-    layout = ExpertLayout.load(folder.stage("extract") / "layout.safetensors")
-    heldout = TokenBlocks.load(folder.stage("data") / "heldout.safetensors")
-    return from_json(run / "config.json"), layout, heldout
+    made = folder.intact(stage)
+    tokens = "heldout.safetensors"
+    heldout = TokenBlocks.load(folder.intact("data", tokens) / tokens)
+    return Learned(
+        model=str(made / MODEL) if is_finetuned else folder.config(RunConfig).model,
+        layout=ExpertLayout.load(made / LAYOUT),
+        heldout=heldout,
+        is_finetuned=is_finetuned,
+    )

@@ -41,6 +41,40 @@ def test_losses_and_gradient_equal_those_on_full_logits(monkeypatch):
     assert torch.allclose(gradient, student.grad, atol=1e-6)
 
 
+def test_a_head_that_is_trained_has_the_gradient_of_full_logits(monkeypatch):
+    monkeypatch.setattr(distillation, "MAX_CHUNK_ELEMENTS", 3 * V)
+    student, teacher, head, labels = tensors()
+    own = head + 0.3 * torch.randn(V, D, dtype=torch.float64)
+    own.requires_grad_()
+    found = distillation_loss(
+        student, teacher, own, labels, kl_weight=2.0, ce_weight=0.7, teacher_head_VD=head
+    )
+    (found.total * 3).backward()
+    logits, target = student @ own.T, teacher @ head.T
+    kl = F.kl_div(
+        logits.log_softmax(1), target.log_softmax(1), log_target=True, reduction="batchmean"
+    )
+    total = 2.0 * kl + 0.7 * F.cross_entropy(logits, labels, ignore_index=IGNORED)
+    expected = torch.autograd.grad(total * 3, [student, own])
+    assert torch.allclose(found.total.double(), total, rtol=1e-5)
+    assert torch.allclose(student.grad, expected[0], atol=1e-6)
+    assert torch.allclose(own.grad, expected[1], atol=1e-6)
+
+
+def test_without_a_teacher_it_is_cross_entropy(monkeypatch):
+    monkeypatch.setattr(distillation, "MAX_CHUNK_ELEMENTS", 3 * V)
+    student, _, head, labels = tensors()
+    head.requires_grad_()
+    found = distillation_loss(student, None, head, labels, kl_weight=0.0, ce_weight=0.7)
+    found.total.backward()
+    total = 0.7 * F.cross_entropy(student @ head.T, labels, ignore_index=IGNORED)
+    expected = torch.autograd.grad(total, [student, head])
+    assert torch.allclose(found.total.double(), total, rtol=1e-5)
+    assert float(found.kl) == 0.0
+    assert torch.allclose(student.grad, expected[0], atol=1e-6)
+    assert torch.allclose(head.grad, expected[1], atol=1e-6)
+
+
 def test_equal_hidden_states_have_no_kl():
     student, _, head, labels = tensors()
     loss = distillation_loss(student, student.detach(), head, labels, kl_weight=1.0, ce_weight=0.0)

@@ -1,0 +1,108 @@
+"""`dotmoe finetune RUN OUT`, what comes out of it, and what it refuses."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dotmoe.cli import run
+from dotmoe.data import TokenBlocks
+from dotmoe.evaluate.perplexity import summed_loss
+from dotmoe.layout import ExpertLayout
+from dotmoe.load import LoadConfig, load_dense
+from dotmoe.moe.surgery import masked_by
+from dotmoe.recipes import recovery_recipe_named
+
+QUICK = ["--scale-tokens", "256", "--verify-tokens", "128"]
+TRAIN = ["--steps", "6", "--batch-size", "4", "--seq-len", "32", "--lr", "1e-3", *QUICK]
+
+
+@pytest.fixture(scope="module")
+def converted(tiny_dense, tmp_path_factory):
+    """Folder of a run of the training-free start alone, and its model."""
+    folder = tmp_path_factory.mktemp("converted")
+    lines = [f"Line {i}: the crow ate {i * 7 % 13} figs." for i in range(400)]
+    (folder / "text.txt").write_text("\n".join(lines))
+    options = ["--expert-size", "8", "--steps", "0", "--seq-len", "32", "--eval-tokens", "512"]
+    options += ["--calibration-tokens", "512", *QUICK]
+    model, out = str(tiny_dense("llama")), str(folder / "run")
+    assert run(["convert", model, out, "--data", str(folder / "text.txt"), *options]) == 0
+    return folder / "run", model
+
+
+def test_a_run_is_finetuned_measured_and_exported_again(converted, tmp_path, capsys):
+    source, _ = converted
+    before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+    out = tmp_path / "out"
+    assert run(["finetune", str(source), str(out), *TRAIN]) == 0
+    said = capsys.readouterr()
+    assert [word in said.out for word in ("dense", "converted", "finetuned")] == [True] * 3
+    assert "blocks of training text left out" in said.err
+    assert {path: path.read_bytes() for path in source.rglob("*") if path.is_file()} == before
+    results = json.loads((out / "6_evaluate" / "results.json").read_text())
+    earlier = json.loads((source / "6_evaluate" / "results.json").read_text())
+    assert results["dense"] == earlier["dense"]
+    assert results["converted"] == earlier["moe"]
+    assert results["moe"]["loss"] < results["converted"]["loss"]
+    heldout = TokenBlocks.load(out / "0_data" / "heldout.safetensors").tokens_BT
+    trained = load_dense(str(out / "4_finetune" / "model"), LoadConfig())
+    layout = ExpertLayout.load(out / "4_finetune" / "layout.safetensors")
+    with masked_by(trained, layout):
+        nats = summed_loss(trained.model, heldout)
+    assert math.isclose(nats / results["moe"]["tokens"], results["moe"]["loss"], abs_tol=5e-3)
+    assert not (out / "4_finetune" / "checkpoints").exists()
+    again = tmp_path / "again"
+    assert run(["export", str(out), str(again), "--format", "mixtral", *QUICK]) == 0
+    tokens = heldout[:2].long()
+    with torch.no_grad(), masked_by(trained, layout):
+        expected = trained.model(input_ids=tokens).logits
+        found = AutoModelForCausalLM.from_pretrained(again)(input_ids=tokens).logits
+    assert float((found - expected).abs().mean() / expected.std()) < 5e-3
+    assert run(["finetune", str(out), str(tmp_path / "twice"), *TRAIN]) == 2
+    assert "is finetuned already" in capsys.readouterr().err
+    assert run(["finetune", str(source), str(out), *TRAIN]) == 0
+    assert "finetune (everything)" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--train", "lore"], "Did you mean lora?"),
+        (["--ce-weight", "0"], "kl_weight and ce_weight are both 0"),
+        (["--batch-size", "0"], "batch_size is 0, but it must be at least 1"),
+        (["--recipe", "smal"], "Did you mean small?"),
+        (["--data", "nothing.txt"], "nothing.txt does not exist"),
+        (["--format", "qwen3_moe"], "Formats that can hold it"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line(options, words, converted, tmp_path, capsys):
+    source, _ = converted
+    capsys.readouterr()
+    assert run(["finetune", str(source), str(tmp_path / "out"), *options]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_lora_without_its_package_is_refused(converted, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("dotmoe.finetune.lora.find_spec", lambda name: None)
+    out = tmp_path / "out"
+    assert run(["finetune", str(converted[0]), str(out), "--train", "lora", *TRAIN]) == 2
+    assert "pip install 'dotmoe[lora]'" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
+    assert run(["finetune", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
+    assert "is no run with a finished extract stage" in capsys.readouterr().err
+
+
+def test_the_recipe_is_the_papers():
+    config = recovery_recipe_named("sft")
+    tuning = config.finetune
+    assert (tuning.lr, tuning.warmup_ratio, tuning.batch_size) == (5e-5, 0.1, 128)
+    assert (tuning.max_grad_norm, tuning.balance_weight) == (1.0, 1e-4)
+    assert tuning.steps * tuning.batch_size * config.data.seq_len >= 1.2e9

@@ -1,0 +1,169 @@
+"""Sparse FFNs against the masked dense model, plain autograd, and torch's own FLOP counter."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from dotmoe.layout import ALWAYS_ON, ExpertLayout
+from dotmoe.load import LoadConfig, load_dense
+from dotmoe.moe import grouped_products
+from dotmoe.moe.expert_sums import expert_sums
+from dotmoe.moe.router import soft_top_k, top_k_mask
+from dotmoe.moe.sparse_ffn import Routing, make_sparse
+from dotmoe.moe.surgery import masked_by
+
+EXPERTS, SIZE, WIDTH, NEURONS, LAYERS = 6, 16, 64, 96, 2
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "phi3")
+
+
+def random_layout(*, active=2, shared=0, first_dense=0, size=SIZE):
+    experts = (NEURONS - shared) // size
+    assignment = torch.arange(experts).repeat_interleave(size)
+    assignment = torch.cat([torch.full((shared,), ALWAYS_ON), assignment])
+    rows = torch.stack([assignment[torch.randperm(NEURONS)] for _ in range(LAYERS)])
+    rows[:first_dense] = ALWAYS_ON
+    return ExpertLayout(
+        expert_of_neuron_LN=rows,
+        router_LED=torch.randn(LAYERS, experts, WIDTH),
+        active_experts=active,
+    )
+
+
+def sparse_copy(dense, layout, surrogate="soft_top_k"):
+    twin = replace(dense, model=copy.deepcopy(dense.model))
+    routing = Routing(active_experts=layout.active_experts, surrogate=surrogate)
+    return twin, make_sparse(twin, layout, routing), routing
+
+
+@pytest.fixture(params=["grouped", "loop"])
+def path(request, monkeypatch):
+    if request.param == "loop":
+        monkeypatch.setattr(grouped_products, "runs_grouped", lambda dtype, *widths: False)
+    return request.param
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sparse_model_equals_the_masked_dense_model(family, tiny_dense):
+    dense = load_dense(str(tiny_dense(family)), LoadConfig())
+    layout = random_layout()
+    tokens_BT = torch.randint(2, 250, (2, 24))
+    with masked_by(dense, layout), torch.no_grad():
+        expected = dense.model(input_ids=tokens_BT).logits
+    plain = dense.model(input_ids=tokens_BT).logits
+    twin, _, routing = sparse_copy(dense, layout)
+    torch.testing.assert_close(twin.model(input_ids=tokens_BT).logits, expected)
+    assert (expected - plain).abs().max() > 1e-2
+    routing.enabled = False
+    torch.testing.assert_close(twin.model(input_ids=tokens_BT).logits, plain)
+
+
+@pytest.mark.parametrize("options", [{"shared": 24, "size": 12}, {"first_dense": 1}, {"active": 6}])
+def test_shared_experts_dense_layers_and_all_experts(options, tiny_dense):
+    dense = load_dense(str(tiny_dense("llama")), LoadConfig())
+    layout = random_layout(**options)
+    tokens_BT = torch.randint(2, 250, (2, 24))
+    with masked_by(dense, layout), torch.no_grad():
+        expected = dense.model(input_ids=tokens_BT).logits
+    twin, made, _ = sparse_copy(dense, layout)
+    torch.testing.assert_close(twin.model(input_ids=tokens_BT).logits, expected)
+    assert len(made) == LAYERS - layout.first_dense_layers
+    ffn, original = made[-1], dense.family.ffn(dense.family.layers(dense.model)[-1])
+    rows = ffn.dense_rows()
+    assert torch.equal(rows["gate"], original.gate.weight)
+    assert torch.equal(rows["up"], original.up.weight)
+    assert torch.equal(rows["down"], original.down.weight.T)
+
+
+@pytest.mark.parametrize("unchosen", ["zero", "mean"])
+@pytest.mark.parametrize("surrogate", ["softmax", "soft_top_k"])
+def test_gradients_equal_those_of_the_masked_dense_ffn(surrogate, unchosen, tiny_dense, path):
+    dense = load_dense(str(tiny_dense("llama")), LoadConfig())
+    layout = random_layout()
+    original = dense.family.ffn(dense.family.layers(dense.model)[0])
+    _, made, routing = sparse_copy(dense, layout, surrogate)
+    routing.unchosen = unchosen
+
+    def fill(grad, hard):
+        known = [row[chosen > 0].mean() for row, chosen in zip(grad, hard, strict=True)]
+        return torch.stack(known)[:, None] if unchosen == "mean" else 0.0
+
+    x = torch.randn(40, WIDTH)
+    direction = torch.randn(40, WIDTH)
+    weights = [p.weight.clone().requires_grad_() for p in (original.gate, original.up)]
+    weights.append(original.down.weight.clone().requires_grad_())
+    router = layout.router_LED[0].clone().requires_grad_()
+    masked_x, sparse_x = x.clone().requires_grad_(), x.clone().requires_grad_()
+    logits = masked_x @ router.T
+    hard = top_k_mask(logits, 2)
+    soft = torch.softmax(logits, 1) if surrogate == "softmax" else soft_top_k(logits, 2, 1.0)
+    mask = hard + soft - soft.detach()
+    mask.register_hook(lambda grad: grad * hard + fill(grad, hard) * (1 - hard))
+    hidden = F.silu(masked_x @ weights[0].T) * (masked_x @ weights[1].T)
+    masked = (hidden * mask[:, layout.expert_of_neuron_LN[0]]) @ weights[2].T
+    (masked * direction).sum().backward()
+    ffn = made[0].requires_grad_(True)
+    (ffn(sparse_x) * direction).sum().backward()
+    torch.testing.assert_close(sparse_x.grad, masked_x.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ffn.router.weight_ED.grad, router.grad, rtol=1e-4, atol=1e-4)
+    for name, theirs in zip(("gate", "up", "down"), weights, strict=True):
+        grad = theirs.grad.T if name == "down" else theirs.grad
+        order = layout.neurons_of_expert(0)
+        ours = getattr(ffn, f"{name}_ESD").grad
+        torch.testing.assert_close(ours, grad[order], rtol=1e-4, atol=1e-4)
+
+
+def test_gradcheck_and_an_expert_that_nobody_chose():
+    mask = top_k_mask(torch.randn(7, 4, dtype=torch.float64) - torch.tensor([0.0, 0, 0, 1e3]), 2)
+    assert mask[:, 3].sum() == 0
+    x = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    weights = [torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    assert torch.autograd.gradcheck(lambda *a: expert_sums(a[0], mask, 2, *a[1:]), (x, *weights))
+    expert_sums(x, mask, 2, *weights).sum().backward()
+    assert all(weight.grad[3].abs().sum() == 0 for weight in weights)
+
+
+def test_no_token_is_dropped_where_all_choose_the_same_experts(path):
+    x = torch.randn(50, WIDTH)
+    weights = [torch.randn(EXPERTS, SIZE, WIDTH) / 8 for _ in range(3)]
+    mask = torch.zeros(50, EXPERTS)
+    mask[:, [1, 4]] = 1.0
+    gate, up, down = (w[[1, 4]].flatten(0, 1) for w in weights)
+    expected = (F.silu(x @ gate.T) * (x @ up.T)) @ down
+    torch.testing.assert_close(expert_sums(x, mask, 2, *weights), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("active", [1, 3, 6])
+def test_only_chosen_experts_are_computed(active, monkeypatch):
+    monkeypatch.setattr(grouped_products, "runs_grouped", lambda dtype, *widths: False)
+    x = torch.randn(50, WIDTH, requires_grad=True)
+    weights = [torch.randn(EXPERTS, SIZE, WIDTH, requires_grad=True) for _ in range(3)]
+    mask = top_k_mask(torch.randn(50, EXPERTS), active)
+    with FlopCounterMode(display=False) as counter:
+        expert_sums(x, mask, active, *weights).sum().backward()
+    forward = 3 * 2 * 50 * active * SIZE * WIDTH
+    assert counter.get_total_flops() == 3 * forward
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_grouped_products_equal_the_loop(dtype, monkeypatch):
+    rows, other = torch.randn(20, 16).to(dtype), torch.randn(20, 24).to(dtype)
+    weight = torch.randn(5, 24, 16).to(dtype)
+    ends = torch.tensor([3, 3, 7, 20, 20], dtype=torch.int32)
+    grouped = [
+        grouped_products.grouped_rows(rows, weight.transpose(1, 2), ends),
+        grouped_products.grouped_rows(other, weight, ends),
+        grouped_products.grouped_outer(rows, other, ends),
+    ]
+    assert grouped_products.runs_grouped(dtype, 16, 24)
+    monkeypatch.setattr(grouped_products, "runs_grouped", lambda dtype, *widths: False)
+    loop = [
+        grouped_products.grouped_rows(rows, weight.transpose(1, 2), ends),
+        grouped_products.grouped_rows(other, weight, ends),
+        grouped_products.grouped_outer(rows, other, ends),
+    ]
+    for one, two in zip(grouped, loop, strict=True):
+        torch.testing.assert_close(one, two)
