@@ -1,5 +1,6 @@
 import pytest
 import torch
+from inspected_models import TINY, llama_3_8b, sizes, tiny
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
@@ -11,7 +12,6 @@ from transformers import (
 )
 
 from dotmoe.errors import UserError
-from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.inspection.costs import (
     RunSize,
     alignment_flops,
@@ -20,59 +20,14 @@ from dotmoe.inspection.costs import (
     disk,
     exported_bytes,
     kept_per_token,
-    sizes_of,
     total,
 )
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.family import family_of
 from dotmoe.moe.masked_ffn import MaskedFFN, Masking
-from dotmoe.parameters import count_parameters, meta_model
-
-TINY = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-}
-
+from dotmoe.parameters import meta_model
 
 KINDS = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config]
-
-
-def tiny(kind=LlamaConfig, **changes):
-    return kind(**{**TINY, "tie_word_embeddings": False, "sliding_window": None, **changes})
-
-
-def llama_3_8b():
-    return LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4_096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8_192,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
-
-
-def sizes(config, *, bytes_held=2, written=torch.bfloat16, **experts):
-    family = family_of(config)
-    split = resolve(ExpertsConfig(**experts), config.intermediate_size)
-    return sizes_of(
-        config,
-        family.traits(config),
-        split,
-        count_parameters(config, family, split),
-        stored=torch.bfloat16,
-        written=written,
-        bytes_held=bytes_held,
-    )
 
 
 def amounts(items):
@@ -222,7 +177,8 @@ def test_memory_of_alignment_by_hand_for_llama_3():
         amounts(alignment_memory(found, run, checkpointing=flag)) for flag in (False, True)
     )
     assert plain["dense weights, one copy"] == 2 * 8_030_261_248
-    assert plain["soft plan and gradients"] == 4 * 32 * 14_336 * 112
+    plan, routers = 32 * 14_336 * 112, 32 * 112 * 4_096
+    assert plain["soft plan and gradients"] == 4 * (plan + plan + routers)
     a_layer = 2 * (2 * 14_336 + 2 * (32 + 8) * 128) + 4 * (3 * 4_096 + 4 * 112)
     kept = "activations kept for the backward"
     assert plain[kept] == 32 * tokens * a_layer
@@ -240,6 +196,20 @@ def test_a_large_vocabulary_needs_one_chunk_of_logits(device, rows):
     # Three tensors in float32, and the logits themselves in bfloat16.
     chunk = (3 * 4 + 2) * rows * 200_000
     assert estimate["buffers of one layer, or one chunk of logits"] == chunk
+
+
+def test_a_second_micro_batch_finds_the_gradients_of_the_first():
+    one, two = (
+        amounts(
+            alignment_memory(
+                sizes(llama_3_8b()),
+                RunSize(batch_size=n, micro_batch_size=2),
+                checkpointing=False,
+            )
+        )["soft plan and gradients"]
+        for n in (2, 4)
+    )
+    assert two - one == 4 * 32 * 112 * (14_336 + 4_096)
 
 
 def test_with_few_tokens_the_peak_is_the_update_of_the_affinities():

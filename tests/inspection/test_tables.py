@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from dotmoe.cli import run as run_cli
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.inspection.costs import RunSize, total
-from dotmoe.inspection.device_time import MatmulRate
+from dotmoe.inspection.device_time import DeviceRates
 from dotmoe.inspection.inspect_model import inspect_model
 from dotmoe.inspection.tables import render
 from dotmoe.inspection.units import in_bytes, in_time
@@ -43,14 +43,14 @@ EXACT = [
 
 def inspected(**run):
     config = LlamaConfig(**LLAMA_3_8B)
-    rate = MatmulRate(device="this CPU", dtype="float32", flops_per_s=1e11)
+    rates = DeviceRates(device="this CPU", dtype="float32", flops_per_s=1e11, bytes_per_s=1e10)
     return inspect_model(
         config,
         family_of(config),
         ExpertsConfig(),
         RunSize(device="cpu", **run),
         stored=torch.bfloat16,
-        rate=rate,
+        rates=rates,
     )
 
 
@@ -63,7 +63,14 @@ def shown(inspection, width, **options):
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_tables_show_the_exact_counts_and_the_split(width):
     text = shown(inspected(), width)
-    for part in [*EXACT, "112 experts of 128 neurons", "28 run per token", "bfloat16", "40%"]:
+    for part in [
+        *EXACT,
+        "112 experts of 128 neurons",
+        "28 run per token",
+        "bfloat16",
+        "measured",
+        "quoted",
+    ]:
         assert part in text
 
 
@@ -76,15 +83,13 @@ def test_everything_fits_eighty_columns_without_cutting_a_word(run):
         assert max(len(line) for line in text.splitlines()) <= 80
         assert "\N{HORIZONTAL ELLIPSIS}" not in text
     lines = shown(inspected(**run), 80).splitlines()
-    rows = [line for line in lines if line.strip().startswith(("this CPU", "H200 141 GB"))]
-    assert len(rows) == 2
-    assert all(origin in row for origin, row in zip(("measured", "quoted"), rows, strict=True))
+    assert sum("8 x H200" in line for line in lines) == 1
 
 
 def test_the_short_form_fits_a_screen_and_details_show_every_item():
     inspection = inspected()
     short, long = (shown(inspection, 80, details=flag) for flag in (False, True))
-    assert len(short.splitlines()) <= 42
+    assert len(short.splitlines()) <= 50
     lists = (inspection.memory, inspection.export_memory, inspection.disk, inspection.exported)
     for item in [item for items in lists for item in items]:
         assert item.name in long

@@ -9,7 +9,15 @@ from tyro.conf import Positional
 
 from dotmoe.cli.parse import parse
 from dotmoe.granularity import ExpertsConfig
-from dotmoe.inspection import ExportDtype, RunSize, inspect_model, render, stored_dtype
+from dotmoe.inspection import (
+    ExportDtype,
+    FinetuneSize,
+    Machines,
+    RunSize,
+    inspect_model,
+    render,
+    stored_dtype,
+)
 from dotmoe.load import dense_config
 from dotmoe.models.family import family_of
 
@@ -22,10 +30,12 @@ class InspectCommand:
     """Local folder or hub name of the dense model; `embedded` is the one that comes along."""
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     run: RunSize = field(default_factory=RunSize)
+    machines: Machines = field(default_factory=Machines)
+    finetune: FinetuneSize = field(default_factory=FinetuneSize)
     export_dtype: ExportDtype = "source"
     """Dtype of the exported weights, as for convert; `source` keeps the checkpoint's."""
     details: bool = False
-    """List what each size of memory and disk is the sum of."""
+    """List what each size of memory and disk is the sum of, and all ways that were weighed."""
     json: bool = False
     """Print JSON, always with details, instead of tables."""
 
@@ -42,6 +52,8 @@ def run(arguments: Sequence[str]) -> None:
         command.run,
         stored=stored_dtype(config, family, folder),
         export_dtype=command.export_dtype,
+        machines=command.machines,
+        finetune=command.finetune,
     )
     if command.json:
         print(json.dumps({"model": command.model, **inspection.as_dict()}, indent=2))

@@ -4,20 +4,33 @@ Every figure is a sum of named items, so a reader can check each. They are estim
 allocator slack, the framework itself (about 1 GiB on a GPU) and the operating system come on top.
 """
 
-from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
-
-from dotmoe.errors import UserError
-from dotmoe.granularity import Granularity
-from dotmoe.models.family import Widths, widths_of
-from dotmoe.models.traits import DecoderTraits
+from dotmoe.inspection.placement import ALONE, Placement, affinity_entries, frozen_bytes
+from dotmoe.inspection.sizes import (
+    PAPER_TOKENS,
+    Item,
+    RunSize,
+    Sizes,
+    sizes_of,
+    total,
+)
 from dotmoe.moe.distillation import chunk_rows
-from dotmoe.parameters import ParameterCounts
 
-PAPER_TOKENS = 3_500 * 64 * 2_048
-"""Tokens of the paper's alignment: steps, batch size, sequence length."""
+__all__ = [
+    "PAPER_TOKENS",
+    "Item",
+    "RunSize",
+    "Sizes",
+    "alignment_flops",
+    "alignment_memory",
+    "calibration_memory",
+    "disk",
+    "export_memory",
+    "exported_bytes",
+    "kept_per_token",
+    "sizes_of",
+    "total",
+]
+
 FLOAT32 = 4
 BYTES_PER_TRAINABLE = 3 * FLOAT32
 """Value and two Adam moments, all float32; there between steps too."""
@@ -29,120 +42,6 @@ FFN_TENSORS_KEPT = 2
 """Of width N, for the backward of SiLU(gate) * up: both; weights are frozen."""
 FFN_TENSORS_IN_BACKWARD = 5
 """Of width N, while the gradient passes one FFN."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunSize:
-    """Size of an alignment run, for estimates."""
-
-    steps: int = 3_500
-    """Optimizer steps; 0 for the training-free start alone. Paper: 3,500."""
-    batch_size: int = 64
-    """Sequences a step. Paper: 64 (tab:hyperparams_moefication)."""
-    seq_len: int = 2_048
-    """Tokens a sequence. Paper: 2,048 (tab:hyperparams_moefication)."""
-    micro_batch_size: int = 4
-    """Sequences that are in memory at once; at most `batch_size`."""
-    bytes_per_weight: Literal[2, 4] | None = None
-    """Bytes of a dense weight in memory. Left out: 4 on a CPU, the checkpoint's on a GPU."""
-    calibration_tokens: int = 8_192
-    """Tokens seen by the training-free start; 0 for none."""
-    device: str = "auto"
-    """Where it would run, and what is measured: cpu, cuda, or auto (a GPU if there is one)."""
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that cannot be run."""
-        for name, least in (
-            ("steps", 0),
-            ("batch_size", 1),
-            ("seq_len", 1),
-            ("micro_batch_size", 1),
-            ("calibration_tokens", 0),
-        ):
-            value = getattr(self, name)
-            if value < least:
-                raise UserError(f"{name} is {value}, but it must be at least {least}.")
-        if self.micro_batch_size > self.batch_size:
-            raise UserError(
-                f"micro_batch_size is {self.micro_batch_size}, more than batch_size "
-                f"{self.batch_size}. Choose 1 to {self.batch_size}."
-            )
-        if self.bytes_per_weight not in (2, 4, None):
-            raise UserError(f"bytes_per_weight is {self.bytes_per_weight}. Choose 2 or 4.")
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the whole run."""
-        return self.steps * self.batch_size * self.seq_len
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Tokens in memory at once (T)."""
-        return self.micro_batch_size * self.seq_len
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
-    """All that the estimates read about a model and its split."""
-
-    widths: Widths
-    traits: DecoderTraits
-    granularity: Granularity
-    counts: ParameterCounts
-    heads: int
-    """Query heads a layer."""
-    kv_heads: int
-    """Key and value heads a layer."""
-    stored: torch.dtype
-    """Of the weights in the dense checkpoint."""
-    written: torch.dtype
-    """Of the weights in the exported checkpoint."""
-    bytes_held: Literal[2, 4]
-    """Bytes of a dense weight in memory while working."""
-
-    @property
-    def trainables(self) -> int:
-        """Entries of A and of the routers."""
-        return self.widths.layers * self.widths.ffn * self.granularity.num_experts + (
-            self.counts.routers
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One line of an estimate: bytes, or floating-point operations."""
-
-    name: str
-    amount: int
-
-
-def total(items: tuple[Item, ...]) -> int:
-    """Sum of the items."""
-    return sum(item.amount for item in items)
-
-
-def sizes_of(
-    config: Any,
-    traits: DecoderTraits,
-    granularity: Granularity,
-    counts: ParameterCounts,
-    *,
-    stored: torch.dtype,
-    written: torch.dtype,
-    bytes_held: Literal[2, 4],
-) -> Sizes:
-    """Gather what the estimates need, from a Hugging Face config and what was decided besides."""
-    return Sizes(
-        widths=widths_of(config),
-        traits=traits,
-        granularity=granularity,
-        counts=counts,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        stored=stored,
-        written=written,
-        bytes_held=bytes_held,
-    )
 
 
 def kept_per_token(sizes: Sizes) -> int:
@@ -173,29 +72,38 @@ def calibration_memory(sizes: Sizes, run: RunSize) -> tuple[Item, ...]:
     )
 
 
-def alignment_memory(sizes: Sizes, run: RunSize, *, checkpointing: bool) -> tuple[Item, ...]:
+def alignment_memory(
+    sizes: Sizes, run: RunSize, *, checkpointing: bool, placement: Placement = ALONE
+) -> tuple[Item, ...]:
     """Peak of one alignment step on one device, by item: what is there at that moment.
 
     It comes in the forward and backward pass of a micro-batch, or, where the affinities are larger
-    than all activations, in their update.
+    than all activations, in their update. From the second micro-batch of a step on, the gradients
+    that the first has left are there too.
 
     Args:
         sizes: Of model and split.
         run: Of the micro batch; the device decides how large a chunk of logits is.
         checkpointing: Keep only each layer's input, and compute the layer again in the backward.
+        placement: Among how many devices; each has the plan's gradient whole and the rest of the
+            affinities by layer.
     """
     widths, tokens = sizes.widths, run.micro_batch_tokens
     layer = kept_per_token(sizes) * tokens
     stream = sizes.bytes_held * widths.model * tokens
     kept = widths.layers * stream + layer if checkpointing else widths.layers * layer
     working = FFN_TENSORS_IN_BACKWARD * sizes.bytes_held * widths.ffn * tokens
-    plan = FLOAT32 * widths.layers * widths.ffn * sizes.granularity.num_experts
-    passes = (plan, kept, max(working, _head_bytes(sizes, run)), 3 * stream)
-    update = (UPDATE_COPIES * plan, 0, 0, 0)
+    plan = FLOAT32 * affinity_entries(sizes, placement)
+    gradients = FLOAT32 * sizes.trainables
+    earlier = gradients if run.batch_size > placement.ranks * run.micro_batch_size else 0
+    passes = (plan + earlier, kept, max(working, head_bytes(sizes, run)), 3 * stream)
+    whole = gradients if placement.ranks > 1 else 0
+    update = (whole + UPDATE_COPIES * plan, 0, 0, 0)
     peak = max(passes, update, key=sum)
+    own = affinity_entries(sizes, placement) + sizes.counts.routers
     return (
-        Item("dense weights, one copy", sizes.bytes_held * sizes.counts.dense_total),
-        Item("affinities, routers, Adam", BYTES_PER_TRAINABLE * sizes.trainables),
+        Item("dense weights, one copy", frozen_bytes(sizes, placement)),
+        Item("affinities, routers, Adam", BYTES_PER_TRAINABLE * own),
         Item("soft plan and gradients", peak[0]),
         Item("activations kept for the backward", peak[1]),
         Item("buffers of one layer, or one chunk of logits", peak[2]),
@@ -203,7 +111,7 @@ def alignment_memory(sizes: Sizes, run: RunSize, *, checkpointing: bool) -> tupl
     )
 
 
-def _head_bytes(sizes: Sizes, run: RunSize) -> int:
+def head_bytes(sizes: Sizes, run: RunSize) -> int:
     """Buffers of the distillation loss for one chunk of tokens."""
     vocabulary = sizes.widths.vocabulary
     rows = min(run.micro_batch_tokens, chunk_rows(vocabulary, on_cpu=run.device == "cpu"))

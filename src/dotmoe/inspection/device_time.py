@@ -1,123 +1,106 @@
-"""How long an alignment takes: a short measurement here, vendors' figures for other devices."""
+"""How long an alignment takes on this machine: two short measurements, and the model of a step."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from dotmoe.inspection.costs import Item, total
-
-UTILISATION = 0.4
-"""Share of a matrix-product rate that a whole alignment step is assumed to reach."""
+from dotmoe.inspection.sizes import RunSize, Sizes
+from dotmoe.inspection.step_time import ON_CPU, ON_GPU, Speed, step_seconds
+from dotmoe.inspection.work import alignment_work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MatmulRate:
-    """How fast one device multiplies square matrices."""
+class DeviceRates:
+    """How fast one device multiplies square matrices, and copies what is larger than caches."""
 
     device: str
     dtype: str
+    """Of the matrices."""
     flops_per_s: float
+    bytes_per_s: float
+    """Read and written."""
 
 
-def measure_matmul_rate(
-    device: torch.device, dtype: torch.dtype, *, seconds: float = 0.3
-) -> MatmulRate:
-    """Multiply square matrices for a moment; at least two products are done.
+def measure_rates(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.3) -> DeviceRates:
+    """Multiply square matrices for a moment, and copy for another; each is done at least once.
 
     Args:
         device: Of this machine.
         dtype: Of the matrices.
-        seconds: About how long.
+        seconds: About how long, for each.
     """
     width = 512 if device.type == "cpu" else 8_192
     # Varied entries: a GPU multiplies constants faster than it would real data.
     matrix = torch.linspace(-1, 1, width * width, device=device).view(width, width).to(dtype)
-    product = matrix @ matrix
-    _ = product[0, 0].item()  # waits for the device
-    start, products = time.perf_counter(), 0
-    while products == 0 or time.perf_counter() - start < seconds:
-        product = matrix @ matrix
-        _ = product[0, 0].item()
-        products += 1
-    elapsed = time.perf_counter() - start
+    entries = (1 << 24) if device.type == "cpu" else (1 << 28)
+    source = torch.zeros(entries, device=device)
+    target = torch.empty_like(source)
+
+    def multiply() -> None:
+        _ = (matrix @ matrix)[0, 0].item()  # waits for the device
+
+    def copy() -> None:
+        _ = target.copy_(source)[0].item()
+
     shown = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
-    return MatmulRate(
+    return DeviceRates(
         device=shown,
         dtype=str(dtype).removeprefix("torch."),
-        flops_per_s=2 * width**3 * products / elapsed,
+        flops_per_s=2 * width**3 * _times_per_second(multiply, seconds),
+        bytes_per_s=2 * source.nbytes * _times_per_second(copy, seconds),
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Accelerator:
-    """A GPU type for planning with bfloat16 weights; figures quoted from its vendor."""
-
-    name: str
-    peak_flops_per_s: float
-    """Dense bfloat16 tensor-core peak."""
-    memory_bytes: int
-    origin: str = "quoted"
-
-
-ACCELERATORS = (
-    Accelerator(name="A100 80 GB", peak_flops_per_s=312e12, memory_bytes=80 * 10**9),
-    Accelerator(name="H100 80 GB", peak_flops_per_s=989e12, memory_bytes=80 * 10**9),
-    Accelerator(name="H200 141 GB", peak_flops_per_s=989e12, memory_bytes=141 * 10**9),
-)
+def _times_per_second(work: Callable[[], None], seconds: float) -> float:
+    work()
+    start, done = time.perf_counter(), 0
+    while done == 0 or time.perf_counter() - start < seconds:
+        work()
+        done += 1
+    return done / (time.perf_counter() - start)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedTime:
-    """Estimated hours of the alignment on one device."""
+class TimeHere:
+    """Estimated hours of the alignment on this machine, at the micro-batch that was asked for."""
 
     device: str
     dtype: str
     """Of the weights, and of the products whose rate it is."""
     flops_per_s: float
-    """Rate that the estimate starts from; `UTILISATION` of it is assumed."""
+    bytes_per_s: float
     origin: str
-    """`measured` here, or `quoted` from the vendor."""
+    """Of the rates."""
     hours: float
     """Without activation checkpointing."""
     hours_checkpointing: float
-    """With it: one student forward more."""
-    fits: str | None
-    """`yes`, `with checkpointing` or `no`: alignment in its memory; None: not judged."""
 
 
-def planned_times(
-    flops: tuple[Item, ...], rate: MatmulRate, memory: int, memory_checkpointing: int
-) -> tuple[PlannedTime, ...]:
-    """Hours of the alignment here (first) and on each of `ACCELERATORS`.
+def time_here(sizes: Sizes, run: RunSize, rates: DeviceRates) -> TimeHere:
+    """Hours of the alignment on this machine, one device.
 
     Args:
-        flops: Items of the alignment, without checkpointing.
-        rate: Of this machine.
-        memory: Bytes that the alignment needs with bfloat16 weights, without checkpointing.
-        memory_checkpointing: The same with checkpointing.
+        sizes: Of model and split.
+        run: The run, its device resolved.
+        rates: Of this machine.
     """
-    plain = total(flops)
-    again = plain + next(item.amount for item in flops if item.name == "student forward")
-
-    def planned(
-        device: str, dtype: str, flops_per_s: float, origin: str, fits: str | None
-    ) -> PlannedTime:
-        per_hour = flops_per_s * UTILISATION * 3_600
-        return PlannedTime(
-            device=device,
-            dtype=dtype,
-            flops_per_s=flops_per_s,
-            origin=origin,
-            hours=plain / per_hour,
-            hours_checkpointing=again / per_hour,
-            fits=fits,
-        )
-
-    here = planned(rate.device, rate.dtype, rate.flops_per_s, "measured", None)
-    others = []
-    for gpu in ACCELERATORS:
-        smaller = "with checkpointing" if memory_checkpointing <= gpu.memory_bytes else "no"
-        fits = "yes" if memory <= gpu.memory_bytes else smaller
-        others.append(planned(gpu.name, "bfloat16", gpu.peak_flops_per_s, gpu.origin, fits))
-    return here, *others
+    speed = Speed(
+        flops_per_s=rates.flops_per_s,
+        bytes_per_s=rates.bytes_per_s,
+        efficiency=ON_CPU if run.device == "cpu" else ON_GPU,
+    )
+    hours = []
+    for checkpointing in (False, True):
+        work = alignment_work(sizes, run, checkpointing=checkpointing)
+        hours.append(run.steps * step_seconds(work, speed) / 3_600)
+    return TimeHere(
+        device=rates.device,
+        dtype=rates.dtype,
+        flops_per_s=rates.flops_per_s,
+        bytes_per_s=rates.bytes_per_s,
+        origin="measured",
+        hours=hours[0],
+        hours_checkpointing=hours[1],
+    )

@@ -9,26 +9,21 @@ import torch
 from dotmoe.device import resolved_device
 from dotmoe.granularity import ExpertsConfig, Granularity, resolve
 from dotmoe.inspection.costs import (
-    Item,
-    RunSize,
     alignment_flops,
     alignment_memory,
     calibration_memory,
     disk,
     export_memory,
     exported_bytes,
-    sizes_of,
-    total,
 )
-from dotmoe.inspection.device_time import (
-    UTILISATION,
-    MatmulRate,
-    PlannedTime,
-    measure_matmul_rate,
-    planned_times,
-)
+from dotmoe.inspection.device_time import DeviceRates, TimeHere, measure_rates, time_here
 from dotmoe.inspection.dtypes import ExportDtype, bytes_held, dtype_name, written_dtype
+from dotmoe.inspection.finetuning import FinetuneSize
 from dotmoe.inspection.limits import warnings_for
+from dotmoe.inspection.planner import Machines, Plan, plans
+from dotmoe.inspection.sizes import Item, RunSize, Sizes, sizes_of, total
+from dotmoe.inspection.step_time import ON_CPU, ON_GPU
+from dotmoe.inspection.tasks import Alignment, Finetuning
 from dotmoe.models.family import Family
 from dotmoe.parameters import ParameterCounts, count_parameters
 
@@ -76,8 +71,10 @@ class Inspection:
     """The exported checkpoint, bytes; part of `disk`."""
     flops: tuple[Item, ...]
     """Alignment, floating-point operations, without checkpointing."""
-    times: tuple[PlannedTime, ...]
-    """This machine first, then the planning table."""
+    here: TimeHere
+    """The alignment on this machine."""
+    plans: tuple[Plan, ...]
+    """What is recommended on the GPUs asked for, with 16-bit weights."""
     warnings: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -86,7 +83,14 @@ class Inspection:
         record["origin"] = "estimated"
         record["active_neuron_fraction"] = self.granularity.active_fraction
         record["active_parameter_fraction"] = self.counts.active_fraction
-        record["utilisation"] = UTILISATION
+        record["efficiency"] = {
+            "cpu": dataclasses.asdict(ON_CPU),
+            "gpu": dataclasses.asdict(ON_GPU),
+        }
+        for plan, shown in zip(self.plans, record["plans"], strict=True):
+            shown |= {"hours": plan.hours, "gpu_hours": plan.gpu_hours}
+            for choice, written in zip(plan.choices, shown["choices"], strict=True):
+                written |= {"memory_total": total(choice.memory), "step_s": choice.step_s}
         for name in _ITEMISED:
             record[f"{name}_total"] = total(getattr(self, name))
         return record
@@ -100,7 +104,9 @@ def inspect_model(
     *,
     stored: torch.dtype,
     export_dtype: ExportDtype = "source",
-    rate: MatmulRate | None = None,
+    rates: DeviceRates | None = None,
+    machines: Machines | None = None,
+    finetune: FinetuneSize | None = None,
 ) -> Inspection:
     """Sizes, costs and warnings of converting one model.
 
@@ -111,7 +117,9 @@ def inspect_model(
         run: Alignment run that is wanted.
         stored: Dtype of the dense checkpoint.
         export_dtype: Dtype wanted of the exported one.
-        rate: Speed of this machine; None measures it (0.3 s).
+        rates: Of this machine; None measures them (0.6 s).
+        machines: GPUs to plan for, and what they are to do; None: the alignment, on each type.
+        finetune: Size of the fine-tuning, if that is to be planned; None: the paper's.
 
     Raises:
         UserError: The split does not fit the FFN width, or the device is not there.
@@ -132,10 +140,8 @@ def inspect_model(
     seq_len = min(run.seq_len, sizes.widths.context)
     resolved = replace(run, bytes_per_weight=held, seq_len=seq_len, device=str(device))
     flops = alignment_flops(sizes, resolved)
-    if rate is None:
-        rate = measure_matmul_rate(device, torch.bfloat16 if held == 2 else torch.float32)
-    on_gpu, there = replace(sizes, bytes_held=2), replace(resolved, device="cuda")
-    gpu_memory = (total(alignment_memory(on_gpu, there, checkpointing=c)) for c in (False, True))
+    if rates is None:
+        rates = measure_rates(device, torch.bfloat16 if held == 2 else torch.float32)
     return Inspection(
         model_type=config.model_type,
         layers=sizes.widths.layers,
@@ -155,6 +161,23 @@ def inspect_model(
         disk=disk(sizes, resolved),
         exported=exported_bytes(sizes),
         flops=flops,
-        times=planned_times(flops, rate, *gpu_memory),
+        here=time_here(sizes, resolved, rates),
+        plans=_planned(sizes, resolved, machines or Machines(), finetune or FinetuneSize()),
         warnings=warnings_for(sizes, run, export_dtype),
     )
+
+
+def _planned(
+    sizes: Sizes, run: RunSize, machines: Machines, finetune: FinetuneSize
+) -> tuple[Plan, ...]:
+    """Plans for the task; of fine-tuning, the run has its own batch and length."""
+    if machines.task == "align":
+        return plans(sizes, run, machines, Alignment()) if run.steps else ()
+    batch = finetune.finetune_batch_size
+    tuned = replace(
+        run,
+        batch_size=batch,
+        micro_batch_size=1,
+        steps=-(-finetune.finetune_tokens // (batch * run.seq_len)),
+    )
+    return plans(sizes, tuned, machines, Finetuning(size=finetune))

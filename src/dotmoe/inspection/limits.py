@@ -3,8 +3,9 @@
 import torch
 
 from dotmoe.granularity import GROUPED_MATMUL_BYTES, Granularity, nearest_expert_sizes
-from dotmoe.inspection.costs import PAPER_TOKENS, RunSize, Sizes, exported_bytes
+from dotmoe.inspection.costs import exported_bytes
 from dotmoe.inspection.dtypes import EXPORTED, ExportDtype, dtype_name
+from dotmoe.inspection.sizes import PAPER_TOKENS, RunSize, Sizes
 from dotmoe.inspection.units import in_bytes
 
 FUSED_ROUTING_LIMIT = 32

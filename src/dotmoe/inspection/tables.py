@@ -1,13 +1,13 @@
 """An inspection as tables for a terminal of 80 columns or more."""
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dotmoe.inspection.costs import Item, total
-from dotmoe.inspection.device_time import UTILISATION
 from dotmoe.inspection.inspect_model import Inspection
+from dotmoe.inspection.plan_tables import plan_details, plan_table
+from dotmoe.inspection.sizes import Item, total
+from dotmoe.inspection.table_style import table_of
 from dotmoe.inspection.units import in_bytes, in_time
 
 
@@ -22,7 +22,11 @@ def render(inspection: Inspection, *, details: bool = False) -> RenderableType:
     parts.append(_sizes(inspection, details))
     if details:
         parts.extend(_items(inspection))
-    parts.append(_times(inspection))
+    parts.append(_time_here(inspection))
+    if inspection.plans:
+        parts.append(plan_table(inspection.plans))
+    if details or len(inspection.plans) == 1:
+        parts.extend(plan_details(plan) for plan in inspection.plans)
     if inspection.warnings:
         parts.append(_warnings(inspection.warnings))
     return Group(*parts)
@@ -48,16 +52,9 @@ def _model_and_split(inspection: Inspection) -> RenderableType:
     return Group(grid, "")
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns))
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=index > 0)
-    return table
-
-
 def _counts(inspection: Inspection) -> RenderableType:
     counts = inspection.counts
-    table = _table("parameters (exact)", "count", "of dense")
+    table = table_of("parameters (exact)", "count", "of dense")
     for name, count in (
         ("dense model", counts.dense_total),
         ("stored, routers included", counts.stored),
@@ -76,7 +73,7 @@ def _counts(inspection: Inspection) -> RenderableType:
 def _sizes(inspection: Inspection, details: bool) -> RenderableType:
     run = inspection.run
     held = f"weights in {run.bytes_per_weight} bytes each"
-    table = _table(f"memory and disk (estimated; {held})", "size")
+    table = table_of(f"memory and disk (estimated; {held})", "size")
     if run.calibration_tokens:
         table.add_row("start from data", in_bytes(total(inspection.calibration_memory)))
     if run.steps:
@@ -104,7 +101,7 @@ def _items(inspection: Inspection) -> list[RenderableType]:
     ]
     tables: list[RenderableType] = []
     for title, items in titled:
-        table = _table(title, "size")
+        table = table_of(title, "size")
         for item in items:
             table.add_row(item.name, in_bytes(item.amount))
         table.add_row("total", in_bytes(total(items)), style="bold")
@@ -112,26 +109,15 @@ def _items(inspection: Inspection) -> list[RenderableType]:
     return tables
 
 
-def _times(inspection: Inspection) -> RenderableType:
-    run = inspection.run
-    work = f"{run.steps:,} steps of {run.batch_size} x {run.seq_len:,} tokens"
-    here, *others = inspection.times
-    heading = Text(
-        f"{work} on one device (estimated): {total(inspection.flops):.2e} FLOP at "
-        f"{UTILISATION:.0%} of its rate, here in {here.dtype}, on the quoted GPUs in "
-        f"{others[0].dtype}"
+def _time_here(inspection: Inspection) -> RenderableType:
+    run, here = inspection.run, inspection.here
+    work = f"alignment: {run.steps:,} steps of {run.batch_size} x {run.seq_len:,} tokens"
+    again = f"{in_time(here.hours_checkpointing)} with checkpointing"
+    return Text(
+        f"{work}, {total(inspection.flops):.2e} FLOP\n"
+        f"on {here.device}, {here.dtype} (estimated; measured {here.flops_per_s / 1e12:,.3g} "
+        f"TFLOP/s, {here.bytes_per_s / 1e9:,.3g} GB/s): {in_time(here.hours)}, {again}\n"
     )
-    table = _table("device", "TFLOP/s", "rate is", "time", "checkpointing", "memory fits")
-    for row in inspection.times:
-        table.add_row(
-            row.device,
-            f"{row.flops_per_s / 1e12:,.3g}",
-            row.origin,
-            in_time(row.hours),
-            in_time(row.hours_checkpointing),
-            (row.fits or "").removeprefix("with "),
-        )
-    return Group(heading, table)
 
 
 def _warnings(warnings: tuple[str, ...]) -> RenderableType:

@@ -1,0 +1,165 @@
+import re
+from functools import partial
+
+import pytest
+import torch
+from inspected_models import inspection, tiny
+from transformers import MistralConfig, Qwen2Config
+
+from dotmoe.export.glm4_moe import Glm4Moe
+from dotmoe.granularity import GROUPED_MATMUL_BYTES
+from dotmoe.inspection.sizes import RunSize
+from dotmoe.load import LoadConfig, load_dense
+
+SILENT = {"num_hidden_layers": 1, "intermediate_size": 1_024}
+"""A model that nothing is to be said about, with experts of 64 neurons."""
+
+
+@pytest.mark.parametrize(
+    ("config", "experts", "run", "words"),
+    [
+        (tiny(**SILENT), {"expert_size": 64}, {}, []),
+        (tiny(**SILENT), {"expert_size": 32}, {}, ["not a multiple of 64"]),
+        (tiny(**SILENT), {"expert_size": 16}, {}, ["not a multiple of 32: llama.cpp"]),
+        (
+            tiny(num_hidden_layers=1, intermediate_size=64 * 128),
+            {"expert_size": 64, "active_experts": 32},
+            {},
+            [],
+        ),
+        (
+            tiny(num_hidden_layers=1, intermediate_size=64 * 128),
+            {"expert_size": 64, "active_experts": 33},
+            {},
+            ["33 experts run per token"],
+        ),
+        (
+            tiny(num_hidden_layers=1, intermediate_size=64 * 512),
+            {"expert_size": 64, "active_experts": 8},
+            {},
+            [],
+        ),
+        (
+            tiny(num_hidden_layers=1, intermediate_size=64 * 513),
+            {"expert_size": 64, "active_experts": 8},
+            {},
+            ["513 experts"],
+        ),
+        (
+            tiny(**SILENT, tie_word_embeddings=True, dtype="bfloat16"),
+            {"expert_size": 64},
+            {},
+            ["written out: 64.00 KiB more"],
+        ),
+        (
+            tiny(MistralConfig, **SILENT, sliding_window=128),
+            {"expert_size": 64},
+            {},
+            ["context is lowered from 2,048 to 128"],
+        ),
+        (tiny(MistralConfig, **SILENT, sliding_window=2_048), {"expert_size": 64}, {}, []),
+        (
+            tiny(Qwen2Config, **SILENT, use_sliding_window=False),
+            {"expert_size": 64},
+            {},
+            [],
+        ),
+        (
+            tiny(**SILENT),
+            {"expert_size": 64},
+            {"steps": 3_499},
+            ["sees 458,620,928 tokens; the pa"],
+        ),
+        (
+            tiny(**SILENT, max_position_embeddings=512),
+            {"expert_size": 64},
+            {},
+            ["shortened from 2,048 to 512 tokens"],
+        ),
+    ],
+)
+def test_warnings_appear_exactly_when_they_should(config, experts, run, words):
+    warnings = inspection(config, RunSize(**run), **experts).warnings
+    assert len(warnings) == len(words)
+    for warning, part in zip(warnings, words, strict=True):
+        assert part in warning
+
+
+def test_warnings_add_up():
+    config = tiny(tie_word_embeddings=True, intermediate_size=1_200)
+    found = inspection(config, RunSize(steps=10), experts=600, active_experts=150)
+    assert len(found.warnings) == 6
+
+
+def narrow(width, ffn):
+    """A model of one layer whose other warnings are few."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return tiny(num_hidden_layers=1, hidden_size=width, intermediate_size=ffn, **heads)
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "stored", "export_dtype", "words"),
+    [
+        (narrow(64, 96), 6, torch.float32, "source", "size 6: .*of 4 only. Give .*-size 4 or 8."),
+        (narrow(64, 96), 4, torch.float32, "source", None),
+        (narrow(64, 96), 4, torch.bfloat16, "source", "size 4: .*of 8 only. Give .*-size 8."),
+        (narrow(64, 96), 12, torch.bfloat16, "source", "Give --expert-size 8 or 16."),
+        (narrow(64, 96), 12, torch.bfloat16, "float32", None),
+        (narrow(64, 96), 12, torch.float32, "bfloat16", "size 12: in bfloat16"),
+        (narrow(64, 172), 4, torch.bfloat16, "source", "--export-dtype float32, which takes mul"),
+        (narrow(64, 172), 2, torch.bfloat16, "source", "dtype float32 with --expert-size 4."),
+        (narrow(64, 173), 1, torch.float32, "source", "No split of this model can be exported"),
+        (narrow(68, 96), 8, torch.bfloat16, "source", "width 68: .*Give --export-dtype float32,"),
+        (narrow(68, 96), 8, torch.float32, "source", None),
+        (narrow(66, 96), 8, torch.float32, "source", "width 66: .*No split of this model"),
+    ],
+)
+def test_a_size_that_the_export_refuses_comes_with_one_that_it_takes(
+    config, size, stored, export_dtype, words
+):
+    found = inspection(config, stored=stored, export_dtype=export_dtype, expert_size=size)
+    refusals = [warning for warning in found.warnings if warning.startswith("Export refuses")]
+    assert len(refusals) == (0 if words is None else 1)
+    if words is not None:
+        assert re.search(words, refusals[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inspect_warns_of_exactly_the_expert_sizes_that_convert_refuses(tiny_dense, dtype):
+    dense = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu"))
+    for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48):
+        found = inspection(dense.config, stored=dtype, expert_size=size)
+        warned = any("refuses expert size" in warning for warning in found.warnings)
+        refused = Glm4Moe().refusal(dense, found.granularity, dtype) is not None
+        assert warned == refused
+
+
+def test_the_step_of_the_grouped_product_is_that_of_torch_and_of_the_exporter():
+    ends = torch.tensor([2, 4], dtype=torch.int32)
+    for dtype in (torch.float32, torch.bfloat16):
+        step = GROUPED_MATMUL_BYTES // dtype.itemsize
+        for width in (step, step // 2):
+            x_TD, weights = torch.ones(4, width, dtype=dtype), torch.ones(2, width, width)
+            product = partial(torch.nn.functional.grouped_mm, x_TD, weights.to(dtype), offs=ends)
+            if width == step:
+                assert bool((product() == width).all())
+            else:
+                with pytest.raises(RuntimeError):
+                    product()
+
+
+@pytest.mark.parametrize(
+    ("stored", "export_dtype", "words"),
+    [
+        (torch.float16, "source", "float16.*bfloat16 .* or float32 .exact, twice the size"),
+        (torch.float64, "source", "float64.*or float32 .rounds the weights"),
+        (torch.float16, "bfloat16", None),
+        (torch.float16, "float32", None),
+        (torch.float32, "source", None),
+    ],
+)
+def test_a_stored_dtype_that_the_export_refuses_is_named(stored, export_dtype, words):
+    found = inspection(tiny(**SILENT), stored=stored, export_dtype=export_dtype, expert_size=64)
+    assert len(found.warnings) == (0 if words is None else 1)
+    if words is not None:
+        assert re.search(words, found.warnings[0])
