@@ -1,0 +1,200 @@
+"""Other roads to an `ExpertLayout`: training-free splits of published methods, on the same budget.
+
+One file a method; each says what is the rival's and what differs. `method.py` is the contract.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dotmoe.artifacts import AlignState
+from dotmoe.baselines.cmoe import cmoe
+from dotmoe.baselines.co_activation import co_activation
+from dotmoe.baselines.contiguous_split import contiguous_split
+from dotmoe.baselines.llama_moe_v2 import llama_moe_v2
+from dotmoe.baselines.method import (
+    BaselineConfig,
+    Given,
+    LayerSplit,
+    Method,
+    MethodName,
+)
+from dotmoe.baselines.own_router import own_router_perplexity
+from dotmoe.baselines.random_split import random_split
+from dotmoe.baselines.weight_clusters import weight_clusters
+from dotmoe.calibrate import contributions, ridge_router
+from dotmoe.errors import UserError
+from dotmoe.granularity import Granularity
+from dotmoe.layout import ALWAYS_ON, ExpertLayout
+
+__all__ = [
+    "METHODS",
+    "WITH_SHARED_EXPERT",
+    "Baseline",
+    "BaselineConfig",
+    "Given",
+    "MethodName",
+    "baseline",
+    "granularity_of",
+    "own_router_perplexity",
+    "state_of",
+]
+
+METHODS: dict[str, Method] = {
+    "random_split": random_split,
+    "contiguous_split": contiguous_split,
+    "weight_clusters": weight_clusters,
+    "co_activation": co_activation,
+    "llama_moe_v2": llama_moe_v2,
+    "llama_moe_v2_residual": llama_moe_v2,
+    "cmoe": cmoe,
+}
+WITH_SHARED_EXPERT = ("llama_moe_v2_residual", "cmoe")
+
+_ROUTERS_FILE = "own_router.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Baseline:
+    """What a method made of a model."""
+
+    layout: ExpertLayout
+    representative_LE: Int[Tensor, "L E"] | None
+    """Where the method's own router is no linear map: see `LayerSplit.representative_E`."""
+
+    def save(self, folder: Path) -> None:
+        """Write `layout.safetensors`, and `own_router.safetensors` where there is one."""
+        self.layout.save(folder / "layout.safetensors")
+        if self.representative_LE is not None:
+            save_file({"representative": self.representative_LE}, folder / _ROUTERS_FILE)
+
+    @classmethod
+    def load(cls, folder: Path) -> "Baseline":
+        """Inverse of `save`."""
+        routers = folder / _ROUTERS_FILE
+        return cls(
+            layout=ExpertLayout.load(folder / "layout.safetensors"),
+            representative_LE=load_file(routers)["representative"] if routers.exists() else None,
+        )
+
+
+def granularity_of(method: str, split: Granularity, config: BaselineConfig) -> Granularity:
+    """The split of a method, at the active neurons of `split`.
+
+    A method with a shared expert merges `shared_experts` of the k active experts into it.
+
+    Raises:
+        UserError: A shared expert for a method that has none, or one that leaves no other expert to
+            run.
+
+    Example:
+        >>> granularity_of("cmoe", Granularity(num_experts=16, expert_size=8, active_experts=4),
+        ...                BaselineConfig())
+        Granularity(num_experts=14, expert_size=8, active_experts=2, shared_size=16)
+    """
+    shared = config.shared_experts
+    if method not in WITH_SHARED_EXPERT:
+        if shared is not None:
+            raise UserError(
+                f"shared_experts is {shared}, but {method} has no shared expert. Leave it out, or "
+                f"choose {' or '.join(WITH_SHARED_EXPERT)}."
+            )
+        return split
+    if split.active_experts < 2:
+        raise UserError(
+            f"active_experts is 1, but {method} needs at least 2: one for the shared expert and "
+            "one that is routed. Choose smaller experts or more active ones."
+        )
+    if shared is None:
+        shared = split.active_experts // 2
+    if not 1 <= shared < split.active_experts:
+        raise UserError(
+            f"shared_experts is {shared}, but of {split.active_experts} active experts at least "
+            f"one must be shared and one routed. Choose 1 to {split.active_experts - 1}."
+        )
+    return replace(
+        split,
+        num_experts=split.num_experts - shared,
+        active_experts=split.active_experts - shared,
+        shared_size=shared * split.expert_size,
+    )
+
+
+def baseline(
+    method: str,
+    given: Given,
+    *,
+    router_dtype: torch.dtype,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Baseline:
+    """Layout of a method: its experts, and its own router or a ridge regression to them.
+
+    Args:
+        method: A name in `METHODS`.
+        given: Model, text, budget and options; `given.granularity` is what `granularity_of` gave.
+        router_dtype: Dtype of the checkpoint to be written; router entries become exact in it.
+        on_progress: Called with (layers done, layers).
+    """
+    split = given.granularity
+    experts, routers, representatives = [], [], []
+    for index, made in enumerate(METHODS[method](given)):
+        experts.append(made.expert_of_neuron_N.cpu())
+        router_ED = made.router_ED
+        if given.config.split_router == "ridge":
+            router_ED = _fitted_router(made, given)
+        routers.append(_stored(router_ED, made.layer.x_TD, router_dtype))
+        if made.representative_E is not None:
+            representatives.append(made.representative_E.cpu())
+        on_progress(index + 1, given.dense.widths.layers)
+    expert_of_neuron_LN = torch.stack(experts)
+    expert_of_neuron_LN[: split.first_dense_layers] = ALWAYS_ON
+    return Baseline(
+        layout=ExpertLayout(
+            expert_of_neuron_LN=expert_of_neuron_LN,
+            router_LED=torch.stack(routers),
+            active_experts=split.active_experts,
+        ),
+        representative_LE=torch.stack(representatives) if representatives else None,
+    )
+
+
+def state_of(layout: ExpertLayout, device: torch.device) -> AlignState:
+    """Affinities that every solver rounds to the layout's own experts, and its routers.
+
+    One-hot affinities are balanced as they are: the plan is their softmax at any temperature, its
+    largest entries the experts. For layouts without a shared expert.
+    """
+    expert_LN = layout.expert_of_neuron_LN.clone()
+    in_order = torch.arange(layout.num_neurons) // layout.expert_size
+    expert_LN[: layout.first_dense_layers] = in_order
+    return AlignState(
+        affinity_LNE=F.one_hot(expert_LN, layout.num_experts).float().to(device),
+        router_LED=layout.router_LED.to(device),
+        step=0,
+    )
+
+
+def _fitted_router(made: LayerSplit, given: Given) -> Tensor:
+    """Ridge regression to each routed expert's share of the contribution energy, as DOT-MoE's."""
+    split, layer = given.granularity, made.layer
+    contribution_TN = contributions(layer.ffn, layer.x_TD.to(layer.ffn.down.weight.dtype))
+    column_N = made.expert_of_neuron_N.to(contribution_TN.device) % (split.num_experts + 1)
+    energy_TE = contribution_TN.new_zeros(len(contribution_TN), split.num_experts + 1)
+    energy_TE.index_add_(1, column_N, contribution_TN.square())
+    return ridge_router(layer.x_TD, energy_TE[:, : split.num_experts], given.calibrate.ridge)
+
+
+def _stored(router_ED: Tensor, x_TD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows centred over experts, scaled to logits of standard deviation 1, rounded to `dtype`.
+
+    Neither changes which experts run, but for the rounding.
+    """
+    centred_ED = router_ED.float() - router_ED.float().mean(dim=0)
+    scale = (x_TD @ centred_ED.T).std()
+    return (centred_ED / scale).to(dtype).float().cpu()

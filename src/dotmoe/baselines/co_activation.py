@@ -1,0 +1,97 @@
+"""Neurons that are active together: MoEfication's co-activation split.
+
+From the original: a graph of neurons whose edges count the tokens on which both are active, cut
+into equal parts such that most edge weight stays inside them; routers by similarity.
+Different here: SiLU has no zeros, so a neuron counts as active on a token if its |H| is among the
+share of the token's neurons that the budget lets run. The cut is not METIS's: the same objective,
+edge weight inside equal parts, is raised by balanced kernel k-means from several seeded starts,
+then by swapping pairs of neurons (Kernighan and Lin's step) until no swap raises it. No threshold
+on the counts and no rebalancing at random: parts come out equal.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dotmoe.baselines.method import Given, Layer, LayerSplit
+from dotmoe.baselines.weight_clusters import similarity_router
+from dotmoe.calibrate import harden
+
+
+def co_activation(given: Given) -> Iterator[LayerSplit]:
+    """Split every layer by a balanced cut of its co-activation graph."""
+    num_experts = given.granularity.num_experts
+    for layer in given.layers():
+        count_NN = co_activation_counts(layer.hidden(), given.granularity.active_neurons)
+        expert_N = _cut(count_NN, num_experts, given, layer)
+        yield LayerSplit(
+            layer=layer,
+            expert_of_neuron_N=expert_N,
+            router_ED=similarity_router(layer, expert_N, num_experts),
+        )
+
+
+def co_activation_counts(
+    hidden_TN: Float[Tensor, "T N"], active_neurons: int
+) -> Float[Tensor, "N N"]:
+    """Tokens on which both neurons are among the `active_neurons` of largest |H|; diagonal 0."""
+    strongest = hidden_TN.abs().topk(active_neurons, dim=1).indices
+    is_active_TN = torch.zeros_like(hidden_TN).scatter_(1, strongest, 1.0)
+    return (is_active_TN.T @ is_active_TN).fill_diagonal_(0)
+
+
+def weight_inside(count_NN: Tensor, expert_N: Int[Tensor, " N"]) -> float:
+    """Edge weight between neurons of one expert, each edge counted twice."""
+    return float((count_NN * (expert_N[:, None] == expert_N)).sum(dtype=torch.float64))
+
+
+def _cut(count_NN: Tensor, num_experts: int, given: Given, layer: Layer) -> Int[Tensor, " N"]:
+    best_N, most = None, -1.0
+    for _ in range(given.config.cluster_starts):
+        first = torch.randperm(len(count_NN), generator=layer.generator)[:num_experts]
+        expert_N = harden(count_NN[:, first.to(count_NN.device)])
+        inside = weight_inside(count_NN, expert_N)
+        for _ in range(given.config.cluster_rounds):
+            members_NE = F.one_hot(expert_N, num_experts).to(count_NN.dtype)
+            moved_N = harden(count_NN @ members_NE)
+            moved_inside = weight_inside(count_NN, moved_N)
+            if moved_inside <= inside:
+                break
+            expert_N, inside = moved_N, moved_inside
+        if inside > most:
+            best_N, most = expert_N, inside
+    assert best_N is not None
+    return swapped(count_NN, best_N, num_experts)
+
+
+def swapped(
+    count_NN: Float[Tensor, "N N"], expert_N: Int[Tensor, " N"], num_experts: int
+) -> Int[Tensor, " N"]:
+    """The cut after swapping pairs of neurons until no swap raises the weight inside.
+
+    Args:
+        count_NN: Edge weights, symmetric, diagonal 0.
+        expert_N: Where to start; left untouched.
+        num_experts: E.
+    """
+    expert_N = expert_N.clone()
+    to_NE = count_NN @ F.one_hot(expert_N, num_experts).to(count_NN.dtype)
+    since_swap, neuron = 0, 0
+    while since_swap < len(expert_N):
+        own = int(expert_N[neuron])
+        leaves_N = to_NE[:, own] - to_NE.gather(1, expert_N[:, None]).squeeze(1)
+        gain_N = leaves_N + to_NE[neuron, expert_N] - to_NE[neuron, own] - 2 * count_NN[neuron]
+        gain, other = gain_N.masked_fill(expert_N == own, 0.0).max(dim=0)
+        since_swap += 1
+        if float(gain) > 0:
+            change_N = count_NN[:, neuron] - count_NN[:, other]
+            target = int(expert_N[other])
+            to_NE[:, own] -= change_N
+            to_NE[:, target] += change_N
+            expert_N[neuron], expert_N[other] = target, own
+            since_swap = 0
+        neuron = (neuron + 1) % len(expert_N)
+    return expert_N
