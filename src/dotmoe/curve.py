@@ -6,11 +6,11 @@ from typing import Any, cast
 
 from transformers import AutoTokenizer
 
-from dotmoe.data import DataConfig, documents, pack
 from dotmoe.device import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.evaluate import EvaluateConfig, PerplexityResult, ladder, perplexity_by_active_experts
 from dotmoe.evaluate.checkpoint import stock_model
+from dotmoe.evaluate.perplexity import packed_text
 from dotmoe.export import OUTPUTS, ExportRecord, output_named, require_free_k
 from dotmoe.export.stock_moe import StockMoe
 from dotmoe.load import LoadConfig, resolved_dtype
@@ -50,7 +50,7 @@ def active_experts_curve(
     device = resolved_device(load.device)
     model = stock_model(folder, device, resolved_dtype(load.dtype, device))
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    packed = pack(documents(DataConfig(data=config.text)), tokenizer, config.max_tokens)
+    packed = packed_text(config, tokenizer)
     output = cast(StockMoe, output_named(record.format))
     layers = range(record.first_dense_layers, record.num_layers)
     results = perplexity_by_active_experts(

@@ -1,6 +1,6 @@
 """Perplexity of whole checkpoints: any folder that stock Transformers loads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,16 +36,33 @@ def evaluate_pair(
         text: What to call that text.
         on_progress: Told windows done and windows in all, once for each model.
     """
+    return evaluate_all(dense, {"moe": export}, heldout, text, on_progress)
+
+
+def evaluate_all(
+    dense: DenseModel,
+    exports: Mapping[str, Path],
+    heldout: TokenBlocks,
+    text: tuple[str, ...],
+    on_progress: Update,
+) -> dict[str, Any]:
+    """Perplexity of a dense model, as `dense`, and of exports by their names; see `evaluate_pair`.
+
+    One export is in memory at a time, beside the dense model.
+    """
     tokens = heldout.tokens_BT.flatten()
     num_bytes = len(dense.tokenizer.decode(tokens.tolist(), skip_special_tokens=True).encode())
     packed = Packed(tokens, tokens.numel() / max(1, num_bytes))
     config = EvaluateConfig(text=text, window=heldout.seq_len)
     dtype = next(dense.model.parameters()).dtype
-    models = {"dense": dense.model, "moe": stock_model(export, dense.device, dtype)}
-    return {
-        name: packed_perplexity(model, dense.tokenizer, packed, config, on_progress).as_dict()
-        for name, model in models.items()
-    }
+
+    def measured(model: Any) -> dict[str, Any]:
+        return packed_perplexity(model, dense.tokenizer, packed, config, on_progress).as_dict()
+
+    results = {"dense": measured(dense.model)}
+    for name, export in exports.items():
+        results[name] = measured(stock_model(export, dense.device, dtype))
+    return results
 
 
 def evaluate_checkpoint(

@@ -3,20 +3,24 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dotmoe.data import Packed, pack
+from dotmoe.data import DataConfig, Packed, pack
+from dotmoe.data import documents as documents_of
 from dotmoe.data.packing import separator_of
 from dotmoe.errors import UserError
+from dotmoe.evaluate.gptq_text import gptq_packed
 
 MAX_LOGITS = 1 << 28
 """Logits of one forward pass, unless one window alone has more: 1 GiB in float32."""
 
 _MAX_FLOAT32_LOGITS = 1 << 25
+
+_BATCH = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +33,13 @@ class EvaluateConfig:
     """Tokens of a window, 2 to the model's context. Default: 2048, or the whole context if less."""
     max_tokens: int | None = None
     """Read no more tokens than this, 2 or more. Default: the whole text."""
-    batch_size: int = 8
-    """Windows a forward pass, 1 or more; fewer run at once where the vocabulary is large."""
+    protocol: Literal["packed", "gptq"] = "packed"
+    r"""How text becomes windows. packed: documents joined as for training. gptq: lines joined by
+    "\n\n" and tokenised whole, an unfilled last window dropped, as papers on quantisation and
+    pruning measure WikiText-2."""
+    batch_size: int | Literal["auto"] = "auto"
+    """Texts a forward pass, 1 or more. auto: found for tasks on a GPU; else 8 windows, 16 requests;
+    fewer run at once where the vocabulary is large."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,9 +77,9 @@ def perplexity(
 ) -> PerplexityResult:
     """Perplexity a token over non-overlapping windows of the packed documents.
 
-    The documents are joined as for training (`dotmoe.data.pack`). In each window every token after
-    the first is predicted from those before it in the window; a last, shorter window counts from
-    2 tokens up.
+    The documents are joined as `config.protocol` says: as for training (`dotmoe.data.pack`), or by
+    `gptq_packed`. In each window every token after the first is predicted from those before it in
+    the window; a last, shorter window counts from 2 tokens up, but not with `gptq`.
 
     Args:
         model: Called as `model(input_ids=..., use_cache=False).logits`; in evaluation mode. Its
@@ -83,8 +92,22 @@ def perplexity(
     Raises:
         UserError: Text or window too short, window beyond the context, or loss not finite.
     """
-    packed = pack(documents, tokenizer, config.max_tokens)
+    packed = _packed(documents, tokenizer, config)
     return packed_perplexity(model, tokenizer, packed, config, on_progress)
+
+
+def packed_text(config: EvaluateConfig, tokenizer: Any) -> Packed:
+    """Tokens of `config.text`, joined as `config.protocol` says.
+
+    Raises:
+        UserError: A source that is missing, damaged or empty.
+    """
+    return _packed(documents_of(DataConfig(data=config.text)), tokenizer, config)
+
+
+def _packed(documents: Iterable[str], tokenizer: Any, config: EvaluateConfig) -> Packed:
+    join = gptq_packed if config.protocol == "gptq" else pack
+    return join(documents, tokenizer, config.max_tokens)
 
 
 def packed_perplexity(
@@ -95,10 +118,18 @@ def packed_perplexity(
     on_progress: Callable[[int, int], None] | None = None,
 ) -> PerplexityResult:
     """`perplexity` of text that is packed already; `config.max_tokens` plays no part."""
-    window = _window(config, int(model.config.max_position_embeddings))
+    window = window_of(config, int(model.config.max_position_embeddings))
     if packed.tokens.numel() < 2:
         raise UserError("the text has 1 token, and 2 are needed to score one. Give more text.")
-    nats, scored = _summed(model, packed.tokens, window, config.batch_size, on_progress)
+    tokens = packed.tokens
+    if config.protocol == "gptq":
+        if tokens.numel() < window:
+            raise UserError(
+                f"the text has {tokens.numel()} tokens, which fill no window of {window}. "
+                "Give more text, or lower --window."
+            )
+        tokens = tokens[: tokens.numel() // window * window]
+    nats, scored = _summed(model, tokens, window, batch_of(config), on_progress)
     loss = nats / scored
     if not math.isfinite(loss) or loss > 100:
         raise UserError(
@@ -114,7 +145,7 @@ def packed_perplexity(
         unit="token",
         text=config.text,
         protocol=(
-            f"Documents joined ({separator_of(tokenizer)}) and cut into non-overlapping windows of "
+            f"{_joined(config, tokenizer)} and cut into non-overlapping windows of "
             f"{window} tokens; the first token of each window is not scored; {scored:,} tokens "
             "scored; mean taken over tokens."
         ),
@@ -142,13 +173,29 @@ def summed_loss(model: Any, tokens_BT: Tensor) -> float:
         return nats
 
 
-def _window(config: EvaluateConfig, context: int) -> int:
+def _joined(config: EvaluateConfig, tokenizer: Any) -> str:
+    if config.protocol == "gptq":
+        return r'Lines joined by "\n\n", tokenised whole, the last unfilled window dropped,'
+    return f"Documents joined ({separator_of(tokenizer)})"
+
+
+def batch_of(config: EvaluateConfig) -> int:
+    """Windows a forward pass."""
+    return _BATCH if config.batch_size == "auto" else config.batch_size
+
+
+def window_of(config: EvaluateConfig, context: int) -> int:
+    """Tokens of a window.
+
+    Raises:
+        UserError: Window, batch size or limit out of range.
+    """
     window = min(2048, context) if config.window is None else config.window
     if not 2 <= window <= context:
         raise UserError(
             f"window is {window}, but must lie in 2 to {context}, the model's context. Choose one."
         )
-    if config.batch_size < 1:
+    if batch_of(config) < 1:
         raise UserError(f"batch_size is {config.batch_size}. Choose 1 or more.")
     if config.max_tokens is not None and config.max_tokens < 2:
         raise UserError(f"max_tokens is {config.max_tokens}, and 2 are needed. Choose more.")
