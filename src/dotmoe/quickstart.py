@@ -12,6 +12,7 @@ from dotmoe.config import RunConfig
 from dotmoe.narration import Narrator
 from dotmoe.pipeline import Conversion, convert
 from dotmoe.recipes import quickstart as quickstart_recipe
+from dotmoe.report import html_report
 from dotmoe.run_folder import provenance, write_json
 
 PROMPT = "def read_config(path):\n"
@@ -55,10 +56,11 @@ def quickstart(config: QuickstartConfig, narrator: Narrator) -> dict[str, Any]:
         "samples": samples(runs["DOT-MoE"].export),
         "seconds": time.monotonic() - started,
         "checkpoint": str(runs["DOT-MoE"].export),
-        "report": str(runs["DOT-MoE"].report),
+        "report": str(out / "report.html"),
         "provenance": provenance(config.seed),
     }
     write_json(out / "quickstart.json", summary)
+    html_report(out)
     return summary
 
 

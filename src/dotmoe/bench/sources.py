@@ -11,6 +11,7 @@ from dotmoe.bench.points import Runtime
 from dotmoe.bench.transformers_weights import num_experts
 from dotmoe.checkpoint_folder import checkpoint_folder, one_line, require_checkpoint
 from dotmoe.errors import UserError
+from dotmoe.export import require_intact
 from dotmoe.run_folder import export_folder
 
 
@@ -75,6 +76,7 @@ def _checkpoint(name: str) -> Source:
     local = export_folder(Path(name).expanduser())
     folder = local if local.is_dir() else checkpoint_folder(name)
     require_checkpoint(folder)
+    require_intact(folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, TypeError, KeyError, ArithmeticError) as error:
