@@ -40,11 +40,16 @@ def test_the_edited_export_computes_the_masked_model_with_that_k(
 ):
     dense = dense_of(family)
     layout = layout_of(dense)
-    export(dense, layout, tmp_path / "out", ExportConfig(format=target), tokens_BT)
+    record = export(dense, layout, tmp_path / "out", ExportConfig(format=target), tokens_BT)
+    keyword = {record.active_experts_key: active_experts}  # as the model card says
+    unedited = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, **keyword
+    )
     set_active_experts(tmp_path / "out", active_experts)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     with torch.no_grad():
         logits = model(input_ids=tokens_BT).logits
+        assert torch.equal(unedited(input_ids=tokens_BT).logits, logits)
         with masked_by(dense, layout.with_active_experts(active_experts)):
             reference = dense.model(input_ids=tokens_BT).logits
     # Of the median token: a near-tie that falls the other way changes all later tokens of its row.

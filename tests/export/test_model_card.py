@@ -23,7 +23,9 @@ def test_the_card_says_what_it_is_and_how_to_use_it(record_and_folder):
     assert dense.source in text
     assert 'from_pretrained("tiny-moe")' in text
     assert "vllm serve tiny-moe" in text
-    assert "edit `num_experts_per_tok` in `config.json`: any number from 1 to 12" in text
+    assert "Any number of experts from 1 to 12 may run" in text
+    assert "dotmoe edit tiny-moe --active-experts K" in text
+    assert "`num_experts_per_tok=K`" in text
     assert "3 of 12 experts" in text
     assert ".partial" not in text
 

@@ -124,10 +124,11 @@ def _usage(record: ExportRecord) -> str:
         text += f"\n\n```\nvllm serve {name}\n```"
     if record.active_experts_editable:
         text += (
-            f"\n\nTo run more or fewer experts, edit `{record.active_experts_key}` in "
-            f"`config.json`: any number from 1 to {record.num_experts} is valid, and "
-            f"{record.num_experts} gives back the dense model. "
-            f"`dotmoe edit {name} --active-experts K` does so and corrects this card."
+            f"\n\nAny number of experts from 1 to {record.num_experts} may run, and "
+            f"{record.num_experts} give back the dense model. "
+            f"`dotmoe edit {name} --active-experts K` changes it for every runtime, with this card "
+            f"and `dotmoe.json`. For one model in memory, give `from_pretrained` the keyword "
+            f"`{record.active_experts_key}=K`."
         )
     return text
 
