@@ -6,6 +6,8 @@ from typing import Any
 from rich.table import Table
 
 from dotmoe.errors import UserError
+from dotmoe.report.plots.lines import curve_plot
+from dotmoe.report.plots.style import is_installed, styled
 from dotmoe.report.words import millions, percent
 
 FIGURE_TYPES = (".svg", ".png", ".pdf")
@@ -44,12 +46,10 @@ def require_drawable(path: Path) -> None:
         )
     if not path.absolute().parent.is_dir():
         raise UserError(f"--plot {path}: its folder does not exist. Make it, or choose another.")
-    try:
-        import matplotlib  # noqa: F401 - an extra
-    except ImportError as error:
+    if not is_installed():
         raise UserError(
             "--plot draws with matplotlib, which is not installed. Run pip install 'dotmoe[plots]'."
-        ) from error
+        )
 
 
 def draw_curve(curve: dict[str, Any], path: Path) -> None:
@@ -59,35 +59,7 @@ def draw_curve(curve: dict[str, Any], path: Path) -> None:
         UserError: See `require_drawable`.
     """
     require_drawable(path)
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import ScalarFormatter
-
-    points = curve["points"]
-    shares = [100 * point["active_parameters"] / curve["dense_parameters"] for point in points]
-    perplexities = [point["perplexity"] for point in points]
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(shares, perplexities, marker="o", label="MoE; bold: its k as it is now")
-    axes.axhline(
-        curve["dense"]["perplexity"], linestyle="--", color="0.5", label="dense: all experts run"
-    )
-    for point, share in zip(points, shares, strict=True):
-        is_now = point["active_experts"] == curve["active_experts"]
-        axes.annotate(
-            f"k = {point['active_experts']}",
-            (share, point["perplexity"]),
-            textcoords="offset points",
-            xytext=(6, 6),
-            fontweight="bold" if is_now else "normal",
-        )
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_minor_formatter(ScalarFormatter())
-    axes.set_xlabel("parameters that work on a token, % of the dense model's")
-    axes.set_ylabel(f"perplexity per {curve['unit']} (log)")
-    axes.margins(x=0.15, y=0.12)
-    axes.legend()
-    # Without date and random names the same curve gives the same file.
-    with rc_context({"svg.hashsalt": "dotmoe"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    with styled():
+        # Without date and random names the same curve gives the same file.
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        curve_plot(curve).savefig(path, metadata=metadata, dpi=200)

@@ -1,15 +1,20 @@
-"""The report of one run, as Markdown: what was lost, what was gained, and how it was made."""
+"""The report of one run, in short as Markdown: what was lost, what was gained, how it was made."""
 
 import json
 import math
 from pathlib import Path
 from typing import Any
 
+from dotmoe.report.html_page import html_report
 from dotmoe.report.words import millions, percent
 
 
 def report(run: Path, folder: Path) -> Path:
-    """Write `report.md` into `folder` from the result files of the run folder `run`."""
+    """Write `report.md` and `report.html` into `folder` from the result files of a run.
+
+    Returns:
+        The second, which has more: plots, samples, what was measured later.
+    """
     results = json.loads((run / "6_evaluate" / "results.json").read_text(encoding="utf-8"))
     config = json.loads((run / "config.json").read_text(encoding="utf-8"))
     sections = [
@@ -21,9 +26,8 @@ def report(run: Path, folder: Path) -> Path:
         _training(run / "2_align" / "metrics.jsonl"),
         _made_by(config, results["provenance"]),
     ]
-    path = folder / "report.md"
-    path.write_text("\n".join(sections), encoding="utf-8")
-    return path
+    (folder / "report.md").write_text("\n".join(sections), encoding="utf-8")
+    return html_report(run, folder / "report.html")
 
 
 def _in_words(results: dict[str, Any]) -> str:

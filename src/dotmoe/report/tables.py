@@ -8,14 +8,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dotmoe.report.recovery import MODELS, recovered, results_of
 from dotmoe.report.words import millions, percent
 
 
 def summary(run: Path) -> RenderableType:
     """The end of `dotmoe convert`, from the result files of a run folder."""
     results = json.loads((run / "6_evaluate" / "results.json").read_text(encoding="utf-8"))
-    table = _perplexities({"dense": results["dense"], "DOT-MoE": results["moe"]})
-    where = Text(f"checkpoint  {run / '5_export'}\nreport      {run / '7_report' / 'report.md'}")
+    table = _perplexities({"dense": results["dense"], _name(results): results["moe"]})
+    where = Text(f"checkpoint  {run / '5_export'}\nreport      {run / '7_report' / 'report.html'}")
     return Group(table, _sizes(results), _parity(results["verification"]), where)
 
 
@@ -36,6 +37,21 @@ def quickstart_summary(result: dict[str, Any]) -> RenderableType:
     ]
     where = Text(f"checkpoint  {result['checkpoint']}\nreport      {result['report']}")
     return Group(table, ratio, _sizes(result), _parity(result["verification"]), *texts, where)
+
+
+def recovery_summary(run: Path) -> RenderableType:
+    """The end of `dotmoe finetune`, from the result files of a run folder."""
+    results = results_of(run)
+    table = _perplexities({name: results[key] for key, name in MODELS.items() if key in results})
+    where = Text(f"checkpoint  {run / '5_export'}\nreport      {run / '7_report' / 'report.html'}")
+    trained = Text(recovered(results))
+    return Group(table, trained, _sizes(results), _parity(results["verification"]), where)
+
+
+def _name(results: dict[str, Any]) -> str:
+    """Name of the method that made a run."""
+    method: str = results["config"].get("method", "dot_moe")
+    return "DOT-MoE" if method == "dot_moe" else method
 
 
 def _perplexities(results: dict[str, dict[str, Any]]) -> Table:
