@@ -258,6 +258,12 @@ class Division:
         return [(rank, layers) for rank, layers in slices if layers.start < layers.stop]
 
 
+def own_rows(tensor: Tensor) -> slice:
+    """Which rows this rank holds of a tensor that may be divided."""
+    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    return Division(len(tensor), mesh).own
+
+
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that may be divided; every rank must ask at the same point."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

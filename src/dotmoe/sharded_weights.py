@@ -70,12 +70,8 @@ def load_sharded(
     Raises:
         UserError: A tensor is missing, has another shape, or cannot be read.
     """
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(
-            copy.deepcopy(hf_config), dtype=dtype, attn_implementation="sdpa"
-        )
-    model.requires_grad_(False).eval()
-    source = _source_of(model, folder, tied=bool(hf_config.tie_word_embeddings))
+    model = unloaded(hf_config, dtype)
+    source = source_of(model, folder)
     trunk, head = family.trunk(model), family.head(model)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     is_tied = head.weight is embedding.weight
@@ -87,6 +83,15 @@ def load_sharded(
     for name, parameter in model.named_parameters():
         _fill(parameter, *source[name], name)
     return model
+
+
+def unloaded(hf_config: Any, dtype: torch.dtype) -> nn.Module:
+    """The dense model of a config, frozen, on the meta device: without weights."""
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            copy.deepcopy(hf_config), dtype=dtype, attn_implementation="sdpa"
+        )
+    return model.requires_grad_(False).eval()
 
 
 def is_divided(model: nn.Module) -> bool:
@@ -118,9 +123,18 @@ def checkpoint_dtype(hf_config: Any, folder: Path) -> torch.dtype:
     return stored
 
 
-def _source_of(model: nn.Module, folder: Path, *, tied: bool) -> Mapping[str, tuple[Path, str]]:
-    """File and stored name of each parameter, all of which are there and of the right shape."""
+def source_of(model: nn.Module, folder: Path) -> Mapping[str, tuple[Path, str]]:
+    """File and stored name of each parameter, all of which are there and of the right shape.
+
+    Args:
+        model: A dense model, which may be on the meta device.
+        folder: Of the checkpoint.
+
+    Raises:
+        UserError: A tensor is missing, or has another shape.
+    """
     files = dense_tensor_files(folder)
+    tied = bool(model.config.tie_word_embeddings)  # type: ignore[union-attr]
     sources = {}
     for name, parameter in model.named_parameters():
         names = (EMBEDDING, HEAD) if tied and name in (EMBEDDING, HEAD) else (name,)
@@ -155,10 +169,22 @@ def _fill(parameter: Tensor, file: Path, stored: str, name: str) -> None:
     if not isinstance(parameter, DTensor):
         raise TypeError(f"{name} is in no part that is sharded")
     rows = Division(len(parameter), parameter.device_mesh).own
-    part = parameter.to_local()
-    # Opened for each tensor: what a mapped file has read counts as memory until it is closed.
+    with stored_tensor(file, stored) as tensor:
+        parameter.to_local().copy_(tensor[rows])
+
+
+@contextmanager
+def stored_tensor(file: Path, name: str) -> Iterator[Any]:
+    """Inside, slices of a stored tensor can be taken, which alone are read.
+
+    The file is opened for each tensor: what a mapped one has read counts as memory until it is
+    closed.
+
+    Raises:
+        UserError: It cannot be read.
+    """
     try:
         with safe_open(file, framework="pt") as opened:
-            part.copy_(opened.get_slice(stored)[rows])
+            yield opened.get_slice(name)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file} cannot be read ({one_line(error)}). Fetch it again.") from error

@@ -2,10 +2,13 @@
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from two_ranks import torchrun
 
 from dotmoe.cli import run
 from dotmoe.data import TokenBlocks
@@ -93,6 +96,34 @@ def test_lora_without_its_package_is_refused(converted, tmp_path, capsys, monkey
     assert run(["finetune", str(converted[0]), str(out), "--train", "lora", *TRAIN]) == 2
     assert "pip install 'dotmoe[lora]'" in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.slow
+def test_two_ranks_that_divide_the_weights_end_as_one_does(converted, tmp_path):
+    source, results = converted[0], {}
+    options = [*TRAIN, "--kl-weight", "0.5"]
+    assert run(["finetune", str(source), str(tmp_path / "one"), *options]) == 0
+    arguments = ["finetune", source, tmp_path / "two", *options, "--sharding", "shard"]
+    torchrun("-m", "dotmoe", *arguments)
+    for name in ("one", "two"):
+        file = tmp_path / name / "6_evaluate" / "results.json"
+        results[name] = json.loads(file.read_text())
+    for model in ("dense", "converted", "moe"):
+        loss = results["one"][model]["loss"]
+        assert results["two"][model]["loss"] == pytest.approx(loss, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_the_documents_example_runs(converted, tmp_path, monkeypatch, capsys):
+    document = Path(__file__).parents[2] / "docs" / "recovery.md"
+    example = re.search(r"```python\n(.*?)```", document.read_text(), re.DOTALL)[1]
+    example = example.replace("quickstart-run/dot_moe", str(converted[0]))
+    monkeypatch.chdir(tmp_path)
+    exec(example.replace("steps=60", "steps=2"), {})
+    figures, export = capsys.readouterr().out.splitlines()
+    results = json.loads(Path("recovered/6_evaluate/results.json").read_text())
+    assert figures == " ".join(str(results[name]["perplexity"]) for name in ("converted", "moe"))
+    assert AutoModelForCausalLM.from_pretrained(export)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):

@@ -1,9 +1,12 @@
 """Which training blocks are left out. Oracle: plain search of every run of tokens."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from dotmoe.data import TokenBlocks, decontaminated, decontamination
+from dotmoe.data import TokenBlocks, decontamination, write_decontaminated
+from dotmoe.data.block_file import BlockWriter
 from dotmoe.errors import UserError
 
 
@@ -17,30 +20,69 @@ def holds_a_run(row, heldout_rows, run):
     )
 
 
-def test_exactly_the_blocks_that_share_a_run_are_left_out(monkeypatch):
+def written(training, heldout, folder):
+    path = folder / "left.safetensors"
+    left_out = write_decontaminated(TokenBlocks(training), TokenBlocks(heldout), path)
+    return TokenBlocks.load(path).tokens_BT, left_out
+
+
+def anonymous_bytes():
+    """Memory of this process that is no mapped file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def test_exactly_the_blocks_that_share_a_run_are_left_out(monkeypatch, tmp_path):
     monkeypatch.setattr(decontamination, "RUN_TOKENS", 4)
     monkeypatch.setattr(decontamination, "_BLOCKS_AT_ONCE", 7)
     training = torch.randint(0, 4, (40, 12), dtype=torch.int32)
-    heldout = torch.randint(0, 4, (3, 9), dtype=torch.int32)
-    left, left_out = decontaminated(TokenBlocks(training), TokenBlocks(heldout))
-    expected = [row for row in training if not holds_a_run(row, heldout, 4)]
+    heldout = torch.randint(0, 4, (9, 9), dtype=torch.int32)
+    left, left_out = written(training, heldout[:3], tmp_path)
+    expected = [row for row in training if not holds_a_run(row, heldout[:3], 4)]
     assert 0 < len(expected) < 40
     assert left_out == 40 - len(expected)
-    assert torch.equal(left.tokens_BT, torch.stack(expected))
+    assert torch.equal(left, torch.stack(expected))
+    left, _ = written(training, heldout, tmp_path)
+    expected = [row for row in training if not holds_a_run(row, heldout, 4)]
+    assert torch.equal(left, torch.stack(expected))
 
 
-def test_a_held_out_text_cut_otherwise_is_found():
+def test_a_held_out_text_cut_otherwise_is_found(tmp_path):
     text = torch.randint(2, 30_000, (2_048,), dtype=torch.int32)
     other = torch.randint(2, 30_000, (1_024,), dtype=torch.int32)
-    training = TokenBlocks(torch.cat([other, text[37:1_061]]).view(-1, 256))
-    left, left_out = decontaminated(training, TokenBlocks(text.view(4, 512)))
+    training = torch.cat([other, text[37:1_061]]).view(-1, 256)
+    left, left_out = written(training, text.view(4, 512), tmp_path)
     assert left_out == 4
-    assert torch.equal(left.tokens_BT, other.view(-1, 256))
-    clean = TokenBlocks(other.view(-1, 256))
-    assert decontaminated(clean, TokenBlocks(text.view(4, 512))) == (clean, 0)
+    assert torch.equal(left, other.view(-1, 256))
+    left, left_out = written(other.view(-1, 256), text.view(4, 512), tmp_path)
+    assert left_out == 0
+    assert torch.equal(left, other.view(-1, 256))
 
 
-def test_nothing_left_is_refused():
-    blocks = TokenBlocks(torch.randint(2, 30_000, (4, 128), dtype=torch.int32))
+def test_nothing_left_is_refused_and_leaves_no_file(tmp_path):
+    tokens = torch.randint(2, 30_000, (4, 128), dtype=torch.int32)
     with pytest.raises(UserError, match="all 4 blocks of training text are part of the held-out"):
-        decontaminated(blocks, blocks)
+        written(tokens, tokens, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_memory_does_not_grow_with_the_blocks(tmp_path, monkeypatch):
+    """Of 16 MiB of mapped blocks, the last 12 take no more memory than the first 4 had taken."""
+    tokens = torch.randint(2, 30_000, (16_384, 256), dtype=torch.int32)
+    heldout = tokens[5:6].clone()
+    TokenBlocks(tokens).save(tmp_path / "whole.safetensors")
+    del tokens
+    training, seen = TokenBlocks.load(tmp_path / "whole.safetensors"), []
+    monkeypatch.setattr(decontamination, "RUN_TOKENS", 8)
+    real = BlockWriter.append
+
+    def watched(writer, rows):
+        seen.append(anonymous_bytes())
+        real(writer, rows)
+
+    monkeypatch.setattr(BlockWriter, "append", watched)
+    path = tmp_path / "left.safetensors"
+    assert write_decontaminated(training, TokenBlocks(heldout), path) == 1
+    assert len(seen) > 60
+    assert max(seen) - max(seen[:16]) < 2**21

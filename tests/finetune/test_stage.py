@@ -1,25 +1,19 @@
 """Training: what changes, resuming, and two ranks against one."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+import two_ranks
 from safetensors.torch import load_file
+from two_ranks import CONFIG, torchrun
 
 from dotmoe.data import TokenBlocks
 from dotmoe.errors import UserError
-from dotmoe.finetune import FinetuneConfig, Start, finetune, steps_to_take
+from dotmoe.finetune import FinetuneConfig, Start, finetune, steps_to_take, wants_own_teacher
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.training.config import TrainingConfig
-
-CONFIG = FinetuneConfig(
-    steps=4, batch_size=4, micro_batch_size=2, lr=1e-3, max_epochs=10, kl_weight=0.5
-)
 
 
 class StoppedError(Exception):
@@ -29,7 +23,7 @@ class StoppedError(Exception):
 def trained(folder, model, layout, blocks, config=CONFIG, **options):
     folder.mkdir(exist_ok=True)
     dense = load_dense(str(model), LoadConfig())
-    teacher = load_dense(str(model), LoadConfig()) if config.train == "everything" else None
+    teacher = load_dense(str(model), LoadConfig()) if wants_own_teacher(config) else None
     start = Start(dense=dense, layout=layout, teacher=teacher)
     options = {"seed": 0, "router_dtype": torch.float32, **options}
     finetune(start, blocks, config, folder=folder, **options)
@@ -69,20 +63,22 @@ def test_what_is_trained_changes_and_nothing_else(train, tiny_dense, layout, blo
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_weights(tiny_dense, layout, blocks, tmp_path):
     model, training = tiny_dense("llama"), TrainingConfig(checkpoint_every=2)
-    whole = trained(tmp_path / "whole", model, layout, blocks)
+    config = replace(CONFIG, kl_weight=0.0)
+    whole = trained(tmp_path / "whole", model, layout, blocks, config)
 
     def stop(step, metrics):
         if step == 3:
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        trained(tmp_path / "cut", model, layout, blocks, training=training, on_step=stop)
+        trained(tmp_path / "cut", model, layout, blocks, config, training=training, on_step=stop)
     steps = []
     resumed = trained(
         tmp_path / "cut",
         model,
         layout,
         blocks,
+        config,
         training=training,
         on_step=lambda step, metrics: steps.append(step),
     )
@@ -94,8 +90,9 @@ def test_recomputing_and_small_micro_batches_change_memory_only(
     tiny_dense, layout, blocks, tmp_path
 ):
     model = tiny_dense("llama")
-    plain = trained(tmp_path / "plain", model, layout, blocks, replace(CONFIG, balance_weight=0.0))
-    config = replace(CONFIG, balance_weight=0.0, activation_checkpointing=True, micro_batch_size=1)
+    config = replace(CONFIG, balance_weight=0.0, steps=2)
+    plain = trained(tmp_path / "plain", model, layout, blocks, config)
+    config = replace(config, activation_checkpointing=True, micro_batch_size=1)
     careful = trained(tmp_path / "careful", model, layout, blocks, config)
     for name, tensor in plain.items():
         torch.testing.assert_close(careful[name], tensor, rtol=1e-3, atol=1e-4)
@@ -120,7 +117,8 @@ def test_steps_are_lowered_to_the_data():
     assert FinetuneConfig().steps * 128 * 2048 >= 1.2e9 > (FinetuneConfig().steps - 1) * 128 * 2048
 
 
-@pytest.mark.parametrize("train", ["everything", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("train", ["everything", "lora"])
 def test_two_ranks_train_what_one_does(train, tiny_dense, layout, blocks, tmp_path):
     if train == "lora":
         pytest.importorskip("peft")
@@ -129,12 +127,7 @@ def test_two_ranks_train_what_one_does(train, tiny_dense, layout, blocks, tmp_pa
     blocks.save(tmp_path / "blocks.safetensors")
     blocks = TokenBlocks.load(tmp_path / "blocks.safetensors")
     alone = trained(tmp_path / "alone", model, layout, blocks, replace(CONFIG, train=train))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    command += [str(Path(__file__).with_name("two_ranks.py")), str(model), str(tmp_path), train]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
-    assert result.returncode == 0, result.stderr[-3000:]
+    torchrun(two_ranks.__file__, train, model, tmp_path)
     for sharding in ("replicate", "shard"):
         together = weights(tmp_path / sharding)
         assert together.keys() == alone.keys()

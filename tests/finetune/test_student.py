@@ -94,6 +94,7 @@ def test_a_frozen_student_is_its_own_teacher(train, tiny_dense, layout, blocks):
     kl = F.kl_div(found, expected, log_target=True, reduction="batchmean")
     torch.testing.assert_close(own.kl, kl, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(given.kl, kl, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(own.total, own.ce + 2 * kl, rtol=1e-4, atol=1e-5)
     assert kl > 1e-3
 
 
@@ -106,6 +107,9 @@ def test_merged_adapters_compute_what_peft_computed(tiny_dense, layout, blocks, 
     assert sum("mlp" in name and "lora" in name for name in names) == 2 * 3 * 2
     assert sum("self_attn" in name for name in names) == 2 * 4 * 2
     for name, parameter in student.trained().items():
+        if "lora_A" in name:  # uniform, as PEFT starts them
+            bound = parameter.shape[1] ** -0.5
+            assert 0.8 * bound < parameter.abs().max() <= bound
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
     with torch.no_grad():

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dotmoe.cli.convert import started_from
 from dotmoe.cli.parse import parse
+from dotmoe.cli.start import CONVERSIONS, started
 from dotmoe.compare import COLUMNS, CompareConfig, cells, compare
 from dotmoe.config import RunConfig
 from dotmoe.narration import Narrator
@@ -16,7 +16,7 @@ from dotmoe.narration import Narrator
 
 def run(arguments: Sequence[str]) -> None:
     """Convert by every method and print them side by side."""
-    start, rest, notes = started_from(arguments, "compare")
+    start, rest, notes = started(arguments, "compare", CONVERSIONS)
     values = {field.name: getattr(start, field.name) for field in dataclasses.fields(RunConfig)}
     default = CompareConfig(**values | {"method": "dot_moe"})
     config = parse(CompareConfig, "compare", rest, notes, default=default)

@@ -2,7 +2,7 @@
 
 from dotmoe.data.block_file import BlockWriter
 from dotmoe.data.blocks import TokenBlocks, pack_blocks
-from dotmoe.data.decontamination import decontaminated
+from dotmoe.data.decontamination import write_decontaminated
 from dotmoe.data.mixing import PackedSources, TextRecord, boundaries, pack_sources, shares_in_words
 from dotmoe.data.packing import Packed, pack
 from dotmoe.data.sources import SELF, Continuation, DataConfig, documents, sources_of
@@ -17,11 +17,11 @@ __all__ = [
     "TextRecord",
     "TokenBlocks",
     "boundaries",
-    "decontaminated",
     "documents",
     "pack",
     "pack_blocks",
     "pack_sources",
     "shares_in_words",
     "sources_of",
+    "write_decontaminated",
 ]

@@ -23,7 +23,8 @@ class FinetuneConfig:
     batch_size: int = 128
     """Sequences per optimizer step, of all ranks together."""
     micro_batch_size: int = 4
-    """Sequences per forward pass; gradients add up to the batch. Changes memory, not the result."""
+    """Sequences per forward pass; gradients add up to the batch. Changes memory, and of the losses
+    load balancing alone, which counts the tokens of a micro-batch."""
     max_epochs: float = 4.0
     """Passes over the data at most; fewer steps are taken where the data would be repeated more."""
     lr: float = 5e-5

@@ -9,8 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dotmoe.artifacts import DenseModel
 from dotmoe.data import TokenBlocks
+from dotmoe.distributed import on_every_rank
 from dotmoe.errors import UserError
 from dotmoe.finetune.config import FinetuneConfig, steps_to_take
+from dotmoe.finetune.sharded import sharded_student
 from dotmoe.finetune.student import Student
 from dotmoe.finetune.task import Finetuning
 from dotmoe.finetune.written import write_student
@@ -25,7 +27,9 @@ class Start:
     """What training starts from."""
 
     dense: DenseModel
-    """The dense model, whole on each rank; it becomes the student and is used up."""
+    """The dense model; it becomes the student and is used up. Loaded whole on each rank; or, where
+    weights are to be divided, without weights in the dtype to compute in (see `unloaded`): then
+    each rank reads its rows of them from the files, and none ever holds a whole copy."""
     layout: ExpertLayout
     """Experts, routers and k."""
     teacher: DenseModel | None = None
@@ -76,10 +80,14 @@ def finetune(
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
     )
-    student = Student(start.dense, start.layout, config, seed=seed)
-    if sharded_over is not None:
-        student.shard(sharded_over)
+    student = on_every_rank(lambda: _student(start, config, sharded_over, seed))
     task = Finetuning(student, start.teacher, blocks, config, seed=seed)
     with recomputing(start.dense, config.activation_checkpointing):
         train(task, schedule, folder, training, on_step)
     write_student(student, start.layout, folder, router_dtype=router_dtype)
+
+
+def _student(start: Start, config: FinetuneConfig, mesh: DeviceMesh | None, seed: int) -> Student:
+    if mesh is None:
+        return Student(start.dense, start.layout, config, seed=seed)
+    return sharded_student(start.dense, start.layout, config, mesh, seed=seed)

@@ -74,12 +74,14 @@ class Router(nn.Module):
 class SparseFFN(nn.Module):
     """Takes the place of a dense FFN; its weights are parameters in the order of the experts.
 
-    Neuron s of expert e is row [e, s] of the gate, up and down weights, each [E, S, D].
+    Neuron s of expert e is row [e, s] of the gate, up and down weights, each [E, S, D]. Made of a
+    dense FFN on the meta device, only its experts' weights are there.
     """
 
     def __init__(self, dense: GatedFFN, layout: ExpertLayout, layer: int, routing: Routing) -> None:
         super().__init__()
-        device = dense.gate.weight.device
+        weights_on = dense.gate.weight.device
+        device = layout.router_LED.device if weights_on.type == "meta" else weights_on
         neurons_ES = layout.neurons_of_expert(layer).to(device)
         shared_M = layout.shared_neurons(layer).to(device)
         self.neurons_ES: Tensor

@@ -4,23 +4,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from dotmoe.artifacts import DenseModel
 from dotmoe.checkpoint_folder import fingerprint
 from dotmoe.config import RunConfig, check
-from dotmoe.distributed import from_first, on_every_rank, require_equal_shares
+from dotmoe.device import resolved_device
+from dotmoe.distributed import (
+    from_first,
+    on_every_rank,
+    require_equal_shares,
+    started_by_torchrun,
+)
 from dotmoe.errors import UserError
 from dotmoe.export import require_exportable
 from dotmoe.export.architecture import granularity_of
+from dotmoe.export.weights_on_disk import on_disk
 from dotmoe.finetune import require_peft
-from dotmoe.load import describe_dense, load_dense
+from dotmoe.load import describe_dense, load_dense, resolved_dtype
 from dotmoe.narration import Narrator
 from dotmoe.recovery_config import RecoveryConfig
 from dotmoe.reexport import Learned, learned
 from dotmoe.run_folder import RunFolder
+from dotmoe.sharded_weights import Sharding, checkpoint_dtype, is_sharded, unloaded
 from dotmoe.tokenise import require_sources
 
 
@@ -91,11 +99,34 @@ class OpenedRecovery:
                 self.folder.discard_if_unstarted()
                 raise
 
-    def loaded(self, **changes: Any) -> DenseModel:
+    def for_one_rank(self, source: str) -> DenseModel:
+        """A dense checkpoint that one rank can run alone: one too large for that stays on disk."""
+        device = resolved_device(self.config.load.device)
+        if started_by_torchrun() and self.is_sharded(device):
+            dtype = resolved_dtype(self.config.load.dtype, device)
+            return on_disk(describe_dense(source), device, dtype)
+        return load_dense(source, replace(self.config.load, sharding="replicate"))
+
+    def is_sharded(self, device: torch.device) -> bool:
+        """Whether several ranks would divide what is trained.
+
+        Weights, gradients and two moments in float32 are 16 bytes for each that is trained.
+        """
+        num_weights = sum(p.numel() for p in self.dense.model.parameters())
+        dtype = checkpoint_dtype(self.dense.config, self.dense.folder)
+        num_bytes = 16 if self.config.finetune.train == "everything" else dtype.itemsize
+        return is_sharded(self.config.load.sharding, num_bytes * num_weights, device)
+
+    def loaded(self, sharding: Sharding = "replicate") -> DenseModel:
         """The dense model, whole unless said otherwise."""
-        return load_dense(
-            self.start.model, replace(self.config.load, **{"sharding": "replicate", **changes})
-        )
+        return load_dense(self.start.model, replace(self.config.load, sharding=sharding))
+
+    def unloaded(self, device: torch.device) -> DenseModel:
+        """The dense model without weights, in the dtype to compute in on a device."""
+        dtype = resolved_dtype(self.config.load.dtype, device)
+        if dtype == "auto":
+            dtype = checkpoint_dtype(self.dense.config, self.dense.folder)
+        return replace(self.dense, model=unloaded(self.dense.config, dtype))
 
 
 def _with_changes(converted: RunConfig, config: RecoveryConfig) -> RunConfig:

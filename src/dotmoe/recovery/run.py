@@ -5,10 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dotmoe.config import as_values
-from dotmoe.data import TokenBlocks, decontaminated
+from dotmoe.data import TokenBlocks, write_decontaminated
 from dotmoe.device import resolved_device
 from dotmoe.distributed import from_first, is_first, joined, mesh, on_every_rank
 from dotmoe.evaluate import evaluate_all
@@ -16,14 +14,12 @@ from dotmoe.export import ExportRecord, export, require_intact, write_model_card
 from dotmoe.export.architecture import granularity_of
 from dotmoe.finetune import LAYOUT, MODEL, Start, finetune, steps_to_take, wants_own_teacher
 from dotmoe.layout import ExpertLayout
-from dotmoe.load import load_dense
 from dotmoe.narration import Narrator
 from dotmoe.recovery.opened import OpenedRecovery
 from dotmoe.recovery_config import RecoveryConfig
 from dotmoe.report import recovery_report
 from dotmoe.run_folder import export_folder, provenance, read_json, write_json
 from dotmoe.run_results import card_rows, verification_figures
-from dotmoe.sharded_weights import checkpoint_dtype, is_sharded
 from dotmoe.tokenise import (
     RECORD_FILE,
     block_files,
@@ -92,7 +88,7 @@ class _Run(OpenedRecovery):
                 self._finetuned(training, folder)
         folder = self.folder.stage("finetune")
         if is_first():
-            self.folder.intact("finetune")
+            self.folder.intact("finetune", *([LAYOUT] if self.folder.is_finished("export") else []))
             checkpoints_in(folder).remove()
 
     def measured(self, heldout: TokenBlocks) -> dict[str, Any]:
@@ -128,13 +124,12 @@ class _Run(OpenedRecovery):
         whole = folder / "whole.safetensors"
         sample = self.converted.sample
         text = training_text(source, sample, dense, whole, tokens, self.narrator)
-        training, left_out = decontaminated(text.blocks, heldout)
+        left_out = write_decontaminated(text.blocks, heldout, training_file)
         if left_out:
             self.narrator.say(
                 f"{left_out} of {text.blocks.num_blocks} blocks of training text left out: they "
                 "are part of the held-out text"
             )
-        training.save(training_file)
         whole.unlink()
         return {"training": text.record, "left_out_blocks": left_out}
 
@@ -142,10 +137,9 @@ class _Run(OpenedRecovery):
         config = self.config
         device = resolved_device(config.load.device)
         ranks = mesh(device)
-        if ranks is not None and not self._is_sharded(device):
+        if ranks is not None and not self.is_sharded(device):
             ranks = None
-        # Weights that will be divided are put together in main memory, and moved layer by layer.
-        loaded = self.loaded() if ranks is None else self.loaded(device="cpu")
+        dense = self.loaded() if ranks is None else self.unloaded(device)
         teacher = None
         if wants_own_teacher(config.finetune):
             teacher = self.loaded(sharding="replicate" if ranks is None else "shard")
@@ -162,7 +156,7 @@ class _Run(OpenedRecovery):
                 update(step, steps, f"ce {metrics['ce']:.3f}")
 
             finetune(
-                Start(dense=loaded, layout=self.start.layout, teacher=teacher),
+                Start(dense=dense, layout=self.start.layout, teacher=teacher),
                 training,
                 config.finetune,
                 folder=folder,
@@ -172,13 +166,6 @@ class _Run(OpenedRecovery):
                 training=config.training,
                 on_step=on_step,
             )
-
-    def _is_sharded(self, device: torch.device) -> bool:
-        """Weights, gradients and two moments in float32 are 16 bytes for each that is trained."""
-        num_weights = sum(p.numel() for p in self.dense.model.parameters())
-        dtype = checkpoint_dtype(self.dense.config, self.dense.folder)
-        num_bytes = 16 if self.config.finetune.train == "everything" else dtype.itemsize
-        return is_sharded(self.config.load.sharding, num_bytes * num_weights, device)
 
     def _exported(self, layout: ExpertLayout, heldout: TokenBlocks) -> ExportRecord:
         """The checkpoint, verified."""
@@ -190,7 +177,7 @@ class _Run(OpenedRecovery):
             self.narrator.say("export and verify")
             self.folder.clear("export")
             model = str(self.folder.stage("finetune") / MODEL)
-            trained = load_dense(model, replace(self.config.load, sharding="replicate"))
+            trained = self.for_one_rank(model)
             with self.folder.finishing("export") as folder:
                 export(trained, layout, folder, self.config.export, heldout.tokens_BT)
         return ExportRecord.load(self.folder.stage("export"))
@@ -204,7 +191,8 @@ class _Run(OpenedRecovery):
             folders = {"converted": export_folder(self.source.path), **folders}
         text = measured_on(self.converted)
         with self.narrator.bar("evaluate") as update:
-            results = evaluate_all(self.loaded(), folders, heldout, text, update)
+            dense = self.for_one_rank(self.start.model)
+            results = evaluate_all(dense, folders, heldout, text, update)
         write_model_card(exported, record, card_rows(results))
         training, _ = load_blocks(self.folder.stage("data"))
         steps = steps_to_take(self.config.finetune, training.num_blocks)
