@@ -7,13 +7,13 @@ TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
 STAMP := .venv/installed
-PATHS := src tests scripts benchmarks
+PATHS := src tests scripts benchmarks experiments
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-slow test-gpu check fmt results clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z%\/-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## Create .venv with the package and its development tools (PYTHON=, TORCH=)
 
@@ -53,6 +53,9 @@ results: $(STAMP)  ## Measure the quickstart again, and put it into the README
 	$(BIN)/dotmoe quickstart
 	cp quickstart-run/quickstart.json results/quickstart.json
 	$(BIN)/python scripts/update_documents.py
+
+results/%: $(STAMP)  ## Make what is missing of an experiment (results/tab_zero_shot_results)
+	$(BIN)/python experiments/run.py $*
 
 clean:  ## Remove .venv and every cache
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

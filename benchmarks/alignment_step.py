@@ -21,14 +21,14 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-from alignment_step_subject import Clock, Step, Subject, peak_bytes, random_dense
+from alignment_step_subject import Step, Subject, peak_bytes, random_dense
 from alignment_step_summary import show, summary
+from dotmoe.analysis.clock import Clock
+from dotmoe.analysis.overhead import mask_cost
 from dotmoe.artifacts import DenseModel
 from dotmoe.bench.random_pair import Shape
+from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.moe import kernels
-from dotmoe.moe.losses import balance_loss, z_loss
-from dotmoe.moe.masked_activation import masked_activation
-from dotmoe.moe.router import router_logits, straight_through_mask
 from dotmoe.run_folder import provenance, write_json
 
 PRESETS = {
@@ -93,7 +93,7 @@ def main() -> None:
         "rounds": rounds,
         "clock": Clock(dense.device).kind,
         "steps": measured_steps(subject, dense, rounds, settings.seed),
-        "straight_through_s": straight_through_seconds(subject, dense, rounds),
+        "straight_through_s": straight_through_seconds(subject, dense),
         "tokens": token_table(subject, dense, TOKEN_COUNTS[settings.preset], rounds, settings.seed),
         "peak_bytes": peaks(subject, dense, settings.seed),
         "triton_kernels": kernels.run_on(torch.zeros(1, device=dense.device)),
@@ -181,44 +181,15 @@ def dense_step(subject: Subject, dense: DenseModel, plain: Step) -> dict[str, fl
         gc.collect()
 
 
-def straight_through_seconds(subject: Subject, dense: DenseModel, rounds: int) -> float:
-    """What masks and their estimators cost a step, forward and backward, beyond the plain FFN.
-
-    One layer by itself, with and without router, mask and both gradients; times layers and passes.
-    """
-    device, dtype = dense.device, getattr(torch, subject.dtype)
-    tokens, shape = subject.seq_len * subject.micro_batch, subject.shape
-    gate, up, grad = torch.randn(3, tokens, shape.ffn_width, device=device).to(dtype)
-    x = torch.randn(tokens, shape.width, device=device).to(dtype)
-    router = torch.randn(subject.experts, shape.width, device=device) / shape.width**0.5
-    assignment = torch.arange(shape.ffn_width, device=device) % subject.experts
-    plan = torch.rand(shape.ffn_width, subject.experts, device=device)
-    for tensor in (gate, up, x, router, plan):
-        tensor.requires_grad_()
-    clock = Clock(device)
-
-    def plain() -> None:
-        (F.silu(gate) * up).backward(grad)
-
-    def masked() -> None:
-        logits = router_logits(x, router)
-        routing = straight_through_mask(logits, subject.active, surrogate="soft_top_k")
-        out = masked_activation(gate, up, routing, assignment, plan)
-        auxiliary = z_loss(logits) + balance_loss(logits, routing)
-        torch.autograd.backward([out, auxiliary], [grad, torch.ones_like(auxiliary)])
-
-    added = []
-    for one in range(2 * rounds + 1):
-        with clock.part("plain"):
-            plain()
-        with clock.part("masked"):
-            masked()
-        for tensor in (gate, up, x, router, plan):
-            tensor.grad = None
-        seconds = clock.seconds()
-        if one:
-            added.append(seconds["masked"] - seconds["plain"])
-    return median(added) * shape.layers * subject.micro_batches
+def straight_through_seconds(subject: Subject, dense: DenseModel) -> float:
+    """What masks and their estimators cost a step, forward and backward, beyond the plain FFN."""
+    split = resolve(
+        ExpertsConfig(experts=subject.experts, active_experts=subject.active),
+        subject.shape.ffn_width,
+    )
+    tokens = subject.seq_len * subject.micro_batch
+    cost = mask_cost(dense, split, tokens, "soft_top_k", Clock(dense.device))
+    return (cost.forward_s + cost.backward_s) * subject.shape.layers * subject.micro_batches
 
 
 def token_table(

@@ -1,12 +1,9 @@
 """A random model under alignment: what the benchmarks of the alignment step measure."""
 
-import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM
 
 from dotmoe.align import AlignConfig, Alignment
+from dotmoe.analysis.clock import Clock
 from dotmoe.artifacts import AlignState, DenseModel
 from dotmoe.bench.random_pair import ROUTER_LOGIT_STD, Shape, llama_config
 from dotmoe.data import TokenBlocks
@@ -53,47 +51,6 @@ class Subject:
     def with_tokens(self, tokens: int) -> "Subject":
         """The same in one micro-batch of that many tokens."""
         return replace(self, micro_batch=tokens // self.seq_len, micro_batches=1)
-
-
-class Clock:
-    """Seconds of named parts.
-
-    On CUDA by events, so that nothing waits inside a step. Of one CPU thread, the processor's
-    seconds: what other processes do meanwhile is not counted. Of several threads, the wall's.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.on_cuda = device.type == "cuda"
-        one_thread = torch.get_num_threads() == 1
-        self._read = time.process_time if one_thread else time.perf_counter
-        self.kind = "CUDA events" if self.on_cuda else "processor" if one_thread else "wall"
-        self._spans: dict[str, list[Any]] = defaultdict(list)
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """What happens inside belongs to `name`."""
-        start = self._now()
-        yield
-        self._spans[name].append((start, self._now()))
-
-    def seconds(self) -> dict[str, float]:
-        """Of each part since the last call; waits for the device."""
-        if self.on_cuda:
-            torch.cuda.synchronize()
-        found = {name: sum(map(self._between, spans)) for name, spans in self._spans.items()}
-        self._spans.clear()
-        return found
-
-    def _now(self) -> Any:
-        if not self.on_cuda:
-            return self._read()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, span: tuple[Any, Any]) -> float:
-        start, end = span
-        return start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
 
 
 class TimedAlignment(Alignment):
@@ -287,7 +244,7 @@ def held_bytes(step: Step) -> int:
     for state in step.optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, Tensor)]
     tensors += [task.masking.expert_of_neuron_LN]
-    if task.potential_LE is not None:
-        tensors.append(task.potential_LE)
+    if task.learned.potential_LE is not None:
+        tensors.append(task.learned.potential_LE)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())

@@ -3,9 +3,11 @@
     python scripts/update_documents.py            # rewrite
     python scripts/update_documents.py --check    # exit 1 if a document is not current
 
-A part lies between `<!-- generated: NAME -->` and `<!-- end -->`; `PARTS` says what makes it.
+A part lies between `<!-- generated: NAME -->` and `<!-- end -->`; `PARTS` says what makes it. The
+README files under experiments/ are made as a whole, by experiments/rendering.py.
 """
 
+import importlib
 import io
 import json
 import re
@@ -14,12 +16,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from transformers import LlamaConfig, Qwen2Config
 
+from dotmoe.granularity import ExpertsConfig
+from dotmoe.inspection import Machines, RunSize, inspect_model
+from dotmoe.inspection.device_time import DeviceRates
+from dotmoe.inspection.plan_tables import way
+from dotmoe.inspection.sizes import total
+from dotmoe.models.family import family_of
 from dotmoe.report import quickstart_summary
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "serving.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "serving.md", ROOT / "docs" / "planning.md")
 PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -149,7 +159,98 @@ def source(record: dict[str, Any], name: str) -> str:
     )
 
 
+def planner() -> str:
+    """Plans for the paper's models on its machine; estimates, no measurement."""
+    rows = [
+        "| model | task | weights | sequences at once | memory of a GPU | tokens/s | hours |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, config in planned_models().items():
+        for task in ("align", "finetune"):
+            found = inspect_model(
+                config,
+                family_of(config),
+                ExpertsConfig(expert_size=128),
+                RunSize(device="cpu"),
+                stored=torch.bfloat16,
+                rates=DeviceRates(device="", dtype="float32", flops_per_s=1.0, bytes_per_s=1.0),
+                machines=Machines(task=task, gpu="h100", gpus=8),
+            )
+            (plan,) = found.plans
+            choice = plan.choice
+            assert choice is not None
+            memory = total(choice.memory) / 2**30
+            rows.append(
+                f"| {name} | {task} | {way(choice)} | {choice.micro_batch_size} | "
+                f"{memory:.1f} GiB | {choice.tokens_per_s:,.0f} | {plan.hours:.1f} |"
+            )
+    return "\n".join(rows)
+
+
+def planned_models() -> dict[str, Any]:
+    """Configs of the paper's models; their sizes are public."""
+    llama = {"tie_word_embeddings": False, "num_hidden_layers": 32, "hidden_size": 4_096}
+    heads = {"num_attention_heads": 32}
+    return {
+        "LLaMA-2-7B": LlamaConfig(
+            **llama,
+            **heads,
+            vocab_size=32_000,
+            intermediate_size=11_008,
+            num_key_value_heads=32,
+            max_position_embeddings=4_096,
+        ),
+        "LLaMA-3-8B": LlamaConfig(
+            **llama,
+            **heads,
+            vocab_size=128_256,
+            intermediate_size=14_336,
+            num_key_value_heads=8,
+            max_position_embeddings=8_192,
+        ),
+        "Qwen2.5-7B": Qwen2Config(
+            tie_word_embeddings=False,
+            num_hidden_layers=28,
+            hidden_size=3_584,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+            vocab_size=152_064,
+            intermediate_size=18_944,
+            max_position_embeddings=32_768,
+        ),
+    }
+
+
+def planner_check() -> str:
+    """Predicted beside measured steps."""
+    record = result("planner_check.json")
+    rows = ["| shape | checkpointing | measured, s | predicted / measured |", "|---|---|---|---|"]
+    for row in record["rows"]:
+        name = row["name"] + " (unseen)" * row["unseen"]
+        rows.append(
+            f"| {name} | {'yes' if row['checkpointing'] else 'no'} | "
+            f"{row['seconds']['step']:.3f} | {row['ratio']:.2f} |"
+        )
+    return "\n".join([*rows, "", source(record, "planner_check.json")])
+
+
+def experiments() -> str:
+    """A row an experiment of the paper."""
+    return str(rendering().overview("experiments/"))
+
+
+def rendering() -> Any:
+    """experiments/rendering.py, whose folder is no package."""
+    folder = str(ROOT / "experiments")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module("rendering")
+
+
 PARTS: dict[str, Callable[[], str]] = {
+    "experiments": experiments,
+    "planner": planner,
+    "planner_check": planner_check,
     "quickstart": quickstart,
     "embedded": embedded,
     "stories": stories,
@@ -166,11 +267,14 @@ def rendered(text: str) -> str:
 
 
 def main() -> int:
-    for document in DOCUMENTS:
-        before = document.read_text(encoding="utf-8")
-        after = rendered(before)
+    texts = {document: rendered(document.read_text(encoding="utf-8")) for document in DOCUMENTS}
+    for document, after in (texts | rendering().readmes()).items():
+        before = document.read_text(encoding="utf-8") if document.exists() else ""
         if "--check" in sys.argv[1:] and after != before:
-            print(f"{document.name} is not current. Run: python scripts/update_documents.py")
+            print(
+                f"{document.relative_to(ROOT)} is not current. "
+                "Run: python scripts/update_documents.py"
+            )
             return 1
         document.write_text(after, encoding="utf-8")
     return 0

@@ -151,3 +151,8 @@ def _named(name: str, recipes: Mapping[str, Callable[[], Config]]) -> Config:
 def recipe(name: str = "default", **changes: Any) -> RunConfig:
     """A named recipe with fields of `RunConfig` replaced, such as `model`, `out` and `data`."""
     return replace(recipe_named(name), **changes)
+
+
+def recovery_recipe(name: str = "sft", **changes: Any) -> RecoveryConfig:
+    """A named recipe with fields of `RecoveryConfig` replaced, such as `run`, `out` and `data`."""
+    return replace(recovery_recipe_named(name), **changes)

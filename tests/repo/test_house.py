@@ -11,16 +11,20 @@ PACKAGE = ROOT / "src" / "dotmoe"
 
 LAYERS = [
     {"errors"},
-    {"transport", "layout", "models", "stdlib_text", "granularity", "device", "distributed"},
+    {"transport", "layout", "models", "stdlib_text", "granularity", "device", "distributed"}
+    | {"checksums", "sealed_json"},
     {"training"},
     {"data", "artifacts", "parameters", "checkpoint_folder"},
-    {"moe"},
-    {"load", "calibrate", "align", "extract", "export", "evaluate", "report", "inspection"},
-    {"gguf_export"},
-    {"config", "narration"},
-    {"recipes", "run_folder"},
+    {"moe", "sharded_weights"},
+    {"load", "calibrate", "align", "extract", "export", "evaluate", "report", "inspection"}
+    | {"self_text", "finetune"},
+    {"gguf_export", "baselines", "analysis"},
+    {"config", "narration", "recovery_config"},
+    {"recipes", "run_folder", "tokenise"},
+    {"opened_run", "run_results"},
     {"pipeline", "reexport", "measure", "curve", "bench"},
-    {"quickstart"},
+    {"recovery", "quickstart", "compare", "analyse"},
+    {"sweep"},
     {"cli"},
     {"__main__"},
 ]

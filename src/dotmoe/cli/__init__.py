@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from types import FrameType
 
-from dotmoe.errors import UserError
+from dotmoe.errors import Interrupted, RankError, UserError
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -21,16 +21,23 @@ COMMANDS = {
     "quickstart": "Convert the small model that comes along, on this machine's own text.",
     "inspect": "Show experts, parameters, memory, time and warnings before any cost.",
     "convert": "Turn a dense checkpoint into an MoE checkpoint.",
+    "compare": "Convert one model by several methods on the same budget, side by side.",
+    "sweep": "Convert one model several times with one thing changed: E, k, start or method.",
+    "finetune": "Train a converted model further, to make up for what the conversion lost.",
     "export": "Write what a finished run has learned in another format, or with another k.",
     "edit": "Change how many experts an exported model runs per token, in place.",
-    "evaluate": "Measure the perplexity of a dense or exported model, at one k or at many.",
+    "evaluate": "Measure a model: perplexity, benchmark tasks, fidelity to the dense one, samples.",
+    "analyse": "Look into a finished run: load and overlap of experts, their outputs, costs.",
     "bench": "Compare the speed and memory of a dense model and its MoE.",
+    "report": "Put all that was measured of a run into one page with plots.",
 }
 
 
 def main() -> None:
     """Entry point of the `dotmoe` command."""
-    sys.exit(run(sys.argv[1:]))
+    status = run(sys.argv[1:])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, to ranks that are leaving anyway
+    sys.exit(status)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -39,7 +46,10 @@ def run(arguments: Sequence[str]) -> int:
     try:
         _dispatch(arguments)
     except UserError as error:
-        return _fail(str(error))
+        return _fail(str(error), only_here=isinstance(error, RankError))
+    except Interrupted as stop:
+        _fail(f"{stop}; the same command goes on from there.")
+        return 128 + stop.signum
     except KeyboardInterrupt:
         _fail("interrupted. What is finished is kept; the same command goes on from there.")
         return INTERRUPTED
@@ -81,8 +91,11 @@ def _help() -> str:
     return "\n".join(lines)
 
 
-def _fail(message: str) -> int:
-    print(f"dotmoe: error: {' '.join(message.split())}", file=sys.stderr)
+def _fail(message: str, *, only_here: bool = False) -> int:
+    """Print a failure; one that all ranks of torchrun know of is told by the first alone."""
+    is_first = os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
+    if is_first or only_here:
+        print(f"dotmoe: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return USAGE_ERROR
 
 

@@ -1,0 +1,124 @@
+"""Recovery training of one conversion, with its loss on held-out text on the way.
+
+    python experiments/recovery_curve.py RUN OUT --text-of OTHER
+
+`dotmoe finetune --recipe small` measures before and after; fig:effect_of_init wants a curve. This
+trains by the same stage and settings, on the training text of OTHER, so that several conversions
+see the same batches, and measures at equal distances. Nothing is exported: the model is the one
+that an export would hold, in float32. Writes OUT/curve.json; OUT/metrics.jsonl has the training
+loss of every step. What was stopped half-way is made again from the start.
+"""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from tyro.conf import Positional
+
+from dotmoe.artifacts import DenseModel
+from dotmoe.data import TokenBlocks, write_decontaminated
+from dotmoe.evaluate import EvaluateConfig
+from dotmoe.evaluate.perplexity import packed_perplexity, packed_text
+from dotmoe.finetune import Start, finetune
+from dotmoe.load import LoadConfig, load_dense
+from dotmoe.moe.surgery import masked_by
+from dotmoe.recipes import small_sft
+from dotmoe.reexport import learned
+from dotmoe.run_folder import RunFolder, provenance, write_json
+from dotmoe.tokenise import load_blocks
+
+HELDOUT = ("python-stdlib-heldout",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """One conversion, and where to measure it."""
+
+    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Run folder of a finished conversion."""
+    out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
+    """Folder to write."""
+    text_of: Path
+    """Run folder whose training text is trained on."""
+    points: int = 5
+    """Measurements after the start, at equal distances."""
+    heldout_tokens: int = 16_384
+    """Tokens of held-out text to measure on."""
+
+
+class Heldout:
+    """Measures a model, whatever its FFNs are at the time, on the same held-out text."""
+
+    def __init__(self, dense: DenseModel, max_tokens: int) -> None:
+        self.dense = dense
+        self.config = EvaluateConfig(text=HELDOUT, max_tokens=max_tokens)
+        self.packed = packed_text(self.config, dense.tokenizer)
+
+    @torch.no_grad()
+    def measured(self) -> dict[str, Any]:
+        """Loss and perplexity, with their protocol."""
+        model, tokenizer = self.dense.model, self.dense.tokenizer
+        return packed_perplexity(model, tokenizer, self.packed, self.config).as_dict()
+
+
+def main() -> None:
+    settings = tyro.cli(Settings)
+    shutil.rmtree(settings.out, ignore_errors=True)
+    settings.out.mkdir(parents=True)
+    found = learned(settings.run)
+    config = small_sft().finetune
+    load = LoadConfig(dtype="float32")
+    dense, teacher = load_dense(found.model, load), load_dense(found.model, load)
+    training, _ = load_blocks(RunFolder(settings.text_of).intact("data"))
+    text_file = settings.out / "text.safetensors"
+    left_out = write_decontaminated(training, found.heldout, text_file)
+    training = TokenBlocks.load(text_file)
+    heldout = Heldout(dense, settings.heldout_tokens)
+    dense_result = heldout.measured()
+    with masked_by(dense, found.layout):
+        start = heldout.measured()
+    points: list[dict[str, Any]] = []
+    recent: list[float] = []
+
+    def add_point(step: int, result: Mapping[str, Any]) -> None:
+        point = {"step": step, "tokens": step * config.batch_size * training.seq_len}
+        point |= {name: result[name] for name in ("loss", "perplexity")}
+        points.append(point | {"training_ce": sum(recent) / len(recent) if recent else None})
+        recent.clear()
+        print(points[-1], flush=True)
+
+    def on_step(step: int, metrics: Mapping[str, float]) -> None:
+        recent.append(metrics["ce"])
+        if step % (config.steps // settings.points) == 0:
+            add_point(step, heldout.measured())
+
+    add_point(0, start)
+    finetune(
+        Start(dense=dense, layout=found.layout, teacher=teacher),
+        training,
+        config,
+        folder=settings.out,
+        seed=0,
+        router_dtype=torch.float32,
+        on_step=on_step,
+    )
+    for leftover in ("model", "checkpoints"):
+        shutil.rmtree(settings.out / leftover, ignore_errors=True)
+    record = {
+        "origin": "measured",
+        "points": points,
+        "dense": dense_result,
+        "protocol": start["protocol"],
+        "left_out_blocks": left_out,
+        "finetune": asdict(config),
+        "provenance": provenance(seed=0),
+    }
+    write_json(settings.out / "curve.json", record)
+
+
+if __name__ == "__main__":
+    main()

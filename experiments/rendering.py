@@ -1,0 +1,127 @@
+"""README.md of every experiment, and the table of all, from experiment.toml and the results."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from specification import HERE, STATUSES, Experiment, all_experiments
+
+HEAD = """# Experiments
+
+One folder a table or figure of the paper, named by its LaTeX label. `experiment.toml` says what the
+paper claims, how to make it at the paper's scale, how at a scale that runs here, and what came out;
+`quoted.json` has values of the paper, marked as quoted. Its README.md is made of these and of
+`results/experiments/NAME.json`, where every number is measured.
+
+```
+make results/tab_zero_shot_results      # makes the runs that are missing, and collects
+```
+
+Unless said otherwise, everything here is the model that comes along: 3.1M parameters, 5 layers of
+768 neurons, Python source text, one seed, one thread. Take the order and not the digits.
+`runs.toml` lists the runs; they are shared between experiments and lie in `experiments/runs`.
+"""
+
+
+def write_readmes() -> None:
+    for file, text in readmes().items():
+        file.write_text(text, encoding="utf-8")
+
+
+def readmes() -> dict[Path, str]:
+    """Text of every README of this folder, as it should be."""
+    experiments = all_experiments()
+    texts = {experiment.folder / "README.md": readme(experiment) for experiment in experiments}
+    texts[HERE / "README.md"] = f"{HEAD}\n{overview()}\n"
+    return texts
+
+
+def overview(where: str = "") -> str:
+    """A row an experiment: label, status, and which of the paper's findings show here.
+
+    Args:
+        where: Path from the document to this folder, with a slash.
+    """
+    rows = ["| label | what | status | the paper's finding at small scale |", "|---|---|---|---|"]
+    for one in all_experiments():
+        result = one.result()
+        shows = [] if result is None else result["shows"]
+        found = "; ".join(f"{entry['text']}: {yes(entry['shows'])}" for entry in shows)
+        link = f"[`{one.label}`]({where}{one.name}/README.md)"
+        rows.append(f"| {link} | {one.title} | {one.status} | {found} |")
+    return "\n".join(rows)
+
+
+def yes(shows: bool) -> str:
+    return "shows" if shows else "**does not show**"
+
+
+def readme(experiment: Experiment) -> str:
+    """The whole README of an experiment."""
+    parts = [
+        f"# `{experiment.label}`: {experiment.title}",
+        f"**Status: {experiment.status}** ({STATUSES[experiment.status]}).",
+        f"## Claim\n\n{experiment.claim.strip()}",
+        f"## At the paper's scale\n\n{experiment.paper_recipe.strip()}",
+        f"## Scaled down\n\n{experiment.scaled_recipe.strip()}",
+    ]
+    quoted, result = experiment.quoted(), experiment.result()
+    if quoted is not None:
+        parts.append(f"## The paper's values (quoted)\n\n{grid(quoted['rows'], str)}")
+        parts += [quoted["note"]] * bool(quoted["note"])
+    if result is not None:
+        parts += measured(experiment, result)
+    parts.append(f"## Finding\n\n{experiment.finding.strip()}")
+    return "\n\n".join(parts) + "\n"
+
+
+def measured(experiment: Experiment, result: dict[str, Any]) -> list[str]:
+    """Sections about what was measured here."""
+    parts = ["## Measured here"]
+    for table in result["tables"]:
+        parts += [table["title"]] * bool(table["title"]) + [grid(table["rows"])]
+    if result["shows"]:
+        lines = ["| finding | numbers, each to be below the next | here |", "|---|---|---|"]
+        for one in result["shows"]:
+            numbers = " < ".join(shown(number) for number in one["numbers"])
+            lines.append(f"| {one['text']} | {numbers} | {yes(one['shows'])} |")
+        parts.append("\n".join(lines))
+    if result["expected"]:
+        lines = ["| expected of a repeat | value | tolerance | last run |", "|---|---|---|---|"]
+        for one in result["expected"]:
+            lines.append(
+                f"| {one['row']}, {one['column']} | {shown(one['expected'])} | "
+                f"{one['tolerance']:.0%} | {shown(one['value'])} |"
+            )
+        parts.append("\n".join(lines))
+    made = result["provenance"]
+    runs = ", ".join(f"`{name}`" for name in result["runs"])
+    of_runs = f" Runs: {runs} (`experiments/runs.toml`)." * bool(runs)
+    parts.append(
+        f"Collected at commit `{made['commit']}` on {made['hardware']}, torch "
+        f"{made['versions']['torch']}; results/experiments/{experiment.name}.json.{of_runs}"
+    )
+    return parts
+
+
+def grid(rows: dict[str, dict[str, Any]], show: Callable[[Any], str] | None = None) -> str:
+    """Rows of named values as a Markdown table; a value that a row lacks is left empty."""
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    for name, row in rows.items():
+        cells = [(show or shown)(row[column]) if column in row else "" for column in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def shown(value: Any) -> str:
+    """Three or four digits of a number; other values as they are."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.2f}" if abs(value) >= 10 else f"{value:.3f}"

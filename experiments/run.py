@@ -1,0 +1,182 @@
+"""Make what is missing of an experiment, and collect its numbers.
+
+    python experiments/run.py tab_zero_shot_results      # or: make results/tab_zero_shot_results
+    python experiments/run.py tab_zero_shot_results --collect    # from runs that are there
+
+Runs lie in experiments/runs, shared by all experiments; one that is finished is not made again, and
+one that was stopped goes on. Writes results/experiments/NAME.json and the experiment's README.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from dotmoe.run_folder import provenance, write_json
+from rendering import write_readmes
+from specification import Experiment, Run, all_experiments, all_runs, folder_name
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNS = ROOT / "experiments" / "runs"
+STEP = re.compile(r"[^.\[\]]+|\[[^\]]+\]")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Make what is missing of an experiment.")
+    known = {experiment.name: experiment for experiment in all_experiments()}
+    parser.add_argument("name", help="label or folder of an experiment, or `all`")
+    parser.add_argument(
+        "--collect", action="store_true", help="start no run; collect what is there"
+    )
+    arguments = parser.parse_args()
+    name = folder_name(arguments.name)
+    if name != "all" and name not in known:
+        parser.error(f"{arguments.name} is no experiment. Experiments: {', '.join(sorted(known))}.")
+    for experiment in known.values() if name == "all" else [known[name]]:
+        if experiment.table:
+            made = make(experiment, start=not arguments.collect)
+            if made:
+                return made
+    write_readmes()
+    return 0
+
+
+def make(experiment: Experiment, *, start: bool) -> int:
+    """Exit status of the first run that failed; 0: the experiment's result is written."""
+    runs = all_runs()
+    needed = in_order(experiment.runs, runs)
+    for name in needed:
+        if done_file(name, runs[name]).exists():
+            continue
+        if not start:
+            print(f"{experiment.label}: {name} is not finished")
+            return 1
+        status = started(name, runs[name])
+        if status and not done_file(name, runs[name]).exists():
+            print(f"{experiment.label}: {name} failed with status {status}")
+            return status
+    write_json(experiment.result_file, collected(experiment, needed, runs))
+    return 0
+
+
+def in_order(wanted: list[str], runs: dict[str, Run]) -> list[str]:
+    """The wanted runs, each after those that it needs."""
+    order: list[str] = []
+    for name in wanted:
+        order += [n for n in [*in_order(runs[name].needs, runs), name] if n not in order]
+    return order
+
+
+def started(name: str, run: Run) -> int:
+    """Exit status of a run's command."""
+    words = command_of(name, run)
+    print(f"{name}: {' '.join(words)}", flush=True)
+    module = {"dotmoe": ["-m", "dotmoe"], "python": []}[words[0]]
+    return subprocess.run([sys.executable, *module, *words[1:]], cwd=ROOT, check=False).returncode
+
+
+def command_of(name: str, run: Run) -> list[str]:
+    """The words of a command, folders put in."""
+    places = {other: f"experiments/runs/{other}" for other in [*run.needs, name]}
+    return shlex.split(run.command.format(out=places[name], **places))
+
+
+def collected(experiment: Experiment, needed: list[str], runs: dict[str, Run]) -> dict[str, Any]:
+    """The result file of an experiment, from the files of its runs."""
+    tables = []
+    numbers: dict[tuple[str, str], float] = {}
+    for source in experiment.table:
+        rows = {}
+        for row, file in source.rows.items():
+            values = json.loads(place_of(file).read_text(encoding="utf-8"))
+            rows[row] = {
+                column: first_of(
+                    values, key.replace("{row}", row).replace("{first}", row.split()[0])
+                )
+                for column, key in source.columns.items()
+            }
+            numbers |= {(row, column): value for column, value in rows[row].items()}
+        tables.append({"title": source.title, "files": source.rows, "rows": rows})
+    return {
+        "label": experiment.label,
+        "origin": "measured",
+        "tables": tables,
+        "expected": [
+            {
+                "row": one.row,
+                "column": one.column,
+                "value": numbers[one.row, one.column],
+                "expected": one.value,
+                "tolerance": one.tolerance,
+                "within": abs(numbers[one.row, one.column] / one.value - 1) <= one.tolerance,
+            }
+            for one in experiment.expected
+        ],
+        "shows": [
+            {
+                "text": one.text,
+                "numbers": one.numbers(numbers),
+                "shows": is_rising(one.numbers(numbers)),
+                "expected": one.expected,
+            }
+            for one in experiment.shows
+        ],
+        "runs": {name: made_by(name, runs[name]) for name in needed},
+        "provenance": provenance(seed=0),
+    }
+
+
+def is_rising(values: list[float]) -> bool:
+    return all(a < b for a, b in pairwise(values))
+
+
+def place_of(file: str) -> Path:
+    return ROOT / file if file.startswith("results/") else RUNS / file
+
+
+def done_file(name: str, run: Run) -> Path:
+    """What is there when a run is finished; it may lie in the folder of a run that it adds to."""
+    return Path(os.path.normpath(RUNS / name / run.done))
+
+
+def made_by(name: str, run: Run) -> dict[str, Any]:
+    """Command and provenance of a run; None where its file does not say."""
+    values = json.loads(done_file(name, run).read_text(encoding="utf-8"))
+    return {"command": shlex.join(command_of(name, run)), "provenance": values.get("provenance")}
+
+
+def first_of(values: Any, keys: str) -> Any:
+    """What lies at the first place that a file has, of several joined by ` or `."""
+    *others, last = keys.split(" or ")
+    for key in others:
+        try:
+            return at(values, key)
+        except (KeyError, StopIteration):
+            continue
+    return at(values, last)
+
+
+def at(values: Any, key: str) -> Any:
+    """What lies at `a.b[c=1].d`: members of objects, and the first of a list with c equal to 1.
+
+    `#` at the end is the length of a list.
+    """
+    for step in STEP.findall(key):
+        if step.startswith("["):
+            name, wanted = step[1:-1].split("=")
+            values = next(entry for entry in values if str(entry[name]) == wanted)
+        elif step == "#":
+            values = len(values)
+        else:
+            values = values[int(step) if isinstance(values, list) else step]
+    return values
+
+
+if __name__ == "__main__":
+    sys.exit(main())

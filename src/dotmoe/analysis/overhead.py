@@ -1,0 +1,204 @@
+"""What an alignment step spends its time on (app:training_overhead)."""
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dotmoe.align import AlignConfig, Alignment
+from dotmoe.analysis.clock import Clock, time_methods
+from dotmoe.artifacts import AlignState, DenseModel
+from dotmoe.data import TokenBlocks
+from dotmoe.granularity import Granularity
+from dotmoe.moe.assignment import AssignmentConfig
+from dotmoe.moe.losses import balance_loss, z_loss
+from dotmoe.moe.masked_activation import masked_activation
+from dotmoe.moe.router import Surrogate, router_logits, straight_through_mask
+from dotmoe.moe.surgery import masked, recomputing
+from dotmoe.training.gradients import clip, discard, global_norm
+from dotmoe.training.optimizer import adamw, set_learning_rates
+
+OF_TASK = {
+    "teacher": "dense forward",
+    "student": "student forward",
+    "loss": "head and losses",
+    "differentiate": "backward",
+}
+OF_ASSIGNMENT = {
+    "plan": "assignment solve",
+    "rounded": "rounding",
+    "pass_to_affinities": "assignment gradient",
+}
+STRAIGHT_THROUGH = "straight-through"
+OF_THE_METHOD = (*OF_ASSIGNMENT.values(), STRAIGHT_THROUGH, "optimizer")
+"""Parts that a distillation step of the dense model with frozen weights would not have."""
+MEAN_LR_FACTOR = 0.5
+"""Mean of half a cosine."""
+_ROUNDS = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskCost:
+    """Seconds that routing, masks and their estimators add to one FFN, beyond the dense one."""
+
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfiledRun:
+    """The alignment whose steps are taken."""
+
+    blocks: TokenBlocks
+    state: AlignState
+    """Where it starts: what the run has learned, so that plans are as sharp as they get."""
+    granularity: Granularity
+    align: AlignConfig
+    assignment: AssignmentConfig
+    seed: int
+
+
+def overhead_profile(dense: DenseModel, run: ProfiledRun, num_steps: int) -> dict[str, Any]:
+    """Mean seconds and shares of the parts of a step, from a few steps of a run's own config.
+
+    Steps are those after the warm-up: temperature `tau_end`, half the peak rate. One more is taken
+    first and not counted. `straight-through` is what masks, routers and estimators add to the FFNs,
+    measured on one layer alone and taken out of `student forward` and `backward`; all parts and
+    `other` make up the step.
+
+    Args:
+        dense: The dense model; left as it is.
+        run: Text, state and config of the run; the state is left as it is.
+        num_steps: Steps that are counted, 1 or more.
+
+    Returns:
+        `step_s`, `seconds` and `shares` by part, `overhead`: time of `OF_THE_METHOD` over that of
+        everything else in the step, `steps`, `tokens_a_step`, `clock`.
+    """
+    config = run.align
+    clock = Clock(dense.device)
+    samples = _step_seconds(dense, run, num_steps, clock)
+    mean = {part: sum(s.get(part, 0.0) for s in samples) / num_steps for part in samples[0]}
+    step = mean.pop("step")
+    cost = mask_cost(
+        dense,
+        run.granularity,
+        min(config.micro_batch_size, config.batch_size) * run.blocks.seq_len,
+        config.surrogate,
+        clock,
+    )
+    seconds = _with_masks_apart(mean, cost, run, dense.widths.layers)
+    seconds["other"] = max(0.0, step - sum(seconds.values()))
+    of_method = sum(seconds.get(part, 0.0) for part in OF_THE_METHOD)
+    return {
+        "step_s": step,
+        "seconds": seconds,
+        "shares": {part: value / step for part, value in seconds.items()},
+        "overhead": of_method / (step - of_method),
+        "overhead_parts": [part for part in OF_THE_METHOD if part in seconds],
+        "steps": num_steps,
+        "tokens_a_step": config.batch_size * run.blocks.seq_len,
+        "clock": clock.kind,
+    }
+
+
+def _step_seconds(
+    dense: DenseModel, run: ProfiledRun, num_steps: int, clock: Clock
+) -> list[dict[str, float]]:
+    """Seconds of each part in each step."""
+    config = run.align
+    task = Alignment(
+        dense,
+        run.blocks,
+        run.state,
+        run.granularity.active_experts,
+        config,
+        run.assignment,
+        warmup_steps=0,
+        seed=run.seed,
+        first_dense_layers=run.granularity.first_dense_layers,
+    )
+    time_methods(task, OF_TASK, clock)
+    time_methods(task.learned, OF_ASSIGNMENT, clock)
+    groups = task.parameter_groups()
+    parameters = [p for group in groups for p in group.parameters.values()]
+    optimizer = adamw(groups, weight_decay=config.weight_decay)
+    set_learning_rates(optimizer, MEAN_LR_FACTOR)
+    samples = []
+    with masked(dense, task.masking), recomputing(dense, config.activation_checkpointing):
+        for step in range(num_steps + 1):
+            with clock.part("step"):
+                task.accumulate_gradients(step)
+                with clock.part("optimizer"):
+                    clip(parameters, global_norm(parameters), config.max_grad_norm)
+                    optimizer.step()
+                    discard(parameters)
+            samples.append(clock.seconds())
+    return samples[1:]
+
+
+def _with_masks_apart(
+    mean: dict[str, float], cost: MaskCost, run: ProfiledRun, num_layers: int
+) -> dict[str, float]:
+    """The parts of a step with the cost of the masks taken out of forward and backward."""
+    config = run.align
+    passes = -(-config.batch_size // min(config.micro_batch_size, config.batch_size))
+    times = passes * (num_layers - run.granularity.first_dense_layers)
+    forward, backward = cost.forward_s * times, cost.backward_s * times
+    if config.activation_checkpointing:  # the forward pass runs again in the backward pass
+        backward += forward
+    forward, backward = min(forward, mean["student forward"]), min(backward, mean["backward"])
+    return mean | {
+        "student forward": mean["student forward"] - forward,
+        "backward": mean["backward"] - backward,
+        STRAIGHT_THROUGH: forward + backward,
+    }
+
+
+def mask_cost(
+    dense: DenseModel, split: Granularity, tokens: int, surrogate: Surrogate, clock: Clock
+) -> MaskCost:
+    """What masks and their estimators cost one FFN in one pass, by running it with and without.
+
+    Only what lies between the projections is run, on random numbers, which cost what others do.
+
+    Args:
+        dense: Gives sizes, dtype and device.
+        split: E and k.
+        tokens: Tokens of one forward pass.
+        surrogate: Of the router.
+        clock: Takes the time.
+    """
+    device, widths = dense.device, dense.widths
+    dtype = next(dense.model.parameters()).dtype
+    gate, up, grad = torch.randn(3, tokens, widths.ffn, device=device).to(dtype)
+    x = torch.randn(tokens, widths.model, device=device).to(dtype)
+    router = torch.randn(split.num_experts, widths.model, device=device) / widths.model**0.5
+    expert_of_neuron = torch.arange(widths.ffn, device=device) % split.num_experts
+    plan = torch.rand(widths.ffn, split.num_experts, device=device)
+    inputs = (gate, up, x, router, plan)
+    for tensor in inputs:
+        tensor.requires_grad_()
+    rounds = []
+    for _ in range(_ROUNDS + 1):
+        with clock.part("plain forward"):
+            plain = F.silu(gate) * up
+        with clock.part("plain backward"):
+            plain.backward(grad)
+        with clock.part("masked forward"):
+            logits = router_logits(x, router)
+            routing = straight_through_mask(logits, split.active_experts, surrogate=surrogate)
+            out = masked_activation(gate, up, routing, expert_of_neuron, plan)
+            auxiliary = z_loss(logits) + balance_loss(logits, routing)
+        with clock.part("masked backward"):
+            torch.autograd.backward([out, auxiliary], [grad, torch.ones_like(auxiliary)])
+        for tensor in inputs:
+            tensor.grad = None
+        rounds.append(clock.seconds())
+    added = {
+        way: median(one[f"masked {way}"] - one[f"plain {way}"] for one in rounds[1:])
+        for way in ("forward", "backward")
+    }
+    return MaskCost(forward_s=max(0.0, added["forward"]), backward_s=max(0.0, added["backward"]))

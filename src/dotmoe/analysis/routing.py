@@ -1,0 +1,134 @@
+"""Which experts the masked model runs for each token: what most analyses start from."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dotmoe.artifacts import DenseModel
+from dotmoe.calibrate import contributions
+from dotmoe.export.router_scale import at_routers
+from dotmoe.layout import ExpertLayout
+from dotmoe.moe.router import router_logits
+
+Progress = Callable[[int, int], None]
+
+FORWARD_TOKENS = 4096
+"""Tokens of one forward pass at most, unless one block has more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routes:
+    """Experts that run for each token of a text, by split layer."""
+
+    layers: tuple[int, ...]
+    """Numbers of the split layers (L)."""
+    chosen_LTK: Int[Tensor, "L T K"]
+    """Experts of each token, the one with the largest logit first; int16, on the CPU."""
+    num_experts: int
+    """Experts a layer (E)."""
+    energy_LE: Float[Tensor, "L E"]
+    """Part of each expert in what its layer's dense FFN would add for these inputs: squared
+    contributions of its neurons (see `dotmoe.calibrate.contributions`) over those of all neurons of
+    experts; float64, rows sum to 1."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens (T)."""
+        return self.chosen_LTK.shape[1]
+
+
+def captured_routes(
+    dense: DenseModel,
+    layout: ExpertLayout,
+    tokens_BT: Int[Tensor, "B T"],
+    on_progress: Progress = lambda done, total: None,
+) -> Routes:
+    """Run the masked model on a text and note what its routers choose (eq:router_topk).
+
+    The masked model is what the experts compute, so a router sees what it will see in the export.
+    Memory: one forward pass without the head, all neurons of one FFN beside it, and 2 bytes for
+    each token, layer and active expert.
+
+    Args:
+        dense: Dense model, or what finetuning left of it.
+        layout: Experts, routers and k.
+        tokens_BT: Text; rows do not see each other.
+        on_progress: Told blocks done and blocks in all.
+    """
+    layers = tuple(layout.moe_layers)
+    ffns = [dense.family.ffn(layer) for layer in dense.family.layers(dense.model)]
+    found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    energy_LN = torch.zeros(layout.num_layers, layout.num_neurons, dtype=torch.float64)
+
+    def look(layer: int, x_TD: Tensor) -> None:
+        logits_TE = router_logits(x_TD, layout.router_LED[layer].to(x_TD.device))
+        chosen_TK = logits_TE.topk(layout.active_experts, dim=1).indices
+        found[layer].append(chosen_TK.to(torch.int16).cpu())
+        contribution_TN = contributions(ffns[layer], x_TD)
+        energy_LN[layer] += contribution_TN.square().sum(dim=0).double().cpu()
+
+    for done, rows in in_passes(tokens_BT):
+        at_routers(dense, layout, rows, look)
+        on_progress(done, len(tokens_BT))
+    chosen_LTK = torch.stack([torch.cat(found[layer]) for layer in layers])
+    energy_LE = torch.stack([_by_expert(energy_LN[layer], layout, layer) for layer in layers])
+    return Routes(
+        layers=layers,
+        chosen_LTK=chosen_LTK,
+        num_experts=layout.num_experts,
+        energy_LE=energy_LE / energy_LE.sum(dim=1, keepdim=True),
+    )
+
+
+def _by_expert(energy_N: Tensor, layout: ExpertLayout, layer: int) -> Float[Tensor, " E"]:
+    """Sum over the neurons of each expert."""
+    return energy_N[layout.neurons_of_expert(layer)].sum(dim=1)
+
+
+def router_inputs(
+    dense: DenseModel,
+    layout: ExpertLayout,
+    tokens_BT: Int[Tensor, "B T"],
+    layer: int,
+    wanted_P: Int[Tensor, " P"],
+) -> Float[Tensor, "P D"]:
+    """What one split layer's router and FFN see of some tokens, in the masked model's dtype.
+
+    Args:
+        dense: As for `captured_routes`.
+        layout: Experts, routers and k.
+        tokens_BT: Text.
+        layer: Number of a split layer.
+        wanted_P: Places of the tokens in the flattened text, ascending.
+    """
+    kept: list[Tensor] = []
+    start = 0
+    for _, rows in in_passes(tokens_BT):
+        here = (wanted_P >= start) & (wanted_P < start + rows.numel())
+        places = wanted_P[here] - start
+        start += rows.numel()
+        if not len(places):
+            continue
+
+        def look(index: int, x_TD: Tensor, places: Tensor = places) -> None:
+            if index == layer:
+                kept.append(x_TD[places.to(x_TD.device)])
+
+        at_routers(dense, layout, rows, look)
+    return torch.cat(kept)
+
+
+def in_passes(tokens_BT: Int[Tensor, "B T"]) -> list[tuple[int, Tensor]]:
+    """Blocks of each forward pass, with the number of blocks done after it."""
+    rows = max(1, FORWARD_TOKENS // tokens_BT.shape[1])
+    parts = torch.split(tokens_BT, rows)
+    return [(min(rows * (index + 1), len(tokens_BT)), part) for index, part in enumerate(parts)]
+
+
+def chosen_mask(chosen_TK: Int[Tensor, "T K"], num_experts: int) -> Float[Tensor, "T E"]:
+    """Routing mask R of a layer: 1 where the expert runs for the token, else 0; float32."""
+    mask_TE = torch.zeros(len(chosen_TK), num_experts)
+    return mask_TE.scatter_(1, chosen_TK.long(), 1.0)
