@@ -31,7 +31,7 @@ quickstart: $(STAMP)  ## The whole method on a tiny model, without network
 	$(BIN)/dotmoe quickstart
 
 test: $(STAMP)  ## The quick tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4
 
 test-slow: $(STAMP)  ## The tests that take minutes
 	$(BIN)/python -m pytest -m slow

@@ -36,7 +36,16 @@ def require_same_alignment(seen, alone, first_step=1):
         assert relative_difference(here, there) < 2e-6
     assert list(one["metrics"]) == list(range(first_step, STEPS + 1))
     for step, values in one["metrics"].items():
-        for name in ("loss", "kl", "ce", "z", "balance", "marginal_error", "moved_fraction"):
+        for name in (
+            "loss",
+            "kl",
+            "ce",
+            "z",
+            "balance",
+            "marginal_error",
+            "moved_fraction",
+            "soft_hard_gap",
+        ):
             there = alone["metrics"][step][name]
             assert values[name] == pytest.approx(there, rel=1e-5, abs=2e-6), (step, name)
         assert values["grad_norm"] == pytest.approx(alone["metrics"][step]["grad_norm"], rel=1e-4)

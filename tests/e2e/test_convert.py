@@ -110,6 +110,7 @@ def test_no_steps_is_a_training_free_conversion(tiny_dense, text, tmp_path):
     assert not (out / "2_align" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow  # tests/resilience kills runs in less time
 def test_a_run_killed_while_aligning_ends_bit_identical(tiny_dense, text, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     model = tiny_dense("llama")
@@ -167,6 +168,7 @@ def test_a_folder_of_another_config_is_not_touched(tiny_dense, text, tmp_path, c
     assert "another config" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # tests/resilience fills disks in less time
 @pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="needs a file size limit")
 @pytest.mark.parametrize("room", [500, 5_000, 100_000], ids=["config", "tokenise", "export"])
 def test_a_full_disk_is_said_in_one_line_and_the_run_can_go_on(room, tiny_dense, text, tmp_path):

@@ -13,6 +13,8 @@ from dotmoe.sealed_json import DamagedError, sealed, unsealed
 
 _FOLDER = "finished"
 _NEVER_READ_AGAIN = ("checkpoints", "tensorboard", "wandb")
+_RESULTS_OF_THE_STAGE = {"evaluate": ["results.json"]}
+"""What else lies in its folder is of other commands, which replace it at any time."""
 _OWN_CHECKSUMS = "export"
 """`dotmoe edit` changes an export in place, so its own record holds the checksums."""
 
@@ -121,6 +123,8 @@ class Marks:
     def _files_of(self, name: str) -> list[str]:
         if name == _OWN_CHECKSUMS:
             return []
+        if name in _RESULTS_OF_THE_STAGE:
+            return [f"{STAGES[name]}/{file}" for file in _RESULTS_OF_THE_STAGE[name]]
         folder = self.run / STAGES[name]
         paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
         kept = [path for path in paths if path.parts[0] not in _NEVER_READ_AGAIN]
