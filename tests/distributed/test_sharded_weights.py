@@ -116,5 +116,6 @@ def test_no_rank_holds_the_whole_model_while_loading(on_ranks, tiny_dense):
     size = (model / "model.safetensors").stat().st_size
     largest = 20000 * 512 * 4 / 2
     for rank in (0, 1):
-        assert seen["shard"][rank]["growth"] < size / 2 + largest + 0.05 * size
+        # A slice may still be there while the next is read; the whole model is far above this.
+        assert seen["shard"][rank]["growth"] < size / 2 + 2 * largest + 0.05 * size
         assert seen["replicate"][rank]["growth"] > 0.95 * size
