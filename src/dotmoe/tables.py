@@ -1,0 +1,122 @@
+"""A table, computed once: for a terminal, for Markdown, for the report's page.
+
+Whoever measures something makes a `Table` of formatted text; whoever prints it chooses the form.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table as RichTable
+from rich.text import Text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Text in rows and columns."""
+
+    title: str = ""
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | None]]
+    """Formatted cells, as many as columns; None where there is no value."""
+    note: str = ""
+    """Stands below the table."""
+    words: int = 1
+    """Leading columns of text; those after them hold numbers and are aligned to the right."""
+
+
+def to_rich(table: Table) -> RichTable:
+    """The table for a terminal. Cells are plain text: brackets in them are no markup."""
+    rich = RichTable(
+        title=Text(table.title, style="bold") if table.title else None,
+        title_justify="left",
+        caption=Text(table.note, style="dim") if table.note else None,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_header=any(table.columns),
+    )
+    for index, column in enumerate(table.columns):
+        is_text = index < table.words
+        rich.add_column(Text(column), justify="left" if is_text else "right", no_wrap=not is_text)
+    for row in table.rows:
+        rich.add_row(*(Text(_cell(cell)) for cell in row))
+    return rich
+
+
+def to_markdown(table: Table) -> str:
+    """The table in Markdown, its title above and its note below as paragraphs."""
+    rules = ["---" if index < table.words else "---:" for index in range(len(table.columns))]
+    cells = [[_cell(cell).replace("|", "\\|") for cell in row] for row in table.rows]
+    lines = [f"| {' | '.join(row)} |" for row in [list(table.columns), rules, *cells]]
+    return "\n\n".join(part for part in (table.title, "\n".join(lines), table.note) if part)
+
+
+def percent(share: float) -> str:
+    """A share in percent, with one decimal where it is small.
+
+    Example:
+        >>> percent(0.25), percent(0.031)
+        ('25 %', '3.1 %')
+    """
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
+
+
+def millions(number: float) -> str:
+    """A count in millions or billions.
+
+    Example:
+        >>> millions(3_144_768), millions(7e9)
+        ('3.14M', '7.00B')
+    """
+    return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
+
+
+def in_bytes(amount: float) -> str:
+    """A size in binary units.
+
+    Example:
+        >>> in_bytes(12), in_bytes(3 * 2**30)
+        ('12 B', '3.00 GiB')
+    """
+    if amount < 1_024:
+        return f"{amount:.0f} B"
+    power = min(int(math.log2(amount)) // 10, 4)
+    return f"{amount / 1_024**power:.2f} {'KMGT'[power - 1]}iB"
+
+
+def in_time(hours: float) -> str:
+    """A duration in the unit that keeps its number small.
+
+    Example:
+        >>> [in_time(hours) for hours in (0.005, 0.5, 12.345, 100, 20_000)]
+        ['18 s', '30 min', '12.3 h', '4.2 days', '2 years']
+    """
+    seconds = 3_600 * hours
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6_000:
+        return f"{seconds / 60:.0f} min"
+    if hours < 48:
+        return f"{hours:.1f} h"
+    return f"{hours / 24:.1f} days" if hours < 17_520 else f"{hours / 8_766:,.0f} years"
+
+
+def figure(value: Any, form: str = ".4g") -> str:
+    """A number as a reader wants it, a dash where there is none, other values as text.
+
+    Example:
+        >>> figure(0.123456), figure(None), figure(1200), figure("bfloat16")
+        ('0.1235', '-', '1,200', 'bfloat16')
+    """
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return "-"
+    if isinstance(value, bool | str):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else format(value, form)
+
+
+def _cell(text: str | None) -> str:
+    return "-" if text is None else text

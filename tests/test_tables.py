@@ -1,0 +1,49 @@
+"""Tables and numbers as text."""
+
+import doctest
+import io
+
+import pytest
+from rich.console import Console
+
+from dotmoe import tables
+from dotmoe.tables import Table, in_bytes, to_markdown, to_rich
+
+TABLE = Table(
+    title="of [two] models",
+    columns=("model", "perplexity"),
+    rows=[("dense [a|b]", "14.87"), ("MoE", None)],
+    note="lower is [/better]",
+)
+
+
+def test_markdown_aligns_figures_and_escapes_bars() -> None:
+    assert to_markdown(TABLE).splitlines() == [
+        "of [two] models",
+        "",
+        "| model | perplexity |",
+        "| --- | ---: |",
+        r"| dense [a\|b] | 14.87 |",
+        "| MoE | - |",
+        "",
+        "lower is [/better]",
+    ]
+
+
+def test_terminal_shows_brackets_as_they_are() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(to_rich(TABLE))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for text in (TABLE.title, TABLE.note, "dense [a|b]", "14.87"):
+        assert text in shown
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (2**53, "8192.00 TiB")]
+)
+def test_sizes_at_the_edges(amount: int, text: str) -> None:
+    assert in_bytes(amount) == text
+
+
+def test_examples() -> None:
+    assert doctest.testmod(tables).failed == 0
