@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "dotmoe"
 
 LAYERS = [
-    {"errors"},
+    {"errors", "tables"},
     {"transport", "layout", "models", "stdlib_text", "granularity", "device", "distributed"}
     | {"checksums", "sealed_json"},
     {"training"},
