@@ -1,4 +1,7 @@
-"""The error that a user can cause and mend, and the end that a signal asked for."""
+"""Errors that a user can cause and fix, and the words they are told in."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class UserError(ValueError):
@@ -10,7 +13,7 @@ class UserError(ValueError):
 
 
 class RankError(UserError):
-    """A `UserError` on one rank alone, which tells it itself; others are told by the first rank."""
+    """A `UserError` of one rank alone, which prints it; rank zero prints those of all ranks."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -20,3 +23,26 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(message)
         self.signum = signum
         """Number of the signal."""
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """` Did you mean X?` with the name that is most like `name`, or nothing if none is close.
+
+    Example:
+        >>> nearest("stpes", ["steps", "seed"])
+        ' Did you mean steps?'
+        >>> nearest("xyz", ["steps", "seed"])
+        ''
+    """
+    near = get_close_matches(name, list(names), n=1)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def one_line(error: object) -> str:
+    r"""The text of an error on one line.
+
+    Example:
+        >>> one_line(ValueError("first\n    second"))
+        'first second'
+    """
+    return " ".join(str(error).split())

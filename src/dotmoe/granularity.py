@@ -80,7 +80,7 @@ def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
 
     Example:
         >>> resolve(ExpertsConfig(), 11_008)
-        Granularity(num_experts=86, expert_size=128, active_experts=22)
+        Granularity(num_experts=86, expert_size=128, active_experts=22, ...)
     """
     expert_size = _expert_size(config, ffn_width)
     num_experts = ffn_width // expert_size

@@ -96,7 +96,7 @@ def granularity_of(method: str, split: Granularity, config: BaselineConfig) -> G
     Example:
         >>> granularity_of("cmoe", Granularity(num_experts=16, expert_size=8, active_experts=4),
         ...                BaselineConfig())
-        Granularity(num_experts=14, expert_size=8, active_experts=2, shared_size=16)
+        Granularity(num_experts=14, expert_size=8, active_experts=2, shared_size=16, ...)
     """
     shared = config.shared_experts
     if method not in WITH_SHARED_EXPERT:

@@ -1,0 +1,213 @@
+"""Files and folders that are written whole or not at all, and whose damage is noticed."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypedDict
+
+from dotmoe.errors import UserError, one_line
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a write that found no room: disk, quota, or file size limit."""
+
+
+class DamagedError(ValueError):
+    """A file is missing, truncated or altered; the text names it."""
+
+
+def sync(path: Path) -> None:
+    """Force a file, or the names in a folder, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file or nothing: temporary name, sync, rename, sync of the folder."""
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON object, whole or not at all."""
+    write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        UserError: The file cannot be read, or holds no JSON object.
+    """
+    try:
+        return _object_in(path)
+    except DamagedError as error:
+        raise UserError(f"{error}.") from error
+
+
+def _object_in(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise DamagedError(f"{path} is not JSON ({one_line(error)})") from error
+    if not isinstance(values, dict):
+        raise DamagedError(f"{path} must hold one JSON object")
+    return values
+
+
+# --- checksums --------------------------------------------------------------------------------
+
+
+def with_checksum(values: Mapping[str, Any]) -> str:
+    """JSON text of an object and the SHA-256 of its content, to be read by `read_with_checksum`."""
+    plain = json.loads(json.dumps(values))  # as it will be read: keys are text, tuples are lists
+    return json.dumps({**plain, "sha256": _content_sha256(plain)}, indent=2) + "\n"
+
+
+def read_with_checksum(path: Path) -> dict[str, Any]:
+    """The object that `with_checksum` wrote, without its checksum.
+
+    Raises:
+        DamagedError: The file is missing or not as it was written.
+    """
+    values = _object_in(path)
+    if values.pop("sha256", None) != _content_sha256(values):
+        raise DamagedError(f"{path} has been altered: its checksum is not that of its content")
+    return values
+
+
+def _content_sha256(values: Mapping[str, Any]) -> str:
+    content = {key: value for key, value in values.items() if key != "sha256"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Checksum(TypedDict):
+    """What is recorded of one file."""
+
+    bytes: int
+    sha256: str
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def checksums(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
+    """Size and SHA-256 of files, by their paths below `folder` with `/` between folders."""
+    ordered = sorted(names)
+    with ThreadPoolExecutor() as threads:
+        digests = list(threads.map(lambda name: sha256_of(folder / name), ordered))
+    return {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": digest}
+        for name, digest in zip(ordered, digests, strict=True)
+    }
+
+
+def damage_in(
+    folder: Path, expected: Mapping[str, Checksum], *, contents: bool = True
+) -> str | None:
+    """What is wrong with the files of a folder, in one line; None if all are as expected.
+
+    Sizes are compared first, so that a truncated file is found without reading the others.
+
+    Args:
+        folder: Where the files are.
+        expected: What `checksums` returned for them.
+        contents: Whether to read the files, too; else only sizes are compared.
+    """
+    for name, checksum in expected.items():
+        path, wanted = folder / name, checksum["bytes"]
+        if not path.is_file():
+            return f"{path} is missing"
+        size = path.stat().st_size
+        if size < wanted:
+            return f"{path} is truncated: {size} of {wanted} bytes"
+        if size > wanted:
+            return f"{path} has been altered: {size} bytes instead of {wanted}"
+    if contents:
+        found = checksums(folder, expected)
+        for name, checksum in expected.items():
+            if found[name]["sha256"] != checksum["sha256"]:
+                return f"{folder / name} has been altered: its SHA-256 is not the recorded one"
+    return None
+
+
+# --- whole folders ----------------------------------------------------------------------------
+
+
+@contextmanager
+def complete_folder(out: Path) -> Iterator[Path]:
+    """A sibling `.OUT.partial` to write into; it becomes `out` when the block ends without error.
+
+    Everything is on disk before the name changes, so `out` is never half-written, even after a
+    power cut. On any exception the partial folder is removed.
+
+    Raises:
+        UserError: `out` exists already and is not an empty folder, or the disk is full.
+    """
+    out = out.absolute()
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out} exists already. Remove it, or choose another folder.")
+    partial = out.with_name(f".{out.name}.partial")
+    if partial.exists():  # left by a process that was killed
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
+        if out.exists():
+            out.rmdir()
+        partial.rename(out)
+        sync(out.parent)
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise full_disk(out.parent, error) from error
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def full_disk(folder: Path, error: OSError, needed_bytes: int | None = None) -> UserError:
+    """The error for a write that found no room."""
+    need = "" if needed_bytes is None else f"{needed_bytes:,} bytes are needed and "
+    return UserError(
+        f"Writing to {folder} failed ({error.strerror}): {need}"
+        f"{shutil.disk_usage(folder).free:,} bytes are free. Make room, or choose another disk."
+    )
+
+
+def require_free(folder: Path, needed_bytes: int) -> None:
+    """Refuse to start writing what cannot fit.
+
+    Raises:
+        UserError: Less than `needed_bytes` are free where `folder` lies.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise UserError(
+            f"{needed_bytes:,} bytes are needed, but {free:,} are free in {folder}. "
+            "Make room, or choose another disk."
+        )

@@ -1,0 +1,131 @@
+"""Whole files, checksums, whole folders. Oracle: SHA-256's published digests and hashlib."""
+
+import errno
+import hashlib
+import os
+
+import pytest
+
+from dotmoe import files
+from dotmoe.errors import UserError
+from dotmoe.files import (
+    DamagedError,
+    checksums,
+    complete_folder,
+    damage_in,
+    read_json,
+    read_with_checksum,
+    require_free,
+    sha256_of,
+    with_checksum,
+    write_json,
+    write_text,
+)
+
+# NIST's example for one block, and the digest of nothing.
+KNOWN = {
+    b"abc": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+    b"": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+}
+
+
+@pytest.mark.parametrize("content", KNOWN)
+def test_the_digest_is_the_published_one(content, tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    assert sha256_of(path) == KNOWN[content]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "a").write_bytes(os.urandom(3_000_000))
+    (tmp_path / "inner" / "b").write_bytes(b"b" * 100)
+    (tmp_path / "unlisted").write_bytes(b"anything")
+    return tmp_path
+
+
+def test_each_kind_of_damage_is_named(folder):
+    recorded = checksums(folder, ["inner/b", "a"])
+    assert list(recorded) == ["a", "inner/b"]
+    assert recorded["inner/b"] == {"bytes": 100, "sha256": hashlib.sha256(b"b" * 100).hexdigest()}
+    (folder / "unlisted").unlink()
+    assert damage_in(folder, recorded) is None
+    path = folder / "inner" / "b"
+    path.write_bytes(b"b" * 99 + b"c")
+    assert damage_in(folder, recorded).startswith(f"{path} has been altered: its SHA-256")
+    assert damage_in(folder, recorded, contents=False) is None
+    path.write_bytes(b"b" * 60)
+    assert damage_in(folder, recorded, contents=False) == f"{path} is truncated: 60 of 100 bytes"
+    path.write_bytes(b"b" * 101)
+    assert damage_in(folder, recorded) == f"{path} has been altered: 101 bytes instead of 100"
+    path.unlink()
+    assert damage_in(folder, recorded) == f"{path} is missing"
+
+
+def test_a_failed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_text(path, "before")
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_text(path, "after")
+    assert path.read_text() == "before"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_an_object_with_its_checksum_comes_back_and_every_altered_byte_is_noticed(tmp_path):
+    path = tmp_path / "record.json"
+    path.write_text(with_checksum({"a": (1, 2), "b": {3: None}}))
+    assert read_with_checksum(path) == {"a": [1, 2], "b": {"3": None}}
+    content = path.read_bytes()
+    unnoticed = []
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        try:
+            read_with_checksum(path)
+        except DamagedError:
+            continue
+        unnoticed.append(chr(content[place]))
+    assert not "".join(unnoticed).strip()  # blanks say nothing
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", None])
+def test_a_bad_json_file_gets_one_line(content, tmp_path):
+    path = tmp_path / "values.json"
+    write_json(path, {"a": 1})
+    assert read_json(path) == {"a": 1}
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(UserError, match=r"values\.json") as error:
+        read_json(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(IsADirectoryError), complete_folder(out) as partial:
+        partial.write_text("half")
+    assert not any(tmp_path.iterdir())
+    (tmp_path / ".out.partial").mkdir()  # of a process that was killed
+    out.mkdir()
+    with complete_folder(out) as partial:
+        (partial / "file").write_text("whole")
+    assert os.listdir(tmp_path) == ["out"]
+    assert os.listdir(out) == ["file"]
+    with pytest.raises(UserError, match="exists already"), complete_folder(out):
+        pass
+    assert os.listdir(out) == ["file"]
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        pytest.raises(UserError, match=r"No space left.*are free"),
+        complete_folder(tmp_path / "o"),
+    ):
+        raise full
+    with pytest.raises(UserError, match="bytes are needed"):
+        require_free(tmp_path, 1 << 60)

@@ -1,0 +1,142 @@
+"""Config dataclasses: ranges, identity, JSON. Oracle: the rules written out in the tables."""
+
+import json
+import math
+from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar, Literal
+
+import pytest
+import tyro
+
+from dotmoe.errors import UserError
+from dotmoe.options import (
+    HOW,
+    above,
+    at_least,
+    at_most,
+    between,
+    check,
+    from_values,
+    identity,
+    values_of,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inner:
+    """Nested."""
+
+    lr: Annotated[float, above(0)] = 0.5
+    """The rate."""
+    share: Annotated[float | None, between(0, 1)] = None
+    """A share."""
+    weights: tuple[Annotated[float, above(0)], ...] = ()
+    """Weights."""
+    micro: Annotated[int, at_least(1), HOW] = 4
+    """A part."""
+
+    def check_together(self):
+        if self.weights and self.share:
+            raise UserError("weights and share are both given. Give one.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Logs:
+    """How."""
+
+    every: Annotated[int, at_least(1)] = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outer:
+    """Top."""
+
+    command: ClassVar[str] = "outer"
+
+    out: Annotated[tyro.conf.Positional[str], HOW]
+    """The folder."""
+    inner: Inner = field(default_factory=Inner)
+    how: Annotated[Logs, HOW] = field(default_factory=Logs)
+    kind: Literal["a", "b"] = "a"
+    names: tuple[str, ...] = ()
+    level: Annotated[int, at_most(9)] = 0
+
+
+def outer(**inner):
+    return Outer(out="o", inner=Inner(**inner))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (outer(lr=0), "lr is 0, but it must be above 0."),
+        (outer(lr=math.nan), "lr is nan, but it must be a finite number."),
+        (outer(lr=math.inf), "lr is inf, but it must be a finite number."),
+        (outer(share=1.5), "share is 1.5, but it must be 0 to 1."),
+        (outer(weights=(1.0, -1.0)), "weights is -1.0, but it must be above 0."),
+        (outer(micro=0), "micro is 0, but it must be at least 1."),
+        (Outer(out="o", level=10), "level is 10, but it must be at most 9."),
+        (Outer(out="o", how=Logs(every=0)), "every is 0, but it must be at least 1."),
+        (outer(share=0.5, weights=(1.0,)), "weights and share are both given. Give one."),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused(config, message):
+    with pytest.raises(UserError) as error:
+        check(config)
+    assert str(error.value) == message
+
+
+def test_the_ends_of_each_range_are_accepted():
+    check(Outer(out="o", inner=Inner(lr=1e-9, share=0.0, micro=1), level=9))
+    check(outer(share=1.0))
+    check(outer(weights=(0.1, 2)))
+
+
+def test_the_command_line_takes_and_shows_fields_with_ranges(capsys):
+    settings = (tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands)
+    arguments = ["o", "--level", "3", "--kind", "b"]
+    assert tyro.cli(Outer, args=arguments, config=settings) == Outer(out="o", level=3, kind="b")
+    with pytest.raises(SystemExit):
+        tyro.cli(Inner, args=["--help"])
+    shown = capsys.readouterr().out
+    assert "--lr FLOAT" in shown
+    assert "The rate." in shown
+
+
+def test_a_config_survives_json_and_lists_are_as_good_as_tuples():
+    config = Outer(out="o", inner=Inner(lr=1.0, weights=(1.0, 2.0)), names=("a",))
+    values = json.loads(json.dumps(values_of(config)))
+    assert values["command"] == "outer"
+    back = from_values(Outer, values, "config.json")
+    assert back == config
+    assert from_values(Outer, values_of(replace(config, names=["a"])), "config.json") == config
+    sparse = from_values(Outer, {"out": "o", "inner": {"lr": 1}}, "config.json")
+    assert sparse == outer(lr=1.0)
+    assert isinstance(sparse.inner.lr, float)
+
+
+def test_the_identity_leaves_out_how():
+    config = outer()
+    assert "out" not in identity(config)
+    assert identity(config) == identity(Outer(out="p", inner=Inner(micro=2), how=Logs(every=9)))
+    assert identity(config) != identity(outer(lr=9.0))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([], "F is [], but it must be a JSON object with its options."),
+        ({"out": "o", "knd": "a"}, "knd in F is no option. Did you mean kind?"),
+        ({"out": "o", "inner": {"lrr": 1}}, "lrr in inner of F is no option. Did you mean lr?"),
+        ({"out": "o", "level": "1"}, "level in F is '1', which is not int."),
+        ({"out": "o", "level": True}, "level in F is True, which is not int."),
+        ({"out": "o", "names": [1]}, "names in F is [1], which is not tuple[str, ...]."),
+        ({"out": "o", "kind": "c"}, "kind in F is 'c', which is not Literal['a', 'b']."),
+        ({"inner": {}}, "F lacks out, which has no default. Add it."),
+        ({"out": "o", "command": "inner"}, "F is the config of a dotmoe inner, not of a dotmoe o"),
+    ],
+)
+def test_values_that_are_no_config_are_refused_in_one_line(values, message):
+    with pytest.raises(UserError) as error:
+        from_values(Outer, values, "F")
+    assert str(error.value).startswith(message)
