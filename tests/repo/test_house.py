@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "dotmoe"
 
 LAYERS = [
-    {"errors", "tables"},
+    {"errors", "files", "options", "progress", "tables"},
     {"transport", "layout", "models", "stdlib_text", "granularity", "device", "distributed"}
     | {"checksums", "sealed_json"},
     {"training"},
