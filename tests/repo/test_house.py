@@ -10,7 +10,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "dotmoe"
 
 LAYERS = [
-    {"errors", "files", "options", "progress", "tables"},
+    {"errors"},
+    {"files", "options", "progress", "tables"},
     {"transport", "layout", "models", "stdlib_text", "granularity", "device", "distributed"}
     | {"checksums", "sealed_json"},
     {"training"},
