@@ -8,6 +8,7 @@ import resource
 import sys
 
 import pytest
+
 from forked import Forked
 
 FEW_BYTES = 64

@@ -8,6 +8,7 @@ import json
 import random
 
 import pytest
+
 from forked import Forked
 
 CHECKPOINT_EVERY = 3

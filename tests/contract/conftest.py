@@ -1,0 +1,107 @@
+"""What the contract tests share: exact tiny models, and commands as a user gives them.
+
+These tests reach dotmoe through its command line, its public names and the files it writes. They
+know nothing of its modules, so they hold for any code that does the same.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dotmoe.cli import run
+
+GOLDEN = Path(__file__).parent / "golden"
+FEW_TOKENS = {
+    "--expert-size": "16",
+    "--active-experts": "3",
+    "--seq-len": "32",
+    "--eval-tokens": "256",
+    "--calibration-tokens": "128",
+    "--scale-tokens": "128",
+    "--verify-tokens": "64",
+}
+GRANITE_FACTORS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
+}
+
+
+def in_words(options):
+    """Options as words of a command line."""
+    return [word for option in options.items() for word in option]
+
+
+def exact_numbers(name, old, generator):
+    """Random multiples of a power of two, exact in every dtype and the same on every CPU."""
+    whole = torch.randint(-31, 32, old.shape, generator=generator).float() / 32
+    if name.endswith("norm.weight"):
+        return 1 + whole / 4
+    return whole / (4 if old.dim() == 2 and "embed" not in name else 2)
+
+
+@pytest.fixture(scope="session")
+def exact_model(tiny_dense, tmp_path_factory):
+    """Writes a tiny model of a family whose weights are the same on every machine."""
+
+    def make(family, **options):
+        factors = GRANITE_FACTORS if family == "granite" else {}
+        source = tiny_dense(family, **factors, **options)
+        folder = tmp_path_factory.mktemp("exact") / family
+        folder.mkdir()
+        for path in source.iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+        generator = torch.Generator().manual_seed(7)
+        weights = load_file(source / "model.safetensors")
+        for name in sorted(weights):
+            old = weights[name]
+            weights[name] = exact_numbers(name, old, generator).to(old.dtype)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A text file of some 12,000 tokens."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join(f"Line {i}: the crow ate {i * 7 % 13} figs." for i in range(400)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def fixed_run(exact_model, text, tmp_path_factory):
+    """Folder of a run whose experts are drawn from a seed, by whole numbers alone; made once."""
+    made = {}
+
+    def make(family, *extra, **model_options):
+        key = json.dumps([family, extra, model_options])
+        if key not in made:
+            out = tmp_path_factory.mktemp("fixed") / "run"
+            model = exact_model(family, **model_options)
+            options = in_words({"--method": "random_split", **FEW_TOKENS})
+            line = ["convert", str(model), str(out), "--data", str(text), *options, *extra]
+            assert run(line) == 0
+            made[key] = out
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def golden():
+    """Compares a value with `golden/NAME.json`; DOTMOE_NEW_GOLDEN=1 writes that file instead."""
+
+    def compare(name, found):
+        path = GOLDEN / f"{name}.json"
+        if os.environ.get("DOTMOE_NEW_GOLDEN"):
+            path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        return json.loads(path.read_text())
+
+    return compare

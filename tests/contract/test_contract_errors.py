@@ -1,0 +1,77 @@
+"""Exit status and message of commands that cannot work: one line on standard error, status 2."""
+
+import re
+
+import pytest
+
+from dotmoe.cli import run
+
+REFUSED = {
+    "nosuch": "nosuch.*convert",
+    "convrt": "Did you mean convert",
+    "convert": "MODEL",
+    "convert embedded": "OUT",
+    "convert {tmp}/none OUT --data TEXT": "none",
+    "convert embedded OUT": "data",
+    "convert embedded OUT --data {tmp}/none.txt": r"none\.txt",
+    "convert embedded OUT --data TEXT --stpes 3": "Did you mean --steps",
+    "convert embedded OUT --data TEXT --steps many": "many",
+    "convert embedded OUT --data TEXT --steps -1": "steps is -1",
+    "convert embedded OUT --data TEXT --lr 0": r"lr is 0\.0.*above 0",
+    "convert embedded OUT --data TEXT --lr nan": "lr is nan",
+    "convert embedded OUT --data TEXT --batch-size 0": "batch_size is 0.*at least 1",
+    "convert embedded OUT --data TEXT --active 1.5": r"1\.5.*at most 1",
+    "convert embedded OUT --data TEXT --active-experts 0": "0.*1 to",
+    "convert embedded OUT --data TEXT --expert-size 7": "7",
+    "convert embedded OUT --data TEXT --format glm": "glm.*glm4_moe",
+    "convert embedded OUT --data TEXT --method dotmoe": "Did you mean dot_moe",
+    "convert embedded OUT --data TEXT --device bogus": "bogus",
+    "convert embedded OUT --recipe papr": "Did you mean paper",
+    "convert --config {tmp}/none.json": r"none\.json",
+    "convert embedded TEXT --data TEXT": "text.txt",
+    "finetune {tmp}/none OUT": "none",
+    "finetune {tmp} OUT --what nothing": "nothing",
+    "export {tmp}/none OUT": "none",
+    "export {tmp} OUT --gguf-type q9": "q9",
+    "edit {tmp}/none --active-experts 2": "none",
+    "evaluate {tmp}/none --text TEXT": "none",
+    "evaluate embedded --text {tmp}/none.txt": r"none\.txt",
+    "evaluate embedded --text TEXT --fidelity --curve 2": "--fidelity and --curve",
+    "evaluate embedded --text TEXT --plot a.svg": "--plot",
+    "inspect {tmp}/none": "none",
+    "compare embedded OUT --data TEXT --methods nosuch": "nosuch",
+    "sweep embedded OUT --data TEXT": "over",
+    "analyse {tmp}/none": "none",
+    "bench {tmp}/none {tmp}/none": "none",
+    "report {tmp}/none": "none",
+    "quickstart {tmp} --steps -1": "steps|--steps|Unrecognized|unrecognized",
+}
+
+
+def outcome(arguments, capfd):
+    capfd.readouterr()
+    try:
+        status = run(arguments)
+    except SystemExit as stop:
+        status = stop.code or 0
+    said = capfd.readouterr()
+    return status, said.out, said.err
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_one_line_says_what_is_wrong_and_nothing_is_left(line, text, tmp_path, capfd):
+    words = [w.format(tmp=tmp_path) for w in line.split()]
+    places = {"OUT": str(tmp_path / "out"), "TEXT": str(text)}
+    status, _, error = outcome([places.get(word, word) for word in words], capfd)
+    assert status == 2
+    assert len(error.splitlines()) == 1, error
+    assert error.startswith("dotmoe: error: ")
+    assert re.search(REFUSED[line], error), error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("line", ["", "--help", "convert --help", "--version"])
+def test_what_is_asked_for_comes_on_standard_output_with_status_0(line, capfd):
+    status, out, error = outcome(line.split(), capfd)
+    assert (status, error) == (0, "")
+    assert out.startswith("dotmoe 0.1.0" if line == "--version" else "usage: dotmoe")

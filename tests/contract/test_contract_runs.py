@@ -1,0 +1,215 @@
+"""What a run writes, its losses, and that killing it changes nothing."""
+
+import json
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import dotmoe
+from dotmoe.cli import run
+from forked import Forked
+
+STEPS = {
+    "--expert-size": "16",
+    "--active": "0.25",
+    "--data": "TEXT",
+    "--seq-len": "64",
+    "--steps": "20",
+    "--batch-size": "4",
+    "--micro-batch-size": "2",
+    "--lr": "1e-2",
+    "--max-epochs": "100",
+    "--calibration-tokens": "512",
+    "--eval-tokens": "512",
+    "--scale-tokens": "128",
+    "--verify-tokens": "128",
+    "--checkpoint-every": "5",
+}
+FINETUNE = {"--steps": "20", "--batch-size": "4", "--lr": "1e-3", "--max-epochs": "100"}
+FINETUNE |= {"--seq-len": "64", "--eval-tokens": "512", "--verify-tokens": "128"}
+
+
+def command(name, source, out, text, options):
+    words = [word for option in options.items() for word in option]
+    words = [str(text) if word == "TEXT" else word for word in words]
+    return [name, str(source), str(out), *words]
+
+
+@pytest.fixture(scope="module")
+def model(exact_model):
+    return exact_model("llama")
+
+
+@pytest.fixture(scope="module")
+def aligned(model, text, tmp_path_factory):
+    """A conversion with 20 steps of alignment."""
+    out = tmp_path_factory.mktemp("aligned") / "run"
+    assert run(command("convert", model, out, text, STEPS)) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def finetuned(aligned, text, tmp_path_factory):
+    """That conversion after 20 steps of finetuning."""
+    out = tmp_path_factory.mktemp("finetuned") / "run"
+    assert run(command("finetune", aligned, out, text, FINETUNE)) == 0
+    return out
+
+
+def curve(metrics):
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return {name: [step[name] for step in steps] for name in steps[0] if name != "seconds"}
+
+
+@pytest.mark.parametrize("stage", ["2_align", "4_finetune"])
+def test_the_loss_curve_of_twenty_steps(stage, aligned, finetuned, golden):
+    """Relative spread of the golden numbers: 1e-3 covers other CPU kinds and numbers of threads."""
+    made = aligned if stage == "2_align" else finetuned
+    found = curve(made / stage / "metrics.jsonl")
+    expected = golden(f"losses_{stage}", found)
+    assert set(expected) <= set(found)
+    for name in expected:
+        assert found[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-6), name
+    results = json.loads((made / "6_evaluate/results.json").read_text())
+    perplexities = {model: results[model]["perplexity"] for model in ("dense", "moe")}
+    assert perplexities == pytest.approx(golden(f"perplexity_{stage}", perplexities), rel=1e-3)
+
+
+def keys_in(values, depth):
+    found = set()
+    for name, value in values.items():
+        found.add(name)
+        if isinstance(value, dict) and depth > 1:
+            found |= keys_in(value, depth - 1)
+    return found
+
+
+PERPLEXITY = {"loss", "perplexity", "bits_per_byte", "window", "tokens", "unit", "text", "protocol"}
+SPLIT = {"num_experts", "expert_size", "active_experts", "shared_size", "first_dense_layers"}
+PARAMETERS = {"dense", "stored", "active", "active_with_routers", "active_without_embeddings"}
+
+
+@pytest.mark.parametrize("kind", ["convert", "finetune"])
+def test_keys_of_results_that_a_user_reads(kind, aligned, finetuned):
+    made = aligned if kind == "convert" else finetuned
+    results = json.loads((made / "6_evaluate/results.json").read_text())
+    for model in ("dense", "moe"):
+        assert set(results[model]) >= PERPLEXITY | {"origin"}
+    assert set(results["granularity"]) >= SPLIT
+    assert set(results["parameters"]) >= PARAMETERS
+    assert results["origin"] == "measured"
+    assert results["steps"] == 20
+    assert results["verification"]["tokens"] == 128
+    assert set(results["provenance"]) >= {"time", "commit", "versions", "hardware", "seed"}
+    assert results["config"]["seed"] == 0
+
+
+def test_keys_of_the_export_that_a_user_reads(aligned):
+    record = json.loads((aligned / "5_export/dotmoe.json").read_text())
+    names = SPLIT | PARAMETERS | {"name", "format", "servers", "exactness", "source", "revision"}
+    names |= {"dotmoe_version", "dtype", "active_experts_key", "parameters", "total_bytes"}
+    names |= {"files", "notes", "verification", "active_experts_editable"}
+    assert names <= keys_in(record, 2)
+    assert record["format"] == "glm4_moe"
+    assert record["active_experts_editable"] is True
+
+
+def test_files_of_a_run(aligned, finetuned):
+    convert = {"0_data", "1_calibrate", "2_align", "3_extract", "5_export", "6_evaluate"}
+    assert {path.name for path in aligned.glob("[0-9]_*")} == convert | {"7_report"}
+    expected = {"0_data", "4_finetune", "5_export", "6_evaluate", "7_report"}
+    assert {path.name for path in finetuned.glob("[0-9]_*")} == expected
+    for made in (aligned, finetuned):
+        assert json.loads((made / "config.json").read_text())
+        assert (made / "7_report/report.html").read_text().startswith("<!")
+        assert (made / "7_report/report.md").read_text()
+        for name in ("config.json", "dotmoe.json", "tokenizer.json", "README.md"):
+            assert (made / "5_export" / name).is_file()
+    blocks = load_file(aligned / "0_data/training.safetensors")
+    assert all(block.shape[1] == 64 for block in blocks.values())
+
+
+@pytest.mark.parametrize("kind", ["convert", "finetune"])
+def test_stock_transformers_loads_the_export(kind, aligned, finetuned):
+    folder = (aligned if kind == "convert" else finetuned) / "5_export"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert type(model).__module__.startswith("transformers.")
+    logits = model(torch.tensor([[1, 5, 9]])).logits
+    assert bool(torch.isfinite(logits).all())
+
+
+def test_the_python_api_takes_up_the_run_of_a_command(aligned, capfd):
+    config = dotmoe.recipe("quickstart", out=str(aligned))
+    assert isinstance(config, dotmoe.RunConfig)
+    layout = dotmoe.ExpertLayout.load(aligned / "3_extract/layout.safetensors")
+    assert (layout.num_layers, layout.expert_size) == (layout.router_LED.shape[0], 16)
+    with pytest.raises(dotmoe.UserError):  # another config than the one in the folder
+        dotmoe.convert(config)
+
+
+KILLED_AT = {
+    "0_data": "0_data",
+    "1_calibrate": "1_calibrate",
+    "2_align": "2_align/metrics.jsonl",
+    "a checkpoint": "2_align/checkpoints/*",
+    "3_extract": "3_extract",
+    "5_export": "*5_export*",
+    "6_evaluate": "6_evaluate",
+    "7_report": "7_report",
+}
+"""What appears below the run folder when each moment has come."""
+
+
+def bytes_of(tensor):
+    return tensor.view(torch.uint8).numpy().tobytes()
+
+
+def tensors_of(folder, *names):
+    """All tensors of a run's stages, bit for bit."""
+    files = [path for name in names for path in sorted((folder / name).rglob("*.safetensors"))]
+    return {
+        (path.relative_to(folder).as_posix(), name): (
+            tensor.dtype,
+            tensor.view(torch.uint8).numpy().tobytes(),
+        )
+        for path in files
+        for name, tensor in load_file(path).items()
+    }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
+def test_a_run_killed_at_each_stage_ends_as_one_that_was_not(aligned, model, text, tmp_path):
+    out = tmp_path / "run"
+    words = command("convert", model, out, text, STEPS)
+    for moment, sign in KILLED_AT.items():
+        process = Forked(words)
+        was_killed = process.kill_when(lambda: any(out.glob(sign)), 0)  # noqa: B023
+        assert was_killed or moment == "7_report", f"{moment}: {process.said()}"
+    process = Forked(words)
+    assert process.wait() == 0, process.said()
+    names = ("0_data", "1_calibrate", "2_align", "3_extract", "5_export")
+    assert tensors_of(out, *names) == tensors_of(aligned, *names)
+    assert curve(out / "2_align/metrics.jsonl") == curve(aligned / "2_align/metrics.jsonl")
+    for model in ("dense", "moe"):
+        first, second = (
+            json.loads((made / "6_evaluate/results.json").read_text()) for made in (aligned, out)
+        )
+        assert first[model] == second[model]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
+def test_a_finetuning_killed_at_each_stage_ends_as_one_that_was_not(
+    aligned, finetuned, text, tmp_path
+):
+    out = tmp_path / "run"
+    words = command("finetune", aligned, out, text, FINETUNE | {"--checkpoint-every": "5"})
+    for sign in ("0_data", "4_finetune/metrics.jsonl", "4_finetune/checkpoints/*", "*5_export*"):
+        process = Forked(words)
+        assert process.kill_when(lambda: any(out.glob(sign)), 0), process.said()  # noqa: B023
+    process = Forked(words)
+    assert process.wait() == 0, process.said()
+    names = ("0_data", "4_finetune", "5_export")
+    assert tensors_of(out, *names) == tensors_of(finetuned, *names)

@@ -1,0 +1,176 @@
+"""Every tensor of an export, for each family and format, from experts that are always the same.
+
+Oracles: SHA-256 of the tensors written by the code at commit 3ab54ca, and slices of the dense
+weights. Router rows are drawn from a normal distribution, whose last bits depend on the CPU: they
+are compared with the layout of the run, from which they may differ by a power of two.
+"""
+
+import hashlib
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dotmoe.cli import run
+
+FORMATS = {
+    "llama": ("glm4_moe", "mixtral", "granitemoe"),
+    "mistral": ("glm4_moe", "mixtral", "granitemoe"),
+    "phi3": ("glm4_moe", "mixtral", "granitemoe"),
+    "qwen2": ("glm4_moe", "qwen2_moe"),
+    "qwen3": ("glm4_moe", "qwen3_moe"),
+    "granite": ("granitemoe",),
+    "olmo2": ("flex_olmo",),
+}
+"""Formats of each family, that of `--format auto` first."""
+GGUF = {
+    "llama": ("gguf_glm4moe", "gguf_llama", "gguf_dense"),
+    "mistral": ("gguf_llama", "gguf_dense"),
+    "qwen2": ("gguf_glm4moe", "gguf_dense"),
+    "qwen3": ("gguf_glm4moe", "gguf_dense"),
+}
+EXPERTS, WIDTH = 6, 64
+
+
+def weights_of(folder):
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: weight for file in files for name, weight in load_file(file).items()}
+
+
+def digest(content):
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def is_router(weight):
+    return tuple(weight.shape) == (EXPERTS, WIDTH)
+
+
+def described(weight):
+    """Dtype, shape and SHA-256 of a tensor; a router's values are looked at elsewhere."""
+    dtype = str(weight.dtype).removeprefix("torch.")
+    content = weight.contiguous().view(torch.uint8).numpy().tobytes()
+    return f"{dtype} {list(weight.shape)} {'router' if is_router(weight) else digest(content)}"
+
+
+def require_routers_of(layout, weights):
+    """Each layer's router is that of the layout, but for a power of two and the export's dtype."""
+    routers = [weights[name] for name in sorted(weights) if is_router(weights[name])]
+    expected = layout["router"][len(layout["router"]) - len(routers) :]
+    assert routers
+    for router, rows in zip(routers, expected, strict=True):
+        ratio = (router.double() / rows.to(router.dtype).double()).unique()
+        assert len(ratio) == 1
+        assert float(ratio.log2()) == round(float(ratio.log2()))
+
+
+def export(made, out, *options):
+    assert run(["export", str(made), str(out), *options]) == 0
+    return weights_of(out)
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_tensors_of_each_family_in_each_format(family, fixed_run, golden, tmp_path):
+    made = fixed_run(family)
+    layout = load_file(made / "3_extract/layout.safetensors")
+    found = {}
+    for name in FORMATS[family]:
+        weights = export(made, tmp_path / name, "--format", name)
+        require_routers_of(layout, weights)
+        found[name] = {tensor: described(weight) for tensor, weight in weights.items()}
+    assert found == golden(f"tensors_{family}", found)
+    auto = weights_of(made / "5_export")
+    assert {name: described(weight) for name, weight in auto.items()} == found[FORMATS[family][0]]
+
+
+VARIANTS = {
+    "bfloat16": (["--export-dtype", "bfloat16"], {}),
+    "first_layer_dense": (["--first-dense-layers", "1"], {}),
+    "tied": ([], {"tied": True}),
+    "two_files": (["--max-shard-gib", "0.0002"], {}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tensors_in_another_dtype_with_a_dense_layer_tied_or_in_several_files(
+    variant, fixed_run, golden
+):
+    options, model_options = VARIANTS[variant]
+    made = fixed_run("llama", *options, **model_options)
+    weights = weights_of(made / "5_export")
+    require_routers_of(load_file(made / "3_extract/layout.safetensors"), weights)
+    found = {name: described(weight) for name, weight in weights.items()}
+    assert found == golden(f"tensors_{variant}", found)
+    files = sorted(path.name for path in (made / "5_export").glob("*.safetensors"))
+    assert (len(files) > 1) == (variant == "two_files")
+
+
+@pytest.mark.parametrize("k", [1, 6])
+def test_another_k_changes_the_config_alone(k, fixed_run, tmp_path):
+    made = fixed_run("llama")
+    weights = export(made, tmp_path / "out", "--active-experts", str(k))
+    before = weights_of(made / "5_export")
+    assert {n: described(w) for n, w in weights.items()} == {
+        n: described(w) for n, w in before.items()
+    }
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["num_experts_per_tok"] == k
+
+
+def test_experts_and_the_shared_expert_are_slices_of_the_dense_weights(exact_model, text, tmp_path):
+    """The same for a method that makes a shared expert, which arithmetic chooses."""
+    model, out = exact_model("llama"), tmp_path / "run"
+    options = "--method llama_moe_v2_residual --expert-size 16 --active-experts 3 --seq-len 32"
+    options += " --eval-tokens 128 --calibration-tokens 128 --verify-tokens 64"
+    assert run(["convert", str(model), str(out), "--data", str(text), *options.split()]) == 0
+    dense, weights = weights_of(model), weights_of(out / "5_export")
+    layout = load_file(out / "3_extract/layout.safetensors")
+    for layer, expert_of_neuron in enumerate(layout["expert_of_neuron"]):
+        place = f"model.layers.{layer}.mlp."
+        names = {-1: f"{place}shared_experts."}
+        names |= {e: f"{place}experts.{e}." for e in range(layout["router"].shape[1])}
+        for expert, name in names.items():
+            neurons = (expert_of_neuron == expert).nonzero().squeeze(1)
+            assert len(neurons)
+            for part in ("gate_proj", "up_proj", "down_proj"):
+                whole = dense[f"{place}{part}.weight"]
+                axis = 1 if part == "down_proj" else 0
+                expected = whole.index_select(axis, neurons)
+                assert torch.equal(weights[f"{name}{part}.weight"], expected)
+
+
+def gguf_contents(path):
+    """Metadata and tensors of a GGUF, long values as digests."""
+    reader = pytest.importorskip("gguf").GGUFReader(path)
+    keys = {}
+    for name, field in reader.fields.items():
+        content = json.dumps(field.contents())
+        keys[name] = content if len(content) < 100 else digest(content.encode())
+    tensors = {}
+    for tensor in reader.tensors:
+        values = "router" if "ffn_gate_inp" in tensor.name else digest(tensor.data.tobytes())
+        shape = [int(size) for size in tensor.shape]
+        tensors[tensor.name] = f"{tensor.tensor_type.name} {shape} {values}"
+    return {"keys": keys, "tensors": tensors}
+
+
+@pytest.mark.parametrize("family", GGUF)
+def test_keys_and_tensors_of_each_gguf(family, fixed_run, golden, tmp_path):
+    pytest.importorskip("gguf")
+    made = fixed_run(family)
+    found = {}
+    for name in GGUF[family]:
+        export(made, tmp_path / name, "--format", name)
+        (path,) = (tmp_path / name).glob("*.gguf")
+        found[name] = gguf_contents(path)
+    assert found == golden(f"gguf_{family}", found)
+
+
+@pytest.mark.parametrize("number_format", ["f32", "bf16", "q8_0", "q4_0"])
+def test_tensors_of_a_gguf_in_each_number_format(number_format, fixed_run, golden, tmp_path):
+    pytest.importorskip("gguf")
+    made = fixed_run("llama", "--expert-size", "32", "--active-experts", "2")
+    export(made, tmp_path / "out", "--format", "gguf_llama", "--gguf-type", number_format)
+    (path,) = (tmp_path / "out").glob("*.gguf")
+    found = gguf_contents(path)["tensors"]
+    assert found == golden(f"gguf_{number_format}", found)
