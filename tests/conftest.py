@@ -10,7 +10,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import json
 import socket
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from dotmoe.cli import run
+from dotmoe.layout import ALWAYS_ON, ExpertLayout
+from dotmoe.load import LoadConfig, load_dense
+from runs import TEXT, TINY_CONVERT, TINY_FINETUNE, Outcome, TinyRun, words
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, which torch delays
 
@@ -27,6 +32,13 @@ SHARED_DATA = Path(__file__).resolve().parents[1] / "../shared/data"
 
 LOOPBACK = ("127.", "::1", "localhost")
 
+ENGLISH = (
+    "The miller's youngest son had nothing but the cat, and sat down by the road to think "
+    "about what could be made of it. 'Give me a pair of boots and a bag,' said the cat, 'and "
+    "you will see that your share is not so bad as it looks.' Numbers: 3.14159, 2.71828; "
+    "def f(x): return x * (x - 1) // 2  # triangular. Then they went on, one behind the "
+    "other, over seven hills and through seven valleys, and nobody counted them but the crows."
+)
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -127,6 +139,102 @@ def tiny_dense(tmp_path_factory: pytest.TempPathFactory) -> TinyDense:
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some 12,000 tokens of text."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="session")
+def finished(
+    tiny_dense: TinyDense, text_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> TinyRun:
+    """A finished `dotmoe convert` with a few steps; copy it before changing it."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    options = {"data": text_file, **TINY_CONVERT}
+    return TinyRun("convert", tiny_dense("llama"), out, options).made()
+
+
+@pytest.fixture(scope="session")
+def finetuned(finished: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """A finished `dotmoe finetune` of `finished`; copy it before changing it."""
+    out = tmp_path_factory.mktemp("finetuned") / "run"
+    return TinyRun("finetune", finished.folder, out, TINY_FINETUNE).made()
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Runs `dotmoe` in this process: `command("convert", model, out, steps=3)`."""
+
+    def execute(*positional: Any, **options: Any) -> Outcome:
+        capfd.readouterr()
+        try:
+            status = run(words(*positional, **options))
+        except SystemExit as stop:  # after --help
+            status = int(stop.code or 0)
+        said = capfd.readouterr()
+        return Outcome(status, said.out, said.err)
+
+    return execute
+
+
+@pytest.fixture(scope="session")
+def dense_of(tiny_dense: TinyDense) -> Callable[..., Any]:
+    """Loads a tiny dense model: the arguments of `tiny_dense`, and `load_dtype`."""
+
+    def load(family_name: str, *, load_dtype: str = "float32", **arguments: Any) -> Any:
+        folder = tiny_dense(family_name, **arguments)
+        return load_dense(str(folder), LoadConfig(device="cpu", dtype=load_dtype))
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def layout_of() -> Callable[..., ExpertLayout]:
+    """`random_layout` for a dense model."""
+
+    def make(dense: Any, num_experts: int = 12, **options: Any) -> ExpertLayout:
+        sizes = dense.widths
+        return random_layout(sizes.layers, sizes.ffn, sizes.model, num_experts, **options)
+
+    return make
+
+
+@pytest.fixture(scope="session", name="tokens_BT")
+def text_tokens() -> torch.Tensor:
+    """Four rows of 96 tokens of English that every tiny tokenizer knows."""
+    return torch.tensor([2 + byte for byte in ENGLISH.encode()[:384]]).view(4, 96)
+
+
+def random_layout(
+    layers: int,
+    neurons: int,
+    width: int,
+    num_experts: int,
+    *,
+    active_experts: int = 3,
+    shared_size: int = 0,
+    dense_layers: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> ExpertLayout:
+    """Balanced experts at random; router logits of normed inputs have a deviation near 1.5."""
+    generator = torch.Generator().manual_seed(5)
+    experts = torch.arange(num_experts).repeat_interleave((neurons - shared_size) // num_experts)
+    experts = torch.cat([torch.full((shared_size,), ALWAYS_ON), experts])
+    order = [torch.randperm(neurons, generator=generator) for _ in range(layers)]
+    assignment = torch.stack([experts[numbers] for numbers in order])
+    assignment[:dense_layers] = ALWAYS_ON
+    router = torch.randn(layers, num_experts, width, generator=generator) * 1.5 / width**0.5
+    router = router - router.mean(dim=1, keepdim=True)
+    return ExpertLayout(
+        expert_of_neuron_LN=assignment,
+        router_LED=router.to(dtype).float(),
+        active_experts=active_experts,
+    )
 
 
 def byte_tokenizer(*, has_bos: bool) -> PreTrainedTokenizerFast:

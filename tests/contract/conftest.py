@@ -12,17 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dotmoe.cli import run
+from runs import TinyRun
 
 GOLDEN = Path(__file__).parent / "golden"
 FEW_TOKENS = {
-    "--expert-size": "16",
-    "--active-experts": "3",
-    "--seq-len": "32",
-    "--eval-tokens": "256",
-    "--calibration-tokens": "128",
-    "--scale-tokens": "128",
-    "--verify-tokens": "64",
+    "expert_size": 16,
+    "active_experts": 3,
+    "seq_len": 32,
+    "eval_tokens": 256,
+    "calibration_tokens": 128,
+    "scale_tokens": 128,
+    "verify_tokens": 64,
 }
 GRANITE_FACTORS = {
     "embedding_multiplier": 3.0,
@@ -30,11 +30,6 @@ GRANITE_FACTORS = {
     "attention_multiplier": 0.2,
     "logits_scaling": 2.0,
 }
-
-
-def in_words(options):
-    """Options as words of a command line."""
-    return [word for option in options.items() for word in option]
 
 
 def exact_numbers(name, old, generator):
@@ -68,27 +63,17 @@ def exact_model(tiny_dense, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory):
-    """A text file of some 12,000 tokens."""
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n".join(f"Line {i}: the crow ate {i * 7 % 13} figs." for i in range(400)))
-    return path
-
-
-@pytest.fixture(scope="session")
-def fixed_run(exact_model, text, tmp_path_factory):
+def fixed_run(exact_model, text_file, tmp_path_factory):
     """Folder of a run whose experts are drawn from a seed, by whole numbers alone; made once."""
     made = {}
 
-    def make(family, *extra, **model_options):
-        key = json.dumps([family, extra, model_options])
+    def make(family, model_options=None, **options):
+        key = json.dumps([family, model_options, options])
         if key not in made:
             out = tmp_path_factory.mktemp("fixed") / "run"
-            model = exact_model(family, **model_options)
-            options = in_words({"--method": "random_split", **FEW_TOKENS})
-            line = ["convert", str(model), str(out), "--data", str(text), *options, *extra]
-            assert run(line) == 0
-            made[key] = out
+            model = exact_model(family, **model_options or {})
+            options = {"method": "random_split", "data": text_file, **FEW_TOKENS, **options}
+            made[key] = TinyRun("convert", model, out, options).made().folder
         return made[key]
 
     return make

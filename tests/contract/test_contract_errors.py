@@ -4,8 +4,6 @@ import re
 
 import pytest
 
-from dotmoe.cli import run
-
 REFUSED = {
     "nosuch": "nosuch.*convert",
     "convrt": "Did you mean convert",
@@ -48,30 +46,18 @@ REFUSED = {
 }
 
 
-def outcome(arguments, capfd):
-    capfd.readouterr()
-    try:
-        status = run(arguments)
-    except SystemExit as stop:
-        status = stop.code or 0
-    said = capfd.readouterr()
-    return status, said.out, said.err
-
-
 @pytest.mark.parametrize("line", REFUSED)
-def test_one_line_says_what_is_wrong_and_nothing_is_left(line, text, tmp_path, capfd):
+def test_one_line_says_what_is_wrong_and_nothing_is_left(line, text_file, tmp_path, command):
     words = [w.format(tmp=tmp_path) for w in line.split()]
-    places = {"OUT": str(tmp_path / "out"), "TEXT": str(text)}
-    status, _, error = outcome([places.get(word, word) for word in words], capfd)
-    assert status == 2
-    assert len(error.splitlines()) == 1, error
-    assert error.startswith("dotmoe: error: ")
-    assert re.search(REFUSED[line], error), error
+    places = {"OUT": str(tmp_path / "out"), "TEXT": text_file}
+    refused = command(*[places.get(word, word) for word in words])
+    assert re.search(REFUSED[line], refused.refusal()), refused.err
+    assert len(refused.err.splitlines()) == 1, refused.err
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("line", ["", "--help", "convert --help", "--version"])
-def test_what_is_asked_for_comes_on_standard_output_with_status_0(line, capfd):
-    status, out, error = outcome(line.split(), capfd)
-    assert (status, error) == (0, "")
-    assert out.startswith("dotmoe 0.1.0" if line == "--version" else "usage: dotmoe")
+def test_what_is_asked_for_comes_on_standard_output_with_status_0(line, command):
+    shown = command(*line.split())
+    assert (shown.status, shown.err) == (0, "")
+    assert shown.out.startswith("dotmoe 0.1.0" if line == "--version" else "usage: dotmoe")

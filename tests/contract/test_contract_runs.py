@@ -9,54 +9,57 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import dotmoe
-from dotmoe.cli import run
-from forked import Forked
+from runs import Forked, TinyRun
 
 STEPS = {
-    "--expert-size": "16",
-    "--active": "0.25",
-    "--data": "TEXT",
-    "--seq-len": "64",
-    "--steps": "20",
-    "--batch-size": "4",
-    "--micro-batch-size": "2",
-    "--lr": "1e-2",
-    "--max-epochs": "100",
-    "--calibration-tokens": "512",
-    "--eval-tokens": "512",
-    "--scale-tokens": "128",
-    "--verify-tokens": "128",
-    "--checkpoint-every": "5",
+    "expert_size": 16,
+    "active": 0.25,
+    "seq_len": 64,
+    "steps": 20,
+    "batch_size": 4,
+    "micro_batch_size": 2,
+    "lr": 1e-2,
+    "max_epochs": 100,
+    "calibration_tokens": 512,
+    "eval_tokens": 512,
+    "scale_tokens": 128,
+    "verify_tokens": 128,
+    "checkpoint_every": 5,
 }
-FINETUNE = {"--steps": "20", "--batch-size": "4", "--lr": "1e-3", "--max-epochs": "100"}
-FINETUNE |= {"--seq-len": "64", "--eval-tokens": "512", "--verify-tokens": "128"}
-
-
-def command(name, source, out, text, options):
-    words = [word for option in options.items() for word in option]
-    words = [str(text) if word == "TEXT" else word for word in words]
-    return [name, str(source), str(out), *words]
-
-
-@pytest.fixture(scope="module")
-def model(exact_model):
-    return exact_model("llama")
+FINETUNE = {
+    "steps": 20,
+    "batch_size": 4,
+    "lr": 1e-3,
+    "max_epochs": 100,
+    "seq_len": 64,
+    "eval_tokens": 512,
+    "verify_tokens": 128,
+    "checkpoint_every": 5,
+}
 
 
 @pytest.fixture(scope="module")
-def aligned(model, text, tmp_path_factory):
+def aligned_run(exact_model, text_file, tmp_path_factory):
     """A conversion with 20 steps of alignment."""
     out = tmp_path_factory.mktemp("aligned") / "run"
-    assert run(command("convert", model, out, text, STEPS)) == 0
-    return out
+    return TinyRun("convert", exact_model("llama"), out, STEPS | {"data": text_file}).made()
 
 
 @pytest.fixture(scope="module")
-def finetuned(aligned, text, tmp_path_factory):
+def finetuned_run(aligned_run, tmp_path_factory):
     """That conversion after 20 steps of finetuning."""
     out = tmp_path_factory.mktemp("finetuned") / "run"
-    assert run(command("finetune", aligned, out, text, FINETUNE)) == 0
-    return out
+    return TinyRun("finetune", aligned_run.folder, out, FINETUNE).made()
+
+
+@pytest.fixture(scope="module")
+def aligned(aligned_run):
+    return aligned_run.folder
+
+
+@pytest.fixture(scope="module")
+def finetuned(finetuned_run):
+    return finetuned_run.folder
 
 
 def curve(metrics):
@@ -151,65 +154,33 @@ def test_the_python_api_takes_up_the_run_of_a_command(aligned, capfd):
 
 
 KILLED_AT = {
-    "0_data": "0_data",
-    "1_calibrate": "1_calibrate",
-    "2_align": "2_align/metrics.jsonl",
-    "a checkpoint": "2_align/checkpoints/*",
-    "3_extract": "3_extract",
-    "5_export": "*5_export*",
-    "6_evaluate": "6_evaluate",
-    "7_report": "7_report",
+    "convert": [
+        *("0_data", "1_calibrate", "2_align/metrics.jsonl", "2_align/checkpoints/*"),
+        *("3_extract", "*5_export*", "6_evaluate"),
+    ],
+    "finetune": ["0_data", "4_finetune/metrics.jsonl", "4_finetune/checkpoints/*", "*5_export*"],
 }
-"""What appears below the run folder when each moment has come."""
-
-
-def bytes_of(tensor):
-    return tensor.view(torch.uint8).numpy().tobytes()
-
-
-def tensors_of(folder, *names):
-    """All tensors of a run's stages, bit for bit."""
-    files = [path for name in names for path in sorted((folder / name).rglob("*.safetensors"))]
-    return {
-        (path.relative_to(folder).as_posix(), name): (
-            tensor.dtype,
-            tensor.view(torch.uint8).numpy().tobytes(),
-        )
-        for path in files
-        for name, tensor in load_file(path).items()
-    }
+"""What has appeared below the run folder when the process is killed; one run is killed at all."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
-def test_a_run_killed_at_each_stage_ends_as_one_that_was_not(aligned, model, text, tmp_path):
-    out = tmp_path / "run"
-    words = command("convert", model, out, text, STEPS)
-    for moment, sign in KILLED_AT.items():
-        process = Forked(words)
-        was_killed = process.kill_when(lambda: any(out.glob(sign)), 0)  # noqa: B023
-        assert was_killed or moment == "7_report", f"{moment}: {process.said()}"
-    process = Forked(words)
-    assert process.wait() == 0, process.said()
-    names = ("0_data", "1_calibrate", "2_align", "3_extract", "5_export")
-    assert tensors_of(out, *names) == tensors_of(aligned, *names)
-    assert curve(out / "2_align/metrics.jsonl") == curve(aligned / "2_align/metrics.jsonl")
-    for model in ("dense", "moe"):
-        first, second = (
-            json.loads((made / "6_evaluate/results.json").read_text()) for made in (aligned, out)
-        )
-        assert first[model] == second[model]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
-def test_a_finetuning_killed_at_each_stage_ends_as_one_that_was_not(
-    aligned, finetuned, text, tmp_path
+@pytest.mark.parametrize("kind", KILLED_AT)
+def test_a_run_killed_at_each_stage_ends_as_one_that_was_not(
+    kind, aligned_run, finetuned_run, tmp_path
 ):
-    out = tmp_path / "run"
-    words = command("finetune", aligned, out, text, FINETUNE | {"--checkpoint-every": "5"})
-    for sign in ("0_data", "4_finetune/metrics.jsonl", "4_finetune/checkpoints/*", "*5_export*"):
-        process = Forked(words)
-        assert process.kill_when(lambda: any(out.glob(sign)), 0), process.said()  # noqa: B023
-    process = Forked(words)
+    whole = aligned_run if kind == "convert" else finetuned_run
+    made = whole.at(tmp_path / "run")
+    for sign in KILLED_AT[kind]:
+        process = Forked(made.command())
+        was_killed = process.kill_when(lambda: any(made.folder.glob(sign)), 0)  # noqa: B023
+        assert was_killed, f"{sign}: {process.said()}"
+    process = Forked(made.command())
     assert process.wait() == 0, process.said()
-    names = ("0_data", "4_finetune", "5_export")
-    assert tensors_of(out, *names) == tensors_of(finetuned, *names)
+    assert made.tensors() == whole.tensors()
+    stage = "2_align" if kind == "convert" else "4_finetune"
+    metrics = [curve(run.folder / stage / "metrics.jsonl") for run in (made, whole)]
+    assert metrics[0] == metrics[1]
+    results = [
+        json.loads((m.folder / "6_evaluate/results.json").read_text()) for m in (made, whole)
+    ]
+    assert all(results[0][model] == results[1][model] for model in ("dense", "moe"))

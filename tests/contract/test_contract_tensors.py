@@ -84,10 +84,10 @@ def test_tensors_of_each_family_in_each_format(family, fixed_run, golden, tmp_pa
 
 
 VARIANTS = {
-    "bfloat16": (["--export-dtype", "bfloat16"], {}),
-    "first_layer_dense": (["--first-dense-layers", "1"], {}),
-    "tied": ([], {"tied": True}),
-    "two_files": (["--max-shard-gib", "0.0002"], {}),
+    "bfloat16": {"export_dtype": "bfloat16"},
+    "first_layer_dense": {"first_dense_layers": 1},
+    "tied": {"model_options": {"tied": True}},
+    "two_files": {"max_shard_gib": 0.0002},
 }
 
 
@@ -95,8 +95,7 @@ VARIANTS = {
 def test_tensors_in_another_dtype_with_a_dense_layer_tied_or_in_several_files(
     variant, fixed_run, golden
 ):
-    options, model_options = VARIANTS[variant]
-    made = fixed_run("llama", *options, **model_options)
+    made = fixed_run("llama", **VARIANTS[variant])
     weights = weights_of(made / "5_export")
     require_routers_of(load_file(made / "3_extract/layout.safetensors"), weights)
     found = {name: described(weight) for name, weight in weights.items()}
@@ -117,12 +116,14 @@ def test_another_k_changes_the_config_alone(k, fixed_run, tmp_path):
     assert config["num_experts_per_tok"] == k
 
 
-def test_experts_and_the_shared_expert_are_slices_of_the_dense_weights(exact_model, text, tmp_path):
+def test_experts_and_the_shared_expert_are_slices_of_the_dense_weights(
+    exact_model, text_file, tmp_path
+):
     """The same for a method that makes a shared expert, which arithmetic chooses."""
     model, out = exact_model("llama"), tmp_path / "run"
     options = "--method llama_moe_v2_residual --expert-size 16 --active-experts 3 --seq-len 32"
     options += " --eval-tokens 128 --calibration-tokens 128 --verify-tokens 64"
-    assert run(["convert", str(model), str(out), "--data", str(text), *options.split()]) == 0
+    assert run(["convert", str(model), str(out), "--data", str(text_file), *options.split()]) == 0
     dense, weights = weights_of(model), weights_of(out / "5_export")
     layout = load_file(out / "3_extract/layout.safetensors")
     for layer, expert_of_neuron in enumerate(layout["expert_of_neuron"]):
@@ -169,7 +170,7 @@ def test_keys_and_tensors_of_each_gguf(family, fixed_run, golden, tmp_path):
 @pytest.mark.parametrize("number_format", ["f32", "bf16", "q8_0", "q4_0"])
 def test_tensors_of_a_gguf_in_each_number_format(number_format, fixed_run, golden, tmp_path):
     pytest.importorskip("gguf")
-    made = fixed_run("llama", "--expert-size", "32", "--active-experts", "2")
+    made = fixed_run("llama", expert_size=32, active_experts=2)
     export(made, tmp_path / "out", "--format", "gguf_llama", "--gguf-type", number_format)
     (path,) = (tmp_path / "out").glob("*.gguf")
     found = gguf_contents(path)["tensors"]

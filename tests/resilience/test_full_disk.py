@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from forked import Forked
+from runs import Forked
 
 FEW_BYTES = 64
 STAGES = {

@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from forked import Forked
+from runs import Forked
 
 CHECKPOINT_EVERY = 3
 LONGER = {"--steps": "36", "--checkpoint-every": str(CHECKPOINT_EVERY)}

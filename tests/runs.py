@@ -1,0 +1,198 @@
+"""Commands as users give them, tiny runs and what they hold, processes to kill, and ranks.
+
+`Forked` is a command in a real process that needs no second start: a fork of this one.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from dotmoe.cli import run
+
+PATIENCE_S = 240
+TEXT = "\n".join(
+    f"Line {i}: the {['cat', 'dog', 'crow'][i % 3]} ate {i * 7 % 13} figs." for i in range(400)
+)
+"""Some 12,000 tokens of a tiny model."""
+TINY_CONVERT = {
+    "expert_size": 8,
+    "steps": 6,
+    "batch_size": 2,
+    "seq_len": 32,
+    "lr": 1e-2,
+    "checkpoint_every": 2,
+    "calibration_tokens": 256,
+    "eval_tokens": 256,
+    "scale_tokens": 128,
+    "verify_tokens": 128,
+}
+TINY_FINETUNE = {"steps": 6, "batch_size": 2, "lr": 1e-3, "checkpoint_every": 2}
+TINY_FINETUNE |= {"eval_tokens": 256, "scale_tokens": 128, "verify_tokens": 128}
+
+
+def words(*positional: Any, **options: Any) -> list[str]:
+    """A command line: `words("convert", model, out, lr=1e-2)`; lists become several words."""
+    line = [str(word) for word in positional]
+    for name, value in options.items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        line += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return line
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left behind in this process."""
+
+    status: int
+    out: str
+    """What it wrote to standard output."""
+    err: str
+    """What it wrote to standard error, progress included."""
+
+    def refusal(self) -> str:
+        """The one line of a command that was refused."""
+        assert self.status == 2, (self.status, self.err)
+        assert "Traceback" not in self.err
+        lines = [line for line in self.err.splitlines() if line.startswith("dotmoe: error: ")]
+        assert len(lines) == 1, self.err
+        return lines[0]
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    """A run folder and the command that makes it, or goes on with it."""
+
+    name: str
+    source: Path
+    folder: Path
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def command(self, **options: Any) -> list[str]:
+        """The command line, with further options."""
+        return words(self.name, self.source, self.folder, **self.options | options)
+
+    def made(self) -> "TinyRun":
+        """Run the command here and now."""
+        assert run(self.command()) == 0
+        return self
+
+    def at(self, folder: Path, **options: Any) -> "TinyRun":
+        """The same run in another folder, which is not made yet."""
+        return replace(self, folder=folder, options=self.options | options)
+
+    def copied_to(self, folder: Path) -> "TinyRun":
+        """A copy, to be changed."""
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(self.folder, folder)
+        return self.at(folder)
+
+    def files(self) -> list[str]:
+        """Paths of all files below the folder."""
+        files = sorted(path for path in self.folder.rglob("*") if path.is_file())
+        return [path.relative_to(self.folder).as_posix() for path in files]
+
+    def contents(self, *without: str) -> dict[str, bytes]:
+        """Every file's bytes, by its path below the folder."""
+        names = [name for name in self.files() if name not in without]
+        return {name: (self.folder / name).read_bytes() for name in names}
+
+    def tensors(self) -> dict[tuple[str, str], tuple[torch.dtype, bytes]]:
+        """Every tensor of every safetensors file, bit for bit. A header's order may differ."""
+        return {
+            (name, key): (tensor.dtype, tensor.view(torch.uint8).numpy().tobytes())
+            for name in self.files()
+            if name.endswith(".safetensors")
+            for key, tensor in load_file(self.folder / name).items()
+        }
+
+
+def torchrun(ranks: int, *arguments: Any, timeout: int = 240) -> subprocess.CompletedProcess[str]:
+    """Run a script or `-m module` on that many ranks, on gloo and the CPU, until it ends."""
+    of_a_rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in of_a_rank}
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run(
+        [sys.executable, *command, *map(str, arguments)],
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+class Forked:
+    """A command that runs in a fork of this process; what it says is read with `said`."""
+
+    def __init__(self, arguments):
+        self.status = None
+        self._said, writing = os.pipe()
+        os.set_blocking(self._said, False)
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become(arguments, writing)
+        os.close(writing)
+
+    def said(self):
+        """What it has written to either output since this was last asked."""
+        try:
+            return os.read(self._said, 1 << 20).decode()
+        except BlockingIOError:
+            return ""
+
+    def wait(self):
+        """Exit status, negative after a signal."""
+        while not self.has_ended():
+            time.sleep(0.01)
+        return self.status
+
+    def has_ended(self):
+        """Whether it is no longer there."""
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.status = os.waitstatus_to_exitcode(status)
+        return self.status is not None
+
+    def is_there_when(self, reached):
+        """Wait until a condition holds; False if the process ended before."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not reached():
+            if self.has_ended():
+                return False
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.0005)
+        return True
+
+    def kill_when(self, reached, delay_s):
+        """SIGKILL some time after a condition holds; False if the process ended before."""
+        if not self.is_there_when(reached):
+            return False
+        time.sleep(delay_s)
+        if self.has_ended():
+            return False
+        os.kill(self.pid, signal.SIGKILL)
+        return self.wait() == -signal.SIGKILL
+
+
+def _become(arguments, writing):
+    """Run the command and end, without anything that this process would do at its end."""
+    status = 99
+    try:
+        sys.stdout = sys.stderr = os.fdopen(writing, "w", buffering=1)
+        status = run(arguments)
+    except BaseException:  # noqa: BLE001  (the test shows it)
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
