@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from dotmoe.cli import run
 from dotmoe.errors import UserError
 from dotmoe.gguf_export import GgufConfig, export_gguf, set_active_experts, write_dense_gguf
 
@@ -48,6 +49,23 @@ def test_k_out_of_range_changes_nothing(dense_of, layout_of, tokens_BT, tmp_path
         with pytest.raises(UserError, match=r"12 experts a layer. Choose 1 to 12"):
             set_active_experts(file, active_experts)
     assert file.read_bytes() == before
+
+
+def test_more_experts_than_llama_cpp_has_room_for_are_refused_before_anything_is_written(
+    dense_of, layout_of, tokens_BT, tmp_path, capsys
+):
+    dense = dense_of("llama", num_hidden_layers=12)  # llama.cpp 0.3.36 runs k = 30 and not 32
+    layout = layout_of(dense, num_experts=48, active_experts=32)
+    with pytest.raises(UserError, match=r"32 experts run per token.*has room for 28"):
+        export_gguf(dense, layout, tmp_path / "out", GgufConfig(format="gguf_glm4moe"), tokens_BT)
+    assert not (tmp_path / "out").exists()
+    export_gguf(dense, layout.with_active_experts(3), tmp_path / "out", GgufConfig(), tokens_BT)
+    with pytest.raises(UserError, match="has room for 28"):
+        set_active_experts(tmp_path / "out/model-f32.gguf", 32)
+    split = ["--experts", "48", "--active-experts"]
+    for active, is_warned in (("32", True), ("28", False)):
+        assert run(["inspect", str(dense.folder), *split, active]) == 0
+        assert ("llama.cpp runs at most 28 of this model" in capsys.readouterr().out) == is_warned
 
 
 def test_files_that_are_not_ours_are_refused(dense_of, layout_of, tokens_BT, tmp_path):

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
+from dotmoe import llama_cpp
 from dotmoe.errors import UserError
-from dotmoe.gguf_export import LlamaCppModel, llama_cpp_runtime
+from dotmoe.gguf_export import LlamaCppModel
 
 
 def test_without_gguf_the_remedy_is_told():
@@ -26,6 +27,6 @@ except UserError as error:
 
 
 def test_without_llama_cpp_the_remedy_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(llama_cpp_runtime, "is_installed", lambda: False)
+    monkeypatch.setattr(llama_cpp, "is_installed", lambda: False)
     with pytest.raises(UserError, match=r"pip install 'dotmoe\[llama-cpp\]'"):
         LlamaCppModel(tmp_path / "model.gguf", context=8)

@@ -11,10 +11,10 @@ PACKAGE = ROOT / "src" / "dotmoe"
 
 LAYERS = [
     {"errors"},
-    {"files", "options", "progress", "tables"},
+    {"files", "options", "progress", "tables", "worker"},
     {"transport", "layout", "models", "stdlib_text", "granularity", "device", "distributed"}
     | {"checksums", "sealed_json"},
-    {"training"},
+    {"training", "llama_cpp"},
     {"data", "artifacts", "parameters", "checkpoint_folder"},
     {"moe", "sharded_weights"},
     {"load", "calibrate", "align", "extract", "export", "evaluate", "report", "inspection"}

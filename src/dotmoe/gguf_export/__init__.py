@@ -13,9 +13,10 @@ except ImportError as error:
 from dotmoe.gguf_export.active_experts import set_active_experts
 from dotmoe.gguf_export.config import GgufConfig
 from dotmoe.gguf_export.dense import write_dense_gguf
-from dotmoe.gguf_export.llama_cpp_runtime import LlamaCppModel, is_installed
+from dotmoe.gguf_export.llama_cpp_runtime import LlamaCppModel
 from dotmoe.gguf_export.mixture import GGUF_OUTPUTS, export_gguf, gguf_output_for, gguf_refusal
 from dotmoe.gguf_export.record import GgufRecord, GgufVerification
+from dotmoe.llama_cpp import is_installed
 
 __all__ = [
     "GGUF_OUTPUTS",

@@ -8,6 +8,7 @@ import numpy as np
 from dotmoe.errors import UserError
 from dotmoe.export.record import RECORD_FILE
 from dotmoe.gguf_export.gguf_file import GgufFile
+from dotmoe.llama_cpp import most_active_experts
 
 
 def set_active_experts(path: Path, active_experts: int) -> None:
@@ -33,6 +34,13 @@ def set_active_experts(path: Path, active_experts: int) -> None:
         raise UserError(
             f"active_experts is {active_experts}, but {path} has {experts} experts a layer. "
             f"Choose 1 to {experts}."
+        )
+    layers, dense = file.metadata(f"{arch}.block_count"), f"{arch}.leading_dense_block_count"
+    most = most_active_experts(len(file.names), layers, layers - (file.metadata(dense) or 0))
+    if active_experts > most:
+        raise UserError(
+            f"active_experts is {active_experts}, but llama.cpp's graph has room for {most} in "
+            f"{path}, and it aborts beyond. Choose {most} or fewer."
         )
     used_key, weight_key = f"{arch}.expert_used_count", f"{arch}.expert_weights_scale"
     scales = sorted(name for name in file.names if name.endswith(".ffn_down_exps.scale"))

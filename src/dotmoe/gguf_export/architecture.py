@@ -21,6 +21,8 @@ class GgufArchitecture(Protocol):
     """What the format is called."""
     form: DecoderForm
     """The architecture outside its experts."""
+    num_moe_tensors: int
+    """Tensors of a split FFN, with its router."""
     exponent: int | None
     """p of every layer's router; None: chosen by layer from the router's logits."""
 

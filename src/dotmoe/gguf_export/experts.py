@@ -8,6 +8,7 @@ from dotmoe.export.dense_tensors import DenseTensors
 from dotmoe.export.tensor_specs import PROJECTIONS
 from dotmoe.gguf_export.tensor_plan import GgufTensor, carried, down, gate_or_up
 from dotmoe.granularity import Granularity
+from dotmoe.llama_cpp import most_active_experts_of
 
 MOST_EXPERTS = 1024
 """Limit of llama.cpp as in llama-cpp-python 0.3.36, which ends the process beyond; older ones take
@@ -23,6 +24,27 @@ def experts_refusal(granularity: Granularity) -> str | None:
             f"{MOST_EXPERTS}. Choose another expert_size."
         )
     return None
+
+
+def active_experts_refusal(
+    dense: DenseModel, granularity: Granularity, moe_tensors: int
+) -> str | None:
+    """Why llama.cpp cannot run so many experts a token (one sentence), or None.
+
+    Args:
+        dense: The dense model.
+        granularity: Its split.
+        moe_tensors: Tensors of a split FFN.
+    """
+    traits = dense.family.traits(dense.config)
+    most = most_active_experts_of(traits, granularity, dense.widths.layers, moe_tensors)
+    if granularity.active_experts <= most:
+        return None
+    return (
+        f"{granularity.active_experts} experts run per token, but llama.cpp's graph has room for "
+        f"{most} in a model of this form, and it aborts beyond. Choose --active-experts {most} or "
+        "fewer, or larger experts."
+    )
 
 
 def expert_tensors(conversion: Conversion, layer: int) -> Iterator[GgufTensor]:

@@ -37,6 +37,7 @@ class GgufGlm4Moe:
         output_bias=False,
         ffn_norm="post_attention_norm",
     )
+    num_moe_tensors = 8
     exponent: int | None = 40
 
     def refusal(self, dense: DenseModel, granularity: Granularity) -> str | None:

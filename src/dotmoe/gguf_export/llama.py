@@ -27,6 +27,7 @@ class GgufLlama:
 
     name = "gguf_llama"
     form = FORM
+    num_moe_tensors = 5
     exponent: int | None = None
 
     def refusal(self, dense: DenseModel, granularity: Granularity) -> str | None:

@@ -18,7 +18,7 @@ from dotmoe.export.tensor_specs import require_no_strangers
 from dotmoe.gguf_export.architecture import GgufArchitecture
 from dotmoe.gguf_export.config import AUTO, GgufConfig
 from dotmoe.gguf_export.decoder import decoder_metadata, layer_tensors, outer_tensors
-from dotmoe.gguf_export.experts import dense_ffn_tensors
+from dotmoe.gguf_export.experts import active_experts_refusal, dense_ffn_tensors
 from dotmoe.gguf_export.gguf_file import GgufFile
 from dotmoe.gguf_export.glm4moe import GgufGlm4Moe
 from dotmoe.gguf_export.llama import GgufLlama
@@ -29,6 +29,7 @@ from dotmoe.gguf_export.tensor_plan import GgufTensor
 from dotmoe.gguf_export.written import put_on_record, run_where_possible, write_and_read_back
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ExpertLayout
+from dotmoe.llama_cpp import most_active_experts
 
 GGUF_OUTPUTS: dict[str, GgufArchitecture] = {
     "gguf_glm4moe": GgufGlm4Moe(),
@@ -39,7 +40,10 @@ GGUF_OUTPUTS: dict[str, GgufArchitecture] = {
 
 def gguf_refusal(dense: DenseModel, granularity: Granularity, name: str) -> str | None:
     """Why a model split that way cannot be written in a format (one sentence), or None."""
-    return GGUF_OUTPUTS[name].refusal(dense, granularity)
+    output = GGUF_OUTPUTS[name]
+    return output.refusal(dense, granularity) or active_experts_refusal(
+        dense, granularity, output.num_moe_tensors
+    )
 
 
 def gguf_output_for(dense: DenseModel, granularity: Granularity, name: str) -> GgufArchitecture:
@@ -113,7 +117,14 @@ def export_gguf(
             written,
             name=out.name,
             format_name=output.name,
-            run=run_where_possible(written, token_ids, exact_gates=exact),
+            run=run_where_possible(
+                written,
+                token_ids,
+                exact_gates=exact,
+                most_active=most_active_experts(
+                    len(plan), layout.num_layers, len(layout.moe_layers)
+                ),
+            ),
             routers=routers,
             notes=output.notes(layout),
         )

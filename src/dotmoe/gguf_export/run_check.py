@@ -1,5 +1,6 @@
 """Run a written file in llama.cpp, where it is installed, beside float32 Transformers."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +15,13 @@ from dotmoe.export.verify import VerificationError
 from dotmoe.gguf_export.active_experts import set_active_experts
 from dotmoe.gguf_export.decoder import DecoderForm
 from dotmoe.gguf_export.gguf_file import GgufFile
-from dotmoe.gguf_export.llama_cpp_runtime import LlamaCppModel
 from dotmoe.gguf_export.read_back import dense_names, rebuilt
 from dotmoe.gguf_export.tokenizer import TokenizerMetadata
 from dotmoe.gguf_export.weight_types import WeightType
 from dotmoe.layout import ExpertLayout
+from dotmoe.llama_cpp import LlamaCppModel
 from dotmoe.moe.surgery import masked_by
+from dotmoe.worker import WorkerDiedError
 
 EXACT_GATES_ERROR, SOFTMAX_GATES_ERROR = 1e-4, 5e-3
 """Largest logits error in float32, of exactly binary gates and of those after a softmax."""
@@ -66,7 +68,8 @@ class RunCheck:
     floor: float
     """`logits_error` of the masked dense model computed in bfloat16."""
     all_experts_error: float | None
-    """Of the median token at k = E, against the dense model; None for a dense file."""
+    """Of the median token at k = E, against the dense model; None for a dense file, and where
+    llama.cpp cannot run that many experts."""
     weights_error: float
     """Mean over tokens of what storing the weights alone changes, without llama.cpp."""
     tokenized_texts: int
@@ -83,6 +86,7 @@ def check_run(
     *,
     weights: WeightType,
     exact_gates: bool,
+    most_active: int,
     tokenizer: TokenizerMetadata,
 ) -> RunCheck:
     """Compare logits on a text, at the file's own k and at k = E, and the tokenizer on probes.
@@ -98,6 +102,7 @@ def check_run(
         tokens_BT: The text.
         weights: Number format of the matrices.
         exact_gates: Experts are weighted exactly alike.
+        most_active: Largest k that llama.cpp runs; where E is larger, k = E is left out.
         tokenizer: The file's.
 
     Raises:
@@ -111,9 +116,11 @@ def check_run(
     _take_weights_of(GgufFile(path), twin, form, layout)
     stored_TV = _reference(twin, layout, tokens_BT)
     all_experts = None
-    if layout is not None:
-        all_on_TV = _with_all_experts(path, layout, tokens_BT)
-        all_experts = float(_token_errors(all_on_TV, _reference(twin, None, tokens_BT)).median())
+    if layout is not None and layout.num_experts <= most_active:
+        with suppress(WorkerDiedError):  # another llama.cpp may have less room than `most_active`
+            all_on_TV = _with_all_experts(path, layout, tokens_BT)
+            error_T = _token_errors(all_on_TV, _reference(twin, None, tokens_BT))
+            all_experts = float(error_T.median())
     for parameter in twin.model.parameters():
         parameter.data = parameter.data.bfloat16()
     rounded_TV = _reference(twin, layout, tokens_BT)

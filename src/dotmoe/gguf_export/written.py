@@ -18,7 +18,6 @@ from dotmoe.gguf_export.config import GgufConfig
 from dotmoe.gguf_export.decoder import DecoderForm, Metadata
 from dotmoe.gguf_export.file_writer import file_metadata, write_gguf
 from dotmoe.gguf_export.gguf_file import GgufFile
-from dotmoe.gguf_export.llama_cpp_runtime import is_installed
 from dotmoe.gguf_export.read_back import check_dense_values, check_metadata, check_names
 from dotmoe.gguf_export.record import GgufRecord, GgufVerification
 from dotmoe.gguf_export.router_check import RouterCheck
@@ -27,6 +26,7 @@ from dotmoe.gguf_export.tensor_plan import GgufTensor
 from dotmoe.gguf_export.tokenizer import TokenizerMetadata, general_name, tokenizer_metadata
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ExpertLayout
+from dotmoe.llama_cpp import is_installed
 from dotmoe.parameters import count_parameters
 
 
@@ -94,7 +94,7 @@ def write_and_read_back(
 
 
 def run_where_possible(
-    written: WrittenGguf, token_ids: Int[Tensor, "B T"], *, exact_gates: bool
+    written: WrittenGguf, token_ids: Int[Tensor, "B T"], *, exact_gates: bool, most_active: int = 0
 ) -> RunCheck | None:
     """`check_run` where llama-cpp-python is installed; else None.
 
@@ -112,6 +112,7 @@ def run_where_possible(
         sample_tokens(token_ids, written.config.verify_tokens, context),
         weights=written.config.type,
         exact_gates=exact_gates,
+        most_active=most_active,
         tokenizer=written.tokenizer,
     )
 

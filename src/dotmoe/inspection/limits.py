@@ -2,11 +2,12 @@
 
 import torch
 
-from dotmoe.granularity import GROUPED_MATMUL_BYTES, Granularity, nearest_expert_sizes
+from dotmoe.granularity import GROUPED_MATMUL_BYTES, nearest_expert_sizes
 from dotmoe.inspection.costs import exported_bytes
 from dotmoe.inspection.dtypes import EXPORTED, ExportDtype, dtype_name
 from dotmoe.inspection.sizes import PAPER_TOKENS, RunSize, Sizes
 from dotmoe.inspection.units import in_bytes
+from dotmoe.llama_cpp import most_active_experts_of
 
 FUSED_ROUTING_LIMIT = 32
 """Active experts that fused routing kernels of servers handle."""
@@ -22,7 +23,7 @@ def warnings_for(sizes: Sizes, asked: RunSize, export_dtype: ExportDtype) -> tup
         asked: The run as it was asked for; the context may shorten its sequences.
         export_dtype: Dtype asked for the export.
     """
-    found = [*_export_refusals(sizes, export_dtype), *_split_warnings(sizes.granularity)]
+    found = [*_export_refusals(sizes, export_dtype), *_split_warnings(sizes)]
     return (*found, *_model_warnings(sizes), *_run_warnings(sizes, asked))
 
 
@@ -69,9 +70,15 @@ def _remedy(what: str, sizes: Sizes) -> str:
     return f"Give --export-dtype float32 with --expert-size {sizes_text}."
 
 
-def _split_warnings(split: Granularity) -> list[str]:
-    warnings = []
+def _split_warnings(sizes: Sizes) -> list[str]:
+    warnings, split = [], sizes.granularity
     size, experts, active = split.expert_size, split.num_experts, split.active_experts
+    most = most_active_experts_of(sizes.traits, split, sizes.widths.layers)
+    if active > most:
+        warnings.append(
+            f"{active} experts run per token; llama.cpp runs at most {most} of this model, so a "
+            "GGUF of it is refused. Larger experts need fewer."
+        )
     if active > FUSED_ROUTING_LIMIT:
         warnings.append(
             f"{active} experts run per token; fused routing kernels of some servers take at most "
