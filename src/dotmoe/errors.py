@@ -11,6 +11,9 @@ class UserError(ValueError):
     ordinary `ValueError`. Anything else that escapes is a defect of ours and keeps its traceback.
     """
 
+    exit_code = 2
+    """Exit status of the command."""
+
 
 class RankError(UserError):
     """A `UserError` of one rank alone, which prints it; rank zero prints those of all ranks."""

@@ -6,8 +6,9 @@ from typing import Any
 from dotmoe.export import VerificationRecord
 
 
-def verification_figures(record: VerificationRecord) -> dict[str, Any]:
+def verification_figures(record: VerificationRecord | None) -> dict[str, Any]:
     """The export's verification in a few figures: the worst layer, and the whole model."""
+    assert record is not None
     return {
         "tokens": record.tokens,
         "dtype": record.dtype,

@@ -34,8 +34,15 @@ from dotmoe.export.reference import sample_tokens
 from dotmoe.export.router_scale import router_scales
 from dotmoe.export.routing_limits import RoutingLimits, require_routable
 from dotmoe.export.shard_writer import WrittenShards, write_shards
-from dotmoe.export.staging import staging
-from dotmoe.export.verify import VerificationError, VerificationRecord, VerifyConfig, verify
+from dotmoe.export.staging import require_new, staging
+from dotmoe.export.verify import (
+    VerificationError,
+    VerificationRecord,
+    VerifyConfig,
+    judge,
+    limits_of,
+    verify,
+)
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ExpertLayout
 
@@ -69,6 +76,9 @@ OUTPUTS: dict[str, OutputArchitecture] = {
 """In order of preference: the first that can hold a model is its default."""
 
 AUTO = "auto"
+
+UNVERIFIED = "_unverified"
+"""Ending of the folder of an export that failed its verification."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,9 +216,9 @@ def export(
 
     Raises:
         UserError: The pair cannot be exported, the folder exists, or the disk is full.
-        VerificationError: A runtime would route otherwise than the layout, which is found before
-            anything is written, or the written model does not compute what it should.
-        On any exception nothing is left behind.
+        VerificationError: A runtime would route otherwise than the layout, or the written model
+            computes something else. It lies in `OUT_unverified` then, with the reason on record.
+        On any other exception nothing is left behind.
     """
     require_fit(dense, layout)
     dtype = export_dtype(dense, config)
@@ -216,7 +226,6 @@ def export(
     calibration_BT = sample_tokens(token_ids, config.scale_tokens, output.context(dense))
     gating = output.gating(granularity_of(layout))
     scales = router_scales(dense, layout, calibration_BT, gating, dtype)
-    require_routable(layout.moe_layers, scales, calibration_BT.numel(), RoutingLimits())
     conversion = Conversion(
         dense=dense,
         tensors=DenseTensors.of(dense),
@@ -226,18 +235,40 @@ def export(
         },
         dtype=dtype,
     )
-    with staging(out) as folder:
+    require_new(out)
+    unverified = out.with_name(out.name + UNVERIFIED)
+    if (unverified / RECORD_FILE).is_file():  # of an earlier try
+        shutil.rmtree(unverified)
+    verification, problem = None, None
+    with staging(unverified) as folder:
         shards = _write(conversion, output, folder, config)
-        verification = verify(
-            dense, layout, folder, token_ids, VerifyConfig(tokens=config.verify_tokens), output
-        )
+        try:
+            limits = VerifyConfig(tokens=config.verify_tokens)
+            verification = verify(dense, layout, folder, token_ids, limits, output)
+            require_routable(layout.moe_layers, scales, calibration_BT.numel(), RoutingLimits())
+            judge(verification, limits_of(output, limits))
+        except VerificationError as error:
+            problem = str(error)
         record = replace(
-            record_of(out.name, conversion, output, shards, scales, verification),
+            record_of(
+                out.name if problem is None else unverified.name,
+                conversion,
+                output,
+                shards,
+                scales,
+                verification,
+                problem,
+            ),
             checksums=checksums_of(folder),
             config_sha256=config_sha256(folder, output.active_experts_key),
         )
         (folder / RECORD_FILE).write_text(record.to_json())
         write_model_card(folder, record)
+    if problem is not None:
+        raise VerificationError(f"{problem} The export is kept, unverified, as {unverified}.")
+    if out.exists():
+        out.rmdir()
+    unverified.rename(out)
     return record
 
 

@@ -135,6 +135,9 @@ def _usage(record: ExportRecord) -> str:
 
 def _verification(record: ExportRecord) -> str:
     check = record.verification
+    warning = f"**Unverified: {record.problem}**\n\n" if record.problem else ""
+    if check is None:
+        return f"## Verification\n\n{warning}".rstrip()
     layers = check.layers
     rows: list[dict[str, Any]] = [
         {
@@ -170,7 +173,7 @@ def _verification(record: ExportRecord) -> str:
             }
         )
     return (
-        "## Verification\n\n"
+        f"## Verification\n\n{warning}"
         f"Reloaded as `{check.loaded_class}` and compared on {check.tokens} tokens with float32 "
         f"references at k = {record.verified_active_experts}; logit errors are in standard "
         "deviations of the logits.\n\n" + markdown_table(rows)
@@ -184,7 +187,8 @@ def _routing(record: ExportRecord) -> str:
             "router as in": groups[0].runtime,
             "misrouted tokens": f"{max(each.misrouted for each in groups):.2%}",
             "tied by rounding": f"{max(each.tied for each in groups):.2%}",
-            "largest gate deviation": max(each.gate_deviation for each in groups),
+            "gate deviation (95 % of tokens)": max(each.gate_deviation for each in groups),
+            "of the worst token": max(each.largest_gate_deviation for each in groups),
             "mean gain error": max((each.gain_error for each in groups), key=abs),
         }
         for groups in zip(*(router.runtimes for router in record.routers), strict=True)

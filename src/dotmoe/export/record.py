@@ -78,7 +78,10 @@ class ExportRecord:
     """Bytes of all tensors, with the architecture's own extras."""
     routers: list[RouterScale]
     """Scaling of each layer's router."""
-    verification: VerificationRecord
+    verification: VerificationRecord | None
+    """None: stock Transformers could not load it."""
+    problem: str | None
+    """Why it failed its verification; None: it did not."""
     notes: list[str]
     """What a user of the model must know."""
     checksums: dict[str, FileSum] = field(default_factory=dict)
@@ -102,9 +105,11 @@ class ExportRecord:
         values = _whole(path)
         try:
             verification = values.pop("verification")
-            layers = [LayerCheck(**layer) for layer in verification.pop("layers")]
+            if verification is not None:
+                layers = [LayerCheck(**layer) for layer in verification.pop("layers")]
+                verification = VerificationRecord(**verification, layers=layers)
             values["routers"] = [_router_scale(router) for router in values["routers"]]
-            return cls(**values, verification=VerificationRecord(**verification, layers=layers))
+            return cls(**values, verification=verification)
         except (KeyError, TypeError) as error:
             raise UserError(
                 f"{path} is no record of a Transformers export by dotmoe {installed_version()} "
@@ -152,7 +157,8 @@ def record_of(
     output: OutputArchitecture,
     shards: WrittenShards,
     scales: Sequence[RouterScale],
-    verification: VerificationRecord,
+    verification: VerificationRecord | None,
+    problem: str | None = None,
 ) -> ExportRecord:
     """The record of a finished export."""
     dense, layout = conversion.dense, conversion.layout
@@ -188,6 +194,7 @@ def record_of(
         total_bytes=shards.total_bytes,
         routers=list(scales),
         verification=verification,
+        problem=problem,
         notes=[*output.notes(dense, layout), *limits_met(output.config(conversion))],
     )
 

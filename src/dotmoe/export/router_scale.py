@@ -34,6 +34,8 @@ __all__ = [
 
 LOG2_SCALED_STD = -10.7
 """Target of log2(std(logits) 2^-p)."""
+OUTLIER = 8.0
+"""Logits of an outlier token are that many times those of the median token."""
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -16, 48
 """Outside, a router is degenerate; inside, 2^-p W_r stays normal in bfloat16 and float32."""
 
@@ -45,7 +47,7 @@ class RouterScale:
     exponent: int
     """p: the router is written as 2^-p W_r."""
     logit_std: float
-    """Standard deviation of the unscaled logits over tokens and experts."""
+    """`typical_std` of the unscaled logits."""
     expected_misrouted: float
     """Share of tokens that the rule leads to expect at other experts, in the weakest runtime."""
     expected_gate_deviation: float
@@ -60,7 +62,7 @@ class RouterScale:
 
     @property
     def gate_deviation(self) -> float:
-        """Largest |gate - 1| of a runtime."""
+        """`RuntimeRouting.gate_deviation` of the worst runtime."""
         return max(routing.gate_deviation for routing in self.runtimes)
 
 
@@ -76,11 +78,21 @@ def router_exponent(logits_TE: Float[Tensor, "T E"]) -> int:
         >>> router_exponent(2.5 * torch.randn(64, 16))
         12
     """
-    std = float(logits_TE.double().std(correction=0))
+    std = typical_std(logits_TE)
     if std == 0:
         return 0
     exponent = round(math.log2(std) - LOG2_SCALED_STD)
     return min(max(exponent, SMALLEST_EXPONENT), LARGEST_EXPONENT)
+
+
+def typical_std(logits_TE: Float[Tensor, "T E"]) -> float:
+    """Standard deviation of the logits but for outlier tokens, a few of which would decide it.
+
+    A token is one if its logits lie 8 times as far from 0 as those of the median token.
+    """
+    logits_TE = logits_TE.double()
+    size_T = logits_TE.square().mean(dim=1)
+    return float(logits_TE[size_T <= OUTLIER**2 * size_T.median()].std(correction=0))
 
 
 def router_scale(
@@ -101,7 +113,7 @@ def router_scale(
     """
     logits_TE = router_logits(x_TD, router_ED)
     exponent = router_exponent(logits_TE)
-    std = float(logits_TE.double().std(correction=0))
+    std = typical_std(logits_TE)
     slope = 0.5 if gating.score == "sigmoid" else 1.0
     return RouterScale(
         exponent=exponent,

@@ -21,7 +21,7 @@ class RoutingLimits:
     """Largest share of tokens that the scale misroutes, beyond four standard errors of the
     sample."""
     gate_deviation: float = 2.0**-6
-    """Largest |gate - 1|, with the rounding of weights to bfloat16, at most 2^-8."""
+    """Largest `RuntimeRouting.gate_deviation`; rounding of weights to bfloat16 is at most 2^-8."""
 
 
 def require_routable(
@@ -54,7 +54,7 @@ def require_routable(
             _at_most(
                 routing.gate_deviation,
                 limits.gate_deviation,
-                f"{place}: largest deviation of a gate from 1",
+                f"{place}: 95th percentile of the deviation of a gate from 1",
                 "Align the routers for longer, since some logits lie far outside the others",
             )
 

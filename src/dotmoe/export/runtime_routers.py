@@ -18,6 +18,9 @@ from dotmoe.moe.router import router_logits
 EXP_ERROR = 2
 """Largest error of another machine's float32 exp, in units of the last place."""
 
+TYPICAL = 0.95
+"""Quantile over tokens at which gates are judged; the outlier tokens lie beyond."""
+
 Scores = Callable[[Float[Tensor, "T E"]], Float[Tensor, "T E"]]
 
 
@@ -52,8 +55,11 @@ class RuntimeRouting:
     tied: float
     """Share for which the k-th and the next logit are equal, so that either choice is right."""
     gate_deviation: float
-    """Largest |gate - 1|. A gate is the weight of a chosen expert times the constant that the
-    export sets against it."""
+    """95th percentile over tokens of the largest |gate - 1| of a token. A gate is the weight of a
+    chosen expert times the constant that the export sets against it."""
+    largest_gate_deviation: float
+    """The same of the worst token. Language models have outlier tokens, the first of a text above
+    all, whose logits lie far outside the others."""
     gain_error: float
     """Mean of gate - 1: a common factor of the block's output."""
 
@@ -89,13 +95,15 @@ def runtime_routing(
         )
         unscaled_TK = logits_TE.topk(active_experts, dim=1).indices
         gates_TK = gating.constant * weights_TK.double()
+        deviation_T = (gates_TK - 1).abs().amax(dim=1)
         rows.append(
             RuntimeRouting(
                 runtime=router.runtime,
                 misrouted=_share(shortfall(logits_TE, chosen_TK) > 0),
                 misrouted_by_dtype=_share(shortfall(exact_TE, unscaled_TK) > 0),
                 tied=_share(shortfall(logits_TE, unscaled_TK) == 0),
-                gate_deviation=float((gates_TK - 1).abs().max()),
+                gate_deviation=float(deviation_T.quantile(TYPICAL)),
+                largest_gate_deviation=float(deviation_T.max()),
                 gain_error=float((gates_TK - 1).mean()),
             )
         )

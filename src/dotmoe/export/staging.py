@@ -24,8 +24,7 @@ def staging(out: Path) -> Iterator[Path]:
         UserError: `out` exists already and is not an empty folder, or the disk is full.
     """
     out = out.absolute()
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} exists already. Remove it, or export to another folder.")
+    require_new(out)
     partial = out.with_name(f".{out.name}.partial")
     if partial.exists():  # left by a process that was killed
         shutil.rmtree(partial)
@@ -46,6 +45,12 @@ def staging(out: Path) -> Iterator[Path]:
     finally:
         if not finished:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def require_new(out: Path) -> None:
+    """Refuse a folder that exists and is not empty."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out} exists already. Remove it, or export to another folder.")
 
 
 def full_disk(folder: Path, error: OSError, needed_bytes: int | None = None) -> UserError:

@@ -118,7 +118,7 @@ def verify(
         output: The architecture of the folder.
 
     Raises:
-        VerificationError: Names the layer, the figure and its limit.
+        VerificationError: Transformers cannot load the folder. Figures are left to `judge`.
         UserError: There is no text, or the model in memory is not the one in its folder.
     """
     dtype = check_folder(folder, output)
@@ -133,7 +133,7 @@ def verify(
         at_full_TV = logits_of(model, tokens_BT)
     loaded_class = f"{type(model).__module__}.{type(model).__qualname__}"
     reference = reference_logits(dense, tensors, layout, tokens_BT, run.routes, dtype)
-    record = VerificationRecord(
+    return VerificationRecord(
         loaded_class=loaded_class,
         dtype=str(dtype).removeprefix("torch."),
         tokens=tokens_BT.numel(),
@@ -146,8 +146,6 @@ def verify(
         dense_error=(None if at_full_TV is None else logits_error(at_full_TV, reference.dense_TV)),
         dense_floor=reference.dense_floor,
     )
-    judge(record, limits_of(output, config))
-    return record
 
 
 def limits_of(output: OutputArchitecture, config: VerifyConfig) -> VerifyConfig:
