@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from dotmoe.artifacts import DenseModel
 from dotmoe.config import RunConfig
-from dotmoe.data import Packed, TokenBlocks
-from dotmoe.evaluate.perplexity import EvaluateConfig, packed_perplexity
+from dotmoe.data import TokenBlocks
+from dotmoe.evaluate.perplexity import Text, perplexity
+from dotmoe.evaluate.scoring import TokenNats, row_nats, stock_nats
 from dotmoe.gguf_export import (
     GGUF_OUTPUTS,
     GgufConfig,
@@ -158,14 +159,21 @@ def perplexities(
     dense: DenseModel, layout: ExpertLayout, heldout: torch.Tensor, scratch: Path
 ) -> dict[str, Any]:
     """Perplexity of the dense and the split model in llama.cpp by number format."""
-    packed = Packed(heldout.flatten()[:PERPLEXITY_TOKENS], 1.0)
-    config = EvaluateConfig(text=("held-out text",), window=heldout.shape[1])
+    window = heldout.shape[1]
+    tokens = heldout.flatten()[:PERPLEXITY_TOKENS]
+    text = Text(tokens=tokens, tokens_per_byte=1.0, names=("held-out text",), joined="Blocks")
+
+    def measured(nats: TokenNats) -> float:
+        return perplexity(nats, text, window).perplexity
+
+    stock = stock_nats(dense.model)
     table: dict[str, Any] = {
-        "window": config.window,
-        "transformers": {"dense": ppl(dense.model, dense, packed, config)},
+        "window": window,
+        "tokens": len(tokens),
+        "transformers": {"dense": {"perplexity": measured(stock)}},
     }
     with masked_by(dense, layout):
-        table["transformers"]["moe"] = ppl(dense.model, dense, packed, config)
+        table["transformers"]["moe"] = {"perplexity": measured(stock)}
     for kind in TYPES:
         files = {"dense": scratch / f"dense-{kind}", "moe": scratch / f"moe-{kind}"}
         options = GgufConfig(type=kind)
@@ -174,18 +182,11 @@ def perplexities(
         table[kind] = {}
         for name, folder in files.items():
             file = folder / f"model-{kind}.gguf"
-            with LlamaCppModel(file, context=heldout.shape[1]) as model:
-                result = model.perplexity(dense.tokenizer, packed, config)
-            table[kind][name] = {"perplexity": result.perplexity, "bytes": file.stat().st_size}
-            table["tokens"] = result.tokens
+            with LlamaCppModel(file, context=window) as model:
+                found = measured(row_nats(model.logits))
+            table[kind][name] = {"perplexity": found, "bytes": file.stat().st_size}
         print(kind, table[kind])
     return table
-
-
-def ppl(model: Any, dense: DenseModel, packed: Packed, config: EvaluateConfig) -> dict[str, Any]:
-    """Perplexity in Transformers."""
-    result = packed_perplexity(model, dense.tokenizer, packed, config)
-    return {"perplexity": result.perplexity}
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from tyro.conf import Positional
 
 from dotmoe.artifacts import DenseModel
 from dotmoe.data import TokenBlocks, write_decontaminated
-from dotmoe.evaluate import EvaluateConfig
-from dotmoe.evaluate.perplexity import packed_perplexity, packed_text
+from dotmoe.evaluate import TextConfig, packed_text, stock_nats
+from dotmoe.evaluate.perplexity import perplexity
 from dotmoe.finetune import Start, finetune
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.surgery import masked_by
@@ -55,14 +55,13 @@ class Heldout:
 
     def __init__(self, dense: DenseModel, max_tokens: int) -> None:
         self.dense = dense
-        self.config = EvaluateConfig(text=HELDOUT, max_tokens=max_tokens)
-        self.packed = packed_text(self.config, dense.tokenizer)
+        self.config = TextConfig(text=HELDOUT, max_tokens=max_tokens)
+        self.text = packed_text(self.config, dense.tokenizer)
 
-    @torch.no_grad()
     def measured(self) -> dict[str, Any]:
         """Loss and perplexity, with their protocol."""
-        model, tokenizer = self.dense.model, self.dense.tokenizer
-        return packed_perplexity(model, tokenizer, self.packed, self.config).as_dict()
+        window = self.config.window_in(self.dense.widths.context)
+        return perplexity(stock_nats(self.dense.model), self.text, window).as_dict()
 
 
 def main() -> None:

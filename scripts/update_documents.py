@@ -91,7 +91,7 @@ def active_experts() -> str:
         name += " (as exported)" * (point["active_experts"] == record["active_experts"])
         rows.append(
             f"| {name} | {point['active_parameters'] / 1e6:.2f}M | {point['perplexity']:.2f} | "
-            f"{point['loss_above_dense']:.3f} |"
+            f"{point['loss_above_all_experts']:.3f} |"
         )
     return "\n".join([*rows, "", source(record, "quickstart_active_experts.json")])
 

@@ -12,7 +12,7 @@ from dotmoe.baselines import (
     Baseline,
     Given,
     baseline,
-    own_router_perplexity,
+    routed_by_representatives,
     state_of,
 )
 from dotmoe.calibrate import calibrate
@@ -20,7 +20,8 @@ from dotmoe.config import RunConfig
 from dotmoe.data import TokenBlocks
 from dotmoe.device import resolved_device
 from dotmoe.distributed import from_first, is_first, joined, on_every_rank
-from dotmoe.evaluate import evaluate_pair
+from dotmoe.evaluate import heldout_text, perplexities, stock_nats
+from dotmoe.evaluate.perplexity import perplexity
 from dotmoe.export import (
     ExportRecord,
     export,
@@ -156,7 +157,7 @@ class _Run(OpenedRun):
             text = measured_on(self.config)
             exported = self.folder.stage("export")
             with self.folder.finishing("evaluate"), self.narrator.bar("evaluate") as update:
-                results = evaluate_pair(self.dense, exported, heldout, text, update)
+                results = perplexities(self.dense, {"moe": exported}, heldout, text, update)
                 write_model_card(exported, record, card_rows(results))
                 results |= {
                     "origin": "measured",
@@ -205,10 +206,12 @@ class _Run(OpenedRun):
         made = Baseline.load(self.folder.stage("extract"))
         if made.representative_LE is None or self.config.baseline.split_router != "own":
             return {}
-        with self.narrator.bar("evaluate its own router") as update:
-            routers = made.representative_LE
-            result = own_router_perplexity(self.dense, made.layout, routers, heldout, text, update)
-        return {"moe_own_router": result}
+        scored = heldout_text(heldout, self.dense.tokenizer, text)
+        nats = stock_nats(self.dense.model)
+        routed = routed_by_representatives(self.dense, made.layout, made.representative_LE)
+        with self.narrator.bar("evaluate its own router") as update, routed:
+            result = perplexity(nats, scored, heldout.seq_len, on_progress=update)
+        return {"moe_own_router": result.as_dict()}
 
     def _state(self, stage: str, make: Callable[[Path], AlignState]) -> AlignState:
         """State of a stage: from disk where the stage is finished, else made and saved."""

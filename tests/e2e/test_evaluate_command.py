@@ -44,9 +44,13 @@ def test_each_measurement_is_printed_and_kept(finished, tmp_path, capsys):
     assert "--- 'The crow'" in said
     assert "rep-2" in said
 
-    both, _ = evaluated([folder, "--against", model, *text, "--window", 64], capsys)
+    both, said = evaluated([folder, "--against", model, *text, "--window", 64], capsys)
     alone, _ = evaluated([model, *text, "--window", 64], capsys)
-    assert both["against"] == alone
+    assert both["against"].items() <= alone.items()
+    assert f"{alone['perplexity']:.3f}" in said
+    assert both["command"] == f"dotmoe evaluate {folder} --against {model} " + " ".join(
+        map(str, [*text, "--window", 64])
+    )
 
 
 @pytest.mark.parametrize(

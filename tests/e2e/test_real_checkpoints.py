@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dotmoe.cli import run
-from dotmoe.data import DataConfig, documents
-from dotmoe.evaluate.perplexity import EvaluateConfig, perplexity
+from dotmoe.evaluate import TextConfig, packed_text, stock_nats
+from dotmoe.evaluate.perplexity import perplexity
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.surgery import masked_by
@@ -75,7 +75,7 @@ def test_the_embedded_model_has_its_recorded_loss_on_held_out_files():
     """On this machine's own library, which may be another Python's: so only roughly."""
     dense = load_dense("embedded", LoadConfig(device="cpu"))
     record = json.loads((dense.folder / "training.json").read_text())
-    source = documents(DataConfig(data=("python-stdlib-heldout",)))
-    config = EvaluateConfig(max_tokens=40_000)
-    result = perplexity(dense.model, dense.tokenizer, source, config)
+    config = TextConfig(text=("python-stdlib-heldout",), max_tokens=40_000)
+    text = packed_text(config, dense.tokenizer)
+    result = perplexity(stock_nats(dense.model), text, 512)
     assert result.loss == pytest.approx(record["heldout_loss_nats_per_token"], abs=0.3)

@@ -1,4 +1,7 @@
+"""Distance to the dense model. Oracle: whole hidden states and logits in torch."""
+
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -7,12 +10,10 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from dotmoe.errors import UserError
-from dotmoe.evaluate import head_chunks
+from dotmoe.evaluate import EvaluateConfig, TextConfig, evaluate, scoring
 from dotmoe.export import ExportConfig, export, set_active_experts
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.measure import MeasureConfig, measure_fidelity
-from dotmoe.measure.models import loaded
 from dotmoe.moe.surgery import masked_by
 
 TEXT = "The crows counted seven hills and seven valleys, and went on counting until dusk. " * 8
@@ -41,13 +42,10 @@ def case(tiny_dense, tmp_path):
 
 
 def measured(case, **options):
-    evaluate = {"text": (str(case.root / "text.txt"),), "window": WINDOW, "batch_size": 3}
-    config = MeasureConfig(
-        model=str(case.folder), fidelity=True, load=LoadConfig(device="cpu"), **options
-    )
-    for name, value in evaluate.items():
-        object.__setattr__(config.evaluate, name, value)
-    return measure_fidelity(config, lambda *told: None)
+    corpus = TextConfig(text=(str(case.root / "text.txt"),), window=WINDOW, batch_size=3)
+    load = LoadConfig(device="cpu")
+    model = str(case.folder)
+    return evaluate(EvaluateConfig(model=model, fidelity=True, corpus=corpus, load=load, **options))
 
 
 def rows_of(case):
@@ -64,7 +62,7 @@ def compared(actual, dense):
 def test_every_figure_is_what_torch_computes_from_whole_logits(
     family, tiny_dense, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(head_chunks, "CHUNK_LOGITS", 264 * 7)
+    monkeypatch.setattr(scoring, "CHUNK_LOGITS", 264 * 7)
     case = made(family, tiny_dense, tmp_path)
     found = measured(case)
     models = {
@@ -154,6 +152,22 @@ def test_a_dense_model_that_is_not_named_or_does_not_fit_is_refused(case, tiny_d
         measured(case, against=str(other))
 
 
-def test_loaded_models_say_their_number_format(case):
-    stock = loaded(case.folder, LoadConfig(device="cpu", dtype="bfloat16"))
-    assert stock.dtype == "bfloat16"
+def test_a_finetuned_export_is_compared_with_the_dense_model_and_not_with_its_own_weights(
+    case, tiny_dense
+):
+    for name, values in (
+        ("convert", {"command": "convert", "model": str(case.dense.folder)}),
+        ("finetune", {"command": "finetune", "run": str(case.root / "convert")}),
+    ):
+        (case.root / name).mkdir()
+        (case.root / name / "config.json").write_text(json.dumps(values))
+    trained = case.root / "finetune" / "4_finetune" / "model"
+    shutil.copytree(tiny_dense("llama", rms_norm_eps=1e-2), trained)
+    dense = load_dense(str(trained), LoadConfig(device="cpu"))
+    ids = torch.tensor(dense.tokenizer(TEXT).input_ids[:384]).view(4, 96)
+    export(dense, case.layout, case.root / "finetune" / "5_export", ExportConfig(), ids)
+    finetuned = SimpleNamespace(**vars(case) | {"folder": case.root / "finetune"})
+    found = measured(finetuned)
+    assert found["against"] == str(case.dense.folder)
+    assert found["kl"] == measured(finetuned, against=str(case.dense.folder))["kl"]
+    assert found["kl"] != measured(finetuned, against=str(trained))["kl"]

@@ -1,14 +1,24 @@
+"""Continuations and their repetition. Oracles: argmax token by token, and figures by hand."""
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dotmoe.errors import UserError
-from dotmoe.evaluate import EvaluateConfig, GenerateConfig, continuations, repetition
-from dotmoe.evaluate.generation import cut_prompts
+from dotmoe.evaluate import (
+    EvaluateConfig,
+    GenerateConfig,
+    TextConfig,
+    continuations,
+    evaluate,
+    repetition,
+)
+from dotmoe.evaluate.generation import cut_prompts, distinct_n, loop_tokens, rep_n
 from dotmoe.load import LoadConfig
-from dotmoe.measure import MeasureConfig, measure_generation
 
 PROMPTS = [[0, 40, 41, 42], [0, 99, 98, 97, 96, 95]]
+BLOCK = [4, 9, 2, 7, 5]
+PROSE = list(range(100, 140))
 
 
 @pytest.fixture
@@ -37,64 +47,52 @@ def test_greedy_is_the_argmax_token_by_token_whatever_the_model_prefers(model, t
     model.generation_config.no_repeat_ngram_size = 1
     made = continuations(model, tokenizer, PROMPTS, GenerateConfig(generate=12))
     expected = [argmaxed(model, prompt, 12, tokenizer.eos_token_id) for prompt in PROMPTS]
-    assert made.greedy == expected
+    assert made["greedy"] == expected
 
 
-def test_sampling_is_drawn_from_the_seed_and_not_greedy(model, tokenizer):
-    first, again, other = (
-        continuations(
-            model, tokenizer, PROMPTS, GenerateConfig(generate=16, sampling_seed=seed)
-        ).sampled
-        for seed in (0, 0, 5)
+def test_sampling_is_drawn_from_the_seed_and_a_top_p_near_nothing_is_greedy(model, tokenizer):
+    options = [{"sampling_seed": 0}, {"sampling_seed": 0}, {"sampling_seed": 5}, {"top_p": 1e-6}]
+    first, again, other, likeliest = (
+        continuations(model, tokenizer, PROMPTS, GenerateConfig(generate=16, **each))
+        for each in options
     )
-    assert first == again != other
-
-
-def test_a_top_p_near_nothing_is_greedy(model, tokenizer):
-    made = continuations(model, tokenizer, PROMPTS, GenerateConfig(generate=8, top_p=1e-6))
-    assert made.sampled == made.greedy
+    assert first["sampled"] == again["sampled"] != other["sampled"]
+    assert likeliest["sampled"] == likeliest["greedy"] == first["greedy"]
 
 
 def test_an_end_of_text_ends_the_continuation_and_is_not_in_it(model, tokenizer):
-    with torch.no_grad():
-        free = argmaxed(model, PROMPTS[0], 8, None)
+    free = argmaxed(model, PROMPTS[0], 8, None)
     tokenizer.eos_token_id = free[3]
     made = continuations(model, tokenizer, PROMPTS[:1], GenerateConfig(generate=8))
-    assert made.greedy == [free[: free.index(free[3])]]
+    assert made["greedy"] == [free[: free.index(free[3])]]
 
 
 def test_prompts_are_cut_at_equal_distances():
     config = GenerateConfig(num_prompts=3, prompt_tokens=4)
-    assert cut_prompts(range(31), config) == [
-        [0, 1, 2, 3],
-        [10, 11, 12, 13],
-        [20, 21, 22, 23],
-    ]
+    assert cut_prompts(range(31), config) == [[0, 1, 2, 3], [10, 11, 12, 13], [20, 21, 22, 23]]
     assert len(cut_prompts(range(9), config)) == 2
     with pytest.raises(UserError, match="the text has 3 tokens"):
         cut_prompts(range(3), config)
 
 
-def test_both_models_continue_the_same_prompts(tiny_dense, tmp_path):
+def test_both_models_continue_the_same_prompts(tiny_dense, model, tokenizer, tmp_path):
     (tmp_path / "text.txt").write_text("Some text, long enough to be cut. " * 9)
-    config = MeasureConfig(
+    config = EvaluateConfig(
         model=str(tiny_dense("llama")),
         against=str(tiny_dense("llama", rms_norm_eps=1e-2)),
         generation=GenerateConfig(generate=6, num_prompts=2, prompt_tokens=8),
-        evaluate=EvaluateConfig(text=(str(tmp_path / "text.txt"),)),
+        corpus=TextConfig(text=(str(tmp_path / "text.txt"),)),
         load=LoadConfig(device="cpu"),
     )
-    found = measure_generation(config, lambda *told: None)
+    found = evaluate(config)
     ours, theirs = found["model"], found["against"]
     assert ours["prompts"] == theirs["prompts"]
     assert ours["prompts"][0] == "Some te"  # after <s>
     assert ours["greedy"]["texts"] != theirs["greedy"]["texts"]
-    tokenizer = AutoTokenizer.from_pretrained(tiny_dense("llama"))
-    model = AutoModelForCausalLM.from_pretrained(tiny_dense("llama")).eval()
-    ids = [argmaxed(model, tokenizer(p).input_ids, 6, 1) for p in ours["prompts"][:1]]
-    assert tokenizer.batch_decode(ids) == ours["greedy"]["texts"][:1]
+    ids = argmaxed(model, tokenizer(ours["prompts"][0]).input_ids, 6, 1)
+    assert tokenizer.decode(ids) == ours["greedy"]["texts"][0]
     assert ours["greedy"]["repetition"]["tokens"] <= 12
-    assert repetition(ids).tokens == len(ids[0])
+    assert found["settings"]["generate"] == 6
 
 
 @pytest.mark.parametrize(
@@ -109,6 +107,61 @@ def test_both_models_continue_the_same_prompts(tiny_dense, tmp_path):
 )
 def test_settings_out_of_range_are_refused(options, words, tiny_dense):
     generation = GenerateConfig(**{"prompts": ("a",), **options})
-    config = MeasureConfig(model=str(tiny_dense("llama")), generation=generation)
     with pytest.raises(UserError, match=words):
-        measure_generation(config, lambda *told: None)
+        evaluate(EvaluateConfig(model=str(tiny_dense("llama")), generation=generation))
+
+
+def in_loops(tokens):
+    """Places in a loop, straight from the definition: every stretch, every period."""
+    inside = set()
+    for start in range(len(tokens)):
+        for end in range(start + 12, len(tokens) + 1):
+            stretch = tokens[start:end]
+            periods = range(1, min(64, len(stretch) // 3) + 1)
+            if any(stretch[p:] == stretch[:-p] for p in periods):
+                inside |= set(range(start, end))
+    return [place in inside for place in range(len(tokens))]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "looping"),
+    [
+        (PROSE, 0),
+        (BLOCK * 3, 15),
+        (BLOCK * 2 + [4], 0),
+        (PROSE + BLOCK * 4 + [4, 9], 22),
+        ([1] * 11, 0),
+        ([1] * 12, 12),
+        (PROSE + [1] * 12 + PROSE, 12),
+        (BLOCK * 3 + PROSE + [8, 3] * 7, 29),
+    ],
+)
+def test_loops_made_by_hand_are_found_token_for_token(tokens, looping):
+    assert sum(loop_tokens(tokens)) == looping
+    assert loop_tokens(tokens) == in_loops(tokens)
+
+
+def test_loops_equal_the_definition_on_drawn_sequences_up_to_the_longest_block():
+    state = 1
+    for _ in range(20):
+        tokens = []
+        for _ in range(60):
+            state = state * 48271 % 2147483647
+            tokens.append(tokens[-3] if state % 10 and len(tokens) > 3 else state // 10 % 3)
+        assert loop_tokens(tokens) == in_loops(tokens)
+    assert [sum(loop_tokens(list(range(n)) * 3)) for n in (64, 65)] == [192, 0]
+
+
+def test_figures_by_hand():
+    tokens = [1, 2, 3, 1, 2, 3]  # 2-grams: 12 23 31 12 23
+    assert [rep_n(tokens, 2), rep_n(tokens, 4), rep_n([1], 2)] == pytest.approx([2 / 5, 0, 0])
+    assert distinct_n([tokens, [1, 2]], 1) == 3 / 8
+    assert distinct_n([[], [1]], 2) == 1
+    found = repetition([BLOCK * 4, PROSE[:20], []])
+    assert (found["loop_share"], found["tokens"]) == (20 / 40, 40)
+    assert found["looping"] == pytest.approx(1 / 3)
+    assert found["rep_2"] == pytest.approx((1 - 5 / 19) / 3)
+    rest = [1 - found[f"rep_{n}"] for n in (2, 3, 4)]
+    assert found["diversity"] == pytest.approx(rest[0] * rest[1] * rest[2])
+    assert repetition([[*BLOCK * 4, 1, 2, 3, 6, 8]])["looping"] == 0
+    assert repetition([[1, 2, 3, 6, 8, *BLOCK * 4]])["looping"] == 1

@@ -1,195 +1,264 @@
+"""Perplexity a token. Oracles: known chances, Transformers' own loss, the scripts of GPTQ."""
+
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dotmoe.data import DataConfig, documents
+from dotmoe.data import Continuation, DataConfig, documents
 from dotmoe.errors import UserError
-from dotmoe.evaluate import perplexity as module
-from dotmoe.evaluate.perplexity import EvaluateConfig, perplexity, summed_loss
+from dotmoe.evaluate import EvaluateConfig, TextConfig, evaluate, scoring
+from dotmoe.evaluate.perplexity import joined_text, packed_text, perplexity
+from dotmoe.evaluate.scoring import row_nats, stock_nats
 from dotmoe.load import LoadConfig, load_dense
 
 TEXTS = ["The cat sat on the mat.\n" * 9, "Zwölf Boxkämpfer jagen Viktor.", "x = [1, 2, 3]\n" * 11]
+ROWS = ["", " = A heading = \n", "", " Some text , and more .\n", " The next paragraph .\n", ""]
+"""As the data set has them: a blank line is an empty row."""
+FILE = "\n = A heading = \n \n Some text , and more .\n The next paragraph .\n\n"
+CPU = LoadConfig(device="cpu")
 
 
 @pytest.fixture(scope="module")
 def llama(tiny_dense):
-    return load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu"))
+    return load_dense(str(tiny_dense("llama")), CPU)
 
 
-class FixedChances(torch.nn.Module):
+class FixedChances:
     """Predicts token t with chance ~ t + 1 whatever came before: its loss is known by hand."""
 
-    def __init__(self, vocabulary, context=64):
-        super().__init__()
-        self.config = SimpleNamespace(vocab_size=vocabulary, max_position_embeddings=context)
-        self.logits = torch.nn.Parameter(torch.arange(1.0, vocabulary + 1).log())
-        self.calls = []
+    def __init__(self, vocabulary=264):
+        self.shapes = []
+        self.nats_V = torch.arange(1, vocabulary + 1).double().log().log_softmax(0).neg()
 
-    def forward(self, input_ids, use_cache):
-        self.calls.append(tuple(input_ids.shape))
-        return SimpleNamespace(logits=self.logits.expand(*input_ids.shape, -1))
-
-    def nats(self, token):
-        vocabulary = self.config.vocab_size
-        return math.log(vocabulary * (vocabulary + 1) / 2) - math.log(token + 1)
+    def __call__(self, tokens_BT):
+        self.shapes.append(tuple(tokens_BT.shape))
+        return self.nats_V[tokens_BT[:, 1:].long()]
 
 
-def ids_of(tokenizer, texts):
-    return [token for text in texts for token in [0, *tokenizer.encode(text)[1:]]]
+def text_of(dense, texts=TEXTS, **options):
+    return joined_text(texts, dense.tokenizer, TextConfig(**options))
+
+
+def ids_of(dense, texts=TEXTS):
+    return [token for text in texts for token in [0, *dense.tokenizer.encode(text)[1:]]]
 
 
 def test_loss_equals_the_sum_by_hand_with_a_partial_last_window(llama):
-    model = FixedChances(264)
-    ids = ids_of(llama.tokenizer, TEXTS)
+    nats, ids = FixedChances(), ids_of(llama)
     assert len(ids) % 50 >= 2
     scored = [token for place, token in enumerate(ids) if place % 50]
-    result = perplexity(model, llama.tokenizer, TEXTS, EvaluateConfig(window=50, batch_size=3))
-    expected = sum(map(model.nats, scored)) / len(scored)
+    told = []
+    result = perplexity(
+        nats, text_of(llama), 50, 3, lambda done, total, note="": told.append((done, total))
+    )
+    expected = float(nats.nats_V[scored].mean())
     assert result.tokens == len(scored)
-    assert result.loss == pytest.approx(expected, rel=1e-6)
-    assert result.perplexity == pytest.approx(math.exp(expected), rel=1e-6)
+    assert result.loss == pytest.approx(expected, rel=1e-9)
+    assert result.perplexity == pytest.approx(math.exp(expected))
     num_bytes = sum(len(text.encode()) for text in TEXTS)
     assert result.bits_per_byte == pytest.approx(expected / math.log(2) * len(ids) / num_bytes)
+    windows = -(-len(ids) // 50)
+    assert told == [(done, windows) for done in (3, 6, 8, windows)]
 
 
 @pytest.mark.parametrize(
-    ("text", "calls", "scored"),
+    ("text", "shapes", "scored"),
     [("abcdefg", [(2, 4)], 6), ("abcdefgh", [(2, 4)], 6), ("abcdefghi", [(2, 4), (1, 2)], 7)],
 )
-def test_a_last_window_counts_from_two_tokens_up(llama, text, calls, scored):
-    model = FixedChances(264)
-    result = perplexity(model, llama.tokenizer, [text], EvaluateConfig(window=4))
-    assert model.calls == calls  # <s> makes one token more
-    assert result.tokens == scored
+def test_a_last_window_counts_from_two_tokens_up(llama, text, shapes, scored):
+    nats = FixedChances()
+    assert perplexity(nats, text_of(llama, [text]), 4).tokens == scored
+    assert nats.shapes == shapes  # <s> makes one token more
 
 
-def test_loss_is_the_one_that_transformers_computes(llama, tiny_dense):
-    other = AutoModelForCausalLM.from_pretrained(tiny_dense("llama"))
-    ids = ids_of(llama.tokenizer, TEXTS)
+@pytest.mark.parametrize("family", ["llama", "granite", "olmo2"])
+def test_loss_is_the_one_that_transformers_computes(family, tiny_dense, monkeypatch):
+    dense = load_dense(str(tiny_dense(family)), CPU)
+    other = AutoModelForCausalLM.from_pretrained(tiny_dense(family))
+    ids = ids_of(dense)
     total, count = 0.0, 0
     for start in range(0, len(ids), 64):
         row = torch.tensor([ids[start : start + 64]])
         with torch.no_grad():
             total += float(other(input_ids=row, labels=row).loss) * (row.shape[1] - 1)
         count += row.shape[1] - 1
-    result = perplexity(llama.model, llama.tokenizer, TEXTS, EvaluateConfig(window=64))
-    assert result.tokens == count
-    assert result.loss == pytest.approx(total / count, rel=1e-5)
+    for batch_size, chunk in ((1, 1 << 25), (5, 264 * 7), (100, 1)):
+        monkeypatch.setattr(scoring, "CHUNK_LOGITS", chunk)
+        result = perplexity(stock_nats(dense.model), text_of(dense), 64, batch_size)
+        assert result.tokens == count
+        assert result.loss == pytest.approx(total / count, rel=1e-5)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 5, 100])
-def test_batch_size_does_not_change_the_result(llama, batch_size):
-    one = perplexity(llama.model, llama.tokenizer, TEXTS, EvaluateConfig(window=32, batch_size=4))
-    config = EvaluateConfig(window=32, batch_size=batch_size)
-    other = perplexity(llama.model, llama.tokenizer, TEXTS, config)
-    assert other.tokens == one.tokens
-    assert other.loss == pytest.approx(one.loss, rel=1e-6)
+def test_a_runtime_that_gives_logits_of_one_text_scores_alike(llama):
+    def logits_of(row):
+        with torch.no_grad():
+            return llama.model(input_ids=row[None].long()).logits[0]
+
+    tokens = torch.tensor(ids_of(llama))[:96].view(3, 32)
+    expected = stock_nats(llama.model)(tokens)
+    assert expected.shape == (3, 31)
+    torch.testing.assert_close(row_nats(logits_of)(tokens), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_large_vocabulary_lowers_the_windows_that_run_at_once(llama, monkeypatch):
-    monkeypatch.setattr(module, "MAX_LOGITS", 264 * 32 * 3)
-    monkeypatch.setattr(module, "_MAX_FLOAT32_LOGITS", 264 * 7)
-    model = FixedChances(264)
-    result = perplexity(model, llama.tokenizer, TEXTS, EvaluateConfig(window=32, batch_size=8))
-    assert max(rows for rows, _ in model.calls) == 3
-    ids = ids_of(llama.tokenizer, TEXTS)
-    scored = [token for place, token in enumerate(ids) if place % 32]
-    assert result.loss == pytest.approx(sum(map(model.nats, scored)) / len(scored), rel=1e-6)
-
-
-def test_bfloat16_logits_are_scored_in_float32(llama, tiny_dense):
-    model = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu", dtype="bfloat16")).model
-    tokens = torch.tensor([ids_of(llama.tokenizer, TEXTS)[:64]])
+def test_bfloat16_logits_are_scored_in_float32_and_no_gradient_is_recorded(tiny_dense):
+    dense = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu", dtype="bfloat16"))
+    tokens = torch.tensor([ids_of(dense)[:64]])
     with torch.no_grad():
-        logits = model(input_ids=tokens).logits[0, :-1]
+        logits = dense.model(input_ids=tokens[:, :-1]).logits[0]
     assert logits.dtype == torch.bfloat16
     exact = -logits.double().log_softmax(-1)[torch.arange(63), tokens[0, 1:]].sum()
-    assert summed_loss(model, tokens) == pytest.approx(float(exact), rel=1e-6)
+    found = stock_nats(dense.model)(tokens)
+    assert float(found.sum()) == pytest.approx(float(exact), rel=1e-6)
+    assert not found.requires_grad
 
 
-def test_no_gradient_is_recorded_and_the_model_can_be_trained_afterwards(llama):
-    perplexity(llama.model, llama.tokenizer, TEXTS, EvaluateConfig(window=32))
-    tokens = torch.arange(2, 34)[None]
-    embedded = llama.model.model.embed_tokens(tokens).requires_grad_()
-    llama.model(inputs_embeds=embedded).logits.sum().backward()
-    assert embedded.grad.abs().sum() > 0
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_gptq_number_is_that_of_the_scripts_of_the_literature(family, tiny_dense):
+    """The loop of GPTQ's `opt.py` and `llama.py`, written down again."""
+    dense = load_dense(str(tiny_dense(family)), CPU)
+    text, window = FILE * 6, 32
+    ids = torch.tensor([dense.tokenizer("\n\n".join(ROWS * 6)).input_ids])
+    joined = text_of(dense, [text[:20], Continuation(text[20:])], protocol="gptq")
+    assert joined.tokens.tolist() == ids[0].tolist()
+    assert len(text_of(dense, [text], protocol="gptq", max_tokens=9).tokens) == 9
+    num_windows = ids.numel() // window
+    assert ids.numel() % window
+    nlls = []
+    for i in range(num_windows):
+        batch = ids[:, i * window : (i + 1) * window]
+        with torch.no_grad():
+            logits = dense.model(batch).logits
+        loss = torch.nn.CrossEntropyLoss()(logits[0, :-1], batch[0, 1:])
+        nlls.append(loss.float() * window)
+    expected = float(torch.exp(torch.stack(nlls).sum() / (num_windows * window)))
+    nats = stock_nats(dense.model)
+    found = perplexity(nats, joined, window)
+    assert found.perplexity == pytest.approx(expected, rel=1e-5)
+    assert found.tokens == num_windows * (window - 1)
+    assert "Lines joined" in found.protocol
+    assert abs(perplexity(nats, text_of(dense, [text]), window).perplexity / expected - 1) > 1e-3
+    in_bytes = found.loss / math.log(2) * ids.numel() / len(text.encode())
+    assert found.bits_per_byte == pytest.approx(in_bytes)
+    with pytest.raises(UserError, match="fill no window of 4000"):
+        perplexity(nats, joined, 4000)
 
 
-def test_max_tokens_is_the_most_that_is_read(llama):
+def test_wikitext_has_the_rows_of_the_data_set(shared_data):
+    """4,358 rows, as `wikitext-2-raw-v1` states for its test split."""
+    path = shared_data / "text/wikitext2/wiki.test.raw.txt.gz"
+    seen = []
+
+    class Tokenizer:
+        def __call__(self, text, verbose):
+            seen.append(text)
+            return type("Encoding", (), {"input_ids": [1, 2]})
+
+    packed_text(TextConfig(text=(str(path),), protocol="gptq"), Tokenizer())
+    lines = "".join(documents(DataConfig(data=(str(path),)))).splitlines(keepends=True)
+    assert len(lines) == 4358
+    assert seen[0] == "\n\n".join(line if line.strip() else "" for line in lines)
+
+
+def test_max_tokens_is_the_most_that_is_read_and_the_window_fits_the_context(llama):
     def endless():
         while True:
             yield TEXTS[0]
 
-    config = EvaluateConfig(window=50, max_tokens=125)
-    result = perplexity(FixedChances(264), llama.tokenizer, endless(), config)
-    assert result.tokens == 49 + 49 + 24
+    text = text_of(llama, endless(), max_tokens=125)
+    assert perplexity(FixedChances(), text, 50).tokens == 49 + 49 + 24
+    assert [TextConfig().window_in(context) for context in (64, 4096)] == [64, 2048]
+    with pytest.raises(UserError, match="window is 65, but must lie in 2 to 64"):
+        TextConfig(window=65).window_in(64)
 
 
-def test_default_window_is_the_context_up_to_2048(llama):
-    short = perplexity(FixedChances(264, 64), llama.tokenizer, TEXTS, EvaluateConfig())
-    assert short.window == 64
-    long = perplexity(FixedChances(264, 4096), llama.tokenizer, TEXTS, EvaluateConfig())
-    assert long.window == 2048
+def test_what_cannot_be_scored_is_refused(llama):
+    broken = FixedChances()
+    broken.nats_V[3:] = float("nan")
+    with pytest.raises(UserError, match="the model is broken"):
+        perplexity(broken, text_of(llama), 32)
+    with pytest.raises(UserError, match="no text"):
+        text_of(llama, ["", ""])
+    with pytest.raises(UserError, match="1 token"):
+        perplexity(FixedChances(), text_of(llama, max_tokens=1), 32)
 
 
-def test_progress_ends_at_all_windows(llama):
-    seen = []
-    perplexity(
-        FixedChances(264),
-        llama.tokenizer,
-        TEXTS,
-        EvaluateConfig(window=32, batch_size=4),
-        on_progress=lambda done, total: seen.append((done, total)),
-    )
-    windows = -(-len(ids_of(llama.tokenizer, TEXTS)) // 32)
-    assert [total for _, total in seen] == [windows] * len(seen)
-    assert [done for done, _ in seen] == [*range(4, windows, 4), windows]
-
-
-def test_the_record_is_json_and_states_its_protocol(llama):
-    config = EvaluateConfig(text=("a.txt",), window=32)
-    record = perplexity(FixedChances(264), llama.tokenizer, TEXTS, config).as_dict()
-    assert json.loads(json.dumps(record)) == record
-    assert record["origin"] == "measured"
-    assert record["unit"] == "token"
-    assert record["text"] == ["a.txt"]
-    assert "<s> before each" in record["protocol"]
-    assert "windows of 32 tokens" in record["protocol"]
+def test_the_result_says_what_was_measured_and_how(tiny_dense, tmp_path):
+    """Name, number format, command and versions stand beside a plain perplexity, too."""
+    model, source = str(tiny_dense("llama")), tmp_path / "text.txt"
+    source.write_text("".join(TEXTS))
+    corpus = TextConfig(text=(str(source),), window=32)
+    config = EvaluateConfig(model=model, out=str(tmp_path / "out"), corpus=corpus, load=CPU)
+    found = evaluate(config, command="dotmoe evaluate x")
+    assert json.loads((tmp_path / "out" / "perplexity.json").read_text()) == found
+    assert (found["name"], found["dtype"], found["unit"]) == (model, "float32", "token")
+    assert (found["origin"], found["command"]) == ("measured", "dotmoe evaluate x")
+    assert found["provenance"]["versions"]["torch"]
+    assert found["text"] == [str(source)]
+    assert "<s> before each" in found["protocol"]
+    assert "windows of 32 tokens" in found["protocol"]
+    both = evaluate(EvaluateConfig(model=model, against=model, corpus=corpus, load=CPU))
+    assert both["model"] == both["against"]
+    assert both["model"]["loss"] == found["loss"]
+    assert both["provenance"]
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("options", "words"),
     [
-        ({"window": 65}, "window is 65, but must lie in 2 to 64"),
         ({"window": 1}, "window is 1"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"max_tokens": 1}, "max_tokens is 1"),
+        ({}, "--text names no file"),
     ],
 )
-def test_refuses_settings_out_of_range(llama, options, expected):
-    with pytest.raises(UserError, match=expected):
-        perplexity(FixedChances(264), llama.tokenizer, TEXTS, EvaluateConfig(**options))
+def test_options_out_of_range_are_refused_before_a_model_is_looked_for(options, words):
+    with pytest.raises(UserError, match=words):
+        evaluate(EvaluateConfig(model="nothing", corpus=TextConfig(**options)))
 
 
-def test_refuses_a_model_whose_logits_are_not_finite(llama):
-    model = FixedChances(264)
-    model.logits.data[3] = float("nan")
-    with pytest.raises(UserError, match="the model is broken"):
-        perplexity(model, llama.tokenizer, TEXTS, EvaluateConfig())
+def test_the_window_of_a_gguf_is_bounded_by_the_context_that_its_file_states(
+    tiny_dense, tmp_path, monkeypatch
+):
+    """Not by what the tokenizer says, whose limit has nothing to do with the file."""
+    from dotmoe.gguf_export import GgufConfig, write_dense_gguf
 
+    dense = load_dense(str(tiny_dense("llama", max_position_embeddings=64)), CPU)
+    source = tmp_path / "text.txt"
+    source.write_text("".join(TEXTS))
+    tokens = torch.tensor(ids_of(dense))[:128].view(2, 64)
+    write_dense_gguf(dense, tmp_path / "out", GgufConfig(), tokens)
+    contexts = []
 
-def test_refuses_a_text_without_anything_to_score(llama):
-    with pytest.raises(UserError, match="no text"):
-        perplexity(FixedChances(264), llama.tokenizer, ["", ""], EvaluateConfig())
+    class Runtime:
+        def __init__(self, path, *, context):
+            contexts.append(context)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def logits(self, tokens_T):
+            return torch.zeros(len(tokens_T), 264)
+
+    monkeypatch.setattr("dotmoe.llama_cpp.LlamaCppModel", Runtime)
+    assert dense.tokenizer.model_max_length == 256
+    corpus = TextConfig(text=(str(source),))
+    found = evaluate(EvaluateConfig(model=str(tmp_path / "out"), corpus=corpus))
+    assert (contexts, found["window"]) == ([64], 64)
+    assert found["loss"] == pytest.approx(math.log(264))
+    corpus = TextConfig(text=(str(source),), window=128)
+    with pytest.raises(UserError, match="2 to 64, the model's context"):
+        evaluate(EvaluateConfig(model=str(tmp_path / "out"), corpus=corpus))
 
 
 @pytest.fixture(scope="module")
 def stories(shared_data):
-    return load_dense(str(shared_data / "models/stories260K"), LoadConfig(device="cpu"))
+    return load_dense(str(shared_data / "models/stories260K"), CPU)
 
 
 def test_one_story_a_sequence_gives_the_documented_loss(stories, shared_data):
@@ -204,23 +273,10 @@ def test_one_story_a_sequence_gives_the_documented_loss(stories, shared_data):
             told.append(paragraph)
         else:
             told[-1] += "\n\n" + paragraph
-    nats = count = 0
-    for story in told[:60]:
-        row = torch.tensor([stories.tokenizer.encode(story)[:512]])
-        nats += summed_loss(stories.model, row)
-        count += row.shape[1] - 1
-    assert nats / count == pytest.approx(1.285, abs=0.02)
-
-
-def test_windows_over_stories_score_near_the_documented_region(stories, shared_data):
-    source = (str(shared_data / "text/tinystories/valid_slice.txt.gz"),)
-    config = EvaluateConfig(text=source, max_tokens=12_000)
-    result = perplexity(
-        stories.model, stories.tokenizer, documents(DataConfig(data=source)), config
-    )
-    assert result.window == 512
-    assert 3.5 < result.perplexity < 4.6
-    assert 0.85 < result.bits_per_byte < 1.1
+    nats = stock_nats(stories.model)
+    rows = [torch.tensor([stories.tokenizer.encode(story)[:512]]) for story in told[:60]]
+    total = sum(float(nats(row).sum()) for row in rows)
+    assert total / sum(row.shape[1] - 1 for row in rows) == pytest.approx(1.285, abs=0.02)
 
 
 @pytest.mark.slow
@@ -235,7 +291,9 @@ def test_wikitext_scores_as_documented(stories, shared_data):
     num_rows = len(ids) // 511
     rows = torch.tensor(ids[: num_rows * 511]).view(num_rows, 511)
     rows = torch.cat([torch.ones(num_rows, 1, dtype=torch.long), rows], dim=1)
-    nats = sum(summed_loss(stories.model, rows[i : i + 16]) for i in range(0, num_rows, 16))
-    assert math.exp(nats / (num_rows * 511)) == pytest.approx(128.5, rel=0.02)
-    result = perplexity(stories.model, stories.tokenizer, [text], EvaluateConfig(text=source))
-    assert result.perplexity == pytest.approx(120.7, rel=0.005)
+    nats = stock_nats(stories.model)
+    total = sum(float(nats(part).sum()) for part in rows.split(16))
+    assert math.exp(total / (num_rows * 511)) == pytest.approx(128.5, rel=0.02)
+    assert perplexity(nats, text_of(stories, [text]), 512).perplexity == pytest.approx(
+        120.7, rel=0.005
+    )

@@ -1,5 +1,7 @@
 """Tasks through `dotmoe evaluate --tasks`, beside the harness itself on the same rows."""
 
+import gzip
+import hashlib
 import json
 import subprocess
 import sys
@@ -9,7 +11,19 @@ import pytest
 
 from dotmoe.cli import run
 from dotmoe.errors import UserError
-from dotmoe.evaluate.harness import require_harness
+from dotmoe.evaluate.harness import chance_of, require_harness
+from dotmoe.evaluate.task_sets import (
+    PAPER,
+    TASK_SETS,
+    TASKS,
+    averages,
+    expanded,
+    local_files,
+    main_metric,
+    require_known,
+    sets_with,
+    write_definition,
+)
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("accelerate")
@@ -119,13 +133,20 @@ def test_every_number_is_the_one_of_the_harness(
         assert found["model"]["tasks"][task] == result
         values = {k: v for k, v in plain.items() if k.endswith(",none") and "stderr" not in k}
         errors = {k: v for k, v in plain.items() if k.endswith("_stderr,none")}
-        assert {f"{k},none": v for k, v in result["metrics"].items()} == values
-        assert {f"{k}_stderr,none": v for k, v in result["stderr"].items()} == errors
-        assert result["samples"][task] == {"original": 6, "effective": 6}
-        assert result["shots"] == {task: 3}
+        scores = {score["metric"]: score for score in result["scores"]}
+        assert {f"{name},none": score["value"] for name, score in scores.items()} == values
+        assert {f"{name}_stderr,none": score["stderr"] for name, score in scores.items()} == errors
+        for score in scores.values():
+            assert (score["task"], score["shots"]) == (task, 3)
+            assert (score["questions"], score["all_questions"]) == (6, 6)
+            assert score["chance"] == (0.5 if task != "hellaswag" else 2 / 6)  # labels 0 1 2 3 0 1
+        main = [score["metric"] for score in scores.values() if score["is_main"]]
+        assert main == ["acc_norm" if task == "hellaswag" else "acc"]
         assert result["data"][task]["rows"] == {"train": 7, "validation": 6}
         assert "±" in said
     assert found["model"]["averages"] == {}
+    by_name = {s["metric"]: s["sets"] for s in found["model"]["tasks"]["piqa"]["scores"]}
+    assert by_name == {"acc": ["paper"], "acc_norm": ["paper-by-k"]}
     assert expected["hellaswag"].keys() >= {"acc,none", "acc_norm,none"}
 
 
@@ -145,7 +166,7 @@ def test_a_finished_task_is_not_run_again_and_other_settings_are_refused(
     assert (out / "tasks" / "piqa.json").read_bytes() == written
     (out / "tasks" / "piqa.json").unlink()
     limited, _ = evaluated([model, *options, "--limit", 2, "--against", other], capsys)
-    assert limited["against"]["tasks"]["piqa"]["samples"]["piqa"]["effective"] == 2
+    assert limited["against"]["tasks"]["piqa"]["scores"][0]["questions"] == 2
     assert (out / "against" / "piqa.json").is_file()
     assert "only the first 2 questions" in limited["model"]["tasks"]["piqa"]["notes"][0]
 
@@ -203,5 +224,101 @@ def test_without_the_extra_it_is_named(monkeypatch):
 
 
 def test_the_harness_is_not_imported_before_a_task_is_run():
-    code = "import sys, dotmoe.measure; sys.exit('lm_eval' in sys.modules)"
+    code = "import sys, dotmoe.evaluate; sys.exit('lm_eval' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+LLAMA_2 = {
+    ("boolq", "acc"): 0.820,
+    ("sciq", "acc"): 0.940,
+    ("piqa", "acc"): 0.781,
+    ("piqa", "acc_norm"): 0.0,
+    ("winogrande", "acc"): 0.743,
+    ("arc_challenge", "acc"): 0.0,
+    ("arc_challenge", "acc_norm"): 0.525,
+    ("hellaswag", "acc"): 0.0,
+    ("hellaswag", "acc_norm"): 0.789,
+    ("arc_easy", "acc_norm"): 0.0,
+}
+"""A row of tab:fine_tuned_results, and metrics that are not in it; its average is 76.6."""
+
+
+def test_the_average_is_that_of_the_papers_table_whatever_else_was_measured():
+    scores = [{"value": v, "sets": sets_with(*key)} for key, v in LLAMA_2.items()]
+    assert round(100 * averages(["paper"], scores)["paper"], 1) == 76.6
+    assert averages(["paper"], scores[1:]) == {}
+    assert averages(PAPER, scores) == {}
+    mains = {task: main_metric(task, ["acc", "acc_norm"]) for task in PAPER}
+    assert mains == TASK_SETS["paper"]
+    assert [main_metric("mmlu", each) for each in (["b", "acc"], ["b"], [])] == ["acc", "b", None]
+
+
+def test_sets_are_expanded_and_an_unknown_task_is_refused_with_the_nearest():
+    assert expanded(["paper", "arc_easy", "boolq", "mmlu"]) == (*PAPER, "arc_easy", "mmlu")
+    with pytest.raises(UserError, match=r"hellaswog is no task .* Did you mean hellaswag\?"):
+        require_known(["hellaswog"], ["hellaswag", "boolq"])
+
+
+def test_chance_counts_choices_and_the_answer_that_is_right_most_often():
+    def sample(choices, target):
+        return {"arguments": [("question", str(i)) for i in range(choices)], "target": target}
+
+    assert chance_of([sample(2, 1)] * 62 + [sample(2, 0)] * 38) == pytest.approx(0.62)
+    assert chance_of([sample(4, i % 4) for i in range(8)]) == 0.25
+    assert chance_of([sample(4, i % 2) for i in range(3)] + [sample(3, 2)]) == 0.5
+    assert chance_of([sample(2, f"text {i}") for i in range(3)]) == 0.5
+    assert chance_of([{"arguments": [("prompt", {"until": []})], "target": "4"}]) is None
+    assert chance_of([]) is None
+
+
+def put(folder, *names):
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (gzip.open if path.suffix == ".gz" else open)(path, "wt") as file:
+            file.write("{}\n")
+
+
+def test_the_first_file_that_exists_is_taken_and_its_digest_told(tmp_path):
+    put(tmp_path, "boolq/validation.json", "boolq/test.jsonl")
+    assert list(local_files(tmp_path, "boolq", 0).files) == ["validation"]
+    with pytest.raises(UserError, match="boolq needs boolq/train"):
+        local_files(tmp_path, "boolq", 1)
+    put(tmp_path, "boolq/train.jsonl.gz", "boolq/train.jsonl")
+    found = local_files(tmp_path, "boolq", 32)
+    files = {split: path.name for split, path in found.files.items()}
+    assert files == {"train": "train.jsonl.gz", "validation": "validation.json"}
+    assert found.notes == ()
+    digest = hashlib.sha256((tmp_path / "boolq/validation.json").read_bytes()).hexdigest()
+    assert found.digests()["validation"] == {"file": "boolq/validation.json", "sha256": digest}
+    for task in set(TASKS) - {"boolq"}:
+        with pytest.raises(UserError, match=rf"{task} needs .*\.jsonl\.gz.* below {tmp_path}"):
+            local_files(tmp_path, task, 0)
+
+
+def test_stand_ins_are_told(tmp_path):
+    put(tmp_path, "hellaswag/validation.jsonl", "hellaswag/train_fewshot_11.jsonl")
+    put(tmp_path, "sciq/validation.jsonl")
+    assert "11 rows" in local_files(tmp_path, "hellaswag", 10).notes[0]
+    assert local_files(tmp_path, "hellaswag", 0).notes == ()
+    assert "validation split" in local_files(tmp_path, "sciq", 0).notes[0]
+    put(tmp_path, "hellaswag/train.jsonl", "sciq/test.jsonl")
+    assert local_files(tmp_path, "hellaswag", 10).notes == ()
+    assert local_files(tmp_path, "sciq", 0).notes == ()
+    assert "test" in local_files(tmp_path, "sciq", 0).files
+
+
+def test_a_definition_changes_nothing_but_the_source_of_the_rows(tmp_path):
+    put(tmp_path, "sciq/validation.jsonl")
+    write_definition(tmp_path, "sciq", tmp_path / "own.yaml", local_files(tmp_path, "sciq", 0))
+    assert json.loads((tmp_path / "sciq.yaml").read_text()) == {
+        "include": str(tmp_path / "own.yaml"),
+        "task": "sciq",
+        "tag": [],
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {"validation": str(tmp_path / "sciq/validation.jsonl")}},
+        "training_split": None,
+        "validation_split": "validation",
+        "test_split": None,
+    }

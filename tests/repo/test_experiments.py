@@ -140,7 +140,7 @@ def test_the_recovery_curve_measures_cross_entropy_over_windows(tiny_dense):
     curve = importlib.import_module("recovery_curve")
     dense = load_dense(str(tiny_dense("llama")), LoadConfig(dtype="float32"))
     heldout = curve.Heldout(dense, 600)
-    parts = [part for part in heldout.packed.tokens.split(256) if len(part) > 1]
+    parts = [part for part in heldout.text.tokens.split(256) if len(part) > 1]
     with torch.no_grad():
         nats = [
             torch.nn.functional.cross_entropy(

@@ -17,13 +17,13 @@ LAYERS = [
     {"training", "llama_cpp"},
     {"data", "artifacts", "parameters", "checkpoint_folder"},
     {"moe", "sharded_weights"},
-    {"load", "calibrate", "align", "extract", "export", "evaluate", "report", "inspection"}
+    {"load", "calibrate", "align", "extract", "export", "report", "inspection"}
     | {"self_text", "finetune"},
     {"gguf_export", "baselines", "analysis"},
     {"config", "narration", "recovery_config"},
     {"recipes", "run_folder", "tokenise"},
-    {"opened_run", "run_results"},
-    {"pipeline", "reexport", "measure", "curve", "bench"},
+    {"opened_run", "run_results", "evaluate"},
+    {"pipeline", "reexport", "bench"},
     {"recovery", "quickstart", "compare", "analyse"},
     {"sweep"},
     {"cli"},

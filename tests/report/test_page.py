@@ -63,7 +63,7 @@ def test_figures_are_those_of_the_result_files(full):
     curve = json.loads((full / "6_evaluate/curve.json").read_text())
     for point in curve["points"]:
         shown = f"{point['active_parameters']:,} .* {point['perplexity']:.3f} "
-        assert re.search(shown + re.escape(f"{point['loss_above_dense']:+.4f}"), text)
+        assert re.search(shown + re.escape(f"{point['loss_above_all_experts']:+.4f}"), text)
     for said in ("0.3333 nats", "78 % of 4,096 tokens", "42.424", "0.4321"[:5], "0.234"):
         assert said in text
     for ratio in (1.37, 1.73):
@@ -73,7 +73,7 @@ def test_figures_are_those_of_the_result_files(full):
 def test_scores_have_errors_chance_and_a_mean(full):
     text = page_of(full).text
     assert "piqa acc 5 200 50 75.0 ± 2.1 62.5 ± 2.1 -12.5" in text
-    assert "mine acc 5 200 - 30.0 ± 2.1 29.9 ± 2.1 -0.1" in text  # no chance is known of it
+    assert "mine acc 5 200 50 30.0 ± 2.1 29.9 ± 2.1 -0.1" in text
     error = 100 * math.sqrt(2 * 0.0211**2) / 2
     assert f"from {(75 + 30) / 2:.1f} ± {error:.1f} % to {(62.5 + 29.875) / 2:.1f}" in text
     assert "1 of them differ by more than two standard errors" in text

@@ -76,16 +76,18 @@ def metrics(steps, *, aligned):
     return lines
 
 
-def task(accuracy, *, notes=()):
+def task(accuracy, *, notes=(), name="piqa"):
+    values = {"acc": (accuracy, 0.0211), "acc_norm": (accuracy + 0.0625, 0.0212)}
+    scores = [
+        {"task": name, "metric": metric, "is_main": metric == "acc", "sets": [], "shots": 5}
+        | {"value": value, "stderr": error, "questions": 200, "all_questions": 1838, "chance": 0.5}
+        for metric, (value, error) in values.items()
+    ]
     return {
         "origin": "measured",
-        "metrics": {"acc": accuracy, "acc_norm": accuracy + 0.0625},
-        "stderr": {"acc": 0.0211, "acc_norm": 0.0212},
-        "shots": {"piqa": 5},
-        "samples": {"piqa": {"original": 1838, "effective": 200}},
+        "scores": scores,
         "limit": None,
         "notes": list(notes),
-        "harness": {"version": "0.4.13"},
         "provenance": MADE,
     }
 
@@ -125,7 +127,7 @@ def curve_point(k):
         "active_fraction": k / 6,
         "active_parameters": 200_000 + 130_000 * k,
         "perplexity": 8.0 + 6 - k,
-        "loss_above_dense": 0.1 * (6 - k),
+        "loss_above_all_experts": 0.1 * (6 - k),
     }
 
 
@@ -134,7 +136,7 @@ MEASURED = {
         "dense_parameters": 1_000_000,
         "num_experts": 6,
         "active_experts": 2,
-        "dense": {"perplexity": 8.0},
+        "all_experts": {"model": "dense", "perplexity": 8.0},
         "points": [curve_point(k) for k in (1, 2, 4, 6)],
         **{key: RESULTS["dense"][key] for key in ("unit", "text", "protocol")},
     },
@@ -243,7 +245,7 @@ def write_run(run: Path, *, measured=True, finetuned=False):
         put(run / "6_evaluate" / "analysis" / f"{name}.json", result | {"provenance": MADE})
     for folder, lost in (("tasks", 0.125), ("against", 0.0)):
         put(run / "6_evaluate" / folder / "piqa.json", task(0.75 - lost, notes=["a stand-in"]))
-        put(run / "6_evaluate" / folder / "mine.json", task(0.3 - lost / 100))
+        put(run / "6_evaluate" / folder / "mine.json", task(0.3 - lost / 100, name="mine"))
     return run
 
 

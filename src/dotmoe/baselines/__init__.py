@@ -25,7 +25,7 @@ from dotmoe.baselines.method import (
     Method,
     MethodName,
 )
-from dotmoe.baselines.own_router import own_router_perplexity
+from dotmoe.baselines.own_router import routed_by_representatives
 from dotmoe.baselines.random_split import random_split
 from dotmoe.baselines.weight_clusters import weight_clusters
 from dotmoe.calibrate import contributions, ridge_router
@@ -42,7 +42,7 @@ __all__ = [
     "MethodName",
     "baseline",
     "granularity_of",
-    "own_router_perplexity",
+    "routed_by_representatives",
     "state_of",
 ]
 

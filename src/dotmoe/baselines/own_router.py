@@ -4,19 +4,15 @@ For measuring only: no stock architecture holds it, so the exported checkpoint h
 linear router instead, and the distance between the two perplexities is what that costs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor, nn
 
 from dotmoe.artifacts import DenseModel
 from dotmoe.baselines.cmoe import representative_scores
-from dotmoe.data import Packed, TokenBlocks
-from dotmoe.evaluate.perplexity import EvaluateConfig, packed_perplexity
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.traits import GatedFFN
 from dotmoe.moe.masked_activation import masked_activation
@@ -67,21 +63,3 @@ def routed_by_representatives(
     finally:
         for layer, original in zip(layers, originals, strict=True):
             layer.mlp = original
-
-
-def own_router_perplexity(
-    dense: DenseModel,
-    layout: ExpertLayout,
-    representative_LE: Int[Tensor, "L E"],
-    heldout: TokenBlocks,
-    text: tuple[str, ...],
-    on_progress: Callable[[int, int], None],
-) -> dict[str, Any]:
-    """Perplexity of the layout under its method's own router, on the windows of `evaluate_pair`."""
-    tokens = heldout.tokens_BT.flatten()
-    num_bytes = len(dense.tokenizer.decode(tokens.tolist(), skip_special_tokens=True).encode())
-    packed = Packed(tokens, tokens.numel() / max(1, num_bytes))
-    config = EvaluateConfig(text=text, window=heldout.seq_len)
-    with routed_by_representatives(dense, layout, representative_LE), torch.no_grad():
-        result = packed_perplexity(dense.model, dense.tokenizer, packed, config, on_progress)
-    return result.as_dict()

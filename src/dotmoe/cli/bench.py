@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dotmoe.bench import BenchConfig, bench, render
 from dotmoe.cli.parse import parse
-from dotmoe.measure import gguf_file
+from dotmoe.evaluate import gguf_file
 from dotmoe.narration import Narrator
 
 

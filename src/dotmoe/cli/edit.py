@@ -9,8 +9,8 @@ import tyro
 from tyro.conf import Positional
 
 from dotmoe.cli.parse import parse
+from dotmoe.evaluate import gguf_file
 from dotmoe.export import set_active_experts
-from dotmoe.measure import gguf_file
 from dotmoe.run_folder import export_folder
 
 

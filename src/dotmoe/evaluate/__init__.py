@@ -1,30 +1,90 @@
-"""STAGE evaluate: what a model is worth, measured, with the protocol beside each number."""
+"""Stage evaluate: what a model is worth, measured, with the protocol beside each number."""
 
-from dotmoe.evaluate.active_experts_curve import ladder, perplexity_by_active_experts
-from dotmoe.evaluate.checkpoint import evaluate_all, evaluate_checkpoint, evaluate_pair, stock_model
-from dotmoe.evaluate.fidelity import Closeness, FidelityResult, fidelity
-from dotmoe.evaluate.generation import Continuations, GenerateConfig, continuations
-from dotmoe.evaluate.perplexity import EvaluateConfig, PerplexityResult
-from dotmoe.evaluate.repetition import Repetition, repetition
-from dotmoe.evaluate.rolling import RollingResult, rolling_perplexity
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dotmoe.evaluate.config import EvaluateConfig, GenerateConfig, TasksConfig, TextConfig
+from dotmoe.evaluate.curve import active_experts_curve, ladder, measure_curve
+from dotmoe.evaluate.fidelity import measure_fidelity
+from dotmoe.evaluate.generation import continuations, measure_generation, repetition
+from dotmoe.evaluate.models import gguf_file, model_folder
+from dotmoe.evaluate.perplexity import (
+    Perplexity,
+    heldout_text,
+    measure_perplexity,
+    packed_text,
+    perplexities,
+)
+from dotmoe.evaluate.scoring import TokenNats, stock_nats
+from dotmoe.evaluate.tasks import measure_tasks
+from dotmoe.evaluate.words import measure_words, rolling_perplexity
+from dotmoe.files import write_json
+from dotmoe.options import check
+from dotmoe.progress import Progress
+from dotmoe.run_folder import provenance
 
 __all__ = [
-    "Closeness",
-    "Continuations",
+    "MEASUREMENTS",
     "EvaluateConfig",
-    "FidelityResult",
     "GenerateConfig",
-    "PerplexityResult",
-    "Repetition",
-    "RollingResult",
+    "Perplexity",
+    "TasksConfig",
+    "TextConfig",
+    "TokenNats",
+    "active_experts_curve",
     "continuations",
-    "evaluate_all",
-    "evaluate_checkpoint",
-    "evaluate_pair",
-    "fidelity",
+    "evaluate",
+    "gguf_file",
+    "heldout_text",
     "ladder",
-    "perplexity_by_active_experts",
+    "model_folder",
+    "packed_text",
+    "perplexities",
     "repetition",
     "rolling_perplexity",
-    "stock_model",
+    "stock_nats",
 ]
+
+MEASUREMENTS: dict[str, Callable[[EvaluateConfig, Progress], dict[str, Any]]] = {
+    "perplexity": measure_perplexity,
+    "tasks": measure_tasks,
+    "word_perplexity": measure_words,
+    "fidelity": measure_fidelity,
+    "generation": measure_generation,
+    "curve": measure_curve,
+}
+"""By name, which is also that of the result file."""
+
+
+def evaluate(
+    config: EvaluateConfig, progress: Progress | None = None, command: str | None = None
+) -> dict[str, Any]:
+    """Make the one measurement that is asked for.
+
+    Args:
+        config: What to measure; `plot` is left to the caller.
+        progress: Shows the progress.
+        command: What was typed, for the record.
+
+    Returns:
+        Plain values with `name`, `command` and `provenance`, which also lie in
+        `config.out`/NAME.json if a folder was named.
+
+    Raises:
+        UserError: Options out of range, no such model or text, or one that does not fit the other.
+    """
+    check(config)
+    values = MEASUREMENTS[config.measurement](config, progress or Progress(quiet=True))
+    result = {
+        "origin": "measured",
+        "name": config.model,
+        **values,
+        "command": command,
+        "provenance": provenance(config.generation.sampling_seed),
+    }
+    if config.out is not None:
+        out = Path(config.out)
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / f"{config.measurement}.json", result)
+    return result

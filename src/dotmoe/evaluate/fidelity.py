@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,50 +10,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dotmoe.errors import UserError
-from dotmoe.evaluate.head_chunks import chunks, hidden_states, logits
+from dotmoe.evaluate.config import EvaluateConfig
+from dotmoe.evaluate.models import (
+    StockModel,
+    dense_of,
+    export_record,
+    loaded,
+    model_folder,
+    named_folders,
+)
+from dotmoe.evaluate.perplexity import packed_text
+from dotmoe.evaluate.scoring import chunks, hidden_states, logits
+from dotmoe.export import ExportRecord, output_named
+from dotmoe.models.family import family_of
+from dotmoe.progress import Progress, Update, no_update
+
+FFNs = Mapping[int, tuple[nn.Module, Callable[[Tensor], Tensor]]]
+"""For each split layer the dense model's FFN, and what maps its input [B, T, D] to the output of
+the other model's FFN."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(slots=True)
 class Closeness:
-    """Two sequences of vectors compared, the second being the dense model's."""
+    """Running sums over pairs of vectors, the second being the dense model's; float64."""
 
-    cosine: float
-    """Cosine similarity of each token's two vectors, mean over tokens."""
-    mse: float
-    """Squared difference, mean over tokens and entries."""
-    relative_mse: float
-    """The same over the mean square of the dense model's entries."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FidelityResult:
-    """A model beside its dense model on the same tokens."""
-
-    before_head: Closeness
-    """Of hidden states after the last norm, which the LM head reads ("pre-LM")."""
-    after_head: Closeness
-    """Of logits ("post-LM")."""
-    kl: float
-    """KL(dense || model) of the predictions, nats a token."""
-    top1_agreement: float
-    """Share of tokens with the same most likely next token."""
-    ffn: dict[int, Closeness]
-    """Of each split FFN's output, both being fed the dense model's input; by layer."""
-    tokens: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, layers as a list."""
-        layers = [{"layer": layer, **asdict(value)} for layer, value in self.ffn.items()]
-        mean = sum(value.mse for value in self.ffn.values()) / max(1, len(self.ffn))
-        return asdict(self) | {"ffn": layers, "mean_ffn_mse": mean if layers else None}
-
-
-class _Sums:
-    """Running sums of a `Closeness`, in float64."""
-
-    def __init__(self) -> None:
-        self.cosine = self.squares = self.size = 0.0
-        self.tokens = self.entries = 0
+    cosine: float = 0.0
+    squares: float = 0.0
+    size: float = 0.0
+    tokens: int = 0
+    entries: int = 0
 
     def add(self, actual_TD: Tensor, dense_TD: Tensor) -> None:
         """Take in some tokens."""
@@ -64,13 +49,16 @@ class _Sums:
         self.tokens += len(dense_TD)
         self.entries += dense_TD.numel()
 
-    def closeness(self) -> Closeness:
-        """What they come to."""
-        return Closeness(
-            cosine=self.cosine / self.tokens,
-            mse=self.squares / self.entries,
-            relative_mse=self.squares / self.size,
-        )
+    def values(self) -> dict[str, float]:
+        """`cosine`: similarity of a token's two vectors, mean over tokens. `mse`: squared
+        difference, mean over tokens and entries. `relative_mse`: the same over the mean square of
+        the dense model's entries.
+        """
+        return {
+            "cosine": self.cosine / self.tokens,
+            "mse": self.squares / self.entries,
+            "relative_mse": self.squares / self.size,
+        }
 
 
 @torch.no_grad()
@@ -80,15 +68,15 @@ def fidelity(
     tokens: Tensor,
     window: int,
     *,
-    ffns: Mapping[int, tuple[nn.Module, Callable[[Tensor], Tensor]]],
+    ffns: FFNs,
     batch_size: int = 8,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> FidelityResult:
+    on_progress: Update = no_update,
+) -> dict[str, Any]:
     """Compare a model with its dense model, both run on the same windows of tokens.
 
     tab:output_aware_similarity is `before_head` and `after_head`, tab:motivation_mse_combined the
     `mse` of one layer's `ffn`. Memory is both models, one batch of hidden states, and one chunk of
-    logits of each (`head_chunks.CHUNK_LOGITS`).
+    logits of each (`scoring.CHUNK_LOGITS`).
 
     Args:
         dense: The dense model, a causal language model of Transformers.
@@ -96,54 +84,52 @@ def fidelity(
         tokens: Token ids, one dimension; those that do not fill a window are left out, unless all
             are fewer than one window.
         window: Tokens of a window, 1 to the context; windows do not see each other.
-        ffns: For each split layer the dense model's FFN, and what maps the same input [B, T, D] to
-            the other model's FFN output. Empty: no layers are compared.
+        ffns: Pairs of FFNs to compare; empty: none.
         batch_size: Windows at once.
         on_progress: Told windows done and windows in all.
+
+    Returns:
+        `before_head` (hidden states after the last norm, "pre-LM") and `after_head` (logits,
+        "post-LM"), see `Closeness.values`; `kl`: KL(dense || model) of the predictions, nats a
+        token; `top1_agreement`: share of tokens with the same most likely next token; `ffn`: of
+        each split FFN's output, both fed the dense model's input; `mean_ffn_mse`; `tokens`.
 
     Raises:
         UserError: Another vocabulary or width.
     """
     _require_alike(dense, model)
     window = min(window, tokens.numel())
-    num_windows = tokens.numel() // window
-    rows = tokens[: num_windows * window].view(num_windows, window)
-    before, after, by_layer = _Sums(), _Sums(), {layer: _Sums() for layer in ffns}
-    kl, same = 0.0, 0
-    vocabulary = int(dense.config.vocab_size)
-    for start in range(0, num_windows, batch_size):
-        batch = rows[start : start + batch_size]
+    rows = tokens[: tokens.numel() // window * window].view(-1, window)
+    before, after, by_layer = Closeness(), Closeness(), {layer: Closeness() for layer in ffns}
+    kl, same, done = 0.0, 0, 0
+    for batch in torch.split(rows, batch_size):
         with _comparing(ffns, by_layer):
             dense_TD = hidden_states(dense, batch).flatten(0, 1)
         actual_TD = hidden_states(model, batch).flatten(0, 1).to(dense_TD.device)
         before.add(actual_TD, dense_TD)
-        for part in chunks(len(dense_TD), vocabulary):
+        for part in chunks(len(dense_TD), int(dense.config.vocab_size)):
             dense_TV, actual_TV = logits(dense, dense_TD[part]), logits(model, actual_TD[part])
             after.add(actual_TV, dense_TV)
             same += int((actual_TV.argmax(dim=1) == dense_TV.argmax(dim=1)).sum())
-            kl += _summed_kl(dense_TV, actual_TV)
-        if on_progress is not None:
-            on_progress(min(start + batch_size, num_windows), num_windows)
-    return FidelityResult(
-        before_head=before.closeness(),
-        after_head=after.closeness(),
-        kl=kl / before.tokens,
-        top1_agreement=same / before.tokens,
-        ffn={layer: sums.closeness() for layer, sums in by_layer.items()},
-        tokens=before.tokens,
-    )
-
-
-def _summed_kl(dense_TV: Tensor, actual_TV: Tensor) -> float:
-    dense_log, actual_log = dense_TV.log_softmax(dim=1), actual_TV.log_softmax(dim=1)
-    kl_TV = F.kl_div(actual_log, dense_log, log_target=True, reduction="none")
-    return float(kl_TV.sum(dim=1).double().sum())
+            dense_log, actual_log = dense_TV.log_softmax(dim=1), actual_TV.log_softmax(dim=1)
+            kl_TV = F.kl_div(actual_log, dense_log, log_target=True, reduction="none")
+            kl += float(kl_TV.sum(dim=1).double().sum())
+        done += len(batch)
+        on_progress(done, len(rows))
+    layers = [{"layer": layer, **sums.values()} for layer, sums in by_layer.items()]
+    return {
+        "before_head": before.values(),
+        "after_head": after.values(),
+        "kl": kl / before.tokens,
+        "top1_agreement": same / before.tokens,
+        "ffn": layers,
+        "mean_ffn_mse": sum(each["mse"] for each in layers) / len(layers) if layers else None,
+        "tokens": before.tokens,
+    }
 
 
 @contextmanager
-def _comparing(
-    ffns: Mapping[int, tuple[nn.Module, Callable[[Tensor], Tensor]]], sums: Mapping[int, _Sums]
-) -> Iterator[None]:
+def _comparing(ffns: FFNs, sums: Mapping[int, Closeness]) -> Iterator[None]:
     """Inside, whatever a dense FFN is fed goes through the other model's too."""
 
     def compare(layer: int, other: Callable[[Tensor], Tensor]) -> Any:
@@ -170,3 +156,60 @@ def _require_alike(dense: Any, model: Any) -> None:
                 f"{key} is {ours} in the model and {theirs} in the one to compare it with, so one "
                 "was not made from the other. Name the dense model with --against."
             )
+
+
+def measure_fidelity(config: EvaluateConfig, progress: Progress) -> dict[str, Any]:
+    """Compare a model with its dense model on `config.corpus.text`.
+
+    Raises:
+        UserError: No such model or text, no dense model named, or one that does not fit.
+    """
+    config.corpus.require_text()
+    folders = named_folders(config)
+    record = export_record(folders["model"])
+    if config.against is None and record is None:
+        raise UserError(
+            f"{config.model} is no export of dotmoe, which would name its dense model. Name that "
+            "with --against."
+        )
+    against = config.against or (dense_of(record)[0] if record else "")
+    dense = loaded(folders.get("against") or model_folder(against), config.load)
+    other = loaded(folders["model"], config.load)
+    window = config.corpus.window_in(min(dense.context, other.context))
+    text = packed_text(config.corpus, dense.tokenizer)
+    ffns, reason = _ffns(dense, other, record)
+    with progress.bar("evaluate") as update:
+        found = fidelity(
+            dense.model,
+            other.model,
+            text.tokens,
+            window,
+            ffns=ffns,
+            batch_size=config.corpus.windows_at_once,
+            on_progress=update,
+        )
+    return {
+        "against": against,
+        "dtype": {"model": other.dtype, "against": dense.dtype},
+        **found,
+        "active_experts": record.active_experts if record else None,
+        "num_experts": record.num_experts if record else None,
+        "ffn_left_out": reason,
+        "text": list(text.names),
+        "window": window,
+    }
+
+
+def _ffns(
+    dense: StockModel, other: StockModel, record: ExportRecord | None
+) -> tuple[FFNs, str | None]:
+    """Pairs of FFNs by layer, or why there are none."""
+    if record is None:
+        return {}, "the model is no export of dotmoe, so that its FFNs are not known"
+    output = output_named(record.format)
+    if record.shared_size and not output.block_has_shared:
+        return {}, f"{record.format} keeps its shared expert outside of the MoE block"
+    layers = family_of(dense.model.config).layers(dense.model)
+    blocks = output.blocks(other.model)
+    split = range(record.first_dense_layers, record.num_layers)
+    return {index: (layers[index].get_submodule("mlp"), blocks[index]) for index in split}, None

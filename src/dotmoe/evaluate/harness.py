@@ -6,9 +6,9 @@ task is the harness's own definition. What is added: local data, and a record th
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -16,40 +16,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from transformers import AutoConfig
 
-from dotmoe.checkpoint_folder import one_line
-from dotmoe.errors import UserError
-from dotmoe.evaluate.local_tasks import LOCAL_TASKS, LocalFiles, write_definition
-from dotmoe.evaluate.paper_tasks import require_known
-from dotmoe.evaluate.perplexity import MAX_LOGITS
+from dotmoe.errors import UserError, one_line
+from dotmoe.evaluate.task_sets import (
+    TASKS,
+    LocalFiles,
+    main_metric,
+    require_known,
+    sets_with,
+    write_definition,
+)
+
+MAX_LOGITS = 1 << 28
+"""Logits of one forward pass, unless one request alone has more: 1 GiB in float32."""
 
 CPU_BATCH = 16
 """Requests a forward pass on a CPU, where more of them at once are no faster."""
 
 GPU_BATCH = 64
 """Where the harness starts to look for the largest batch that a GPU has room for."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaskRun:
-    """What the harness says of one task or group of tasks."""
-
-    metrics: dict[str, float]
-    """Every metric; a filter's name follows after a comma. Empty for a bare list of tasks."""
-    stderr: dict[str, float | None]
-    """Standard error of each; None where the harness gives none."""
-    parts: dict[str, dict[str, float]]
-    """Metrics of the members of a group, by their names."""
-    shots: dict[str, int]
-    """Solved examples before each question, by task."""
-    samples: dict[str, dict[str, int]]
-    """Questions scored (`effective`) of all that there are (`original`), by task."""
-    versions: dict[str, Any]
-    """Of each task's definition."""
-    requests: int
-    """Texts scored."""
-    truncated: int
-    """Requests that were longer than the context: their beginning was cut off."""
 
 
 def require_harness() -> str:
@@ -88,7 +74,7 @@ def quiet_harness() -> Iterator[None]:
 
 
 def task_manager(
-    names: Sequence[str], local: dict[str, LocalFiles], definitions: Path
+    names: Sequence[str], local: Mapping[str, LocalFiles], definitions: Path
 ) -> tuple[Any, dict[str, dict[str, Any]]]:
     """The harness's tasks, loaded once so that missing data shows before a model is read.
 
@@ -126,13 +112,13 @@ def _stock_manager() -> Any:
     return TaskManager()
 
 
-def _local_manager(local: dict[str, LocalFiles], definitions: Path) -> Any:
+def _local_manager(local: Mapping[str, LocalFiles], definitions: Path) -> Any:
     """Only the tasks with local data, which takes no time."""
     import lm_eval.tasks
 
     stock = Path(lm_eval.tasks.__file__).parent
     for task, files in local.items():
-        write_definition(definitions, task, stock / LOCAL_TASKS[task].definition, files)
+        write_definition(definitions, task, stock / TASKS[task].definition, files)
     return lm_eval.tasks.TaskManager(include_path=str(definitions), include_defaults=False)
 
 
@@ -168,23 +154,20 @@ def harness_model(
         max_length: Tokens that the model may see at once. None: its context.
 
     Raises:
-        UserError: `max_length` or `batch_size` out of range.
+        UserError: `max_length` is beyond the context.
     """
     from lm_eval.models.huggingface import HFLM
-    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     context = int(config.max_position_embeddings)
-    if max_length is not None and not 2 <= max_length <= context:
+    if max_length is not None and max_length > context:
         raise UserError(
             f"max_length is {max_length}, but must lie in 2 to {context}, the model's context. "
             "Choose one."
         )
-    if batch_size != "auto" and batch_size < 1:
-        raise UserError(f"batch_size is {batch_size}. Choose 1 or more, or auto.")
-    fits = max(1, MAX_LOGITS // ((max_length or context) * int(config.vocab_size)))
     if batch_size == "auto" and device.type == "cpu":
-        batch_size = min(CPU_BATCH, fits)
+        fits = MAX_LOGITS // ((max_length or context) * int(config.vocab_size))
+        batch_size = min(CPU_BATCH, max(1, fits))
     return HFLM(
         pretrained=str(folder),
         device=str(device),
@@ -197,7 +180,7 @@ def harness_model(
 
 def run_task(
     model: Any, manager: Any, name: str, *, shots: int | None, limit: int | None
-) -> TaskRun:
+) -> dict[str, Any]:
     """Run one task, or one group of tasks, with the harness's own seeds.
 
     Args:
@@ -206,6 +189,11 @@ def run_task(
         name: Task, group or tag.
         shots: Solved examples before each question. None: as the task's definition says.
         limit: Score only the first questions of each task. None: all.
+
+    Returns:
+        `scores`: a row for each metric of the task and of the members of a group, see `_rows`.
+        `versions` of the definitions. `requests`: texts scored. `truncated`: those longer than the
+        context, whose beginning was cut off.
     """
     from lm_eval import simple_evaluate
 
@@ -218,35 +206,79 @@ def run_task(
         batch_size=model.batch_size,
         log_samples=True,
     )
-    metrics = {task: _metrics(values)[0] for task, values in found["results"].items()}
     requests, truncated = _truncated(model, found["samples"])
-    return TaskRun(
-        metrics=metrics.get(name, {}),
-        stderr=_metrics(found["results"].get(name, {}))[1],
-        parts={task: values for task, values in metrics.items() if task != name},
-        shots={task: int(count) for task, count in found["n-shot"].items()},
-        samples={task: dict(counts) for task, counts in found["n-samples"].items()},
-        versions=dict(found["versions"]),
-        requests=requests,
-        truncated=truncated,
-    )
+    return {
+        "scores": [
+            row for task in found["results"] for row in _rows(task, found, is_member=task != name)
+        ],
+        "versions": dict(found["versions"]),
+        "requests": requests,
+        "truncated": truncated,
+    }
 
 
-def _metrics(values: dict[str, Any]) -> tuple[dict[str, float], dict[str, float | None]]:
-    """`acc,none` and `acc_stderr,none` of the harness, taken apart."""
+def _rows(task: str, found: dict[str, Any], *, is_member: bool) -> list[dict[str, Any]]:
+    """One row a metric of a task: `task`, `metric` (a filter's name after a comma), `is_main`,
+    `sets` that have it as a column, `value`, `stderr`, `shots`, `questions` scored, `all_questions`
+    and `chance`, see `chance_of`.
+    """
     metrics: dict[str, float] = {}
     errors: dict[str, float | None] = {}
-    for key, value in values.items():
+    for key, value in found["results"][task].items():
         name, comma, filtered_by = key.partition(",")
+        name, is_error = name.removesuffix("_stderr"), name.endswith("_stderr")
         if not comma:
             continue
-        end = "" if filtered_by == "none" else f",{filtered_by}"
-        if name.endswith("_stderr"):
-            is_number = isinstance(value, int | float)
-            errors[name.removesuffix("_stderr") + end] = float(value) if is_number else None
+        metric = name if filtered_by == "none" else f"{name},{filtered_by}"
+        if is_error:
+            errors[metric] = float(value) if isinstance(value, int | float) else None
         else:
-            metrics[name + end] = float(value)
-    return metrics, errors
+            metrics[metric] = float(value)
+    # Of a group, everything is that of its members.
+    members = [task] if task in found["n-samples"] else list(found["n-samples"])
+    counts = [found["n-samples"][member] for member in members]
+    chance = chance_of([sample for member in members for sample in found["samples"][member]])
+    main = None if is_member else main_metric(task, list(metrics))
+    return [
+        {
+            "task": task,
+            "metric": metric,
+            "is_main": metric == main,
+            "sets": [] if is_member else sets_with(task, metric),
+            "value": value,
+            "stderr": errors.get(metric),
+            "shots": max((int(found["n-shot"].get(member, 0)) for member in members), default=0),
+            "questions": sum(count["effective"] for count in counts),
+            "all_questions": sum(count["original"] for count in counts),
+            "chance": chance if metric in ("acc", "acc_norm") else None,
+        }
+        for metric, value in metrics.items()
+    ]
+
+
+def chance_of(samples: Sequence[dict[str, Any]]) -> float | None:
+    """Accuracy without knowing anything: of guessing evenly among a question's answers, or of
+    always giving the answer that is right most often, whichever is larger.
+
+    BoolQ has two answers, and always "yes" is right for 62 % of its questions. None where questions
+    have no choice of answers.
+
+    Args:
+        samples: As the harness logs them: `arguments` has a (context, answer) for each choice,
+            `target` is the number of the right one, or its text.
+    """
+    choices = [sum(len(pair) == 2 for pair in _pairs(sample)) for sample in samples]
+    if not choices or min(choices) < 2:
+        return None
+    even = sum(1 / number for number in choices) / len(choices)
+    right = Counter(str(sample["target"]) for sample in samples)
+    same_names = all(str(name).isdecimal() for name in right)
+    return max(even, max(right.values()) / len(samples)) if same_names else even
+
+
+def _pairs(sample: dict[str, Any]) -> list[tuple[str, ...]]:
+    arguments = sample["arguments"]
+    return [tuple(text for text in each if isinstance(text, str)) for each in arguments]
 
 
 def _truncated(model: Any, samples: dict[str, list[dict[str, Any]]]) -> tuple[int, int]:
@@ -257,8 +289,7 @@ def _truncated(model: Any, samples: dict[str, list[dict[str, Any]]]) -> tuple[in
     room = model.max_length + 1
     requests = truncated = 0
     for sample in (sample for rows in samples.values() for sample in rows):
-        for arguments in sample["arguments"]:
-            texts = [text for text in arguments if isinstance(text, str)]
+        for texts in _pairs(sample):
             if len(texts) != 2:
                 continue  # generation, or a rolling window, which cuts nothing off
             requests += 1

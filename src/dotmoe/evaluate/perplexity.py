@@ -1,49 +1,45 @@
-"""Perplexity of a causal language model on a text, with its protocol beside the number."""
+"""Perplexity a token of anything that scores tokens, with its protocol beside the number."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from transformers import AutoTokenizer
 
-from dotmoe.data import DataConfig, Packed, pack
-from dotmoe.data import documents as documents_of
+from dotmoe.artifacts import DenseModel
+from dotmoe.checkpoint_folder import checkpoint_folder, json_object
+from dotmoe.data import DataConfig, TokenBlocks, documents, pack
 from dotmoe.data.packing import separator_of
 from dotmoe.errors import UserError
-from dotmoe.evaluate.gptq_text import gptq_packed
-
-MAX_LOGITS = 1 << 28
-"""Logits of one forward pass, unless one window alone has more: 1 GiB in float32."""
-
-_MAX_FLOAT32_LOGITS = 1 << 25
-
-_BATCH = 8
+from dotmoe.evaluate.config import EvaluateConfig, TextConfig
+from dotmoe.evaluate.models import gguf_file, loaded, model_folder, stock_model
+from dotmoe.evaluate.scoring import TokenNats, row_nats, stock_nats
+from dotmoe.export.record import RECORD_FILE
+from dotmoe.progress import Progress, Update, no_update
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluateConfig:
-    """Text to measure perplexity on, and how it is cut."""
+class Text:
+    """Tokens to score, and how they were made."""
 
-    text: tuple[str, ...] = ()
-    """Files or other sources, as `data` takes them."""
-    window: int | None = None
-    """Tokens of a window, 2 to the model's context. Default: 2048, or the whole context if less."""
-    max_tokens: int | None = None
-    """Read no more tokens than this, 2 or more. Default: the whole text."""
-    protocol: Literal["packed", "gptq"] = "packed"
-    r"""How text becomes windows. packed: documents joined as for training. gptq: lines joined by
-    "\n\n" and tokenised whole, an unfilled last window dropped, as papers on quantisation and
-    pruning measure WikiText-2."""
-    batch_size: int | Literal["auto"] = "auto"
-    """Texts a forward pass, 1 or more. auto: found for tasks on a GPU; else 8 windows, 16 requests;
-    fewer run at once where the vocabulary is large."""
+    tokens: Tensor
+    """Token ids, one dimension."""
+    tokens_per_byte: float
+    """Of the same text in UTF-8: turns nats a token into bits a byte."""
+    names: tuple[str, ...]
+    """Names of the sources."""
+    joined: str
+    """How documents became one row of tokens, the beginning of a sentence."""
+    only_full_windows: bool = False
+    """Whether an unfilled last window is dropped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PerplexityResult:
+class Perplexity:
     """A perplexity and everything needed to compare it with another."""
 
     loss: float
@@ -56,7 +52,7 @@ class PerplexityResult:
     """Tokens of a window."""
     tokens: int
     """Tokens scored."""
-    unit: str
+    unit: str = "token"
     """What the loss is averaged over."""
     text: tuple[str, ...]
     """Names of the sources."""
@@ -69,160 +65,194 @@ class PerplexityResult:
 
 
 def perplexity(
-    model: Any,
-    tokenizer: Any,
-    documents: Iterable[str],
-    config: EvaluateConfig,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> PerplexityResult:
-    """Perplexity a token over non-overlapping windows of the packed documents.
+    nats: TokenNats, text: Text, window: int, batch_size: int = 8, on_progress: Update = no_update
+) -> Perplexity:
+    """Perplexity a token over windows of the text that do not overlap.
 
-    The documents are joined as `config.protocol` says: as for training (`dotmoe.data.pack`), or by
-    `gptq_packed`. In each window every token after the first is predicted from those before it in
-    the window; a last, shorter window counts from 2 tokens up, but not with `gptq`.
+    In each window every token after the first is predicted from those before it in the window. A
+    last, shorter window counts from 2 tokens up, unless `text.only_full_windows`.
 
     Args:
-        model: Called as `model(input_ids=..., use_cache=False).logits`; in evaluation mode. Its
-            `config` states vocabulary and context.
-        tokenizer: Its tokenizer.
-        documents: Texts, as `dotmoe.data.documents` streams them.
-        config: Window, limit and batch size; `text` is only recorded.
+        nats: The model.
+        text: What to score, see `packed_text` and `heldout_text`.
+        window: Tokens of a window, 2 to the model's context.
+        batch_size: Windows a call of `nats`.
         on_progress: Told windows done and windows in all.
 
     Raises:
-        UserError: Text or window too short, window beyond the context, or loss not finite.
+        UserError: Nothing to score, or a loss that no working model has.
     """
-    packed = _packed(documents, tokenizer, config)
-    return packed_perplexity(model, tokenizer, packed, config, on_progress)
-
-
-def packed_text(config: EvaluateConfig, tokenizer: Any) -> Packed:
-    """Tokens of `config.text`, joined as `config.protocol` says.
-
-    Raises:
-        UserError: A source that is missing, damaged or empty.
-    """
-    return _packed(documents_of(DataConfig(data=config.text)), tokenizer, config)
-
-
-def _packed(documents: Iterable[str], tokenizer: Any, config: EvaluateConfig) -> Packed:
-    join = gptq_packed if config.protocol == "gptq" else pack
-    return join(documents, tokenizer, config.max_tokens)
-
-
-def packed_perplexity(
-    model: Any,
-    tokenizer: Any,
-    packed: Packed,
-    config: EvaluateConfig,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> PerplexityResult:
-    """`perplexity` of text that is packed already; `config.max_tokens` plays no part."""
-    window = window_of(config, int(model.config.max_position_embeddings))
-    if packed.tokens.numel() < 2:
+    tokens = text.tokens
+    if tokens.numel() < 2:
         raise UserError("the text has 1 token, and 2 are needed to score one. Give more text.")
-    tokens = packed.tokens
-    if config.protocol == "gptq":
-        if tokens.numel() < window:
-            raise UserError(
-                f"the text has {tokens.numel()} tokens, which fill no window of {window}. "
-                "Give more text, or lower --window."
-            )
-        tokens = tokens[: tokens.numel() // window * window]
-    nats, scored = _summed(model, tokens, window, batch_of(config), on_progress)
-    loss = nats / scored
+    num_full = tokens.numel() // window
+    tail = tokens[num_full * window :]
+    if text.only_full_windows and not num_full:
+        raise UserError(
+            f"the text has {tokens.numel()} tokens, which fill no window of {window}. "
+            "Give more text, or lower --window."
+        )
+    batches = list(torch.split(tokens[: num_full * window].view(num_full, window), batch_size))
+    if tail.numel() >= 2 and not text.only_full_windows:
+        batches.append(tail[None])
+    total, scored, done = 0.0, 0, 0
+    num_windows = sum(map(len, batches))
+    for batch in filter(len, batches):
+        nats_BT = nats(batch)
+        total += float(nats_BT.sum())
+        scored += nats_BT.numel()
+        done += len(batch)
+        on_progress(done, num_windows)
+    loss = total / scored
     if not math.isfinite(loss) or loss > 100:
         raise UserError(
             f"the loss is {loss} nats a token, so the model is broken or its number format "
             "overflows. Load it as float32 to tell which."
         )
-    return PerplexityResult(
+    return Perplexity(
         loss=loss,
         perplexity=math.exp(loss),
-        bits_per_byte=loss / math.log(2) * packed.tokens_per_byte,
+        bits_per_byte=loss / math.log(2) * text.tokens_per_byte,
         window=window,
         tokens=scored,
-        unit="token",
-        text=config.text,
+        text=text.names,
         protocol=(
-            f"{_joined(config, tokenizer)} and cut into non-overlapping windows of "
-            f"{window} tokens; the first token of each window is not scored; {scored:,} tokens "
-            "scored; mean taken over tokens."
+            f"{text.joined} and cut into non-overlapping windows of {window} tokens; the first "
+            f"token of each window is not scored; {scored:,} tokens scored; mean taken over tokens."
         ),
     )
 
 
-def summed_loss(model: Any, tokens_BT: Tensor) -> float:
-    """Cross-entropy in nats summed over all tokens but the first of each row, in float32.
-
-    Args:
-        model: Called as `model(input_ids=..., use_cache=False).logits`.
-        tokens_BT: Token ids; rows do not see each other. All logits of one call exist at once, in
-            the model's number format.
-    """
-    with torch.no_grad():
-        tokens = tokens_BT.long().to(next(model.parameters()).device)
-        logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
-        labels = tokens[:, 1:].flatten()
-        chunk = max(1, _MAX_FLOAT32_LOGITS // logits.shape[-1])
-        nats = 0.0
-        for start in range(0, len(labels), chunk):
-            part = slice(start, start + chunk)
-            losses = F.cross_entropy(logits[part].float(), labels[part], reduction="none")
-            nats += float(losses.double().sum())
-        return nats
-
-
-def _joined(config: EvaluateConfig, tokenizer: Any) -> str:
-    if config.protocol == "gptq":
-        return r'Lines joined by "\n\n", tokenised whole, the last unfilled window dropped,'
-    return f"Documents joined ({separator_of(tokenizer)})"
-
-
-def batch_of(config: EvaluateConfig) -> int:
-    """Windows a forward pass."""
-    return _BATCH if config.batch_size == "auto" else config.batch_size
-
-
-def window_of(config: EvaluateConfig, context: int) -> int:
-    """Tokens of a window.
+def packed_text(config: TextConfig, tokenizer: Any) -> Text:
+    """Tokens of `config.text`, joined as `config.protocol` says.
 
     Raises:
-        UserError: Window, batch size or limit out of range.
+        UserError: A source that is missing, damaged or empty.
     """
-    window = min(2048, context) if config.window is None else config.window
-    if not 2 <= window <= context:
-        raise UserError(
-            f"window is {window}, but must lie in 2 to {context}, the model's context. Choose one."
+    return joined_text(documents(DataConfig(data=config.text)), tokenizer, config)
+
+
+def joined_text(pieces: Iterable[str], tokenizer: Any, config: TextConfig) -> Text:
+    r"""`packed_text` of documents as `dotmoe.data.documents` streams them.
+
+    packed: joined as for training, see `dotmoe.data.pack`. gptq: `"\n\n".join(lines)` tokenised
+    whole with the tokenizer's own special tokens. There a line keeps its line end, and a blank one
+    is empty: these are the rows of the data set `wikitext-2-raw-v1`, which the quantisation
+    literature joins, made again from the file they were cut from.
+
+    Raises:
+        UserError: There is no text.
+    """
+    if config.protocol == "packed":
+        packed = pack(pieces, tokenizer, config.max_tokens)
+        joined = f"Documents joined ({separator_of(tokenizer)})"
+        return Text(
+            tokens=packed.tokens,
+            tokens_per_byte=packed.tokens_per_byte,
+            names=config.text,
+            joined=joined,
         )
-    if batch_of(config) < 1:
-        raise UserError(f"batch_size is {config.batch_size}. Choose 1 or more.")
-    if config.max_tokens is not None and config.max_tokens < 2:
-        raise UserError(f"max_tokens is {config.max_tokens}, and 2 are needed. Choose more.")
-    return window
+    text = "".join(pieces)
+    lines = text.removesuffix("\n").split("\n")
+    rows = "\n\n".join(line + "\n" if line.strip() else "" for line in lines)
+    ids = tokenizer(rows, verbose=False).input_ids
+    if not ids or not text:
+        raise UserError("the data holds no text. Name sources with text in them.")
+    return Text(
+        tokens=torch.tensor(ids[: config.max_tokens], dtype=torch.int32),
+        tokens_per_byte=len(ids) / len(text.encode()),
+        names=config.text,
+        joined=r'Lines joined by "\n\n", tokenised whole, the last unfilled window dropped,',
+        only_full_windows=True,
+    )
 
 
-def _summed(
-    model: Any,
-    tokens: Tensor,
-    window: int,
-    batch_size: int,
-    on_progress: Callable[[int, int], None] | None,
-) -> tuple[float, int]:
-    """Nats and number of scored tokens, over all windows."""
-    num_full = tokens.numel() // window
-    rows = max(1, min(batch_size, MAX_LOGITS // (window * int(model.config.vocab_size))))
-    windows = tokens[: num_full * window].view(num_full, window)
-    batches = [windows[start : start + rows] for start in range(0, num_full, rows)]
-    tail = tokens[num_full * window :]
-    if tail.numel() >= 2:
-        batches.append(tail[None])
-    nats, scored, done = 0.0, 0, 0
-    num_windows = sum(len(batch) for batch in batches)
-    for batch in batches:
-        nats += summed_loss(model, batch)
-        scored += batch[:, 1:].numel()
-        done += len(batch)
-        if on_progress is not None:
-            on_progress(done, num_windows)
-    return nats, scored
+def heldout_text(heldout: TokenBlocks, tokenizer: Any, names: tuple[str, ...]) -> Text:
+    """Blocks that were packed for a run, as text to score; `names` is what to call it."""
+    tokens = heldout.tokens_BT.flatten()
+    num_bytes = len(tokenizer.decode(tokens.tolist(), skip_special_tokens=True).encode())
+    return Text(
+        tokens=tokens,
+        tokens_per_byte=tokens.numel() / max(1, num_bytes),
+        names=names,
+        joined=f"Documents joined ({separator_of(tokenizer)})",
+    )
+
+
+def perplexities(
+    dense: DenseModel,
+    exports: Mapping[str, Path],
+    heldout: TokenBlocks,
+    names: tuple[str, ...],
+    on_progress: Update = no_update,
+) -> dict[str, Any]:
+    """Perplexity of a dense model, as `dense`, and of exports by their names, on the same windows.
+
+    Args:
+        dense: The dense model.
+        exports: Folders of exported checkpoints; they run in the dense model's dtype and on its
+            device, one at a time beside it.
+        heldout: Text that was not trained on; a window is a block.
+        names: What to call that text.
+        on_progress: Told windows done and windows in all, once for each model.
+    """
+    text = heldout_text(heldout, dense.tokenizer, names)
+    dtype = next(dense.model.parameters()).dtype
+
+    def measured(model: Any) -> dict[str, Any]:
+        return perplexity(
+            stock_nats(model), text, heldout.seq_len, on_progress=on_progress
+        ).as_dict()
+
+    return {"dense": measured(dense.model)} | {
+        name: measured(stock_model(folder, dense.device, dtype)) for name, folder in exports.items()
+    }
+
+
+def measure_perplexity(config: EvaluateConfig, progress: Progress) -> dict[str, Any]:
+    """Perplexity of the model on `config.corpus`; with --against of both, as `model`, `against`.
+
+    Raises:
+        UserError: No such model or text, or one that does not fit the other.
+    """
+    config.corpus.require_text()
+    with progress.bar("evaluate") as update:
+        found = {label: _measured(name, config, update) for label, name in config.names.items()}
+    return found if "against" in found else found["model"]
+
+
+def _measured(name: str, config: EvaluateConfig, update: Update) -> dict[str, Any]:
+    file = gguf_file(Path(name))
+    if file is not None:
+        return {"name": name, "dtype": "gguf", **_of_gguf(file, config, update).as_dict()}
+    stock = loaded(model_folder(name), config.load)
+    window = config.corpus.window_in(stock.context)
+    text = packed_text(config.corpus, stock.tokenizer)
+    rows = config.corpus.windows_at_once
+    found = perplexity(stock_nats(stock.model), text, window, rows, update)
+    return {"name": name, "dtype": stock.dtype, **found.as_dict()}
+
+
+def _of_gguf(file: Path, config: EvaluateConfig, update: Update) -> Perplexity:
+    from dotmoe.gguf_export.gguf_file import GgufFile  # an extra
+    from dotmoe.llama_cpp import LlamaCppModel
+
+    opened = GgufFile(file)
+    context = opened.metadata(f"{opened.arch}.context_length")
+    if context is None:
+        raise UserError(f"{file} states no context_length. Export it again.")
+    window = config.corpus.window_in(int(context))
+    text = packed_text(config.corpus, _tokenizer_of(file, config.tokenizer))
+    with LlamaCppModel(file, context=window) as model:
+        return perplexity(row_nats(model.logits), text, window, 1, update)
+
+
+def _tokenizer_of(file: Path, name: str | None) -> Any:
+    record = file.parent / RECORD_FILE
+    if name is None and not record.is_file():
+        raise UserError(
+            f"{file} has no {RECORD_FILE} beside it that names the model it was made from. "
+            "Name the model with --tokenizer."
+        )
+    source = json_object(record)["source"] if name is None else name
+    return AutoTokenizer.from_pretrained(checkpoint_folder(str(source)), local_files_only=True)

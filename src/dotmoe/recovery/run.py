@@ -9,7 +9,7 @@ from dotmoe.config import as_values
 from dotmoe.data import TokenBlocks, write_decontaminated
 from dotmoe.device import resolved_device
 from dotmoe.distributed import from_first, is_first, joined, mesh, on_every_rank
-from dotmoe.evaluate import evaluate_all
+from dotmoe.evaluate import perplexities
 from dotmoe.export import ExportRecord, export, require_intact, write_model_card
 from dotmoe.export.architecture import granularity_of
 from dotmoe.finetune import LAYOUT, MODEL, Start, finetune, steps_to_take, wants_own_teacher
@@ -192,7 +192,7 @@ class _Run(OpenedRecovery):
         text = measured_on(self.converted)
         with self.narrator.bar("evaluate") as update:
             dense = self.for_one_rank(self.start.model)
-            results = evaluate_all(dense, folders, heldout, text, update)
+            results = perplexities(dense, folders, heldout, text, update)
         write_model_card(exported, record, card_rows(results))
         training, _ = load_blocks(self.folder.stage("data"))
         steps = steps_to_take(self.config.finetune, training.num_blocks)

@@ -14,11 +14,11 @@ FIGURE_TYPES = (".svg", ".png", ".pdf")
 
 
 def curve_table(curve: dict[str, Any]) -> Table:
-    """A row for each k of `dotmoe.curve.active_experts_curve`."""
+    """A row for each k of `dotmoe.evaluate.active_experts_curve`."""
     title = f"perplexity per token, windows of {curve['window']}, {curve['tokens']:,} tokens"
-    caption = f"* as the model is now; all {curve['num_experts']} experts are the dense model"
+    caption = f"* as the model is now; all experts are the {curve['all_experts']['model']} model"
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    columns = ("k", "FFN", "active parameters", "of all", "perplexity", "nats above dense")
+    columns = ("k", "FFN", "active parameters", "of all", "perplexity", "nats above k = E")
     for column in columns:
         table.add_column(column, justify="right")
     for point in curve["points"]:
@@ -29,7 +29,7 @@ def curve_table(curve: dict[str, Any]) -> Table:
             millions(point["active_parameters"]),
             percent(point["active_parameters"] / curve["dense_parameters"]),
             f"{point['perplexity']:.2f}",
-            f"{point['loss_above_dense']:.3f}",
+            f"{point['loss_above_all_experts']:.3f}",
         )
     return table
 

@@ -157,7 +157,7 @@ def read_quickstart(folder: Path) -> ResultFiles | None:
 _RESULTS_HAVE = ("dense", "moe", "granularity", "parameters", "verification", "provenance")
 _EXPORT_HAS = ("source", "format", "dtype", "servers", "total_bytes")
 _EXPORT_HAS_WIDTHS = ("num_layers", "model_width", "active_experts")
-_TASK_HAS = ("metrics", "stderr", "shots", "samples")
+_TASK_HAS = ("scores",)
 _ANALYSIS_HAS = ("title", "tokens", "values")
 
 _TASK_FOLDERS = {"model": "tasks", "against": "against"}

@@ -6,20 +6,6 @@ from typing import Any
 
 from dotmoe.report.result_files import ResultFiles, Values
 
-CHANCE = {
-    "arc_challenge": 0.25,
-    "arc_easy": 0.25,
-    "boolq": 0.5,
-    "hellaswag": 0.25,
-    "mmlu": 0.25,
-    "openbookqa": 0.25,
-    "piqa": 0.5,
-    "sciq": 0.25,
-    "winogrande": 0.5,
-}
-"""Accuracy of guessing evenly among the answers, of tasks with a fixed number of them. A few
-questions of ARC have three or five instead of four."""
-
 NEAR = 2.0
 """Standard errors within which two scores are called the same."""
 
@@ -67,9 +53,9 @@ class Score:
 def scores_of(found: ResultFiles) -> list[Score]:
     """Every task and metric that the model was measured in, in the order of the files."""
     return [
-        _score(task, metric, {label: found.tasks[label].get(task) for label in found.tasks})
+        _score(row, {label: found.tasks[label].get(task) for label in found.tasks})
         for task, result in found.tasks["model"].items()
-        for metric in result["metrics"]
+        for row in result["scores"]
     ]
 
 
@@ -109,15 +95,19 @@ def plot_rows(scores: list[Score]) -> tuple[list[dict[str, Any]], list[str]]:
     return rows, labels
 
 
-def _score(task: str, metric: str, results: dict[str, Values | None]) -> Score:
-    there = {label: r for label, r in results.items() if r and metric in r["metrics"]}
-    first = there["model"]
+def _score(first: Values, results: dict[str, Values | None]) -> Score:
+    there = {
+        label: row
+        for label, result in results.items()
+        for row in (result or {}).get("scores", ())
+        if (row["task"], row["metric"]) == (first["task"], first["metric"])
+    }
     return Score(
-        task=task,
-        metric=metric,
-        shots=max(first["shots"].values(), default=0),
-        questions=sum(sample["effective"] for sample in first["samples"].values()),
-        values={label: float(result["metrics"][metric]) for label, result in there.items()},
-        errors={label: result["stderr"].get(metric) for label, result in there.items()},
-        chance=CHANCE.get(task),
+        task=first["task"],
+        metric=first["metric"],
+        shots=first["shots"],
+        questions=first["questions"],
+        values={label: row["value"] for label, row in there.items()},
+        errors={label: row["stderr"] for label, row in there.items()},
+        chance=first["chance"],
     )

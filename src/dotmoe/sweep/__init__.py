@@ -6,8 +6,7 @@ from typing import Any
 
 from dotmoe.analysis import metric_columns
 from dotmoe.checkpoint_folder import fingerprint
-from dotmoe.curve import active_experts_curve
-from dotmoe.evaluate import EvaluateConfig
+from dotmoe.evaluate import TextConfig, active_experts_curve
 from dotmoe.granularity import Granularity, resolve
 from dotmoe.load import dense_config
 from dotmoe.models.family import widths_of
@@ -147,9 +146,9 @@ def _grid(
         "trained_at": [point.value for point in points],
         "measured_at": list(shares),
         "active_experts": active,
-        "dense_perplexity": rows[0]["dense"]["perplexity"],
+        "dense_perplexity": rows[0]["all_experts"]["perplexity"],
         "perplexity_AB": [_cells(row, active, "perplexity") for row in rows],
-        "loss_above_dense_AB": [_cells(row, active, "loss_above_dense") for row in rows],
+        "loss_above_dense_AB": [_cells(row, active, "loss_above_all_experts") for row in rows],
         "protocol": rows[0]["protocol"],
     }
 
@@ -165,7 +164,7 @@ def _measured(
     """Curve over k of one run's export: from disk where the same was measured before."""
     export = Path(point.config.out) / STAGES["export"]
     file = Path(config.out) / f"{point.name}-curve.json"
-    text = EvaluateConfig(text=config.eval_text, max_tokens=config.eval_tokens)
+    text = TextConfig(text=config.eval_text, max_tokens=config.eval_tokens)
     inputs = {
         "export": fingerprint(export),
         "active_experts": active,

@@ -57,7 +57,10 @@ def curve_plot(curve: dict[str, Any]) -> Any:
         shares, perplexities, marker="o", color=COLOURS[0], label="MoE; bold: its k as it is now"
     )
     axes.axhline(
-        curve["dense"]["perplexity"], linestyle="--", color=QUIET, label="dense: all experts run"
+        curve["all_experts"]["perplexity"],
+        linestyle="--",
+        color=QUIET,
+        label=f"{curve['all_experts']['model']}: all experts run",
     )
     for point, share in zip(points, shares, strict=True):
         is_now = point["active_experts"] == curve["active_experts"]

@@ -37,8 +37,9 @@ def perplexity(context: Context) -> list[Part]:
     ]
     other = context.found.measured.get("perplexity")
     if other is not None:
-        sides = {"": other} if "perplexity" in other else other
-        for label, result in sides.items():
+        for label, result in ({"": other} if "perplexity" in other else other).items():
+            if not isinstance(result, dict) or "perplexity" not in result:
+                continue
             name = {"against": "dense or compared model", "model": "this model"}.get(label, "")
             said = f"{name}: perplexity {result['perplexity']:.3f}, {result['loss']:.4f} nats."
             body += [paragraph(said.removeprefix(": ")), _protocol(result)]
@@ -78,12 +79,12 @@ def active_experts(context: Context) -> list[Part]:
         (
             f"{point['active_experts']}"
             + " (as it is now)" * (point["active_experts"] == curve["active_experts"])
-            + " (dense)" * (point["active_experts"] == curve["num_experts"]),
+            + " (all)" * (point["active_experts"] == curve["num_experts"]),
             percent(point["active_fraction"]),
             f"{point['active_parameters']:,}",
             percent(point["active_parameters"] / curve["dense_parameters"]),
             f"{point['perplexity']:.3f}",
-            f"{point['loss_above_dense']:+.4f}",
+            f"{point['loss_above_all_experts']:+.4f}",
         )
         for point in curve["points"]
     ]

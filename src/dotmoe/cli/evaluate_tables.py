@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from dotmoe.evaluate.paper_tasks import TASK_SETS, columns_of
+from dotmoe.evaluate.task_sets import TASK_SETS
 
 LABELS = ("against", "model")
 """The dense model first, as in the paper's tables."""
@@ -21,22 +21,23 @@ def tasks_table(result: dict[str, Any], names: Sequence[str]) -> Table:
     table.add_column("task [shots, metric]")
     for label in labels:
         table.add_column(result[label]["name"], justify="right")
-    metric_of = {task.name: task.metric for task in columns_of(names)}
     for task, first in result["model"]["tasks"].items():
-        metric = metric_of.get(task) or next(iter(first["metrics"]), None)
-        if metric is None:
-            continue
-        shots = max(first["shots"].values(), default=0)
-        cells = [_cell(result[label]["tasks"][task], metric) for label in labels]
-        table.add_row(f"{task} [{shots}, {metric}]".replace("[", r"\["), *cells)
+        for score in first["scores"]:
+            if not (score["is_main"] or set(score["sets"]) & set(names)):
+                continue
+            cells = [_cell(result[label]["tasks"][task], score) for label in labels]
+            name = f"{task} [{score['shots']}, {score['metric']}]"
+            table.add_row(name.replace("[", r"\["), *cells)
     for name in result["model"]["averages"]:
         cells = [f"{100 * result[label]['averages'][name]:.1f}" for label in labels]
         table.add_row(f"average of the {len(TASK_SETS[name])} of {name}", *cells)
     return table
 
 
-def _cell(task: dict[str, Any], metric: str) -> str:
-    value, error = task["metrics"][metric], task["stderr"].get(metric)
+def _cell(task: dict[str, Any], like: dict[str, Any]) -> str:
+    key = (like["task"], like["metric"])
+    score = next(each for each in task["scores"] if (each["task"], each["metric"]) == key)
+    metric, value, error = score["metric"], score["value"], score["stderr"]
     if "perplexity" in metric or "bits" in metric:
         return f"{value:.3f}"
     return f"{100 * value:.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
@@ -55,10 +56,24 @@ def notes_of(result: dict[str, Any]) -> list[str]:
     )
 
 
+def perplexity_table(result: dict[str, Any]) -> Table:
+    """Perplexity a token of each model."""
+    sides = [result[label] for label in LABELS if label in result] or [result]
+    table = Table(title="perplexity a token", caption=sides[0]["protocol"])
+    for column in ("", "perplexity", "nats a token", "bits a byte"):
+        table.add_column(column, justify="left" if not column else "right")
+    for side in sides:
+        figures = f"{side['perplexity']:.3f}", f"{side['loss']:.4f}", f"{side['bits_per_byte']:.4f}"
+        table.add_row(side["name"], *figures)
+    return table
+
+
 def word_table(result: dict[str, Any]) -> Table:
     """Perplexity a word at each window."""
     labels = [label for label in LABELS if label in result]
-    table = Table(title="perplexity a word, rolling log-likelihood")
+    first = result["model"]["windows"][0]
+    said = f"{', '.join(result['text'])}: {first['words']:,} words, {first['tokens']:,} tokens. "
+    table = Table(title="perplexity a word", caption=said + result["protocol"])
     table.add_column("window", justify="right")
     for label in labels:
         table.add_column(result[label]["name"], justify="right")

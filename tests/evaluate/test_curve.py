@@ -1,6 +1,8 @@
-import dataclasses
+"""Perplexity at several k. Oracle: the masked dense model with that k."""
+
 import json
 import math
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -8,10 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dotmoe.curve import active_experts_curve
-from dotmoe.data import Packed
 from dotmoe.errors import UserError
-from dotmoe.evaluate import EvaluateConfig, ladder, perplexity_by_active_experts
+from dotmoe.evaluate import EvaluateConfig, TextConfig, active_experts_curve, evaluate, ladder
 from dotmoe.export import ExportConfig, export, set_active_experts
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
@@ -38,7 +38,7 @@ def case(tiny_dense, tmp_path):
 
 
 def curve_of(case, *active_experts, window=WINDOW):
-    config = EvaluateConfig(text=(str(case.root / "text.txt"),), window=window)
+    config = TextConfig(text=(str(case.root / "text.txt"),), window=window)
     told = []
     curve = active_experts_curve(
         case.folder,
@@ -71,7 +71,7 @@ def test_every_point_is_the_masked_model_with_that_k(case):
             expected = dense_loss(case.dense)
         assert point["loss"] == pytest.approx(expected, rel=2e-3)
         assert point["perplexity"] == pytest.approx(math.exp(point["loss"]))
-        assert point["loss_above_dense"] == point["loss"] - points[12]["loss"]
+        assert point["loss_above_all_experts"] == point["loss"] - points[12]["loss"]
     assert len({round(point["loss"], 3) for point in points.values()}) == 3
     assert points[12]["loss"] == pytest.approx(dense_loss(case.dense), rel=1e-4)
     assert told == sorted(told)
@@ -87,9 +87,8 @@ def test_each_point_says_what_it_activates(case):
     assert first["active_parameters"] == total - ffn * 9 // 12
     assert first["active_parameters_with_routers"] == total - ffn * 9 // 12 + 2 * 12 * 64
     assert curve["dense_parameters"] == total == curve["points"][-1]["active_parameters"]
-    assert curve["dense"]["perplexity"] == curve["points"][-1]["perplexity"]
-    assert curve["origin"] == "measured"
-    assert curve["provenance"]["versions"]["torch"]
+    assert curve["all_experts"]["perplexity"] == curve["points"][-1]["perplexity"]
+    assert curve["all_experts"]["model"] == "dense"
     assert json.loads(json.dumps(curve)) == curve
 
 
@@ -131,23 +130,27 @@ def test_a_format_whose_k_is_fixed_has_no_curve(case):
         curve_of(fixed)
 
 
-def test_a_curve_needs_text(case):
-    with pytest.raises(UserError, match="--text names no file"):
-        active_experts_curve(
-            case.folder, EvaluateConfig(), (), LoadConfig(device="cpu"), lambda *told: None
-        )
-
-
-def test_the_model_is_given_each_k_before_it_is_measured(tiny_dense):
-    dense = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu"))
-    given = []
-    packed = Packed(torch.tensor(dense.tokenizer(TEXT).input_ids[:128]), 1.0)
-    config = EvaluateConfig(window=WINDOW)
-    results = perplexity_by_active_experts(
-        dense.model, dense.tokenizer, packed, config, (2, 5), given.append
-    )
-    assert given == list(results) == [2, 5]
-    assert dataclasses.asdict(results[2]) == dataclasses.asdict(results[5])
+def test_of_a_finetuned_export_all_experts_are_not_the_dense_model(case):
+    """Its weights are those that training left; the dense model is the run's that was trained."""
+    for name, values in (
+        ("convert", {"command": "convert", "model": "org/dense"}),
+        ("finetune", {"command": "finetune", "run": str(case.root / "convert")}),
+    ):
+        (case.root / name).mkdir()
+        (case.root / name / "config.json").write_text(json.dumps(values))
+    trained = case.root / "finetune" / "4_finetune" / "model"
+    shutil.copytree(case.dense.folder, trained)
+    dense = load_dense(str(trained), LoadConfig(device="cpu"))
+    ids = torch.tensor(dense.tokenizer(TEXT).input_ids[:384]).view(4, 96)
+    export(dense, case.layout, case.root / "finetune" / "5_export", ExportConfig(), ids)
+    corpus = TextConfig(text=(str(case.root / "text.txt"),), window=WINDOW)
+    config = EvaluateConfig(model=str(case.root / "finetune"), curve=(3,), corpus=corpus)
+    curve = evaluate(config)
+    assert curve["all_experts"]["model"] == "finetuned"
+    assert curve["source"] == "org/dense"
+    assert "dense" not in curve
+    caption = str(curve_table(curve).caption)
+    assert "dense" not in caption
 
 
 def test_the_table_has_a_row_for_each_k(case):

@@ -1,0 +1,141 @@
+"""Which model a user means, and that model loaded as stock Transformers loads it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dotmoe.checkpoint_folder import checkpoint_folder, require_checkpoint
+from dotmoe.device import resolved_device
+from dotmoe.errors import UserError
+from dotmoe.evaluate.config import EvaluateConfig
+from dotmoe.export import ExportRecord, require_intact
+from dotmoe.export.record import RECORD_FILE
+from dotmoe.files import read_json
+from dotmoe.load import LoadConfig, resolved_dtype
+from dotmoe.run_folder import export_folder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StockModel:
+    """A loaded checkpoint."""
+
+    folder: Path
+    model: Any
+    tokenizer: Any
+
+    @property
+    def dtype(self) -> str:
+        """Number format of its weights in memory."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
+    def context(self) -> int:
+        """Tokens that it can see at once."""
+        return int(self.model.config.max_position_embeddings)
+
+
+def stock_model(folder: Path, device: torch.device, dtype: torch.dtype | Literal["auto"]) -> Any:
+    """A checkpoint as plain Transformers loads it, in evaluation mode.
+
+    Raises:
+        UserError: A tensor is missing, which Transformers would fill with random numbers.
+    """
+    model, loaded = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, output_loading_info=True
+    )
+    missing = sorted(loaded["missing_keys"])
+    if missing:
+        raise UserError(
+            f"{missing[0]} is not in the checkpoint {folder} ({len(missing)} missing in all), so "
+            "it would be random. Get the checkpoint again."
+        )
+    return model.eval().to(device)
+
+
+def loaded(folder: Path, load: LoadConfig) -> StockModel:
+    """Load a checkpoint and its tokenizer.
+
+    Raises:
+        UserError: A device that is not there, or a tensor that is missing.
+    """
+    device = resolved_device(load.device)
+    return StockModel(
+        folder=folder,
+        model=stock_model(folder, device, resolved_dtype(load.dtype, device)),
+        tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
+    )
+
+
+def model_folder(name: str) -> Path:
+    """Folder of a checkpoint that stock Transformers can load.
+
+    Raises:
+        UserError: There is none under that name, or it is a damaged export.
+    """
+    local = export_folder(Path(name))
+    folder = local if local.is_dir() else checkpoint_folder(name)
+    require_checkpoint(folder)
+    require_intact(folder)
+    return folder
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF meant by a path: the file itself, or the only one in a folder; None: none."""
+    if path.is_file() and path.suffix == ".gguf":
+        return path
+    found = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    return found[0] if len(found) == 1 else None
+
+
+def named_folders(config: EvaluateConfig) -> dict[str, Path]:
+    """Folders of the models to measure, by `model` and `against`.
+
+    Raises:
+        UserError: One is a GGUF, or there is no model of that name.
+    """
+    for name in config.names.values():
+        if gguf_file(Path(name)) is not None:
+            raise UserError(
+                f"{name} is a GGUF, of which only the perplexity is measured, not "
+                f"{config.measurement.replace('_', ' ')}. Name the Transformers export of the "
+                "same run."
+            )
+    return {label: model_folder(name) for label, name in config.names.items()}
+
+
+def by_side(
+    config: EvaluateConfig, measure: Callable[[StockModel], dict[str, Any]]
+) -> dict[str, Any]:
+    """What `measure` gives of each model, as `model` and `against`, with its name and dtype.
+
+    Raises:
+        UserError: See `named_folders`, for all models before the first is loaded.
+    """
+
+    def measured(label: str, folder: Path) -> dict[str, Any]:
+        stock = loaded(folder, config.load)
+        return {"name": config.names[label], "dtype": stock.dtype, **measure(stock)}
+
+    return {label: measured(label, folder) for label, folder in named_folders(config).items()}
+
+
+def export_record(folder: Path) -> ExportRecord | None:
+    """The record of an export of dotmoe; None for another checkpoint."""
+    return ExportRecord.load(folder) if (folder / RECORD_FILE).is_file() else None
+
+
+def dense_of(record: ExportRecord) -> tuple[str, bool]:
+    """Name of the dense model behind an export, and whether its weights were finetuned since."""
+    name = record.source
+    is_finetuned = False
+    while (config := Path(name).parent.parent / "config.json").is_file():
+        values = read_json(config)
+        if values.get("command") != "finetune":
+            break
+        converted = read_json(Path(str(values["run"])) / "config.json")
+        name, is_finetuned = str(converted["model"]), True
+    return name, is_finetuned

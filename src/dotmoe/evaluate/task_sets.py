@@ -1,0 +1,253 @@
+"""Benchmark tasks: what the paper's tables have of each, and which local file holds which split.
+
+Nothing of a task is changed but where its rows come from: a YAML file includes the harness's own
+definition and overrides its data source, which is the way the harness has for it. The same files
+can be given to its own command line (`lm_eval --include_path`).
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dotmoe.errors import UserError, nearest
+
+SUFFIXES = (".jsonl.gz", ".jsonl", ".json", ".json.gz")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One task of the harness. Of the files of a split the first that exists is taken."""
+
+    metric: str = ""
+    """Of the paper's table: `acc`, or `acc_norm`, the answer with the largest likelihood a byte."""
+    shots: int | None = None
+    """Solved examples before each question in the paper's tables; None: it is in none."""
+    definition: str
+    """The harness's YAML of the task, below its folder of tasks."""
+    scored: tuple[str, ...] = ("validation",)
+    """Splits that may be scored, the harness's choice first."""
+    files: dict[str, tuple[str, ...]]
+    """Paths below the folder, without suffix, by split."""
+    stand_ins: dict[str, str] = field(default_factory=dict)
+    """What to say where such a file, or a later split of `scored`, is taken."""
+
+
+def _splits(folder: str, *splits: str) -> dict[str, tuple[str, ...]]:
+    return {split: (f"{folder}/{split}",) for split in splits}
+
+
+_TRAIN, _VALIDATION, _TEST = "train", "validation", "test"
+
+TASKS = {
+    "boolq": Task(
+        metric="acc",
+        shots=32,
+        definition="super_glue/boolq/default.yaml",
+        files=_splits("boolq", _TRAIN, _VALIDATION),
+    ),
+    "sciq": Task(
+        metric="acc",
+        shots=0,
+        definition="sciq/sciq.yaml",
+        scored=(_TEST, _VALIDATION),
+        files=_splits("sciq", _TRAIN, _VALIDATION, _TEST),
+        stand_ins={
+            _VALIDATION: "scored on the validation split, since there is no sciq/test: the "
+            "official number is of the test split"
+        },
+    ),
+    "piqa": Task(
+        metric="acc",
+        shots=0,
+        definition="piqa/piqa.yaml",
+        files=_splits("piqa", _TRAIN, _VALIDATION),
+    ),
+    "winogrande": Task(
+        metric="acc",
+        shots=5,
+        definition="winogrande/default.yaml",
+        files=_splits("winogrande_xl", _TRAIN, _VALIDATION),
+    ),
+    "arc_challenge": Task(
+        metric="acc_norm",
+        shots=25,
+        definition="arc/arc_challenge.yaml",
+        scored=(_TEST,),
+        files=_splits("ai2_arc/ARC-Challenge", _TRAIN, _VALIDATION, _TEST),
+    ),
+    "hellaswag": Task(
+        metric="acc_norm",
+        shots=10,
+        definition="hellaswag/hellaswag.yaml",
+        files={
+            _TRAIN: ("hellaswag/train", "hellaswag/train_fewshot_11"),
+            _VALIDATION: ("hellaswag/validation",),
+        },
+        stand_ins={
+            "hellaswag/train_fewshot_11": "solved examples are drawn from 11 rows of the training "
+            "split, not from all 39,905, so that prompts differ from the official ones"
+        },
+    ),
+    "arc_easy": Task(  # the paper does not state its shots
+        metric="acc_norm",
+        shots=0,
+        definition="arc/arc_easy.yaml",
+        scored=(_TEST,),
+        files=_splits("ai2_arc/ARC-Easy", _TRAIN, _VALIDATION, _TEST),
+    ),
+    "wikitext": Task(
+        definition="wikitext/wikitext.yaml",
+        scored=(_TEST,),
+        files={_TEST: ("wikitext/test", "wikitext2/test_documents")},
+    ),
+}
+"""The one place that knows tasks, by the harness's names."""
+
+PAPER = ("boolq", "sciq", "piqa", "winogrande", "arc_challenge", "hellaswag")
+"""The six tasks of tab:zero_shot_results and tab:fine_tuned_results."""
+
+TASK_SETS: dict[str, dict[str, str]] = {
+    "paper": {name: TASKS[name].metric for name in PAPER},
+    "paper-by-k": {
+        "arc_easy": "acc_norm",
+        "arc_challenge": "acc_norm",
+        "piqa": "acc_norm",
+        "winogrande": "acc",
+        "hellaswag": "acc_norm",
+    },
+}
+"""Sets by their names: the metric of each task. `paper-by-k` is the paper's table over k."""
+
+
+def expanded(names: Sequence[str]) -> tuple[str, ...]:
+    """Names of harness tasks, with the names of sets replaced by what is in them, each once."""
+    return tuple(dict.fromkeys(task for name in names for task in TASK_SETS.get(name, [name])))
+
+
+def main_metric(task: str, metrics: Sequence[str]) -> str | None:
+    """The metric that stands for a task: the paper's, else `acc`, else the first.
+
+    Args:
+        task: The harness's name.
+        metrics: All that were measured.
+    """
+    wanted = (TASKS[task].metric if task in TASKS else "", "acc")
+    return next((name for name in (*wanted, *metrics) if name in metrics), None)
+
+
+def sets_with(task: str, metric: str) -> list[str]:
+    """Names of the sets that have this task in this metric."""
+    return [name for name, metrics in TASK_SETS.items() if metrics.get(task) == metric]
+
+
+def averages(names: Sequence[str], scores: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Unweighted mean over the tasks of each set that was named, as the paper counts it, 0 to 1.
+
+    Args:
+        names: What the user asked for.
+        scores: Rows with `value` and `sets`; a set that is not complete has no average.
+    """
+    found: dict[str, float] = {}
+    for name in names:
+        values = [score["value"] for score in scores if name in score["sets"]]
+        if values and len(values) == len(TASK_SETS[name]):
+            found[name] = sum(values) / len(values)
+    return found
+
+
+def require_known(names: Sequence[str], all_names: Sequence[str]) -> None:
+    """Refuse a name that is neither a set nor a task.
+
+    Raises:
+        UserError: The first such name, with the nearest one.
+    """
+    known = set(all_names)
+    for name in expanded(names):
+        if name not in known:
+            raise UserError(
+                f"{name} is no task of lm-evaluation-harness, nor one of the sets "
+                f"{', '.join(TASK_SETS)}.{nearest(name, [*TASK_SETS, *known])} "
+                "Name one that `lm_eval ls tasks` lists."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalFiles:
+    """Files found for one task."""
+
+    files: dict[str, Path]
+    """By split."""
+    notes: tuple[str, ...]
+    """How they differ from the official data."""
+
+    def override(self) -> dict[str, Any]:
+        """What a task's definition gets in place of its hub data set."""
+        keys = {"training_split": _TRAIN, "validation_split": _VALIDATION, "test_split": _TEST}
+        return {
+            "dataset_path": "json",
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": {s: str(path) for s, path in self.files.items()}},
+            **{key: split if split in self.files else None for key, split in keys.items()},
+        }
+
+    def digests(self) -> dict[str, dict[str, str]]:
+        """Name and SHA-256 of each file, by split."""
+        return {
+            split: {
+                "file": f"{path.parent.name}/{path.name}",
+                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            }
+            for split, path in self.files.items()
+        }
+
+
+def local_files(folder: Path, name: str, shots: int) -> LocalFiles:
+    """Files of one task.
+
+    Args:
+        folder: What `--task-data` names.
+        name: Name of the harness's task.
+        shots: Solved examples; above 0 a training split is needed.
+
+    Raises:
+        UserError: The task is not in `TASKS`, or a file that it needs is not there.
+    """
+    if name not in TASKS:
+        raise UserError(
+            f"{name} has no place in a local folder; {', '.join(TASKS)} have. Leave out "
+            "--task-data to take it from the hub."
+        )
+    task = TASKS[name]
+    found = {split: _first(folder, paths) for split, paths in task.files.items()}
+    scored = next((split for split in task.scored if found[split]), task.scored[0])
+    for split in [scored] + [_TRAIN] * (shots > 0):
+        if not found.get(split):
+            wanted = " or ".join(f"{path}{SUFFIXES[0]}" for path in task.files.get(split, ()))
+            raise UserError(
+                f"{name} needs {wanted or f'{name}/{split}'} below {folder} (also as "
+                f"{', '.join(SUFFIXES[1:])}), and it is not there. Put it there, or leave out "
+                "--task-data to take it from the hub."
+            )
+    taken = {split: found[split] for split in task.files if split in (_TRAIN, scored)}
+    notes = [task.stand_ins[scored]] if scored != task.scored[0] else []
+    if shots > 0:
+        names = [hit[0] for hit in taken.values() if hit]
+        notes += [task.stand_ins[path] for path in names if path in task.stand_ins]
+    return LocalFiles(
+        files={split: hit[1] for split, hit in taken.items() if hit}, notes=tuple(notes)
+    )
+
+
+def write_definition(folder: Path, task: str, harness_yaml: Path, files: LocalFiles) -> None:
+    """Write the YAML of a task that reads local files; JSON is YAML."""
+    definition = {"include": str(harness_yaml), "task": task, "tag": [], **files.override()}
+    (folder / f"{task}.yaml").write_text(json.dumps(definition, indent=2), encoding="utf-8")
+
+
+def _first(folder: Path, names: tuple[str, ...]) -> tuple[str, Path] | None:
+    """The first of some names that is there, and its file."""
+    paths = ((name, folder / f"{name}{suffix}") for name in names for suffix in SUFFIXES)
+    return next(((name, path.resolve()) for name, path in paths if path.is_file()), None)
