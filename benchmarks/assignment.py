@@ -1,7 +1,7 @@
 """Cost of the assignment in one alignment step of one layer, against the paper's recipe.
 
     python benchmarks/assignment.py            # ten minutes; writes results/assignment.json
-    python benchmarks/assignment.py --quick    # one shape, one repeat
+    python benchmarks/assignment.py --quick    # one shape, one round, no file
 
 Soft plan, its gradient and the rounding, for the FFN widths of 7B to 32B models and the sharpness
 that training reaches (`assignment_profile.py`), by
@@ -10,30 +10,33 @@ that training reaches (`assignment_profile.py`), by
 - `POT`: `ot.bregman.sinkhorn_log` with as many sweeps, if it is installed; rounding as `paper`;
 - `dotmoe`: from the potential of the step before, as in training; `dotmoe, cold`: from none.
 
-Every method of a case has a process of its own; they take turns, so that what else the machine does
-falls on all of them. One thread is pinned to one core. Denormals are flushed unless a case says
-otherwise.
+Each method of a case has a process of its own, so that threads, denormals and memory are its
+alone; they take turns. One thread is pinned to one core.
 """
 
+import ctypes
+import math
 import multiprocessing
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 import tyro
-from rich.console import Console
+from torch import Tensor
 
-from assignment_affinities import normal_profile
-from assignment_tables import cost_table, growth_table
-from assignment_worker import Case, Step, serve
-from dotmoe.bench.timing import ratio_quartiles
-from dotmoe.run_folder import provenance, read_json, write_json
+from dotmoe.bench.process_memory import forget_peak, peak_bytes, resident_bytes
+from dotmoe.files import read_json
+from dotmoe.tables import Table, to_markdown
+from dotmoe.transport import TransportPlan, balanced_plan, greedy_assignment
+from rounds import keep, ratio_quartiles
 
 SHAPES = ((11_008, 86), (14_336, 112), (18_944, 148), (27_648, 216))
 MAIN_SHAPE = (18_944, 148)
@@ -47,11 +50,11 @@ REPEATS = {"paper": 1, "POT": 1, "dotmoe, cold": 3, "dotmoe": 5}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AssignmentBenchConfig:
+class Settings:
     """What to measure."""
 
-    out: str = "results/assignment.json"
-    """File to write."""
+    out: str | None = None
+    """File to write. Left out: results/assignment.json, and none with --quick."""
     profile: str = "results/assignment_profile.json"
     """What affinities look like, by `assignment_profile.py`."""
     rounds: int = 3
@@ -59,73 +62,186 @@ class AssignmentBenchConfig:
     core: int = 1
     """Core that one thread is pinned to."""
     quick: bool = False
-    """The smallest shape, one round, no file unless `out` is given."""
+    """The smallest shape and one round."""
 
 
-def main(config: AssignmentBenchConfig) -> None:
-    console = Console(width=170)
-    profile = read_json(Path(config.profile))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One layer to assign."""
+
+    num_neurons: int
+    num_experts: int
+    stage: str
+    """Name of the profile."""
+    profile: dict[str, Any]
+    """Of `assignment_profile.py`."""
+    threads: int = 1
+    flush_denormals: bool = True
+    seed: int = 0
+
+    @property
+    def capacity(self) -> int:
+        """Neurons of one expert."""
+        return self.num_neurons // self.num_experts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What the assignment of one alignment step cost."""
+
+    forward_s: float
+    backward_s: float
+    rounding_s: float
+    peak_bytes: int
+    """Most memory above what was resident before the step."""
+    marginal_error: float
+    """Largest relative error of a row or column sum of the plan."""
+    passes: int | None
+    """Passes over the affinities; None: not this package's solver."""
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.forward_s + self.backward_s + self.rounding_s
+
+
+class Paper:
+    """The paper's recipe, written out without anything of this package."""
+
+    num_passes: int | None = None
+
+    def plan(self, affinity_NE: Tensor, tau: float, num_sweeps: int = 50) -> Tensor:
+        """Balanced soft plan by unrolled sweeps of alg:sinkhorn; the gradient is autograd's."""
+        num_neurons, num_experts = affinity_NE.shape
+        logits_NE = affinity_NE / tau
+        log_capacity = math.log(num_neurons // num_experts)
+        v_E = torch.full((num_experts,), log_capacity, dtype=affinity_NE.dtype)
+        for _ in range(num_sweeps):
+            u_N1 = -torch.logsumexp(logits_NE + v_E, dim=1, keepdim=True)
+            v_E = log_capacity - torch.logsumexp(logits_NE + u_N1, dim=0)
+        return torch.exp(logits_NE + u_N1 + v_E)
+
+    def rounded(self, plan_NE: Tensor) -> Tensor:
+        """Serial greedy selection on the CPU: all entries, largest first."""
+        num_neurons, num_experts = plan_NE.shape
+        order = torch.argsort(plan_NE.flatten(), descending=True, stable=True).tolist()
+        expert_of = [-1] * num_neurons
+        room = [num_neurons // num_experts] * num_experts
+        left = num_neurons
+        for entry in order:
+            neuron, expert = divmod(entry, num_experts)
+            if expert_of[neuron] < 0 and room[expert]:
+                expert_of[neuron] = expert
+                room[expert] -= 1
+                left -= 1
+                if left == 0:
+                    break
+        return torch.tensor(expert_of)
+
+
+class PythonOptimalTransport(Paper):
+    """POT's log-domain solver; POT has no rounding, so the paper's."""
+
+    def plan(self, affinity_NE: Tensor, tau: float, num_sweeps: int = 50) -> Tensor:
+        """As many sweeps as the paper's; the gradient is autograd's."""
+        import ot  # optional
+
+        num_neurons, num_experts = affinity_NE.shape
+        plan_NE: Tensor = ot.bregman.sinkhorn_log(
+            affinity_NE.new_ones(num_neurons),
+            affinity_NE.new_full((num_experts,), num_neurons / num_experts),
+            -affinity_NE,
+            reg=tau,
+            numItermax=num_sweeps,
+            stopThr=0.0,
+            warn=False,
+        )
+        return plan_NE
+
+
+class Newton:
+    """This package: semi-dual Newton with implicit gradient, rounding by deferred acceptance."""
+
+    def __init__(self) -> None:
+        self.start_E: Tensor | None = None
+        """Column potential of the step before, in units of affinity."""
+        self.num_passes: int | None = None
+
+    def remember(self, affinity_NE: Tensor, tau: float) -> None:
+        """Start from the potential of these affinities from now on, as alignment does."""
+        self.start_E = tau * self._solved(affinity_NE, tau).potential
+
+    def plan(self, affinity_NE: Tensor, tau: float) -> Tensor:
+        """To the solver's default tolerance; the gradient is implicit."""
+        solved = self._solved(affinity_NE, tau)
+        self.num_passes = solved.num_passes
+        return solved.plan
+
+    def rounded(self, plan_NE: Tensor) -> Tensor:
+        """Equal to the serial selection."""
+        return greedy_assignment(plan_NE, capacity=plan_NE.shape[0] // plan_NE.shape[1])
+
+    def _solved(self, affinity_NE: Tensor, tau: float) -> TransportPlan:
+        start_E = None if self.start_E is None else self.start_E / tau
+        capacity = affinity_NE.shape[0] // affinity_NE.shape[1]
+        return balanced_plan(affinity_NE, capacity=capacity, tau=tau, start=start_E)
+
+
+METHODS: dict[str, type[Paper] | type[Newton]] = {
+    "paper": Paper,
+    "POT": PythonOptimalTransport,
+    "dotmoe, cold": Newton,
+    "dotmoe": Newton,
+}
+"""`dotmoe` starts from the potential of the step before."""
+
+
+def main(settings: Settings) -> None:
+    profile = read_json(Path(settings.profile))
     stages = dict(profile["stages"])
     stages[SHARP] = normal_profile(std=3.0, tau=0.1, change=5e-3)
     rows = []
-    for case, methods, rounds in plan_of_work(stages, config):
-        rows.append(measured(case, methods, rounds, config.core))
-        console.print(cost_table(rows[-1:]))
-    growth = []
-    for shape in () if config.quick else GROWTH:
-        case = Case(
-            num_neurons=shape[0],
-            num_experts=shape[1],
-            stage=EVERY_SHAPE[1],
-            profile=stages[EVERY_SHAPE[1]],
-        )
-        growth.append(measured(case, ("dotmoe",), 3 * config.rounds, config.core))
-    console.print(cost_table(rows))
-    console.print(growth_table(growth))
-    if config.quick and config.out == AssignmentBenchConfig().out:
-        return
-    write_json(
-        Path(config.out),
-        {
-            "origin": "measured",
-            "profile": {"file": config.profile, "provenance": profile["provenance"]},
-            "cases": rows,
-            "growth": growth,
-            "provenance": provenance(seed=0),
-        },
-    )
+    for case, methods, rounds in plan_of_work(stages, settings):
+        rows.append(measured(case, methods, rounds, settings.core))
+        print(to_markdown(cost_table(rows[-1:])))
+    late, growth = EVERY_SHAPE[1], []
+    for shape in () if settings.quick else GROWTH:
+        case = case_of(stages, shape, late)
+        growth.append(measured(case, ("dotmoe",), 3 * settings.rounds, settings.core))
+    print(to_markdown(cost_table(rows)))
+    print(to_markdown(growth_table(growth)))
+    out = settings.out or (None if settings.quick else "results/assignment.json")
+    if out is not None:
+        source = {"file": settings.profile, "provenance": profile["provenance"]}
+        keep(out, {"profile": source, "cases": rows, "growth": growth})
+
+
+def case_of(stages: dict[str, Any], shape: tuple[int, int], stage: str) -> Case:
+    return Case(num_neurons=shape[0], num_experts=shape[1], stage=stage, profile=stages[stage])
 
 
 def plan_of_work(
-    stages: dict[str, Any], config: AssignmentBenchConfig
+    stages: dict[str, Any], settings: Settings
 ) -> Iterator[tuple[Case, tuple[str, ...], int]]:
     """Cases, with the methods to compare on each and their rounds."""
     everything = tuple(m for m in REPEATS if m != "POT" or find_spec("ot") is not None)
     without_pot = tuple(m for m in everything if m != "POT")
-
-    def case(shape: tuple[int, int], stage: str, **changes: Any) -> Case:
-        num_neurons, num_experts = shape
-        return Case(
-            num_neurons=num_neurons,
-            num_experts=num_experts,
-            stage=stage,
-            profile=stages[stage],
-            **changes,
-        )
-
-    if config.quick:
-        yield case(SHAPES[0], EVERY_SHAPE[1]), everything, 1
+    if settings.quick:
+        yield case_of(stages, SHAPES[0], EVERY_SHAPE[1]), everything, 1
         return
     for stage in stages:
-        yield case(MAIN_SHAPE, stage), everything, 1 if stage == SHARP else config.rounds
+        rounds = 1 if stage == SHARP else settings.rounds
+        yield case_of(stages, MAIN_SHAPE, stage), everything, rounds
     for shape in SHAPES:
         if shape != MAIN_SHAPE:
             for stage in EVERY_SHAPE:
-                yield case(shape, stage), without_pot, config.rounds
+                yield case_of(stages, shape, stage), without_pot, settings.rounds
     for stage in EVERY_SHAPE:
-        yield case(MAIN_SHAPE, stage, threads=2), without_pot, config.rounds
+        case = replace(case_of(stages, MAIN_SHAPE, stage), threads=2)
+        yield case, without_pot, settings.rounds
     for stage in (EVERY_SHAPE[1], SHARP):
-        yield case(MAIN_SHAPE, stage, flush_denormals=False), without_pot, 1
+        case = replace(case_of(stages, MAIN_SHAPE, stage), flush_denormals=False)
+        yield case, without_pot, 1
 
 
 def measured(case: Case, methods: tuple[str, ...], rounds: int, core: int) -> dict[str, Any]:
@@ -193,7 +309,7 @@ def against(
     figures: dict[str, Any], steps: dict[str, list[list[Step]]], name: str
 ) -> dict[str, float]:
     """How a method compares with the paper's recipe."""
-    seconds = {m: [[s.seconds for s in one] for one in steps[m]] for m in ("paper", name)}
+    seconds = {m: [median(s.seconds for s in one) for one in steps[m]] for m in ("paper", name)}
     low, high = ratio_quartiles(seconds["paper"], seconds[name])
     return {
         "times_faster": figures["paper"]["seconds"] / figures[name]["seconds"],
@@ -203,5 +319,169 @@ def against(
     }
 
 
+def serve(connection: Connection, method_name: str, case: Case, cores: set[int]) -> None:
+    """Answer every number of repeats with as many steps, until None comes.
+
+    The first answer is for its peak: memory that was freed before is given back to the system then,
+    and paid for again.
+    """
+    os.sched_setaffinity(0, cores)
+    # Threads of the pool inherit the mode of the thread that starts them: before any arithmetic.
+    torch.set_flush_denormal(case.flush_denormals)
+    torch.set_num_threads(case.threads)
+    method = METHODS[method_name]()
+    _warm_up(method_name)
+    affinity_NE = affinities(case.profile, case.num_neurons, case.num_experts, case.seed)
+    if isinstance(method, Newton) and method_name == "dotmoe":
+        method.remember(affinity_NE, case.profile["tau"])
+    affinity_NE = one_step_later(case.profile, affinity_NE, case.seed)
+    generator = torch.Generator().manual_seed(case.seed + 2)
+    # Of the size of a gradient of the plan in training; the cost does not depend on it.
+    gradient_NE = 1e-3 * torch.randn(affinity_NE.shape, generator=generator)
+    _give_memory_back()
+    while (repeats := connection.recv()) is not None:
+        connection.send([step(method, affinity_NE, gradient_NE, case) for _ in range(repeats)])
+
+
+def step(method: Paper | Newton, affinity_NE: Tensor, gradient_NE: Tensor, case: Case) -> Step:
+    """Soft plan, its gradient, and the assignment, measured."""
+    leaf_NE = affinity_NE.requires_grad_()
+    forget_peak()
+    before = resident_bytes()
+    started = time.perf_counter()
+    plan_NE = method.plan(leaf_NE, case.profile["next_tau"])
+    solved = time.perf_counter()
+    torch.autograd.grad(plan_NE, leaf_NE, gradient_NE)
+    differentiated = time.perf_counter()
+    plan_NE = plan_NE.detach()
+    method.rounded(plan_NE)
+    rounded = time.perf_counter()
+    peak = peak_bytes() - before
+    column_error = (plan_NE.sum(dim=0, dtype=torch.float64) / case.capacity - 1.0).abs().max()
+    row_error = (plan_NE.sum(dim=1, dtype=torch.float64) - 1.0).abs().max()
+    return Step(
+        forward_s=solved - started,
+        backward_s=differentiated - solved,
+        rounding_s=rounded - differentiated,
+        peak_bytes=peak,
+        marginal_error=float(torch.maximum(column_error, row_error)),
+        passes=method.num_passes,
+    )
+
+
+def _warm_up(method_name: str) -> None:
+    """Load what the first call loads, on a small problem."""
+    method = METHODS[method_name]()
+    affinity_NE = torch.randn(2_048, 64).requires_grad_()
+    plan_NE = method.plan(affinity_NE, 0.5)
+    torch.autograd.grad(plan_NE.sum(), affinity_NE)
+    method.rounded(plan_NE.detach())
+
+
+def _give_memory_back() -> None:
+    """Return freed memory to the system where the C library can: it would hide the peak."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def affinities(profile: dict[str, Any], num_neurons: int, num_experts: int, seed: int) -> Tensor:
+    """Affinities drawn from a stage of `assignment_profile.py`, [N, E].
+
+    Row means, column means and the rest are independent: the first two normal, the rest by its
+    quantiles.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    quantiles = torch.tensor(profile["rest_quantiles"])
+    place_NE = torch.rand(num_neurons, num_experts, generator=generator) * (len(quantiles) - 1)
+    below_NE = place_NE.long().clamp_max(len(quantiles) - 2)
+    rest_NE = torch.lerp(quantiles[below_NE], quantiles[below_NE + 1], place_NE - below_NE)
+    row_N1 = profile["row_std"] * torch.randn(num_neurons, 1, generator=generator)
+    column_E = profile["column_std"] * torch.randn(num_experts, generator=generator)
+    return rest_NE + row_N1 + column_E
+
+
+def one_step_later(profile: dict[str, Any], affinity_NE: Tensor, seed: int) -> Tensor:
+    """The same affinities after an optimizer step of the measured size."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    num_neurons, num_experts = affinity_NE.shape
+    noise_NE = torch.randn(num_neurons, num_experts, generator=generator)
+    column_E = torch.randn(num_experts, generator=generator)
+    return (
+        affinity_NE * (1.0 + profile["change_growth"])
+        + profile["change_rest_std"] * noise_NE
+        + profile["change_column_std"] * column_E
+    )
+
+
+def normal_profile(*, std: float, tau: float, change: float) -> dict[str, Any]:
+    """A profile that was not measured: normal affinities, and changes, of given deviations."""
+    levels = torch.linspace(0, 1, 1025, dtype=torch.float64).clamp(1e-5, 1 - 1e-5)
+    return {
+        "tau": tau,
+        "next_tau": tau,
+        "rest_quantiles": (std * torch.special.ndtri(levels)).tolist(),
+        "row_std": 0.0,
+        "column_std": 0.0,
+        "change_growth": 0.0,
+        "change_column_std": 0.0,
+        "change_rest_std": change,
+    }
+
+
+PARTS = ("forward", "backward", "rounding")
+
+
+def cost_table(cases: list[dict[str, Any]]) -> Table:
+    """A row for each method of each case."""
+    columns = ["N x E", "stage", "threads", "method", *(f"{part} ms" for part in PARTS)]
+    columns += ["step ms", "times faster", "marginal error", "peak MiB", "of paper's"]
+    rows = []
+    for case in cases:
+        for name, figures in case["methods"].items():
+            is_compared = "times_faster" in figures
+            rows.append(
+                [
+                    f"{case['num_neurons']:,} x {case['num_experts']}",
+                    case["stage"] + ("" if case["flush_denormals"] else ", denormals kept"),
+                    str(case["threads"]),
+                    name,
+                    *(milliseconds(figures[f"{part}_s"]) for part in PARTS),
+                    milliseconds(figures["seconds"]),
+                    f"{figures['times_faster']:.1f}" if is_compared else None,
+                    f"{figures['marginal_error']:.1e}",
+                    f"{figures['peak_bytes'] / 2**20:,.0f}",
+                    f"{figures['share_of_peak']:.3f}" if is_compared else None,
+                ]
+            )
+    return Table(columns=columns, rows=rows, words=4)
+
+
+def growth_table(cases: list[dict[str, Any]]) -> Table:
+    """Time of a step by size, and by entry of the plan."""
+    columns = ["N", "E", "N x E", "step ms", "ns an entry", "passes", "peak bytes an entry"]
+    rows = []
+    for case in sorted(cases, key=lambda c: (c["num_neurons"] == 16_384, c["num_experts"])):
+        figures = case["methods"]["dotmoe"]
+        entries = case["num_neurons"] * case["num_experts"]
+        rows.append(
+            [
+                f"{case['num_neurons']:,}",
+                str(case["num_experts"]),
+                f"{entries:,}",
+                milliseconds(figures["seconds"]),
+                f"{1e9 * figures['seconds'] / entries:.1f}",
+                str(figures["passes"]),
+                f"{figures['peak_bytes'] / entries:.1f}",
+            ]
+        )
+    return Table(columns=columns, rows=rows)
+
+
+def milliseconds(seconds: float) -> str:
+    """With three digits where there are that many."""
+    return f"{1e3 * seconds:,.1f}" if seconds < 0.1 else f"{1e3 * seconds:,.0f}"
+
+
 if __name__ == "__main__":
-    main(tyro.cli(AssignmentBenchConfig, description=__doc__))
+    main(tyro.cli(Settings, description=__doc__))

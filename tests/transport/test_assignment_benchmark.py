@@ -16,12 +16,12 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield
-    for name in [name for name in sys.modules if name.startswith("assignment")]:
+    for name in [name for name in sys.modules if name in ("assignment", "rounds")]:
         del sys.modules[name]
 
 
 def test_the_reference_is_the_papers_recipe(benchmarks):
-    from assignment_methods import Paper
+    from assignment import Paper
 
     A = torch.randn(60, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
     weight = torch.randn(60, 6, generator=torch.Generator().manual_seed(1))
@@ -37,9 +37,7 @@ def test_the_reference_is_the_papers_recipe(benchmarks):
 
 @pytest.mark.parametrize("name", ["paper", "POT", "dotmoe, cold", "dotmoe"])
 def test_every_method_solves_the_same_problem(benchmarks, name):
-    from assignment_affinities import affinities, normal_profile, one_step_later
-    from assignment_methods import METHODS, Newton
-    from assignment_worker import Case, step
+    from assignment import METHODS, Case, Newton, affinities, normal_profile, one_step_later, step
 
     profile = normal_profile(std=0.2, tau=0.2, change=1e-3)
     case = Case(num_neurons=128, num_experts=8, stage="normal", profile=profile)
@@ -57,7 +55,7 @@ def test_every_method_solves_the_same_problem(benchmarks, name):
 
 
 def test_drawn_affinities_are_as_wide_as_the_measured_ones(benchmarks):
-    from assignment_affinities import affinities, one_step_later
+    from assignment import affinities, one_step_later
 
     quantiles = torch.linspace(-1, 1, 257).pow(3) + 0.1
     profile = {

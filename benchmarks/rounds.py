@@ -1,0 +1,59 @@
+"""What all benchmarks share: turns, ratios within a turn, and the file that keeps the figures."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, TypeVar
+
+import torch
+
+from dotmoe.files import write_json
+from dotmoe.run_folder import provenance
+
+Measured = TypeVar("Measured")
+
+
+def in_turns(subjects: dict[str, Callable[[], Measured]], rounds: int) -> dict[str, list[Measured]]:
+    """What each subject returns in every round; one round before them is not counted.
+
+    Subjects take turns, so that what else the machine does falls on all of them.
+    """
+    found: dict[str, list[Measured]] = {name: [] for name in subjects}
+    for number in range(rounds + 1):
+        for name, measure in subjects.items():
+            measured = measure()
+            if number:
+                found[name].append(measured)
+    return found
+
+
+def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Median over rounds of every figure."""
+    return {name: median(one[name] for one in rounds) for name in rounds[0]}
+
+
+def ratio(one: Sequence[float], other: Sequence[float]) -> float:
+    """Median of `one / other` within each round."""
+    return median(a / b for a, b in zip(one, other, strict=True))
+
+
+def ratio_quartiles(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
+    """First and third quartile of `one / other` within each round."""
+    ratios = [a / b for a, b in zip(one, other, strict=True)]
+    if len(ratios) == 1:
+        return ratios[0], ratios[0]
+    low, _, high = quantiles(ratios, n=4, method="inclusive")
+    return low, high
+
+
+def keep(out: Path | str, figures: dict[str, Any], seed: int = 0) -> None:
+    """Write measured figures as JSON, with where they come from."""
+    path = Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"origin": "measured", **figures, "provenance": provenance(seed)})
+
+
+def require_device(device: str) -> None:
+    """End with a message where a GPU is needed and there is none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("This needs a CUDA device, and there is none here.")
