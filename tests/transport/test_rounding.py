@@ -5,13 +5,13 @@ from torch import Tensor
 from dotmoe.transport import balanced_plan, greedy_assignment
 
 
-def serial(plan: Tensor, capacity: int) -> list[int]:
+def serial(plan: Tensor, capacity: int | list[int]) -> list[int]:
     """The definition: all entries, largest first, ties by flat index."""
     num_neurons, num_experts = plan.shape
     values = plan.flatten().tolist()
     order = sorted(range(len(values)), key=lambda i: (-values[i], i))
     expert_of: dict[int, int] = {}
-    room = [capacity] * num_experts
+    room = [capacity] * num_experts if isinstance(capacity, int) else list(capacity)
     for entry in order:
         neuron, expert = divmod(entry, num_experts)
         if neuron not in expert_of and room[expert]:
@@ -59,6 +59,15 @@ def test_it_equals_the_serial_definition(kind: str) -> None:
             plan = scores(kind, N, E, seed)
             expected = serial(plan, N // E)
             assert greedy_assignment(plan, capacity=N // E).tolist() == expected, (N, E, seed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_may_differ_in_capacity(kind: str) -> None:
+    room = [9, 1, 4, 20, 6]
+    for seed in range(4):
+        plan = scores(kind, 40, 5, seed)
+        found = greedy_assignment(torch.stack([plan, plan.flip(0)]), capacity=torch.tensor(room))
+        assert found.tolist() == [serial(plan, room), serial(plan.flip(0), room)]
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@ import ot
 import pytest
 import torch
 
-from dotmoe.transport import sinkhorn
+from dotmoe.transport import balanced_plan, sinkhorn
 
 
 def affinity(*shape: int, std: float = 1.0, seed: int = 0) -> torch.Tensor:
@@ -49,6 +49,28 @@ def test_its_gradient_is_that_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(
         lambda a: sinkhorn(a, capacity=2, tau=0.5, num_sweeps=7).plan, A
     )
+
+
+def test_its_gradient_holds_the_sweeps_of_no_layer() -> None:
+    held = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal held
+        held += tensor.numel()
+        return tensor
+
+    A = affinity(6, 32, 4).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        sinkhorn(A, capacity=8, tau=0.5)
+    # Unrolled, 50 sweeps hold some 200 plans.
+    assert held <= 2 * A.numel()
+
+
+def test_experts_may_differ_in_capacity() -> None:
+    A, capacity = affinity(12, 3), torch.tensor([7, 1, 4])
+    sweeps = sinkhorn(A, capacity=capacity, tau=0.5, num_sweeps=500).plan
+    newton = balanced_plan(A, capacity=capacity, tau=0.5, tolerance=1e-10).plan
+    torch.testing.assert_close(sweeps, newton)
 
 
 def test_layers_are_solved_as_if_alone() -> None:

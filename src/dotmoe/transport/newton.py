@@ -1,21 +1,37 @@
 """Balanced plans by Newton's method on the semi-dual: a few passes, not a hundred sweeps."""
 
+import math
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.transport.blocks import layer_groups
-from dotmoe.transport.implicit_gradient import attach_gradient
-from dotmoe.transport.laplacian import FactoredLaplacian
-from dotmoe.transport.newton_state import Solution
-from dotmoe.transport.plan import TransportPlan, check_affinity
-from dotmoe.transport.semi_dual import SemiDual
+from dotmoe.transport.gradient import attach_gradient, factored, solved
+from dotmoe.transport.plan import Capacity, TransportPlan, check_problem, row_blocks
+
+STAGE_TOLERANCE = 0.25
+"""Neurons too many or too few at which a stage above the wanted temperature is left.
+
+Below 1: a plan that is nearly 0/1 and gives an expert one neuron too many is not solved.
+"""
+FIRST_FACTOR, SMALLEST_FACTOR, LARGEST_FACTOR = 4.0, 1.01, 1e3
+"""Ratio of the temperatures of two stages: the first, the last one tried, the boldest."""
+LARGEST_MOVE = 4.0
+"""Largest change of a log-potential in one Newton step; the quadratic model is void beyond."""
+STALE_PASSES = 8
+"""Passes in a row, none of which takes a third off the best error, that end a stage."""
+ROUNDING_ERROR = 5e-6
+"""Relative error of a column below which only rounding can be in the way of a smaller one."""
+NARROW_LOGITS = 20.0
+"""|A| / tau + |v| up to which exponentials can neither overflow nor lose a row."""
+WIDE_LOGITS = 512.0
+"""|A| / tau + |v| above which float32 would round logits too much: they are formed in float64."""
 
 
 def balanced_plan(
     affinity: Float[Tensor, "*L N E"],
     *,
-    capacity: int,
+    capacity: Capacity,
     tau: float,
     start: Float[Tensor, "*L E"] | None = None,
     tolerance: float = 1e-6,
@@ -26,14 +42,12 @@ def balanced_plan(
     The plan of eq:entropic_ot, as alg:sinkhorn would give it after enough sweeps. Row potentials
     are eliminated: M = softmax_e(A / tau + v), and v maximises the concave
 
-        F(v) = s * sum_e v_e - sum_n logsumexp_e(A_ne / tau + v_e)
-
-    All leading indices are solved together, each with its own step size and its own temperature
-    on the way to `tau`.
+        F(v) = sum_e s_e v_e - sum_n logsumexp_e(A_ne / tau + v_e)
 
     Args:
-        affinity: Score A of neuron n for expert e, larger is closer. float32 or float64.
-        capacity: Neurons in one expert (s); capacity * E must equal N.
+        affinity: Score A of neuron n for expert e, larger is closer. float32 or float64. Leading
+            indices are problems of their own.
+        capacity: Neurons of every expert (s), or of each; they sum to N.
         tau: Temperature > 0, in units of affinity. Small is sharp.
         start: `potential` of a previous plan for nearby affinities, or None. Only saves passes.
         tolerance: Largest |column sum - s| / s to stop at. Below the rounding of the dtype (about
@@ -46,7 +60,7 @@ def balanced_plan(
         rounding or `max_passes` stopped the solver. Rows sum to 1 to rounding. Never NaN.
 
     Raises:
-        ValueError: As `check_affinity`; a non-finite `start`; max_passes below 1.
+        ValueError: As `check_problem`; a non-finite `start`; max_passes below 1.
 
     Gradient:
         Implicit, see `attach_gradient`; first derivatives, with respect to `affinity` only.
@@ -56,38 +70,169 @@ def balanced_plan(
         tensor([[0.5000, 0.5000],
                 [0.5000, 0.5000]])
     """
-    low, high = check_affinity(affinity, capacity=capacity, tau=tau)
+    capacity_E = check_problem(affinity, capacity=capacity, tau=tau)
     if max_passes < 1:
         raise ValueError(f"max_passes is {max_passes}, but at least 1 pass is needed.")
     if start is not None and not bool(torch.isfinite(start).all()):
         raise ValueError("start contains NaN or infinity; pass None to start afresh.")
     *leading, num_neurons, num_experts = affinity.shape
     affinity_LNE = affinity.reshape(-1, num_neurons, num_experts)
-    zero_LE = affinity_LNE.new_zeros(len(affinity_LNE), num_experts, dtype=torch.float64)
-    solution = Solution(
-        plan_LNE=torch.empty_like(affinity_LNE, memory_format=torch.contiguous_format),
-        potential_LE=zero_LE.clone(),
-        error_L=zero_LE.new_empty(len(zero_LE)),
-        hessian=FactoredLaplacian(factor_LEE=torch.diag_embed(zero_LE), scale_LE=zero_LE),
-    )
+    plan_LNE = torch.empty_like(affinity_LNE, memory_format=torch.contiguous_format).detach()
+    potential_LE = affinity_LNE.new_zeros(len(affinity_LNE), num_experts, dtype=torch.float64)
     if start is not None:
-        solution.potential_LE.copy_(start.detach().reshape(-1, num_experts))
-    num_passes = 0
+        potential_LE.copy_(start.detach().reshape(potential_LE.shape))
+    error_L = torch.zeros_like(potential_LE[:, 0])
+    factors, num_passes = [], 0
     with torch.no_grad():
-        for group in layer_groups(affinity_LNE.shape, affinity.device):
-            problem = SemiDual(
-                affinity_LNE[group].detach(),
-                low.reshape(-1)[group],
-                high.reshape(-1)[group],
-                capacity=capacity,
-                tau=tau,
-                tolerance=tolerance,
-            )
-            num_passes = max(num_passes, problem.solve(solution.part(group), max_passes))
-    plan_LNE = attach_gradient(affinity_LNE, solution.plan_LNE, tau, solution.hessian)
+        for layer, layer_affinity in enumerate(affinity_LNE.detach()):
+            problem = _SemiDual(layer_affinity, plan_LNE[layer], capacity_E, tau, max_passes)
+            potential_LE[layer], error_L[layer] = problem.solve(potential_LE[layer], tolerance)
+            factors.append(problem.factor_EE)
+            num_passes = max(num_passes, problem.num_passes)
     return TransportPlan(
-        plan=plan_LNE.reshape(affinity.shape),
-        potential=solution.potential_LE.reshape(*leading, num_experts),
-        marginal_error=solution.error_L.reshape(leading),
+        plan=attach_gradient(affinity_LNE, plan_LNE, tau, factors).reshape(affinity.shape),
+        potential=potential_LE.reshape(*leading, num_experts),
+        marginal_error=error_L.reshape(leading),
         num_passes=num_passes,
     )
+
+
+class _SemiDual:
+    """One problem, with the plan that its last pass left."""
+
+    def __init__(
+        self,
+        affinity_NE: Float[Tensor, "N E"],
+        plan_NE: Float[Tensor, "N E"],
+        capacity_E: Int[Tensor, " E"],
+        tau: float,
+        max_passes: int,
+    ) -> None:
+        self.affinity_NE, self.plan_NE = affinity_NE, plan_NE
+        self.capacity_E, self.tau, self.max_passes = capacity_E, tau, max_passes
+        low, high = torch.stack(torch.aminmax(affinity_NE)).tolist()
+        self.spread, self.widest = max(high - low, tau), max(abs(low), abs(high))
+        tiny, num_experts = torch.finfo(plan_NE.dtype).tiny, affinity_NE.shape[1]
+        self.lowest_logit = 0.5 * math.log(tiny) + math.log(num_experts)
+        """Keeps products of two entries of the plan normal: a CPU is a hundred times slower at
+        arithmetic on denormals."""
+        self.num_passes = 0
+        self.factor_EE: Tensor | None = None
+        """Of the Laplacian behind the last Newton step."""
+        self.formed_tau = 0.0
+        self.formed_E = self.potential_E = torch.zeros_like(capacity_E, dtype=torch.float64)
+        """Potentials at which the plan's exponentials were taken, and of the plan."""
+
+    def solve(self, start_E: Tensor, tolerance: float) -> tuple[Tensor, float]:
+        """Potential and relative error of the plan that is left in `plan_NE`."""
+        potential_E, error = self.newton(start_E, self.tau, tolerance)
+        if error > max(tolerance, ROUNDING_ERROR):
+            potential_E, error = self.cool(tolerance)
+        if error > tolerance:
+            gradient_E = self.gradient(potential_E, self.tau)
+            error = float((gradient_E / self.capacity_E).abs().max())
+        return potential_E, error
+
+    def cool(self, tolerance: float) -> tuple[Tensor, float]:
+        """Newton at falling temperatures; tau * v, nearly linear in tau, is carried down.
+
+        Begins so hot that v = 0 solves it. A stage that fails is tried nearer to the one before,
+        one that is easy is followed by a bolder one.
+        """
+        hot, solution_E = self.spread * FIRST_FACTOR, torch.zeros_like(self.potential_E)
+        drift_E = solution_E
+        factor = FIRST_FACTOR
+        enough = STAGE_TOLERANCE / float(self.capacity_E.max())
+        while True:
+            tau = max(hot / factor, self.tau)
+            wanted = tolerance if tau == self.tau else enough
+            before = self.num_passes
+            ratio = hot / tau
+            start_E = solution_E * ratio + drift_E * (1.0 - ratio)
+            potential_E, error = self.newton(start_E, tau, wanted)
+            if tau == self.tau and error <= max(wanted, ROUNDING_ERROR):
+                return potential_E, error
+            if error <= wanted:
+                if bool(solution_E.any()):
+                    drift_E = (hot * solution_E - tau * potential_E) / (hot - tau)
+                hot, solution_E = tau, potential_E
+                bolder = factor**1.5 if self.num_passes - before <= 2 else factor
+                factor = min(bolder, LARGEST_FACTOR)
+            else:
+                factor = math.sqrt(factor)
+                if factor < SMALLEST_FACTOR or self.num_passes >= self.max_passes - 1:
+                    return potential_E * (tau / self.tau), math.inf
+
+    def newton(self, start_E: Tensor, tau: float, tolerance: float) -> tuple[Tensor, float]:
+        """Damped Newton at one temperature: the best potential and its relative error.
+
+        Ends where the tolerance is reached (`plan_NE` is then of that potential), progress stops,
+        or one pass is left.
+        """
+        accepted_E = best_E = start_E - start_E.mean()
+        direction_E = torch.zeros_like(accepted_E)
+        step = accepted_slope = accepted_norm = 0.0
+        best_error, stale = math.inf, 0
+        while stale < STALE_PASSES and self.num_passes < self.max_passes - 1:
+            trial_E = accepted_E + step * direction_E
+            gradient_E = self.gradient(trial_E, tau)
+            error, slope, norm = torch.stack([
+                (gradient_E / self.capacity_E).abs().max(),
+                gradient_E @ direction_E,
+                torch.linalg.vector_norm(gradient_E),
+            ]).tolist()  # fmt: skip
+            stale = 0 if error < 0.67 * best_error else stale + 1
+            if error < best_error:
+                best_E, best_error = trial_E, error
+            if error <= tolerance:
+                break
+            # The dual is concave: while it still rises at the trial, the trial lies higher.
+            if slope >= 0 or norm < 0.9 * accepted_norm:
+                # With the matrix it has, a step gains as much as the one before: two such are
+                # cheaper than another matrix.
+                if error * norm**2 > 0.5 * tolerance * accepted_norm**2:
+                    self.factor_EE = factored(self.plan_NE)
+                assert self.factor_EE is not None
+                move_E = solved(self.factor_EE, gradient_E)
+                largest = float(move_E.abs().max())
+                direction_E = move_E * (LARGEST_MOVE / max(LARGEST_MOVE, largest))
+                accepted_E, accepted_norm, step = trial_E, norm, 1.0
+                accepted_slope = float(gradient_E @ direction_E)
+            else:  # to where the slope, taken as linear, vanishes
+                step *= min(max(accepted_slope / (accepted_slope - slope), 0.1), 0.7)
+        return best_E, best_error
+
+    def gradient(self, potential_E: Tensor, tau: float) -> Float[Tensor, " E"]:
+        """One pass: the plan of a potential, and by how much its columns fall short."""
+        self.num_passes += 1
+        moved = float((potential_E - self.formed_E).abs().max())
+        is_near = self.formed_tau == tau and moved <= 2 * LARGEST_MOVE
+        # A small change scales the columns, so that the plan before serves as the kernel.
+        scale_E = (potential_E - self.potential_E).exp().to(self.plan_NE.dtype)
+        if not is_near:
+            self.formed_tau, self.formed_E = tau, potential_E
+        self.potential_E = potential_E
+        widest = self.widest / tau + float(potential_E.abs().max())
+        sums_E = torch.zeros_like(potential_E)
+        for rows in row_blocks(self.plan_NE):
+            plan = self.plan_NE[rows]
+            if is_near:
+                plan *= scale_E
+            else:
+                self._form(plan, self.affinity_NE[rows], widest)
+            plan *= plan.sum(dim=-1, keepdim=True).reciprocal_()
+            sums_E += plan.sum(dim=0)
+        return self.capacity_E - sums_E
+
+    def _form(self, plan: Tensor, affinity: Tensor, widest: float) -> None:
+        """Write exp(A / tau + v), times a constant of each row, into a block of the plan."""
+        dtype = torch.float64 if widest > WIDE_LOGITS else plan.dtype
+        logits = plan if plan.dtype == dtype else plan.to(dtype)
+        potential_E = self.formed_E.to(dtype)
+        torch.add(potential_E, affinity.to(dtype), alpha=1.0 / self.formed_tau, out=logits)
+        if widest > NARROW_LOGITS:
+            logits -= logits.amax(dim=-1, keepdim=True)
+            logits.clamp_min_(self.lowest_logit)
+        logits.exp_()
+        if logits is not plan:
+            plan.copy_(logits)

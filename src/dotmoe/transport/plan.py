@@ -3,8 +3,14 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+
+Capacity = int | Int[Tensor, " E"]
+"""Neurons of every expert (s), or of each."""
+
+CACHED_ELEMENTS = 2**17
+"""Elements of a block on the CPU: half a MiB in float32, so that a few of them share a cache."""
 
 
 @dataclass(frozen=True)
@@ -21,44 +27,55 @@ class TransportPlan:
     """Times the solver went over all N x E entries."""
 
 
-def column_sums(plan: Float[Tensor, "*L N E"], capacity: int) -> Float[Tensor, "*L E"]:
-    """Column sums in float64, at the speed of float32 ones.
+def row_blocks(plan_NE: Float[Tensor, "N E"]) -> list[slice]:
+    """Neurons of consecutive parts of a plan, for several operations to pass over each.
 
-    Runs of `capacity` rows are added in the plan's own dtype, the E partial sums in float64: the
-    error stays near one rounding, and no float64 copy of the plan is made.
+    On the CPU a temporary as large as a plan costs more in page faults than the arithmetic on it.
+    Other devices get everything as one part.
     """
-    *leading, num_neurons, num_experts = plan.shape
-    runs = plan.reshape(*leading, num_neurons // capacity, capacity, num_experts)
-    return runs.sum(dim=-2).sum(dim=-2, dtype=torch.float64)
+    num_neurons, num_experts = plan_NE.shape
+    rows = max(1, CACHED_ELEMENTS * torch.get_num_threads() // num_experts)
+    if plan_NE.device.type != "cpu":
+        rows = num_neurons
+    return [slice(first, first + rows) for first in range(0, num_neurons, rows)]
 
 
-def check_affinity(
-    affinity: Float[Tensor, "*L N E"], *, capacity: int, tau: float
-) -> tuple[Float[Tensor, "*L"], Float[Tensor, "*L"]]:
+def check_scores(scores: Float[Tensor, "*L N E"], capacity: Capacity) -> Int[Tensor, " E"]:
+    """Refuse scores that are not finite, or neurons that do not fill the experts.
+
+    Returns:
+        Capacity of each expert, on the device of the scores.
+
+    Raises:
+        ValueError: The capacities do not sum to N, one is below 1, or a score is NaN or infinite.
+    """
+    num_neurons, num_experts = scores.shape[-2:]
+    capacity_E = torch.as_tensor(capacity, device=scores.device).expand(num_experts)
+    if int(capacity_E.min()) < 1 or int(capacity_E.sum()) != num_neurons:
+        raise ValueError(
+            f"{num_neurons} neurons do not fill {num_experts} experts of {capacity}: "
+            "N must be the sum of the capacities."
+        )
+    # NaN anywhere becomes both extremes: one pass, and no mask as large as the scores.
+    if not bool(torch.isfinite(torch.stack(torch.aminmax(scores.detach()))).all()):
+        raise ValueError("scores contain NaN or infinity, so that no assignment exists.")
+    return capacity_E
+
+
+def check_problem(
+    affinity: Float[Tensor, "*L N E"], *, capacity: Capacity, tau: float
+) -> Int[Tensor, " E"]:
     """Refuse what no solver can transport.
 
     Returns:
-        Lowest and highest affinity of each problem.
+        Capacity of each expert.
 
     Raises:
-        ValueError: N is not capacity * E, tau is not positive, the dtype is below float32, or an
-            affinity is NaN or infinite.
+        ValueError: As `check_scores`; tau is not positive, or the dtype is below float32.
     """
-    num_neurons, num_experts = affinity.shape[-2:]
-    if capacity < 1 or num_neurons != capacity * num_experts:
-        raise ValueError(
-            f"{num_neurons} neurons do not fill {num_experts} experts of {capacity}: "
-            "N must be capacity * E."
-        )
+    capacity_E = check_scores(affinity, capacity)
     if not tau > 0:
         raise ValueError(f"tau is {tau}, but a temperature must be above 0.")
     if affinity.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"affinity is {affinity.dtype}; transport needs float32 or float64.")
-    # NaN anywhere becomes both extremes: no mask as large as the affinities. One layer at a time,
-    # because `aminmax` is slow along a dimension.
-    problems = affinity.detach().reshape(-1, num_neurons, num_experts)
-    extremes = torch.stack([torch.stack(torch.aminmax(problem)) for problem in problems])
-    if not bool(torch.isfinite(extremes).all()):
-        raise ValueError("affinity contains NaN or infinity; no plan exists.")
-    low, high = extremes.reshape(*affinity.shape[:-2], 2).unbind(-1)
-    return low, high
+    return capacity_E

@@ -3,8 +3,7 @@ import torch
 from torch import Tensor
 
 from dotmoe.transport import balanced_plan, sinkhorn
-from dotmoe.transport.implicit_gradient import attach_gradient
-from dotmoe.transport.laplacian import FactoredLaplacian, factor_laplacian, plan_laplacian
+from dotmoe.transport.gradient import attach_gradient, factored
 
 
 def affinity(*shape: int, std: float = 1.0, seed: int = 0) -> Tensor:
@@ -35,6 +34,13 @@ def test_it_equals_the_gradient_through_unrolled_sweeps(std: float) -> None:
     plan = balanced_plan(single, capacity=12, tau=0.5).plan
     (rounded,) = torch.autograd.grad((plan * weight.float()).sum(), single)
     torch.testing.assert_close(rounded.double(), unrolled, atol=2e-6, rtol=1e-4)
+
+
+def test_it_is_that_of_finite_differences_for_unequal_capacities() -> None:
+    A, capacity = affinity(7, 3).requires_grad_(), torch.tensor([4, 1, 2])
+    assert torch.autograd.gradcheck(
+        lambda a: balanced_plan(a, capacity=capacity, tau=0.5, tolerance=1e-13).plan, A
+    )
 
 
 def test_it_leaves_row_and_column_sums_alone() -> None:
@@ -71,17 +77,16 @@ def test_a_fully_saturated_plan_passes_nothing_on() -> None:
 
 @pytest.mark.parametrize("distance", [0.0, 1e-3, 0.1, 10.0])
 @pytest.mark.parametrize("std", [0.1, 1.0, 5.0])
-def test_any_hessian_gives_the_same(distance: float, std: float) -> None:
+def test_any_factor_gives_the_same(distance: float, std: float) -> None:
     A = torch.stack([affinity(96, 8, std=std, seed=seed) for seed in (0, 1)])
     plan = balanced_plan(A, capacity=12, tau=0.5, tolerance=1e-13).plan.detach()
     nearby = balanced_plan(A + distance * affinity(2, 96, 8, seed=2), capacity=12, tau=0.5).plan
     weight = affinity(2, 96, 8, seed=3)
-    near = factor_laplacian(plan_laplacian(nearby), torch.full((2, 8), 12.0).double(), damping=1e-9)
-    none = FactoredLaplacian(factor_LEE=near.factor_LEE, scale_LE=torch.zeros(2, 8).double())
+    near = [factored(layer) for layer in nearby]
     gradients = []
-    for hessian in (near, none):
+    for factors in (near, [None, None]):
         leaf = A.clone().requires_grad_()
-        attached = attach_gradient(leaf, plan, 0.5, hessian)
+        attached = attach_gradient(leaf, plan, 0.5, factors)
         gradients += torch.autograd.grad((attached * weight).sum(), leaf)
     torch.testing.assert_close(*gradients, atol=1e-10, rtol=1e-8)
 
