@@ -83,7 +83,7 @@ def test_any_factor_gives_the_same(distance: float, std: float) -> None:
     nearby = balanced_plan(A + distance * affinity(2, 96, 8, seed=2), capacity=12, tau=0.5).plan
     weight = affinity(2, 96, 8, seed=3)
     near = [factored(layer) for layer in nearby]
-    gradients = []
+    gradients: list[Tensor] = []
     for factors in (near, [None, None]):
         leaf = A.clone().requires_grad_()
         attached = attach_gradient(leaf, plan, 0.5, factors)

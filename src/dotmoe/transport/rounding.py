@@ -7,9 +7,7 @@ from torch import Tensor
 from dotmoe.transport.plan import Capacity, check_scores
 
 
-def greedy_assignment(
-    plan: Float[Tensor, "*L N E"], *, capacity: Capacity
-) -> Int[Tensor, "*L N"]:
+def greedy_assignment(plan: Float[Tensor, "*L N E"], *, capacity: Capacity) -> Int[Tensor, "*L N"]:
     """Hard assignment M of eq:assignment_ste: the paper's greedy selection, without its sort.
 
     Defined by a serial loop over all entries of a layer, largest first, ties by flat index
