@@ -23,8 +23,8 @@ import tyro
 
 from alignment_step_subject import Step, Subject, peak_bytes, random_dense
 from alignment_step_summary import show, summary
-from dotmoe.analysis.clock import Clock
-from dotmoe.analysis.overhead import mask_cost
+from dotmoe.analyse.clock import Clock
+from dotmoe.analyse.overhead import mask_cost
 from dotmoe.artifacts import DenseModel
 from dotmoe.bench.random_pair import Shape
 from dotmoe.granularity import ExpertsConfig, resolve

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM
 
 from dotmoe.align import AlignConfig, Alignment
-from dotmoe.analysis.clock import Clock
+from dotmoe.analyse.clock import Clock
 from dotmoe.artifacts import AlignState, DenseModel
 from dotmoe.bench.random_pair import ROUTER_LOGIT_STD, Shape, llama_config
 from dotmoe.data import TokenBlocks

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import dotmoe.analyse.entries as entries
 from dotmoe.analyse import ANALYSES, AnalyseConfig, analyse
 from dotmoe.cli import run
 from dotmoe.errors import UserError
@@ -33,6 +32,7 @@ def test_every_analysis_is_written_and_found_again(folder, capsys):
     said = capsys.readouterr()
     found = results(folder)
     assert list(ANALYSES) == [name for name in ANALYSES if name in found and name in said.out]
+    assert found["routing_overlap"]["command"].startswith(f"dotmoe analyse {folder} --tokens")
     for name, result in found.items():
         assert result["analysis"] == name
         assert result["origin"] == "measured"
@@ -136,7 +136,7 @@ def test_wrong_use_is_refused_in_one_line(options, words, folder, capsys):
 
 
 def test_what_a_run_has_nothing_for_is_left_out_or_refused_by_name(folder, monkeypatch, capsys):
-    monkeypatch.setattr(entries, "find_spec", lambda package: None)
+    monkeypatch.setattr("dotmoe.analyse.find_spec", lambda package: None)
     (folder / "2_align" / "metrics.jsonl").unlink()
     found = analyse(AnalyseConfig(run=str(folder), tokens=256))
     assert list(found) == ["expert_utilisation"]

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from dotmoe.analysis import kept_from_start, metric_columns, settling
+from dotmoe.analyse.history import kept_from_start, metric_columns, settling
 from dotmoe.layout import ExpertLayout
 from dotmoe.moe.assignment import AssignmentConfig
 from dotmoe.transport import greedy_assignment, sinkhorn

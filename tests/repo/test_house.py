@@ -19,7 +19,7 @@ LAYERS = [
     {"moe", "sharded_weights"},
     {"load", "calibrate", "align", "extract", "export", "report", "inspection"}
     | {"self_text", "finetune"},
-    {"gguf_export", "baselines", "analysis"},
+    {"gguf_export", "baselines"},
     {"config", "narration", "recovery_config"},
     {"recipes", "run_folder", "tokenise"},
     {"opened_run", "run_results", "evaluate"},

@@ -1,76 +1,106 @@
 """A finished run that is analysed, and what several analyses need of it."""
 
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated, Any
 
+import tyro
 from torch import Tensor
+from tyro.conf import Positional
 
-from dotmoe.analyse.config import AnalyseConfig
-from dotmoe.analysis import Routes, captured_routes
+from dotmoe.analyse.routing import Routes, captured_routes
 from dotmoe.artifacts import DenseModel
 from dotmoe.checkpoint_folder import fingerprint
 from dotmoe.config import RunConfig, command_in
+from dotmoe.device import resolved_device
 from dotmoe.errors import UserError
-from dotmoe.layout import ExpertLayout
-from dotmoe.load import load_dense
-from dotmoe.narration import Narrator
+from dotmoe.load import LoadConfig, load_dense
+from dotmoe.options import at_least
+from dotmoe.progress import Progress
 from dotmoe.recovery_config import RecoveryConfig
-from dotmoe.reexport import Learned, learned
+from dotmoe.reexport import learned
 from dotmoe.run_folder import RunFolder
 from dotmoe.tokenise import measured_on
 
 
-class AnalysedRun:
-    """A finished run, and what several analyses need of it, made when first asked for."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnalyseConfig:
+    """What to analyse of a finished run."""
 
-    def __init__(self, config: AnalyseConfig, narrator: Narrator) -> None:
+    run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
+    """Folder of a finished `dotmoe convert` or `dotmoe finetune`."""
+    only: tuple[str, ...] = ()
+    """Make these of expert_utilisation, routing_overlap, expert_outputs_tsne, alignment_history,
+    overhead_profile. Default: all that the run has something for."""
+    tokens: Annotated[int, at_least(1)] = 32768
+    """Tokens of the held-out text to route, at most; at least one block."""
+    layer: int | None = None
+    """Layer whose expert outputs are shown, a split one. Default: the one at a third of the depth,
+    as the paper's."""
+    points: Annotated[int, at_least(10)] = 1000
+    """Expert outputs that are shown, about."""
+    experts_shown: Annotated[int, at_least(2)] = 16
+    """Experts whose outputs are shown, at most; 2 or more."""
+    profile_steps: Annotated[int, at_least(1)] = 5
+    """Alignment steps that are timed."""
+    seed: Annotated[int, at_least(0)] = 0
+    """Of samples and of t-SNE."""
+    load: LoadConfig = field(default_factory=LoadConfig)
+
+
+class AnalysedRun:
+    """A finished run; what takes time is made when it is first asked for."""
+
+    def __init__(self, config: AnalyseConfig, progress: Progress) -> None:
         self.config = config
-        self.narrator = narrator
-        self.found: Learned = learned(Path(config.run))
+        self.progress = progress
+        found = learned(Path(config.run))
+        self.layout = found.layout
+        self.is_finetuned = found.is_finetuned
+        self.weights = found.model
+        """The checkpoint whose weights the experts have."""
+        self.tokens: Tensor = found.heldout.tokens_BT[
+            : max(1, config.tokens // found.heldout.seq_len)
+        ]
+        """The text that is routed: the first blocks kept out of training."""
         self.folder = RunFolder(Path(config.run))
-        self.layers = self.found.layout.moe_layers
-        if config.layer is not None and config.layer not in self.layers:
+        layers = self.layout.moe_layers
+        self.layer = layers[len(layers) // 3] if config.layer is None else config.layer
+        """Layer whose expert outputs are shown."""
+        if self.layer not in layers:
             raise UserError(
-                f"layer is {config.layer}, but the split layers are {self.layers.start} to "
-                f"{self.layers.stop - 1}. Choose one of them."
+                f"layer is {self.layer}, but the split layers are {layers.start} to "
+                f"{layers.stop - 1}. Choose one of them."
             )
 
-    @property
-    def layout(self) -> ExpertLayout:
-        """Experts, routers and k."""
-        return self.found.layout
-
-    @property
-    def layer(self) -> int:
-        """Layer whose expert outputs are shown."""
-        third = self.layers[len(self.layers) // 3]
-        return third if self.config.layer is None else self.config.layer
+    def option(self, name: str) -> Any:
+        """An option as it came out: layer and device are resolved."""
+        if name == "layer":
+            return self.layer
+        if name == "device":
+            return str(resolved_device(self.config.load.device))
+        return self.config.load.dtype if name == "dtype" else getattr(self.config, name)
 
     @cached_property
     def dense(self) -> DenseModel:
         """The weights that the experts are made of."""
-        dense = load_dense(self.found.model, self.config.load)
-        if not self.found.is_finetuned:  # whose weights lie in the run, and have checksums there
+        dense = load_dense(self.weights, self.config.load)
+        if not self.is_finetuned:  # whose weights lie in the run, and have checksums there
             self.folder.require_model(fingerprint(dense.folder))
         return dense
 
     @cached_property
-    def tokens(self) -> Tensor:
-        """The text that is routed: the first blocks kept out of training."""
-        blocks = self.found.heldout
-        return blocks.tokens_BT[: max(1, self.config.tokens // blocks.seq_len)]
-
-    @cached_property
     def routes(self) -> Routes:
         """Experts that each token runs."""
-        with self.narrator.bar("route held-out text") as update:
+        with self.progress.bar("route held-out text") as update:
             return captured_routes(self.dense, self.layout, self.tokens, update)
 
     @cached_property
     def aligned(self) -> RunFolder | None:
         """The run that was aligned: this one, or that which was finetuned, if it is there."""
         path = self.folder.path
-        if self.found.is_finetuned:
+        if self.is_finetuned:
             path = Path(self.folder.config(RecoveryConfig).run)
         stored = path / "config.json"
         if not stored.is_file() or command_in(stored) != RunConfig.command:
@@ -82,7 +112,7 @@ class AnalysedRun:
     @property
     def text(self) -> list[str]:
         """Names of the text that is routed."""
-        if self.found.is_finetuned:
-            own = self.folder.config(RecoveryConfig).eval_text
-            return list(own or (f"held-out text of {self.folder.config(RecoveryConfig).run}",))
-        return list(measured_on(self.folder.config(RunConfig)))
+        if not self.is_finetuned:
+            return list(measured_on(self.folder.config(RunConfig)))
+        config = self.folder.config(RecoveryConfig)
+        return list(config.eval_text or (f"held-out text of {config.run}",))

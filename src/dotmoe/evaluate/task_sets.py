@@ -8,7 +8,7 @@ can be given to its own command line (`lm_eval --include_path`).
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,94 +17,70 @@ from dotmoe.errors import UserError, nearest
 SUFFIXES = (".jsonl.gz", ".jsonl", ".json", ".json.gz")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Task:
-    """One task of the harness. Of the files of a split the first that exists is taken."""
+    """One task of the harness. Local files have no suffix here; the first that exists is taken."""
 
-    metric: str = ""
+    metric: str
     """Of the paper's table: `acc`, or `acc_norm`, the answer with the largest likelihood a byte."""
-    shots: int | None = None
+    shots: int | None
     """Solved examples before each question in the paper's tables; None: it is in none."""
     definition: str
     """The harness's YAML of the task, below its folder of tasks."""
-    scored: tuple[str, ...] = ("validation",)
-    """Splits that may be scored, the harness's choice first."""
-    files: dict[str, tuple[str, ...]]
-    """Paths below the folder, without suffix, by split."""
-    stand_ins: dict[str, str] = field(default_factory=dict)
-    """What to say where such a file, or a later split of `scored`, is taken."""
+    scored: tuple[str, ...]
+    """Local files that may be scored; the name begins with that of their split."""
+    train: tuple[str, ...] = ()
+    """Local files of solved examples."""
 
-
-def _splits(folder: str, *splits: str) -> dict[str, tuple[str, ...]]:
-    return {split: (f"{folder}/{split}",) for split in splits}
-
-
-_TRAIN, _VALIDATION, _TEST = "train", "validation", "test"
 
 TASKS = {
     "boolq": Task(
-        metric="acc",
-        shots=32,
-        definition="super_glue/boolq/default.yaml",
-        files=_splits("boolq", _TRAIN, _VALIDATION),
+        "acc", 32, "super_glue/boolq/default.yaml", ("boolq/validation",), ("boolq/train",)
     ),
-    "sciq": Task(
-        metric="acc",
-        shots=0,
-        definition="sciq/sciq.yaml",
-        scored=(_TEST, _VALIDATION),
-        files=_splits("sciq", _TRAIN, _VALIDATION, _TEST),
-        stand_ins={
-            _VALIDATION: "scored on the validation split, since there is no sciq/test: the "
-            "official number is of the test split"
-        },
-    ),
-    "piqa": Task(
-        metric="acc",
-        shots=0,
-        definition="piqa/piqa.yaml",
-        files=_splits("piqa", _TRAIN, _VALIDATION),
-    ),
+    "sciq": Task("acc", 0, "sciq/sciq.yaml", ("sciq/test", "sciq/validation"), ("sciq/train",)),
+    "piqa": Task("acc", 0, "piqa/piqa.yaml", ("piqa/validation",), ("piqa/train",)),
     "winogrande": Task(
-        metric="acc",
-        shots=5,
-        definition="winogrande/default.yaml",
-        files=_splits("winogrande_xl", _TRAIN, _VALIDATION),
+        "acc",
+        5,
+        "winogrande/default.yaml",
+        ("winogrande_xl/validation",),
+        ("winogrande_xl/train",),
     ),
     "arc_challenge": Task(
-        metric="acc_norm",
-        shots=25,
-        definition="arc/arc_challenge.yaml",
-        scored=(_TEST,),
-        files=_splits("ai2_arc/ARC-Challenge", _TRAIN, _VALIDATION, _TEST),
+        "acc_norm",
+        25,
+        "arc/arc_challenge.yaml",
+        ("ai2_arc/ARC-Challenge/test",),
+        ("ai2_arc/ARC-Challenge/train",),
     ),
     "hellaswag": Task(
-        metric="acc_norm",
-        shots=10,
-        definition="hellaswag/hellaswag.yaml",
-        files={
-            _TRAIN: ("hellaswag/train", "hellaswag/train_fewshot_11"),
-            _VALIDATION: ("hellaswag/validation",),
-        },
-        stand_ins={
-            "hellaswag/train_fewshot_11": "solved examples are drawn from 11 rows of the training "
-            "split, not from all 39,905, so that prompts differ from the official ones"
-        },
+        "acc_norm",
+        10,
+        "hellaswag/hellaswag.yaml",
+        ("hellaswag/validation",),
+        ("hellaswag/train", "hellaswag/train_fewshot_11"),
     ),
-    "arc_easy": Task(  # the paper does not state its shots
-        metric="acc_norm",
-        shots=0,
-        definition="arc/arc_easy.yaml",
-        scored=(_TEST,),
-        files=_splits("ai2_arc/ARC-Easy", _TRAIN, _VALIDATION, _TEST),
+    # The paper does not state the shots of ARC-E.
+    "arc_easy": Task(
+        "acc_norm",
+        0,
+        "arc/arc_easy.yaml",
+        ("ai2_arc/ARC-Easy/test",),
+        ("ai2_arc/ARC-Easy/train",),
     ),
     "wikitext": Task(
-        definition="wikitext/wikitext.yaml",
-        scored=(_TEST,),
-        files={_TEST: ("wikitext/test", "wikitext2/test_documents")},
+        "", None, "wikitext/wikitext.yaml", ("wikitext/test", "wikitext2/test_documents")
     ),
 }
 """The one place that knows tasks, by the harness's names."""
+
+STAND_INS = {
+    "sciq/validation": "scored on the validation split, since there is no sciq/test: the official "
+    "number is of the test split",
+    "hellaswag/train_fewshot_11": "solved examples are drawn from 11 rows of the training split, "
+    "not from all 39,905, so that prompts differ from the official ones",
+}
+"""What to say where such a file is taken."""
 
 PAPER = ("boolq", "sciq", "piqa", "winogrande", "arc_challenge", "hellaswag")
 """The six tasks of tab:zero_shot_results and tab:fine_tuned_results."""
@@ -185,12 +161,12 @@ class LocalFiles:
 
     def override(self) -> dict[str, Any]:
         """What a task's definition gets in place of its hub data set."""
-        keys = {"training_split": _TRAIN, "validation_split": _VALIDATION, "test_split": _TEST}
+        keys = {"train": "training_split", "validation": "validation_split", "test": "test_split"}
         return {
             "dataset_path": "json",
             "dataset_name": None,
             "dataset_kwargs": {"data_files": {s: str(path) for s, path in self.files.items()}},
-            **{key: split if split in self.files else None for key, split in keys.items()},
+            **{key: split if split in self.files else None for split, key in keys.items()},
         }
 
     def digests(self) -> dict[str, dict[str, str]]:
@@ -220,25 +196,21 @@ def local_files(folder: Path, name: str, shots: int) -> LocalFiles:
             f"{name} has no place in a local folder; {', '.join(TASKS)} have. Leave out "
             "--task-data to take it from the hub."
         )
-    task = TASKS[name]
-    found = {split: _first(folder, paths) for split, paths in task.files.items()}
-    scored = next((split for split in task.scored if found[split]), task.scored[0])
-    for split in [scored] + [_TRAIN] * (shots > 0):
-        if not found.get(split):
-            wanted = " or ".join(f"{path}{SUFFIXES[0]}" for path in task.files.get(split, ()))
+    files: dict[str, Path] = {}
+    notes = []
+    for paths, is_needed in ((TASKS[name].train, shots > 0), (TASKS[name].scored, True)):
+        taken = _first(folder, paths)
+        if taken is not None:
+            split = Path(taken[0]).name.split("_")[0]
+            files[split] = taken[1]
+            notes += [STAND_INS[taken[0]]] if taken[0] in STAND_INS and is_needed else []
+        elif is_needed:
+            wanted = " or ".join(f"{path}{SUFFIXES[0]}" for path in paths or (f"{name}/train",))
             raise UserError(
-                f"{name} needs {wanted or f'{name}/{split}'} below {folder} (also as "
-                f"{', '.join(SUFFIXES[1:])}), and it is not there. Put it there, or leave out "
-                "--task-data to take it from the hub."
+                f"{name} needs {wanted} below {folder} (also as {', '.join(SUFFIXES[1:])}), and it "
+                "is not there. Put it there, or leave out --task-data to take it from the hub."
             )
-    taken = {split: found[split] for split in task.files if split in (_TRAIN, scored)}
-    notes = [task.stand_ins[scored]] if scored != task.scored[0] else []
-    if shots > 0:
-        names = [hit[0] for hit in taken.values() if hit]
-        notes += [task.stand_ins[path] for path in names if path in task.stand_ins]
-    return LocalFiles(
-        files={split: hit[1] for split, hit in taken.items() if hit}, notes=tuple(notes)
-    )
+    return LocalFiles(files=files, notes=tuple(notes))
 
 
 def write_definition(folder: Path, task: str, harness_yaml: Path, files: LocalFiles) -> None:

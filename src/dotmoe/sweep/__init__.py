@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dotmoe.analysis import metric_columns
+from dotmoe.analyse.history import metric_columns
 from dotmoe.checkpoint_folder import fingerprint
 from dotmoe.evaluate import TextConfig, active_experts_curve
 from dotmoe.granularity import Granularity, resolve

@@ -8,15 +8,21 @@ import torch
 import torch.nn.functional as F
 
 from dotmoe.align import AlignConfig, Alignment
-from dotmoe.analysis.clock import Clock, time_methods
+from dotmoe.analyse.clock import Clock, time_methods
+from dotmoe.analyse.run import AnalysedRun
 from dotmoe.artifacts import AlignState, DenseModel
+from dotmoe.config import RunConfig
 from dotmoe.data import TokenBlocks
+from dotmoe.export.architecture import granularity_of
 from dotmoe.granularity import Granularity
+from dotmoe.layout import ExpertLayout
+from dotmoe.load import load_dense
 from dotmoe.moe.assignment import AssignmentConfig
 from dotmoe.moe.losses import balance_loss, z_loss
 from dotmoe.moe.masked_activation import masked_activation
 from dotmoe.moe.router import Surrogate, router_logits, straight_through_mask
 from dotmoe.moe.surgery import masked, recomputing
+from dotmoe.tokenise import load_blocks
 from dotmoe.training.gradients import clip, discard, global_norm
 from dotmoe.training.optimizer import adamw, set_learning_rates
 
@@ -58,6 +64,35 @@ class ProfiledRun:
     align: AlignConfig
     assignment: AssignmentConfig
     seed: int
+
+
+def values(run: AnalysedRun) -> dict[str, Any]:
+    """`overhead_profile` of the run's alignment, from what it has learned."""
+    folder = run.aligned
+    assert folder is not None
+    config = folder.config(RunConfig)
+    layout = ExpertLayout.load(folder.intact("extract") / "layout.safetensors")
+    dense = load_dense(config.model, run.config.load) if run.is_finetuned else run.dense
+    profiled = ProfiledRun(
+        blocks=load_blocks(folder.intact("data"))[0],
+        state=AlignState.load(folder.intact("align") / "state.safetensors", dense.device),
+        granularity=granularity_of(layout),
+        align=config.align,
+        assignment=config.assignment,
+        seed=config.seed,
+    )
+    return overhead_profile(dense, profiled, run.config.profile_steps)
+
+
+def says(values: dict[str, Any]) -> list[str]:
+    """Shares of a step, largest first, and what the method adds."""
+    shares = sorted(values["shares"].items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{part} {100 * share:.1f} %" for part, share in shares)
+    return [
+        f"{values['step_s']:.3f} s a step of {values['tokens_a_step']:,} tokens "
+        f"({values['clock']}): {parts}",
+        f"{', '.join(values['overhead_parts'])} add {100 * values['overhead']:.1f} % to the rest",
+    ]
 
 
 def overhead_profile(dense: DenseModel, run: ProfiledRun, num_steps: int) -> dict[str, Any]:

@@ -9,9 +9,33 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dotmoe.analyse.run import AnalysedRun
+from dotmoe.artifacts import AlignState
+from dotmoe.config import RunConfig
+from dotmoe.layout import ExpertLayout
 from dotmoe.moe.assignment import AssignmentConfig, hard_assignment, soft_plan
+from dotmoe.tables import figure
 
 Columns = dict[str, list[Any]]
+
+
+def values(run: AnalysedRun) -> dict[str, Any]:
+    """`metric_columns` of the alignment, `settling`, and `kept_from_start` where it was learned."""
+    folder = run.aligned
+    assert folder is not None
+    columns = metric_columns(folder.intact("align") / "metrics.jsonl")
+    config = folder.config(RunConfig)
+    kept = None
+    if config.align.learn_assignment and config.method == "dot_moe":
+        start = folder.intact("calibrate") / "state.safetensors"
+        layout = ExpertLayout.load(folder.intact("extract") / "layout.safetensors")
+        kept = kept_from_start(
+            AlignState.load(start, torch.device("cpu")).affinity_LNE,
+            layout.expert_of_neuron_LN,
+            config.assignment,
+            layout.moe_layers,
+        )
+    return columns | {"settling": settling(columns), "kept_from_start": kept}
 
 
 def metric_columns(file: Path) -> Columns:
@@ -72,3 +96,25 @@ def kept_from_start(
         same_N = hard_assignment(plan)[0] == expert_of_neuron_LN[layer].to(start_LNE.device)
         kept.append(float(same_N.double().mean()))
     return kept
+
+
+def says(values: dict[str, Any]) -> list[str]:
+    """Losses at both ends, how the assignment settled, and what is left of the start."""
+    kl, ce, found = values["kl"], values["ce"], values["settling"]
+    lines = [
+        f"{len(values['steps'])} steps, kl {figure(kl[0], '.3f')} to {figure(kl[-1], '.3f')}, "
+        f"ce {figure(ce[0], '.3f')} to {figure(ce[-1], '.3f')}"
+    ]
+    if found:
+        lines.append(
+            f"neurons that change their expert in a step: {100 * found['moved_most']:.2g} % at "
+            f"most (step {found['moved_most_at']}), {100 * found['moved_last_tenth']:.2g} % in the "
+            f"last tenth, {100 * found['moved_last']:.2g} % at the end; "
+            f"{found['moves_per_neuron']:.1f} changes a neuron; soft/hard gap "
+            f"{figure(found['soft_hard_gap_first'], '.3f')} to "
+            f"{figure(found['soft_hard_gap_last'], '.3f')}"
+        )
+    if values["kept_from_start"]:
+        kept = mean(values["kept_from_start"])
+        lines.append(f"neurons still in the expert they started in: {100 * kept:.0f} %")
+    return lines

@@ -1,40 +1,45 @@
 """Whether two layers send the same tokens the same ways, whatever their experts are called."""
 
 from itertools import combinations
+from statistics import mean
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from numpy.typing import NDArray
 from torch import Tensor
 
-from dotmoe.analysis.routing import Routes, chosen_mask
+from dotmoe.analyse.routing import Routes, chosen_mask
+from dotmoe.analyse.run import AnalysedRun
 
-Floats = NDArray[np.float64]
+
+def values(run: AnalysedRun) -> dict[str, Any]:
+    """`routing_overlap` of the run's held-out text."""
+    return routing_overlap(run.routes, run.config.seed)
 
 
 def routing_overlap(routes: Routes, seed: int = 0) -> dict[str, Any]:
-    """Similarity of the routing of each pair of split layers; needs SciPy.
+    """Similarity of the routing of each pair of split layers; needs SciPy and scikit-learn.
 
     Returns:
         `similarity_LL`: see `matched_overlap`; 1 on the diagonal.
-        `top1_nmi_LL`: `normalised_mutual_information` of each token's first expert.
+        `top1_nmi_LL`: normalised mutual information of each token's first expert.
         `top1_nmi_shuffled`: the same of layers whose tokens were shuffled, mean over pairs. Finite
         text gives more than 0 to layers that have nothing in common, and this is how much.
     """
+    from sklearn.metrics import normalized_mutual_info_score as nmi  # an extra
+
     size = len(routes.layers)
     similarity_LL, nmi_LL = np.eye(size), np.eye(size)
-    generator = torch.Generator().manual_seed(seed)
-    order_T = torch.randperm(routes.num_tokens, generator=generator)
-    shuffled = []
     first_LT = routes.chosen_LTK[:, :, 0].numpy()
+    generator = torch.Generator().manual_seed(seed)
+    order_T = torch.randperm(first_LT.shape[1], generator=generator).numpy()
+    shuffled = []
     for a, b in combinations(range(size), 2):
         chosen = routes.chosen_LTK[a], routes.chosen_LTK[b]
         similarity_LL[a, b] = similarity_LL[b, a] = matched_overlap(*chosen, routes.num_experts)
-        nmi = normalised_mutual_information(first_LT[a], first_LT[b])
-        nmi_LL[a, b] = nmi_LL[b, a] = nmi
-        shuffled.append(normalised_mutual_information(first_LT[a], first_LT[b][order_T.numpy()]))
+        nmi_LL[a, b] = nmi_LL[b, a] = nmi(first_LT[a], first_LT[b])
+        shuffled.append(nmi(first_LT[a], first_LT[b][order_T]))
     return {
         "layers": list(routes.layers),
         "similarity_LL": similarity_LL.tolist(),
@@ -61,11 +66,11 @@ def matched_overlap(a_TK: Int[Tensor, "T K"], b_TK: Int[Tensor, "T K"], num_expe
     if a_TK.shape[1] == num_experts:
         return 1.0
     half = len(a_TK) // 2
-    parts = [
+    first, second = (
         (chosen_mask(a_TK[part], num_experts), chosen_mask(b_TK[part], num_experts))
         for part in (slice(0, half), slice(half, None))
-    ]
-    return float(np.mean([_overlap(*parts[0], *parts[1]), _overlap(*parts[1], *parts[0])]))
+    )
+    return (_overlap(*first, *second) + _overlap(*second, *first)) / 2
 
 
 def _overlap(
@@ -86,22 +91,16 @@ def _overlap(
     return (share - chance) / (1 - chance) if chance < 1 else 1.0
 
 
-def normalised_mutual_information(a_T: NDArray[Any], b_T: NDArray[Any]) -> float:
-    """Mutual information of two labellings over the mean of their entropies, 0 to 1.
-
-    It does not depend on how labels are called. Two labellings with one label each are alike: 1.
-    """
-    counts = np.zeros((int(a_T.max()) + 1, int(b_T.max()) + 1))
-    np.add.at(counts, (a_T, b_T), 1.0)
-    joint = counts / len(a_T)
-    a, b = joint.sum(axis=1), joint.sum(axis=0)
-    entropies = _entropy(a) + _entropy(b)
-    if entropies == 0:
-        return 1.0
-    return max(0.0, 2 * (entropies - _entropy(joint.ravel())) / entropies)
-
-
-def _entropy(probability: Floats) -> float:
-    """In nats."""
-    present = probability[probability > 0]
-    return -float((present * np.log(present)).sum())
+def says(values: dict[str, Any]) -> list[str]:
+    """How much of their routing two layers share."""
+    pairs = list(combinations(range(len(values["layers"])), 2))
+    if not pairs:
+        return ["one split layer, so there is nothing to compare"]
+    similar = {(a, b): values["similarity_LL"][a][b] for a, b in pairs}
+    nmi = mean(values["top1_nmi_LL"][a][b] for a, b in pairs)
+    a, b = max(similar, key=lambda pair: similar[pair])
+    return [
+        f"routing above chance shared by two layers: mean {mean(similar.values()):.3f}, most "
+        f"{similar[a, b]:.3f} (layers {values['layers'][a]} and {values['layers'][b]}); mutual "
+        f"information of first experts {nmi:.3f} ({values['top1_nmi_shuffled']:.3f} if shuffled)"
+    ]

@@ -1,6 +1,6 @@
 """Which experts the masked model runs for each token: what most analyses start from."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,7 @@ from dotmoe.calibrate import contributions
 from dotmoe.export.router_scale import at_routers
 from dotmoe.layout import ExpertLayout
 from dotmoe.moe.router import router_logits
-
-Progress = Callable[[int, int], None]
+from dotmoe.progress import Update, no_update
 
 FORWARD_TOKENS = 4096
 """Tokens of one forward pass at most, unless one block has more."""
@@ -34,17 +33,12 @@ class Routes:
     contributions of its neurons (see `dotmoe.calibrate.contributions`) over those of all neurons of
     experts; float64, rows sum to 1."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens (T)."""
-        return self.chosen_LTK.shape[1]
-
 
 def captured_routes(
     dense: DenseModel,
     layout: ExpertLayout,
     tokens_BT: Int[Tensor, "B T"],
-    on_progress: Progress = lambda done, total: None,
+    on_progress: Update = no_update,
 ) -> Routes:
     """Run the masked model on a text and note what its routers choose (eq:router_topk).
 
@@ -67,25 +61,22 @@ def captured_routes(
         logits_TE = router_logits(x_TD, layout.router_LED[layer].to(x_TD.device))
         chosen_TK = logits_TE.topk(layout.active_experts, dim=1).indices
         found[layer].append(chosen_TK.to(torch.int16).cpu())
-        contribution_TN = contributions(ffns[layer], x_TD)
-        energy_LN[layer] += contribution_TN.square().sum(dim=0).double().cpu()
+        energy_LN[layer] += contributions(ffns[layer], x_TD).square().sum(dim=0).double().cpu()
 
-    for done, rows in in_passes(tokens_BT):
+    done = 0
+    for rows in _passes(tokens_BT):
         at_routers(dense, layout, rows, look)
+        done += len(rows)
         on_progress(done, len(tokens_BT))
-    chosen_LTK = torch.stack([torch.cat(found[layer]) for layer in layers])
-    energy_LE = torch.stack([_by_expert(energy_LN[layer], layout, layer) for layer in layers])
+    energy_LE = torch.stack(
+        [energy_LN[layer][layout.neurons_of_expert(layer)].sum(dim=1) for layer in layers]
+    )
     return Routes(
         layers=layers,
-        chosen_LTK=chosen_LTK,
+        chosen_LTK=torch.stack([torch.cat(found[layer]) for layer in layers]),
         num_experts=layout.num_experts,
         energy_LE=energy_LE / energy_LE.sum(dim=1, keepdim=True),
     )
-
-
-def _by_expert(energy_N: Tensor, layout: ExpertLayout, layer: int) -> Float[Tensor, " E"]:
-    """Sum over the neurons of each expert."""
-    return energy_N[layout.neurons_of_expert(layer)].sum(dim=1)
 
 
 def router_inputs(
@@ -106,26 +97,22 @@ def router_inputs(
     """
     kept: list[Tensor] = []
     start = 0
-    for _, rows in in_passes(tokens_BT):
-        here = (wanted_P >= start) & (wanted_P < start + rows.numel())
-        places = wanted_P[here] - start
+    for rows in _passes(tokens_BT):
+        here = wanted_P[(wanted_P >= start) & (wanted_P < start + rows.numel())] - start
         start += rows.numel()
-        if not len(places):
-            continue
 
-        def look(index: int, x_TD: Tensor, places: Tensor = places) -> None:
+        def look(index: int, x_TD: Tensor, here: Tensor = here) -> None:
             if index == layer:
-                kept.append(x_TD[places.to(x_TD.device)])
+                kept.append(x_TD[here.to(x_TD.device)])
 
-        at_routers(dense, layout, rows, look)
+        if len(here):
+            at_routers(dense, layout, rows, look)
     return torch.cat(kept)
 
 
-def in_passes(tokens_BT: Int[Tensor, "B T"]) -> list[tuple[int, Tensor]]:
-    """Blocks of each forward pass, with the number of blocks done after it."""
-    rows = max(1, FORWARD_TOKENS // tokens_BT.shape[1])
-    parts = torch.split(tokens_BT, rows)
-    return [(min(rows * (index + 1), len(tokens_BT)), part) for index, part in enumerate(parts)]
+def _passes(tokens_BT: Int[Tensor, "B T"]) -> Iterator[Tensor]:
+    """Blocks of each forward pass."""
+    yield from torch.split(tokens_BT, max(1, FORWARD_TOKENS // tokens_BT.shape[1]))
 
 
 def chosen_mask(chosen_TK: Int[Tensor, "T K"], num_experts: int) -> Float[Tensor, "T E"]:

@@ -1,6 +1,5 @@
 """What the experts of one layer write, as points: t-SNE (fig:tsne_appendix), and how far apart."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,11 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dotmoe.analysis.routing import router_inputs
-from dotmoe.artifacts import DenseModel
-from dotmoe.layout import ALWAYS_ON, ExpertLayout
+from dotmoe.analyse.routing import router_inputs
+from dotmoe.analyse.run import AnalysedRun
+from dotmoe.layout import ALWAYS_ON
 from dotmoe.models.traits import GatedFFN
+from dotmoe.tables import figure
 
 PCA_DIMENSIONS = 50
 """Dimensions that t-SNE is given at most; the rest of an output is noise to it, and slow."""
@@ -22,19 +22,46 @@ FEWEST_OUTPUTS = 2
 """Of an expert: with one, it has no neighbour of its own."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
-    """Pairs of a token and an expert that runs for it."""
+@torch.no_grad()
+def values(run: AnalysedRun) -> dict[str, Any]:
+    """Outputs of experts in two dimensions, and how well the experts are told apart; needs
+    scikit-learn.
 
-    token_P: Int[Tensor, " P"]
-    """Places of the tokens in the flattened text."""
-    expert_P: Int[Tensor, " P"]
+    Experts write through different rows of W_down, so that their outputs lie apart whatever the
+    experts are. The same figures for a random split of the same neurons, on the same tokens and
+    expert numbers, say how much of it that is.
+    """
+    config, layout, layer = run.config, run.layout, run.layer
+    token_P, expert_P = sampled_pairs(
+        run.routes.chosen_LTK[run.routes.layers.index(layer)],
+        layout.num_experts,
+        points=config.points,
+        shown=config.experts_shown,
+        seed=config.seed,
+    )
+    unique_U, place_P = torch.unique(token_P, return_inverse=True)
+    x_PD = router_inputs(run.dense, layout, run.tokens, layer, unique_U)[place_P]
+    ffn = run.dense.family.ffn(run.dense.family.layers(run.dense.model)[layer])
+    own_N = layout.expert_of_neuron_LN[layer]
+    outputs = sampled_outputs(x_PD, ffn, own_N, expert_P).numpy()
+    random = sampled_outputs(x_PD, ffn, shuffled(own_N, config.seed), expert_P).numpy()
+    points, perplexity = embedding(outputs, config.seed)
+    return {
+        "layer": layer,
+        "points": points.tolist(),
+        "expert": expert_P.tolist(),
+        "perplexity": perplexity,
+        "experts_shown": len(set(expert_P.tolist())),
+        "num_experts": layout.num_experts,
+        **separation(outputs, expert_P.numpy()),
+        "random_split": separation(random, expert_P.numpy()),
+    }
 
 
 def sampled_pairs(
     chosen_TK: Int[Tensor, "T K"], num_experts: int, *, points: int, shown: int, seed: int
-) -> Sample:
-    """Tokens at random for some experts, as many for each as there are, in all `points` at most.
+) -> tuple[Int[Tensor, " P"], Int[Tensor, " P"]]:
+    """Places of tokens at random, and the expert that runs for each; as many for every expert.
 
     Args:
         chosen_TK: Experts of each token.
@@ -53,7 +80,7 @@ def sampled_pairs(
         picked = ran[torch.randperm(len(ran), generator=generator)[: max(2, points // len(places))]]
         tokens.append(picked)
         experts.append(torch.full_like(picked, expert))
-    return Sample(token_P=torch.cat(tokens), expert_P=torch.cat(experts))
+    return torch.cat(tokens), torch.cat(experts)
 
 
 def sampled_outputs(
@@ -71,51 +98,6 @@ def sampled_outputs(
         own_N = (expert_of_neuron_N == expert).to(hidden.device)
         outputs_PD[rows] = F.linear(hidden[:, own_N], ffn.down.weight[:, own_N]).float().cpu()
     return outputs_PD
-
-
-@torch.no_grad()
-def expert_outputs_tsne(
-    dense: DenseModel,
-    layout: ExpertLayout,
-    tokens_BT: Int[Tensor, "B T"],
-    layer: int,
-    sample: Sample,
-    seed: int,
-) -> dict[str, Any]:
-    """Outputs of experts in two dimensions, and how well the experts are told apart; needs
-    scikit-learn.
-
-    Experts write through different rows of W_down, so that their outputs lie apart whatever the
-    experts are. The same figures for a random split of the same neurons, on the same tokens and
-    expert numbers, say how much of it that is.
-
-    Args:
-        dense: Dense model, or what finetuning left of it.
-        layout: Experts, routers and k.
-        tokens_BT: Text.
-        layer: Number of a split layer.
-        sample: Tokens and experts, see `sampled_pairs`.
-        seed: Of t-SNE and of the random split.
-    """
-    unique_U, place_P = torch.unique(sample.token_P, return_inverse=True)
-    x_PD = router_inputs(dense, layout, tokens_BT, layer, unique_U)[place_P]
-    ffn = dense.family.ffn(dense.family.layers(dense.model)[layer])
-    own_N = layout.expert_of_neuron_LN[layer]
-    outputs = sampled_outputs(x_PD, ffn, own_N, sample.expert_P).numpy()
-    random = sampled_outputs(x_PD, ffn, shuffled(own_N, seed), sample.expert_P).numpy()
-    experts = sample.expert_P.numpy()
-    points, perplexity = embedding(outputs, seed)
-    return {
-        "layer": layer,
-        "points": points.tolist(),
-        "expert": experts.tolist(),
-        "perplexity": perplexity,
-        "experts_shown": len(np.unique(experts)),
-        "num_experts": layout.num_experts,
-        "silhouette_plane": separation(points, experts)["silhouette"],
-        **separation(outputs, experts),
-        "random_split": separation(random, experts),
-    }
 
 
 def embedding(outputs: NDArray[Any], seed: int) -> tuple[NDArray[Any], float]:
@@ -160,3 +142,14 @@ def shuffled(expert_of_neuron_N: Int[Tensor, " N"], seed: int) -> Int[Tensor, " 
     result = expert_of_neuron_N.clone()
     result[routed] = expert_of_neuron_N[routed][order]
     return result
+
+
+def says(values: dict[str, Any]) -> list[str]:
+    """How well the experts are told apart, beside the random split."""
+    random = values["random_split"]
+    return [
+        f"layer {values['layer']}, {len(values['points'])} outputs of {values['experts_shown']} "
+        f"experts: silhouette {figure(values['silhouette'], '.3f')}, nearest neighbour of the same "
+        f"expert {100 * values['neighbour_agreement']:.0f} %; a random split of the same neurons: "
+        f"{figure(random['silhouette'], '.3f')}, {100 * random['neighbour_agreement']:.0f} %"
+    ]
