@@ -26,10 +26,10 @@ from alignment_step_summary import show, summary
 from dotmoe.analyse.clock import Clock
 from dotmoe.analyse.overhead import mask_cost
 from dotmoe.artifacts import DenseModel
-from dotmoe.bench.random_pair import Shape
 from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.moe import kernels
 from dotmoe.run_folder import provenance, write_json
+from random_models import Shape
 
 PRESETS = {
     "cpu": Subject(

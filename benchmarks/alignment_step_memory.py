@@ -15,9 +15,9 @@ import tyro
 from rich.console import Console
 
 from alignment_step_subject import Step, Subject, peak_bytes, random_dense, run_size, sizes
-from dotmoe.bench.random_pair import Shape
 from dotmoe.inspection.costs import alignment_memory, total
 from dotmoe.run_folder import provenance, write_json
+from random_models import Shape
 
 _BALANCED = Subject(
     shape=Shape(width=512, ffn_width=2_368, layers=3, heads=8, kv_heads=2, vocabulary=8_192),

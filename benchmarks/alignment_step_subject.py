@@ -13,7 +13,6 @@ from transformers import LlamaForCausalLM
 from dotmoe.align import AlignConfig, Alignment
 from dotmoe.analyse.clock import Clock
 from dotmoe.artifacts import AlignState, DenseModel
-from dotmoe.bench.random_pair import ROUTER_LOGIT_STD, Shape, llama_config
 from dotmoe.data import TokenBlocks
 from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.inspection.costs import RunSize, Sizes, sizes_of
@@ -23,6 +22,7 @@ from dotmoe.moe.surgery import masked, recomputing
 from dotmoe.parameters import count_parameters
 from dotmoe.training.optimizer import adamw
 from dotmoe.transport import TransportPlan
+from random_models import ROUTER_LOGIT_STD, Shape, llama_config
 
 AFFINITY_STD = 0.3
 """Of the random affinities: at temperature 0.1 a plan as sharp as after some hundred steps."""

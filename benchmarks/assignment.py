@@ -32,7 +32,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from dotmoe.bench.process_memory import forget_peak, peak_bytes, resident_bytes
+from dotmoe.bench.runners import forget_peak, peak_bytes, resident_bytes
 from dotmoe.files import read_json
 from dotmoe.tables import Table, to_markdown
 from dotmoe.transport import TransportPlan, balanced_plan, greedy_assignment

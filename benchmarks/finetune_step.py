@@ -22,12 +22,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.bench.random_pair import Shape, llama_config, random_layout
 from dotmoe.finetune import FinetuneConfig
 from dotmoe.finetune.student import Student
 from dotmoe.models.family import family_of
 from dotmoe.moe import grouped_products
 from dotmoe.run_folder import provenance, write_json
+from random_models import Shape, llama_config, random_layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

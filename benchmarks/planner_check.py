@@ -19,10 +19,10 @@ import tyro
 from rich.console import Console
 
 from alignment_step_subject import Clock, Step, Subject, random_dense, run_size, sizes
-from dotmoe.bench.random_pair import Shape
 from dotmoe.inspection.step_time import ON_CPU, Speed, seconds
 from dotmoe.inspection.work import alignment_work
 from dotmoe.run_folder import provenance, write_json
+from random_models import Shape
 
 _FIRST = Subject(
     shape=Shape(width=512, ffn_width=2_368, layers=3, heads=8, kv_heads=2, vocabulary=8_192),

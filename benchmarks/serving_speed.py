@@ -16,19 +16,14 @@ import tyro
 from rich.console import Console
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.bench import BenchConfig, bench, render
-from dotmoe.bench.random_pair import (
-    Shape,
-    load_random_dense,
-    random_layout,
-    random_text,
-    write_random_dense,
-)
+from dotmoe.bench import BenchConfig, bench, tables
 from dotmoe.export import ExportConfig, export
 from dotmoe.layout import ExpertLayout
-from dotmoe.load import LoadConfig
+from dotmoe.load import LoadConfig, load_dense
 from dotmoe.narration import Narrator
 from dotmoe.run_folder import write_json
+from dotmoe.tables import to_rich
+from random_models import Shape, random_layout, random_tokens, write_random_dense
 
 TEXT_TOKENS = 2_048
 VERIFY_TOKENS = 512
@@ -75,8 +70,8 @@ def main() -> None:
             config = bench_config(settings, case, models, context_tokens)
             with narrator.bar(f"{case}, context {context_tokens}") as update:
                 result = bench(config, update)
-            Console().print(render(result))
-            cases[f"{result.runtime} {case}, context {context_tokens}"] = result.as_dict()
+            Console().print(*map(to_rich, tables(result)))
+            cases[f"{result['runtime']} {case}, context {context_tokens}"] = result
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     described = {
         "shape": asdict(settings.shape),
@@ -119,7 +114,7 @@ def pair(settings: Settings, case: Case, narrator: Narrator) -> tuple[Path, Path
         if not moe.is_dir():
             narrator.say(f"writing {moe}")
             dense, layout = loaded(settings, source, dtype)
-            text_BT = random_text(settings.shape, TEXT_TOKENS, settings.seed)
+            text_BT = random_tokens(settings.shape, 1, TEXT_TOKENS, settings.seed)
             export(dense, layout, moe, ExportConfig(verify_tokens=VERIFY_TOKENS), text_BT)
         return source, moe
     names = [settings.models / f"{kind}-{case}" for kind in ("dense", "moe")]
@@ -134,7 +129,7 @@ def write_gguf(
     from dotmoe.gguf_export import GgufConfig, export_gguf, write_dense_gguf
 
     dense, layout = loaded(settings, source, torch.float32)
-    text_BT = random_text(settings.shape, TEXT_TOKENS, settings.seed)
+    text_BT = random_tokens(settings.shape, 1, TEXT_TOKENS, settings.seed)
     config = GgufConfig(type=case, tokenizer="none", verify_tokens=VERIFY_TOKENS)
     for name in names:
         shutil.rmtree(name, ignore_errors=True)
@@ -145,7 +140,8 @@ def write_gguf(
 
 def loaded(settings: Settings, source: Path, dtype: torch.dtype) -> tuple[DenseModel, ExpertLayout]:
     layout = random_layout(settings.shape, settings.experts, settings.active_experts, settings.seed)
-    return load_random_dense(source, dtype), layout
+    load = LoadConfig(dtype=str(dtype).removeprefix("torch."), device="cpu")
+    return load_dense(str(source), load), layout
 
 
 if __name__ == "__main__":

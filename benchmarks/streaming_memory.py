@@ -24,7 +24,6 @@ import torch
 import tyro
 from transformers import LlamaConfig
 
-from dotmoe.bench.random_pair import Shape, random_layout, random_text, write_random_dense
 from dotmoe.export import ExportConfig, export
 from dotmoe.export.architecture import TensorSpec
 from dotmoe.export.shard_writer import write_shards
@@ -32,6 +31,7 @@ from dotmoe.export.weights_on_disk import on_disk
 from dotmoe.load import describe_dense
 from dotmoe.parameters import meta_model
 from dotmoe.run_folder import provenance, write_json
+from random_models import Shape, random_layout, random_tokens, write_random_dense
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "streaming_memory.json"
 SEED = 0
@@ -212,7 +212,7 @@ def one_export(settings: Settings, source: Path, out: Path) -> tuple[int, dict[s
         scale_tokens=settings.tokens,
         verify_tokens=settings.tokens,
     )
-    record = export(dense, layout, out, config, random_text(shape, settings.tokens, SEED))
+    record = export(dense, layout, out, config, random_tokens(shape, 1, settings.tokens, SEED))
     verification = record.verification
     return record.total_bytes, {
         "loaded_class": verification.loaded_class,

@@ -20,19 +20,14 @@ import torch
 import tyro
 from rich.console import Console
 
-from dotmoe.bench import BenchConfig, bench, render
-from dotmoe.bench.random_pair import (
-    Shape,
-    load_random_dense,
-    random_layout,
-    random_text,
-    write_random_dense,
-)
+from dotmoe.bench import BenchConfig, bench, tables
 from dotmoe.export import ExportConfig, export
 from dotmoe.granularity import ExpertsConfig, resolve
-from dotmoe.load import LoadConfig
+from dotmoe.load import LoadConfig, load_dense
 from dotmoe.narration import Narrator
 from dotmoe.run_folder import write_json
+from dotmoe.tables import to_rich
+from random_models import Shape, random_layout, random_tokens, write_random_dense
 
 TEXT_TOKENS = 2_048
 
@@ -123,10 +118,14 @@ def measured(settings: Settings, preset: Preset, dense: Path, experts: int) -> d
     narrator = Narrator()
     split = resolve(ExpertsConfig(experts=experts, active=settings.active), preset.shape.ffn_width)
     moe = dense.parent / f"moe-{experts}"
-    model = load_random_dense(dense, getattr(torch, preset.dtype), preset.device)
+    model = load_dense(str(dense), LoadConfig(dtype=preset.dtype, device=preset.device))
     layout = random_layout(preset.shape, experts, split.active_experts, settings.seed)
     export(
-        model, layout, moe, ExportConfig(), random_text(preset.shape, TEXT_TOKENS, settings.seed)
+        model,
+        layout,
+        moe,
+        ExportConfig(),
+        random_tokens(preset.shape, 1, TEXT_TOKENS, settings.seed),
     )
     del model
     if preset.device != "cpu":
@@ -146,9 +145,9 @@ def measured(settings: Settings, preset: Preset, dense: Path, experts: int) -> d
     )
     with narrator.bar(f"{split.active_experts} of {experts} experts") as update:
         result = bench(config, update)
-    Console().print(render(result))
+    Console().print(*map(to_rich, tables(result)))
     shutil.rmtree(moe)
-    record = result.as_dict()
+    record = result
     # The folder was temporary: its name means nothing later.
     for side, name in (("dense", "dense"), ("moe", f"moe-{experts}")):
         record[side]["name"] = record["settings"][side] = name

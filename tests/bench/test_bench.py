@@ -1,25 +1,37 @@
 """The whole benchmark on a tiny pair: what it tells, and what it refuses. No speed is judged."""
 
-import io
 import json
 import os
+import re
 import signal
 import sys
 import time
 from dataclasses import replace
+from itertools import combinations, product
 
+import numpy as np
 import pytest
 import torch
-from rich.console import Console
+from safetensors import safe_open
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from dotmoe.bench import BenchConfig, bench, render
-from dotmoe.bench.points import Point, WorkerSetup, random_tokens
-from dotmoe.bench.random_pair import random_layout, write_random_dense
-from dotmoe.bench.sources import sources
-from dotmoe.bench.transformers_runner import TransformersRunner
-from dotmoe.bench.worker_process import WorkerProcess
+from dotmoe.bench import BenchConfig, bench, ratio_quartiles, sources, tables
+from dotmoe.bench.runners import (
+    LlamaRunner,
+    Point,
+    Setup,
+    TransformersRunner,
+    counted_experts,
+    forget_peak,
+    peak_bytes,
+    resident_bytes,
+)
+from dotmoe.bench.work import Work, causal_keys, expected_experts
 from dotmoe.errors import UserError
+from dotmoe.export import OUTPUTS, ExportConfig, export
+from dotmoe.tables import to_markdown
+from dotmoe.worker import Worker
 
 SMALL = {
     "batch_sizes": (1, 3),
@@ -29,6 +41,32 @@ SMALL = {
     "rounds": 2,
     "threads": 1,
 }
+TOKENS = 7
+
+
+@pytest.fixture(scope="module")
+def pair(dense_of, layout_of, tokens_BT, tmp_path_factory):
+    """Folder with `dense`, `glm4_moe` and `mixtral`, in float32: 12 experts of 8, 3 active."""
+    folder = tmp_path_factory.mktemp("pair")
+    dense = dense_of("llama")
+    (folder / "dense").symlink_to(dense.folder)
+    for name in ("glm4_moe", "mixtral"):
+        export(dense, layout_of(dense), folder / name, ExportConfig(format=name), tokens_BT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gguf_pair(dense_of, layout_of, tokens_BT, tmp_path_factory):
+    """Dense model and MoE as GGUF files in f32, to run."""
+    pytest.importorskip("gguf")
+    pytest.importorskip("llama_cpp")
+    from dotmoe.gguf_export import GgufConfig, export_gguf, write_dense_gguf
+
+    folder, dense = tmp_path_factory.mktemp("gguf_pair"), dense_of("llama")
+    config = GgufConfig(format="gguf_llama", tokenizer="none", verify_tokens=64)
+    write_dense_gguf(dense, folder / "dense", config, tokens_BT)
+    export_gguf(dense, layout_of(dense), folder / "moe", config, tokens_BT)
+    return folder / "dense/model-f32.gguf", folder / "moe/model-f32.gguf"
 
 
 def measured(dense, moe):
@@ -37,7 +75,7 @@ def measured(dense, moe):
     result = bench(config, lambda done, total, note: told.append((done, total)))
     assert told[0] == (0, 6)
     assert told[-1] == (6, 6)
-    return result
+    return json.loads(json.dumps(result))
 
 
 @pytest.fixture(scope="module")
@@ -46,70 +84,58 @@ def checkpoints(pair):
 
 
 def require_sound(result):
-    record = json.loads(json.dumps(result.as_dict()))
-    assert record["origin"] == "measured"
-    assert {"commit", "versions", "hardware", "threads", "seed"} <= record["provenance"].keys()
-    assert [(p["point"]["name"], p["point"]["batch"]) for p in record["points"]] == [
+    assert result["origin"] == "measured"
+    assert {"commit", "versions", "hardware", "threads", "seed"} <= result["provenance"].keys()
+    assert [(p["point"]["name"], p["point"]["batch"]) for p in result["points"]] == [
         ("prefill", 1),
         ("decode", 1),
         ("decode", 3),
     ]
-    for point in record["points"]:
+    for point in result["points"]:
         dense, moe = point["dense"], point["moe"]
-        steps = 1 if point["point"]["name"] == "prefill" else 2
+        is_decode = point["point"]["name"] == "decode"
         for side in (dense, moe):
-            assert side["timing"]["samples"] == 2 * steps
+            assert side["timing"]["samples"] == (4 if is_decode else 2)
             assert side["tokens_per_s"] > 0
             assert side["peak_bytes"] > 0
         assert point["speed_ratio"] == pytest.approx(moe["tokens_per_s"] / dense["tokens_per_s"])
-        is_decode = point["point"]["name"] == "decode"
         figure = "weight_bytes" if is_decode else "flops_per_token"
         assert point["ideal_ratio"] == pytest.approx(dense[figure] / moe[figure])
         assert point["share_of_ideal"] * point["ideal_ratio"] == pytest.approx(point["speed_ratio"])
         assert dense["experts_touched"] == 0
         assert 3 <= moe["experts_touched"] <= 12
-    assert record["points"][1]["moe"]["experts_touched"] == 3
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(render(result))
-    assert "decode x 3" in console.export_text()
+    assert result["points"][1]["moe"]["experts_touched"] == 3
+    printed = "\n".join(map(to_markdown, tables(result)))
+    assert "decode x 3" in printed
+    assert "| 3 of 12 |" in printed
 
 
 def test_checkpoints_are_measured_in_transformers(checkpoints):
     require_sound(checkpoints)
-    assert checkpoints.runtime == "transformers"
-    assert {point.moe.experts_touched_by for point in checkpoints.points} == {"measured"}
+    assert checkpoints["runtime"] == "transformers"
+    assert {p["moe"]["experts_touched_by"] for p in checkpoints["points"]} == {"measured"}
     # An FFN of 96 neurons with 24 of them active, and a shared expert of zeros of 8.
-    ffn, rest = 3 * 32 * 96, 2 * 32 * 32 + 2 * 32 * 16
-    fixed = 2 * rest + 32 * 320
-    dense, moe = fixed + 2 * ffn, fixed + 2 * (ffn * 32 // 96 + 12 * 32)
-    decode = checkpoints.points[1]
-    keys = 2 * 4 * 32 * (6 + 7) / 2
-    assert decode.dense.flops_per_token == 2 * dense + keys
-    assert decode.moe.flops_per_token == 2 * moe + keys
+    ffn, attention = 3 * 64 * 96, 2 * 64 * 64 + 2 * 64 * 32
+    fixed = 2 * attention + 64 * 264
+    dense, moe = fixed + 2 * ffn, fixed + 2 * (ffn * 32 // 96 + 12 * 64)
+    decode, keys = checkpoints["points"][1], 2 * 4 * 64 * (6 + 7) / 2
+    assert decode["dense"]["flops_per_token"] == 2 * dense + keys
+    assert decode["moe"]["flops_per_token"] == 2 * moe + keys
 
 
-def test_gguf_files_are_measured_in_llama_cpp(gguf_pair):
+def test_gguf_files_are_measured_in_llama_cpp(gguf_pair, checkpoints):
     result = measured(*gguf_pair)
     require_sound(result)
-    assert result.runtime == "llama.cpp"
-    assert {p.moe.experts_touched_by for p in result.points} == {"independent routing"}
-    assert result.provenance["versions"]["llama_cpp_python"] != "not installed as a package"
-
-
-def test_gguf_files_and_checkpoints_of_one_model_count_the_same_products(gguf_pair, checkpoints):
-    _, *found = sources(*map(str, gguf_pair))
-    from dotmoe.bench.gguf_weights import gguf_header
-
-    dense = gguf_header(found[0].path).weights
-    assert dense.fixed.products == checkpoints.dense.loaded.weights.fixed.products
-    assert dense.head.products == checkpoints.dense.loaded.weights.head.products
-    moe = gguf_header(found[1].path).weights
-    assert moe.expert.products == checkpoints.moe.loaded.weights.expert.products
+    assert result["runtime"] == "llama.cpp"
+    assert {p["moe"]["experts_touched_by"] for p in result["points"]} == {"independent routing"}
+    assert result["provenance"]["versions"]["llama_cpp_python"] != "not installed as a package"
+    for side, group in (("dense", "fixed"), ("dense", "head"), ("moe", "expert")):
+        in_gguf, stock = (r[side]["loaded"]["weights"][group] for r in (result, checkpoints))
+        assert in_gguf["products"] == stock["products"]
 
 
 def setup_for(folder, **changes):
-    setup = WorkerSetup(
-        runtime="transformers",
+    setup = Setup(
         path=str(folder),
         device="cpu",
         dtype="float32",
@@ -125,8 +151,7 @@ def setup_for(folder, **changes):
 def test_every_round_of_decode_starts_from_the_same_cache(pair):
     runner = TransformersRunner(setup_for(pair / "glm4_moe"))
     runner.load()
-    point = Point(name="decode", batch=2, tokens=6, steps=3)
-    runner.prepare(point)
+    runner.prepare(Point(name="decode", batch=2, tokens=6, steps=3))
     before = [(layer.keys.clone(), layer.values.clone()) for layer in runner._cache.layers]
     runner.run()
     assert runner._cache.get_seq_length() == 6
@@ -137,16 +162,17 @@ def test_every_round_of_decode_starts_from_the_same_cache(pair):
 
 def test_decode_computes_what_a_forward_over_all_tokens_does(pair):
     seen = []
-    runner = TransformersRunner(setup_for(pair / "dense"))
+    setup, point = setup_for(pair / "dense"), Point(name="decode", batch=2, tokens=6, steps=3)
+    runner = TransformersRunner(setup)
     runner.load()
-    runner.prepare(Point(name="decode", batch=2, tokens=6, steps=3))
+    runner.prepare(point)
     runner._model.register_forward_hook(lambda module, args, output: seen.append(output.logits))
     runner.run()
-    ids_BT = torch.tensor(random_tokens(320, 18, seed=3)).view(2, 9)
+    ids_BT = torch.tensor(setup.tokens(264, point)).view(2, 9)
     model = AutoModelForCausalLM.from_pretrained(pair / "dense", dtype=torch.float32)
     with torch.no_grad():
         whole_BTV = model(ids_BT, past_key_values=DynamicCache()).logits
-    assert torch.allclose(torch.cat(seen, dim=1), whole_BTV[:, 6:], atol=1e-5)
+    assert torch.allclose(torch.cat(seen, dim=1), whole_BTV[:, 6:], atol=1e-4)
 
 
 def test_a_run_folder_means_its_export(pair, tmp_path):
@@ -158,25 +184,23 @@ def test_a_run_folder_means_its_export(pair, tmp_path):
     assert moe.num_experts == 12
 
 
-def test_models_that_cannot_be_compared_are_refused(pair, shape, tmp_path):
+def test_models_that_cannot_be_compared_are_refused(pair, tiny_dense, tmp_path):
     dense, moe = str(pair / "dense"), str(pair / "glm4_moe")
-    for arguments, words in (
+    for arguments, expected in (
         ((dense, "moe.gguf"), r"moe.gguf is a GGUF file and .* is not"),
         ((moe, dense), r"has 12 experts a layer. Give the dense model first"),
         ((dense, dense), r"has no experts"),
         ((dense, str(tmp_path / "nowhere")), r"nowhere does not exist"),
     ):
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=expected):
             sources(*arguments)
-    for name, change, words in (
-        ("vocabulary", {"vocabulary": 300}, r"vocabulary of .* is 300 and of .* 320"),
-        ("layers", {"layers": 3}, r"number of layers of .* is 3 and of .* 2"),
-        ("width", {"width": 64}, r"model width of .* is 64 and of .* 32"),
+    for change, expected in (
+        ({"vocab_size": 300}, r"vocabulary of .* is 300 and of .* 264"),
+        ({"num_hidden_layers": 3}, r"number of layers of .* is 3 and of .* 2"),
+        ({"hidden_size": 32}, r"model width of .* is 32 and of .* 64"),
     ):
-        folder = tmp_path / name
-        write_random_dense(replace(shape, **change), folder, torch.float32, seed=0)
-        with pytest.raises(UserError, match=words):
-            sources(str(folder), moe)
+        with pytest.raises(UserError, match=expected):
+            sources(str(tiny_dense("llama", **change)), moe)
 
 
 def test_gguf_files_without_llama_cpp_are_refused(monkeypatch):
@@ -186,58 +210,146 @@ def test_gguf_files_without_llama_cpp_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "expected"),
     [
-        ({"batch_sizes": (0,)}, "each must be at least 1"),
+        ({"batch_sizes": (0,)}, "batch_sizes is 0, but it must be at least 1"),
         ({"rounds": 0}, "rounds is 0, but it must be at least 1"),
         ({"batch_sizes": (), "prompt_tokens": 0}, "nothing to measure"),
-    ],
-)
-def test_counts_that_cannot_be_run_are_refused(changes, words):
-    with pytest.raises(UserError, match=words):
-        BenchConfig(dense="a", moe="b", **{**SMALL, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
         ({"prompt_tokens": 257}, "prompt_tokens is 257, but .* has a context of 256"),
         ({"context_tokens": 255}, r"context_tokens \+ decode_steps is 257"),
+        ({"threads": 2, "clock": "cpu"}, "clock is cpu with 2 threads"),
     ],
 )
-def test_more_tokens_than_the_context_are_refused(pair, changes, words):
+def test_what_cannot_be_measured_is_refused(pair, changes, expected):
     models = {"dense": str(pair / "dense"), "moe": str(pair / "glm4_moe")}
-    with pytest.raises(UserError, match=words):
-        bench(BenchConfig(**models, **{**SMALL, **changes}), lambda *told: None)
+    with pytest.raises(UserError, match=expected):
+        bench(BenchConfig(**models, **{**SMALL, **changes}))
 
 
-def test_time_of_the_processor_is_refused_for_several_threads(pair):
-    models = {"dense": str(pair / "dense"), "moe": str(pair / "glm4_moe")}
-    config = BenchConfig(**models, **{**SMALL, "threads": 2, "clock": "cpu"})
-    with pytest.raises(UserError, match="clock is cpu with 2 threads"):
-        bench(config, lambda *told: None)
-
-
-def test_time_of_the_processor_stands_still_while_a_process_sleeps(pair):
-    setup = setup_for(pair, clock="cpu")
-    start, wall = setup.now(), setup_for(pair).now()
+def test_time_of_the_processor_stands_still_while_a_process_sleeps(tmp_path):
+    setup, wall = setup_for(tmp_path, clock="cpu"), setup_for(tmp_path)
+    start, start_wall = setup.now(), wall.now()
     time.sleep(0.2)
     assert setup.now() - start < 0.1
-    assert setup_for(pair).now() - wall >= 0.2
+    assert wall.now() - start_wall >= 0.2
 
 
 def test_what_happens_to_a_worker_is_told(pair, tmp_path):
-    with WorkerProcess(setup_for(tmp_path)) as worker, pytest.raises(RuntimeError, match="Unrecog"):
-        worker.load()
-    with WorkerProcess(setup_for(pair / "dense")) as worker:
+    target = "dotmoe.bench.runners:TransformersRunner"
+    with Worker(target, setup_for(tmp_path), name="it") as worker:
+        with pytest.raises(UserError, match="Unrecog") as caught:
+            worker.ask("load")
+        assert "\n" not in str(caught.value)
+    with Worker(target, setup_for(pair / "dense"), name="it") as worker:
         os.kill(worker._process.pid, signal.SIGKILL)
         with pytest.raises(UserError, match="memory runs out"):
-            worker.load()
+            worker.ask("load")
 
 
-def test_a_random_layout_is_balanced_and_reproducible(shape):
-    one, again, other = (random_layout(shape, 12, 3, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(one.expert_of_neuron_LN, again.expert_of_neuron_LN)
-    assert not torch.equal(one.expert_of_neuron_LN, other.expert_of_neuron_LN)
-    assert (one.expert_of_neuron_LN[0].bincount() == 8).all()
-    assert torch.equal(one.router_LED, one.router_LED.bfloat16().float())
+def test_bindings_that_cannot_repack_say_so(gguf_pair, monkeypatch):
+    runner = LlamaRunner(setup_for(gguf_pair[0], repack=True))
+    settings = type("Settings", (), {"n_gpu_layers": 0})
+    monkeypatch.setattr(runner._lib, "llama_model_default_params", settings)
+    with pytest.raises(UserError, match="cannot be told to repack"):
+        runner.load()
+
+
+def loaded(folder, **options):
+    options = {"attn_implementation": "eager", **options}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+
+
+def counted(model, head_rows):
+    """Operations in products with weights and in attention, counted while they run."""
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        model(input_ids=torch.arange(TOKENS)[None], use_cache=False, logits_to_keep=head_rows)
+    counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    attention = counts.pop("aten.bmm")
+    return sum(counts.values()), attention
+
+
+def stored(folder):
+    """Bytes of every tensor in the checkpoint's files."""
+    sizes = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            sizes |= {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118
+    return sizes
+
+
+@pytest.mark.parametrize("name", ["dense", "glm4_moe", "mixtral"])
+def test_operations_are_those_that_torch_counts(pair, name):
+    model = loaded(pair / name, **({} if name == "dense" else {"experts_implementation": "eager"}))
+    work = Work.of_model(model)
+    for head_rows in (1, TOKENS):
+        in_products, in_attention = counted(model, head_rows)
+        assert work.flops(TOKENS, 0, head_rows=head_rows) == in_products
+        # Eager attention also computes what the mask then hides.
+        assert TOKENS**2 * work.flops_per_key == in_attention
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "mixtral"])
+def test_bytes_are_those_of_the_files(pair, name):
+    work, sizes = Work.of_model(loaded(pair / name)), stored(pair / name)
+    expert_of = {key: re.search(r"\.experts\.(\d+)\.", key) for key in sizes}
+    # A bias of the choice, which is no parameter once it is loaded.
+    extra = sum(size for key, size in sizes.items() if "score_correction" in key)
+    embedding = sizes["model.embed_tokens.weight"]
+    always = sum(sizes[key] for key, found in expert_of.items() if not found) - embedding - extra
+    chosen = sum(sizes[key] for key, found in expert_of.items() if found and int(found[1]) < 3)
+    assert work.touched_bytes(1, 3) == always + chosen + embedding // 264
+    assert work.stored_bytes == sum(sizes.values()) - embedding - extra
+
+
+def test_a_tied_head_is_read_whole_and_once(tiny_dense):
+    folder = tiny_dense("llama", tied=True)
+    work, sizes = Work.of_model(loaded(folder)), stored(folder)
+    assert "lm_head.weight" not in sizes
+    assert work.head.num_bytes == sizes["model.embed_tokens.weight"]
+    assert work.stored_bytes == sum(sizes.values())
+
+
+def test_distinct_experts_are_counted_at_the_router(pair):
+    model, output = loaded(pair / "glm4_moe"), OUTPUTS["glm4_moe"]
+    blocks, inputs = output.blocks(model), []
+    for block in blocks:
+        block.register_forward_pre_hook(lambda module, args: inputs.append(args[0].flatten(0, 1)))
+    ids_BT = torch.randint(264, (5, 1), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), counted_experts(model) as touched:
+        model(ids_BT)
+    expected = [
+        len(set(output.chosen_experts(block, x_TD).flatten().tolist()))
+        for block, x_TD in zip(blocks, inputs, strict=True)
+    ]
+    assert touched == expected
+    assert 3 < max(touched) <= 12
+
+
+def test_counts_are_those_of_all_choices_and_of_a_mask():
+    choices = list(combinations(range(5), 2))
+    distinct = [len({*a, *b, *c}) for a, b, c in product(choices, repeat=3)]
+    assert expected_experts(5, 2, 3) == pytest.approx(sum(distinct) / len(distinct), rel=1e-12)
+    mask = torch.ones(9, 9).tril()
+    assert causal_keys(9) == int(mask.sum())
+    assert causal_keys(4, before=5) == int(mask[5:].sum())
+
+
+def test_a_slow_spell_of_both_models_does_not_move_the_ratio_of_rounds():
+    dense = [[2.0, 2.0], [20.0, 20.0], [4.0, 4.0]]
+    moe = [[1.0, 1.0], [10.0, 10.0], [2.0, 2.0]]
+    assert ratio_quartiles(dense, moe) == [2.0, 2.0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system tells no peak that can be reset")
+def test_a_peak_is_seen_and_forgotten():
+    forget_peak()
+    start = peak_bytes()
+    block = np.ones(64 << 20, dtype=np.uint8)
+    assert peak_bytes() - start > 60 << 20
+    assert resident_bytes() - start > 60 << 20
+    del block
+    forget_peak()
+    if peak_bytes() - start > 60 << 20:
+        pytest.skip("this system does not let a process reset its peak")
+    assert peak_bytes() - start < 30 << 20

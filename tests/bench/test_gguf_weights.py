@@ -5,8 +5,9 @@ import pytest
 
 gguf = pytest.importorskip("gguf")
 
-from dotmoe.bench.gguf_weights import gguf_header  # noqa: E402 - needs gguf
+from dotmoe.bench.work import Work  # noqa: E402 - needs gguf
 from dotmoe.errors import UserError  # noqa: E402
+from dotmoe.gguf_export.gguf_file import GgufFile  # noqa: E402
 
 D, N, E, K, S, V, LAYERS = 64, 128, 4, 1, 32, 96, 2
 
@@ -50,7 +51,7 @@ def write(path, *, tied, experts):
 @pytest.mark.parametrize("experts", [True, False])
 def test_weights_are_grouped_by_use(tmp_path, tied, experts):
     arrays = write(tmp_path / "m.gguf", tied=tied, experts=experts)
-    weights = gguf_header(tmp_path / "m.gguf").weights
+    weights = Work.of_gguf(GgufFile(tmp_path / "m.gguf"))
     per_expert = {k: v for k, v in arrays.items() if "_exps." in k}
     head = arrays["token_embd.weight" if tied else "output.weight"]
     outside = {"token_embd.weight", "output.weight", *per_expert}
@@ -68,9 +69,10 @@ def test_weights_are_grouped_by_use(tmp_path, tied, experts):
 
 def test_the_header_tells_sizes_and_the_number_format_of_most_bytes(tmp_path):
     write(tmp_path / "m.gguf", tied=False, experts=True)
-    header = gguf_header(tmp_path / "m.gguf")
-    assert (header.vocabulary, header.width, header.context, header.kind) == (V, D, 77, "F16")
-    assert (header.weights.layers, header.weights.heads, header.weights.head_dim) == (2, 4, 16)
+    file = GgufFile(tmp_path / "m.gguf")
+    work = Work.of_gguf(file)
+    assert (file.size("context_length"), file.most_bytes_in) == (77, "F16")
+    assert (work.layers, work.heads, work.head_dim) == (2, 4, 16)
 
 
 def test_a_file_that_is_no_decoder_is_refused_in_one_line(tmp_path):
@@ -81,5 +83,5 @@ def test_a_file_that_is_no_decoder_is_refused_in_one_line(tmp_path):
     writer.close()
     for name in ("text.gguf", "empty.gguf", "missing.gguf"):
         with pytest.raises(UserError, match=name) as caught:
-            gguf_header(tmp_path / name)
+            Work.of_gguf(GgufFile(tmp_path / name))
         assert "\n" not in str(caught.value)

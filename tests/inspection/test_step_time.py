@@ -10,9 +10,8 @@ from test_costs import masked_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from dotmoe.bench.random_pair import Shape, llama_config
 from dotmoe.inspection.sizes import RunSize
 from dotmoe.inspection.step_time import ON_CPU, Efficiency, Speed, seconds
 from dotmoe.inspection.work import LOGIT_BYTES, Work, alignment_work
@@ -154,9 +153,18 @@ def test_seconds_add_up_over_kinds_of_work():
 
 def predicted(row):
     subject = row["subject"]
-    shape = Shape(**subject["shape"])
+    shape = subject["shape"]
     found = sizes(
-        llama_config(shape),
+        LlamaConfig(
+            hidden_size=shape["width"],
+            intermediate_size=shape["ffn_width"],
+            num_hidden_layers=shape["layers"],
+            num_attention_heads=shape["heads"],
+            num_key_value_heads=shape["kv_heads"],
+            vocab_size=shape["vocabulary"],
+            max_position_embeddings=shape.get("context", 4_096),
+            tie_word_embeddings=False,
+        ),
         bytes_held=4,
         experts=subject["experts"],
         active_experts=subject["active"],

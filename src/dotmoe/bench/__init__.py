@@ -1,29 +1,47 @@
 """`dotmoe bench`: how fast a dense model and its MoE run, in one run, beside what is possible."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import tyro
+from transformers import AutoConfig
 from tyro.conf import Positional
 
-from dotmoe.bench.points import Clock, Point, Runtime, WorkerSetup
-from dotmoe.bench.rendering import render
-from dotmoe.bench.results import BenchModel, BenchResult, Measured, PointResult, point_result
-from dotmoe.bench.sources import Source, sources
-from dotmoe.bench.worker_process import WorkerProcess
+from dotmoe import llama_cpp
+from dotmoe.bench.runners import Loaded, Point, Setup, llama_library
+from dotmoe.bench.work import causal_keys, expected_experts, num_experts
+from dotmoe.checkpoint_folder import checkpoint_folder, one_line, require_checkpoint
 from dotmoe.device import resolved_device
 from dotmoe.errors import UserError
+from dotmoe.export import require_intact
 from dotmoe.load import LoadConfig
-from dotmoe.run_folder import provenance
+from dotmoe.options import at_least, check
+from dotmoe.progress import Update, no_update
+from dotmoe.run_folder import export_folder, provenance
+from dotmoe.tables import Table, in_bytes, percent
+from dotmoe.worker import Worker
 
-__all__ = ["BenchConfig", "BenchResult", "bench", "render"]
+PROTOCOL = (
+    "Both models are held in processes of their own. At each point they are warmed up, then take "
+    "turns for the rounds, in alternating order; every round starts from the same cache. Tokens "
+    "per second and their ratio are from the best decile of the times of all steps, the spread "
+    "is the quartiles over rounds of the ratio of median times. Tokens are drawn evenly from the "
+    "vocabulary. Ideal ratio: of the bytes of weights read (decode) or of the floating-point "
+    "operations (prefill), dense / MoE, as the runtime stores the weights. Bytes of the cache are "
+    "not in it: attention costs both models the same, and lowers the share as the context grows. A "
+    "share of the ideal above 1 means that something else bounds the dense model."
+)
+_LLAMA_CPP = "llama.cpp"
+_MIB = 2**20
 
-Update = Callable[[int, int, str], None]
+Rounds = Sequence[Sequence[float]]
+"""Seconds of each step, by round."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,44 +53,32 @@ class BenchConfig:
     llama.cpp on the CPU."""
     moe: Annotated[Positional[str], tyro.conf.arg(metavar="MOE")]
     """What was made of it, of the same kind; of a run folder, its export."""
-    batch_sizes: tuple[int, ...] = (1, 4, 16)
+    batch_sizes: tuple[Annotated[int, at_least(1)], ...] = (1, 4, 16)
     """Sequences that are decoded at once, each at least 1; none to leave decode out."""
-    prompt_tokens: int = 512
+    prompt_tokens: Annotated[int, at_least(0)] = 512
     """Length of the prompt of prefill; 0 to leave prefill out."""
-    context_tokens: int = 128
+    context_tokens: Annotated[int, at_least(1)] = 128
     """Tokens that each sequence has in its cache when a round of decode starts, at least 1."""
-    decode_steps: int = 8
+    decode_steps: Annotated[int, at_least(1)] = 8
     """Tokens that each sequence decodes in a round, at least 1."""
-    rounds: int = 10
+    rounds: Annotated[int, at_least(1)] = 10
     """Turns of each model at each point, at least 1."""
-    threads: int | None = None
+    threads: Annotated[int | None, at_least(1)] = None
     """CPU threads of each model, at least 1. Left out: all processors this process may use."""
     experts_implementation: Literal["grouped_mm", "eager", "batched_mm"] = "grouped_mm"
     """How Transformers computes the experts; grouped_mm is its default."""
     llama_cpp_repack: bool = False
     """Let llama.cpp rearrange weights for special kernels, as it does by itself. Some of these know
     no experts, and those for AMX have crashed; without, both models use the same kernels."""
-    clock: Clock = "wall"
+    clock: Literal["wall", "cpu"] = "wall"
     """What times are taken from. cpu: seconds that one thread computed, without those in which
     other processes had its processor; for a busy machine, with --threads 1 and no GPU."""
     load: LoadConfig = field(default_factory=LoadConfig)
     seed: int = 0
     """Of the tokens that are fed in."""
 
-    def __post_init__(self) -> None:
-        """Refuse counts that cannot be run."""
-        for name, least in (
-            ("prompt_tokens", 0),
-            ("context_tokens", 1),
-            ("decode_steps", 1),
-            ("rounds", 1),
-            ("threads", 1),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"{name} is {value}, but it must be at least {least}.")
-        if any(batch < 1 for batch in self.batch_sizes):
-            raise UserError(f"batch_sizes are {self.batch_sizes}, but each must be at least 1.")
+    def check_together(self) -> None:
+        """Refuse a benchmark of nothing."""
         if not self.batch_sizes and not self.prompt_tokens:
             raise UserError(
                 "batch_sizes is empty and prompt_tokens 0, which leaves nothing to measure. "
@@ -80,43 +86,47 @@ class BenchConfig:
             )
 
     @property
-    def points(self) -> tuple[Point, ...]:
+    def points(self) -> list[Point]:
         """What is measured, in order."""
         prefill = Point(name="prefill", batch=1, tokens=self.prompt_tokens, steps=1)
         decode = [
             Point(name="decode", batch=batch, tokens=self.context_tokens, steps=self.decode_steps)
             for batch in self.batch_sizes
         ]
-        return (*((prefill,) if self.prompt_tokens else ()), *decode)
+        return [prefill, *decode] if self.prompt_tokens else decode
 
 
-def bench(config: BenchConfig, on_progress: Update) -> BenchResult:
-    """Measure both models in one run, in turns.
-
-    Both are in memory at the same time, each in a process of its own.
+def bench(config: BenchConfig, on_progress: Update = no_update) -> dict[str, Any]:
+    """Measure both models in one run, in turns; both are in memory, each in its own process.
 
     Args:
         config: See `BenchConfig`.
         on_progress: Told rounds done, rounds in all, and the point.
 
+    Returns:
+        JSON values: both models, every point of both, ratios, settings and provenance.
+
     Raises:
         UserError: See `sources`; or a device or context that there is not, or too little memory.
     """
-    runtime, dense, moe = sources(config.dense, config.moe)
-    _require_context(config, (dense, moe))
-    threads = config.threads or usable_processors()
-    device = "cpu" if runtime == "llama.cpp" else str(resolved_device(config.load.device))
+    check(config)
+    runtime, *found = sources(config.dense, config.moe)
+    _require_context(config, found)
+    threads = config.threads or _usable_processors()
+    is_llama = runtime == _LLAMA_CPP
+    device = "cpu" if is_llama else str(resolved_device(config.load.device))
     if config.clock == "cpu" and (threads > 1 or device != "cpu"):
         raise UserError(
             f"clock is cpu with {threads} threads on {device}, but it adds up all threads and sees "
             "no GPU. Set threads to 1 and device to cpu, or clock to wall."
         )
-    load_before = load_average()
+    load_before = _load_average()
+    runner = f"dotmoe.bench.runners:{'LlamaRunner' if is_llama else 'TransformersRunner'}"
+    remedies = dict.fromkeys(llama_cpp.REMEDIES, "Measure without --llama-cpp-repack.")
     with ExitStack() as stack:
         workers = []
-        for source in (dense, moe):
-            setup = WorkerSetup(
-                runtime=runtime,
+        for source in found:
+            setup = Setup(
                 path=str(source.path),
                 device=device,
                 dtype=config.load.dtype,
@@ -126,25 +136,271 @@ def bench(config: BenchConfig, on_progress: Update) -> BenchResult:
                 clock=config.clock,
                 seed=config.seed,
             )
-            workers.append(stack.enter_context(WorkerProcess(setup)))
-        models = [
-            BenchModel(name=source.name, loaded=worker.load())
-            for source, worker in zip((dense, moe), workers, strict=True)
+            worker = Worker(
+                runner,
+                setup,
+                name=f"{runtime} on {source.path}",
+                threads=threads,
+                remedies=remedies if config.llama_cpp_repack else None,
+            )
+            workers.append(stack.enter_context(worker))
+        loaded: list[Loaded] = [worker.ask("load") for worker in workers]
+        points = _measured(config, workers, loaded, on_progress)
+    names = (config.dense, config.moe)
+    dense, moe = [
+        {"name": name, "loaded": asdict(each)} for name, each in zip(names, loaded, strict=True)
+    ]
+    made = provenance(config.seed) | {"threads": threads, "processor": _processor()}
+    made["load_average"] = {"before": load_before, "after": _load_average()}
+    for package in ("llama_cpp_python", "gguf") if is_llama else ():
+        made["versions"][package] = _version(package)
+    settings = asdict(config) | {"threads": threads, "device": device}
+    return {
+        "origin": "measured",
+        "protocol": PROTOCOL,
+        "runtime": runtime,
+        "dense": dense,
+        "moe": moe,
+        "points": points,
+        "settings": settings | {"batch_sizes": list(config.batch_sizes)},
+        "provenance": made,
+    }
+
+
+def _measured(
+    config: BenchConfig, workers: list[Worker], loaded: list[Loaded], on_progress: Update
+) -> list[dict[str, Any]]:
+    total, done, results = config.rounds * len(config.points), 0, []
+    for point in config.points:
+        note = f"{point.name}, batch {point.batch}"
+        on_progress(done, total, note)
+        touched = [worker.ask("prepare", point) for worker in workers]
+        rounds: list[list[list[float]]] = [[], []]
+        for turn in range(config.rounds):
+            for side in (0, 1) if turn % 2 == 0 else (1, 0):
+                rounds[side].append(workers[side].ask("run"))
+            done += 1
+            on_progress(done, total, note)
+        dense, moe = [
+            _side(point, loaded[side], rounds[side], touched[side])
+            | {"peak_bytes": workers[side].ask("finish")}
+            for side in (0, 1)
         ]
-        points = tuple(_measured_points(config, workers, models, on_progress))
-    settings = asdict(config) | {"batch_sizes": list(config.batch_sizes)}
-    return BenchResult(
-        runtime=runtime,
-        dense=models[0],
-        moe=models[1],
-        points=points,
-        settings=settings | {"threads": threads, "device": device},
-        provenance=_provenance(config.seed, threads, runtime)
-        | {"load_average": {"before": load_before, "after": load_average()}},
+        bytes_ratio = dense["weight_bytes"] / moe["weight_bytes"]
+        flops_ratio = dense["flops_per_token"] / moe["flops_per_token"]
+        ideal = bytes_ratio if point.name == "decode" else flops_ratio
+        ratio = moe["tokens_per_s"] / dense["tokens_per_s"]
+        results.append(
+            {
+                "point": asdict(point),
+                "dense": dense,
+                "moe": moe,
+                "speed_ratio": ratio,
+                "speed_ratio_quartiles": ratio_quartiles(*rounds),
+                "bytes_ratio": bytes_ratio,
+                "flops_ratio": flops_ratio,
+                "ideal_ratio": ideal,
+                "share_of_ideal": ratio / ideal,
+            }
+        )
+    return results
+
+
+def _side(point: Point, loaded: Loaded, rounds: Rounds, touched: float | None) -> dict[str, Any]:
+    """One model at one point."""
+    work, tokens = loaded.weights, point.tokens_per_step
+    best, middle, worst = np.quantile(np.concatenate(rounds), [0.1, 0.5, 0.9]).tolist()
+    origin = "measured"
+    if not work.num_experts:
+        touched, origin = 0.0, "none"
+    elif touched is None:
+        touched = expected_experts(work.num_experts, work.active_experts, tokens)
+        origin = "independent routing"
+    keys, head_rows = float(causal_keys(point.tokens)), 1  # of a prompt, the last token's logits
+    if point.name == "decode":  # the mean over the steps of a round
+        keys = point.batch * causal_keys(point.steps, before=point.tokens) / point.steps
+        head_rows = point.batch
+    return {
+        "tokens_per_s": tokens / best,
+        "timing": {
+            "best_decile_s": best,
+            "median_s": middle,
+            "worst_decile_s": worst,
+            "samples": sum(map(len, rounds)),
+        },
+        "experts_touched": touched,
+        "experts_touched_by": origin,
+        "weight_bytes": work.touched_bytes(tokens, touched),
+        "flops_per_token": work.flops(tokens, keys, head_rows=head_rows) / tokens,
+    }
+
+
+def ratio_quartiles(dense: Rounds, moe: Rounds) -> list[float]:
+    """First and third quartile, over rounds, of how many times faster the MoE was in a round."""
+    ratios = [np.median(a) / np.median(b) for a, b in zip(dense, moe, strict=True)]
+    quartiles: list[float] = np.quantile(ratios, [0.25, 0.75]).tolist()
+    return quartiles
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """What `bench` measured: both models, then a line for each point with speed and work."""
+    settings, made = result["settings"], result["provenance"]
+    where = made["hardware"] if settings["device"].startswith("cuda") else made["processor"]
+    models, speeds, works = [], [], []
+    for label, side in (("dense", result["dense"]), ("MoE", result["moe"])):
+        loaded = side["loaded"]
+        work = loaded["weights"]
+        experts = f"{work['active_experts']} of {work['num_experts']}"
+        stored = work["head"]["num_bytes"] + work["fixed"]["num_bytes"]
+        stored += work["num_experts"] * work["expert"]["num_bytes"]
+        sizes = [stored, loaded["loading_peak_bytes"], loaded["before_bytes"]]
+        split = experts if work["num_experts"] else None
+        models.append([label, side["name"], loaded["dtype"], split, *map(in_bytes, sizes)])
+    for each in result["points"]:
+        point, dense, moe = each["point"], each["dense"], each["moe"]
+        is_prefill = point["name"] == "prefill"
+        name = f"prefill {point['tokens']}" if is_prefill else f"decode x {point['batch']}"
+        speeds.append(
+            [
+                name,
+                f"{dense['tokens_per_s']:,.1f}",
+                f"{moe['tokens_per_s']:,.1f}",
+                f"{each['speed_ratio']:.2f}",
+                "{:.2f}-{:.2f}".format(*each["speed_ratio_quartiles"]),
+                f"{each['ideal_ratio']:.2f}",
+                percent(each["share_of_ideal"]),
+            ]
+        )
+        works.append(
+            [
+                name,
+                *(
+                    f"{dense[key] / unit:,.1f} / {moe[key] / unit:,.1f}"
+                    for key, unit in (
+                        ("weight_bytes", _MIB),
+                        ("flops_per_token", 1e6),
+                        ("peak_bytes", _MIB),
+                    )
+                ),
+                f"{moe['experts_touched']:.1f}",
+            ]
+        )
+    unit = "tokens/s" if settings["clock"] == "wall" else "tokens/CPU s"
+    origins = sorted({each["moe"]["experts_touched_by"] for each in result["points"]})
+    sizes_of = ("weights", "loading peak", "before loading")
+    return [
+        Table(
+            title=f"{result['runtime']} on {where or made['hardware']}, {settings['threads']} "
+            f"threads, {settings['rounds']} rounds in turns",
+            columns=("", "model", "dtype", "experts", *sizes_of),
+            rows=models,
+            words=3,
+        ),
+        Table(
+            columns=(unit, "dense", "MoE", "ratio", "quartiles", "ideal", "of ideal"), rows=speeds
+        ),
+        Table(
+            columns=("dense / MoE", "weights read, MiB", "MFLOP a token", "peak, MiB", "experts"),
+            rows=works,
+            note="ratio: MoE / dense, best decile of all steps; quartiles: over rounds, median "
+            "times. ideal: bytes of weights read (decode), FLOPs (prefill), dense / MoE. experts: "
+            f"distinct ones a layer and step, {', '.join(origins)}. peak: memory of the process on "
+            "a CPU, allocated on a GPU.",
+        ),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A model that has been found, not loaded."""
+
+    name: str
+    """As it was called."""
+    path: Path
+    """Checkpoint folder, or GGUF file."""
+    sizes: dict[str, int]
+    """Vocabulary, number of layers and model width."""
+    context: int
+    """Longest context that it claims, in tokens."""
+    num_experts: int
+
+
+def sources(dense: str, moe: str) -> tuple[str, Source, Source]:
+    """The runtime, and a dense model and an MoE of the same kind and sizes.
+
+    Args:
+        dense: Checkpoint folder, run folder, hub name, or GGUF file.
+        moe: The same.
+
+    Raises:
+        UserError: One is a GGUF file and the other is not, llama.cpp is not installed, a model is
+            missing, or the two are not a dense model and an MoE of the same sizes.
+    """
+    in_gguf = [name.lower().endswith(".gguf") for name in (dense, moe)]
+    if in_gguf[0] != in_gguf[1]:
+        file, other = (dense, moe) if in_gguf[0] else (moe, dense)
+        raise UserError(
+            f"{file} is a GGUF file and {other} is not, but both must run in the same software. "
+            "Give two GGUF files or two checkpoints."
+        )
+    if in_gguf[0]:
+        llama_library()
+    find = _gguf if in_gguf[0] else _checkpoint
+    found = find(dense), find(moe)
+    for source, wanted in zip(found, (False, True), strict=True):
+        if bool(source.num_experts) != wanted:
+            has = f"{source.num_experts} experts a layer" if source.num_experts else "no experts"
+            raise UserError(f"{source.name} has {has}. Give the dense model first, then the MoE.")
+    for what, size in found[0].sizes.items():
+        if size != found[1].sizes[what]:
+            raise UserError(
+                f"the {what} of {dense} is {size:,} and of {moe} {found[1].sizes[what]:,}, but an "
+                "MoE has that of its dense model. Give a model and what was made of it."
+            )
+    return _LLAMA_CPP if in_gguf[0] else "transformers", *found
+
+
+def _gguf(name: str) -> Source:
+    from dotmoe.gguf_export.gguf_file import GgufFile  # an extra
+
+    path = Path(name).expanduser()
+    file = GgufFile(path)
+    return Source(
+        name=name,
+        path=path.resolve(),
+        sizes={
+            "number of layers": file.size("block_count"),
+            "model width": file.size("embedding_length"),
+            "vocabulary": file.shape("token_embd.weight")[0],
+        },
+        context=file.size("context_length"),
+        num_experts=file.size("expert_count", 0),
     )
 
 
-def _require_context(config: BenchConfig, found: tuple[Source, Source]) -> None:
+def _checkpoint(name: str) -> Source:
+    local = export_folder(Path(name).expanduser())
+    folder = local if local.is_dir() else checkpoint_folder(name)
+    require_checkpoint(folder)
+    require_intact(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, TypeError, KeyError, ArithmeticError) as error:
+        raise UserError(f"the config in {folder} cannot be read ({one_line(error)}).") from error
+    return Source(
+        name=name,
+        path=folder,
+        sizes={
+            "vocabulary": config.vocab_size,
+            "number of layers": config.num_hidden_layers,
+            "model width": config.hidden_size,
+        },
+        context=config.max_position_embeddings,
+        num_experts=num_experts(config),
+    )
+
+
+def _require_context(config: BenchConfig, found: Sequence[Source]) -> None:
     wanted = {"prompt_tokens": config.prompt_tokens}
     if config.batch_sizes:
         wanted["context_tokens + decode_steps"] = config.context_tokens + config.decode_steps
@@ -157,56 +413,22 @@ def _require_context(config: BenchConfig, found: tuple[Source, Source]) -> None:
                 )
 
 
-def _measured_points(
-    config: BenchConfig,
-    workers: list[WorkerProcess],
-    models: list[BenchModel],
-    on_progress: Update,
-) -> Iterator[PointResult]:
-    total, done = config.rounds * len(config.points), 0
-    for point in config.points:
-        note = f"{point.name}, batch {point.batch}"
-        on_progress(done, total, note)
-        touched = [worker.prepare(point) for worker in workers]
-        rounds: list[list[tuple[float, ...]]] = [[], []]
-        for turn in range(config.rounds):
-            for side in (0, 1) if turn % 2 == 0 else (1, 0):
-                rounds[side].append(tuple(workers[side].run()))
-            done += 1
-            on_progress(done, total, note)
-        sides = [
-            Measured(
-                weights=models[side].loaded.weights,
-                rounds=tuple(rounds[side]),
-                experts_touched=touched[side],
-                peak_bytes=workers[side].finish(),
-            )
-            for side in (0, 1)
-        ]
-        yield point_result(point, *sides)
-
-
-def usable_processors() -> int:
+def _usable_processors() -> int:
     """Processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
-def load_average() -> float | None:
+def _load_average() -> float | None:
     """Processes that wanted to run, mean of the last minute; None where the system does not say."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
-def _provenance(seed: int, threads: int, runtime: Runtime) -> dict[str, Any]:
-    made = provenance(seed) | {"threads": threads, "processor": _processor()}
-    if runtime == "llama.cpp":
-        for package in ("llama_cpp_python", "gguf"):
-            try:
-                made["versions"][package] = version(package)
-            except PackageNotFoundError:
-                made["versions"][package] = "not installed as a package"
-    return made
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed as a package"
 
 
 def _processor() -> str | None:

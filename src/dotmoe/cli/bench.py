@@ -7,10 +7,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dotmoe.bench import BenchConfig, bench, render
+from dotmoe.bench import BenchConfig, bench, tables
 from dotmoe.cli.parse import parse
 from dotmoe.evaluate import gguf_file
 from dotmoe.narration import Narrator
+from dotmoe.tables import to_rich
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,9 +29,9 @@ def run(arguments: Sequence[str]) -> None:
     with Narrator().bar("bench") as update:
         result = bench(command, update)
     if command.json:
-        print(json.dumps(result.as_dict(), indent=2))
+        print(json.dumps(result, indent=2))
     else:
-        Console().print(render(result))
+        Console().print(*map(to_rich, tables(result)))
 
 
 def _file(name: str) -> str:

@@ -1,5 +1,6 @@
 """A GGUF file read back: metadata as plain values, tensors as float32."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,26 @@ class GgufFile:
         """A plain value; None where the key is missing."""
         found = self.reader.fields.get(key)
         return None if found is None else found.contents()
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A whole number of the architecture, by its key without the prefix.
+
+        Raises:
+            UserError: There is none, and no default.
+        """
+        found = self.metadata(f"{self.arch}.{key}")
+        found = default if found is None else found
+        if found is None:
+            raise UserError(f"{self.path} is no decoder: it lacks {key}. Name a model's GGUF file.")
+        return int(found)
+
+    @property
+    def most_bytes_in(self) -> str:
+        """Number format of most bytes, such as `Q8_0`."""
+        sizes: Counter[str] = Counter()
+        for tensor in self._tensors.values():
+            sizes[tensor.tensor_type.name] += int(tensor.n_bytes)
+        return sizes.most_common(1)[0][0]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape as in torch, rows last."""

@@ -1,0 +1,381 @@
+"""Runs one model in a child process: prefill and decode, timed, with the memory they took.
+
+One point at a time: `prepare`, `run` as often as wanted, `finish`.
+"""
+
+import copy
+import ctypes
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from dotmoe.bench.work import Work, expert_modules, num_experts
+from dotmoe.errors import UserError
+from dotmoe.load import resolved_dtype
+
+WARM_UP_ROUNDS = 2
+MOST_PER_CALL = 512
+"""Tokens of one call while a cache is filled; llama.cpp's own default of a batch it computes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One thing to time."""
+
+    name: Literal["prefill", "decode"]
+    batch: int
+    """Sequences at once (B); 1 for prefill."""
+    tokens: int
+    """Prefill: length of the prompt. Decode: tokens of each sequence in the cache at the start."""
+    steps: int
+    """Timed steps a round; a step is a whole prompt, or one token of each sequence."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that a step computes."""
+        return self.tokens if self.name == "prefill" else self.batch
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence at the end of a round."""
+        return self.tokens + (self.steps if self.name == "decode" else 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """One model, and how its process runs it."""
+
+    path: str
+    """Checkpoint folder, or GGUF file."""
+    device: str
+    dtype: str
+    """As in `LoadConfig`; a GGUF file has its own."""
+    threads: int
+    experts_implementation: str
+    """Of Transformers."""
+    repack: bool
+    """Whether llama.cpp may rearrange weights."""
+    clock: Literal["wall", "cpu"]
+    seed: int
+
+    def now(self) -> float:
+        """Seconds on the clock."""
+        return time.process_time() if self.clock == "cpu" else time.perf_counter()
+
+    def tokens(self, vocabulary: int, point: Point) -> list[int]:
+        """Token ids of a point's sequences, drawn evenly; the same arguments give the same ids."""
+        count = point.batch * point.length
+        return random.Random(self.seed).choices(range(vocabulary), k=count)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """A model in a process of its own."""
+
+    weights: Work
+    dtype: str
+    """Of most weights, as they are held."""
+    before_bytes: int
+    """Memory of the process before loading."""
+    loading_peak_bytes: int
+    """Largest memory while loading; a GPU's own memory on a GPU."""
+
+
+class TransformersRunner:
+    """A checkpoint folder in stock Transformers, on a CPU or a GPU."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup, self._device = setup, torch.device(setup.device)
+        self._model: Any = None
+        self._point: Point | None = None
+        self._cache: Any = None
+        self._inputs: Tensor | None = None
+
+    def load(self) -> Loaded:
+        """Load the model, once."""
+        torch.set_num_threads(self._setup.threads)
+        before = resident_bytes(self._device)
+        config = AutoConfig.from_pretrained(self._setup.path, local_files_only=True)
+        chosen = {"experts_implementation": self._setup.experts_implementation}
+        with _out_of_memory():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                self._setup.path,
+                dtype=resolved_dtype(self._setup.dtype, self._device),
+                local_files_only=True,
+                output_loading_info=True,
+                **(chosen if num_experts(config) else {}),
+            )
+            self._model = model.eval().to(self._device)
+        if report["missing_keys"]:
+            raise UserError(
+                f"{min(report['missing_keys'])} is not in the checkpoint {self._setup.path}, so it "
+                "would be random. Get the checkpoint again."
+            )
+        return Loaded(
+            weights=Work.of_model(self._model),
+            dtype=str(self._model.dtype).removeprefix("torch."),
+            before_bytes=before,
+            loading_peak_bytes=peak_bytes(self._device),
+        )
+
+    @torch.inference_mode()
+    def prepare(self, point: Point) -> float | None:
+        """Fill caches and warm up.
+
+        Returns:
+            Distinct experts a split layer that ran in a step, mean over steps and layers; None for
+            a dense model.
+        """
+        forget_peak(self._device)
+        self._point = point
+        ids = self._setup.tokens(self._model.config.vocab_size, point)
+        self._inputs = torch.tensor(ids, device=self._device).view(point.batch, point.length)
+        if point.name == "decode":
+            self._cache = DynamicCache(config=self._model.config)
+            self._forward(self._inputs[:, : point.tokens], self._cache)
+            self._inputs = self._inputs[:, point.tokens :]
+        with counted_experts(self._model) as touched:
+            self.run()
+        for _ in range(WARM_UP_ROUNDS - 1):
+            self.run()
+        return sum(touched) / len(touched) if touched else None
+
+    @torch.inference_mode()
+    def run(self) -> list[float]:
+        """One round: seconds of each step. Every round starts from the same cache."""
+        assert self._point is not None
+        assert self._inputs is not None
+        if self._point.name == "prefill":
+            config = self._model.config
+            return [
+                self._timed(self._inputs, DynamicCache(config=config))
+                for _ in range(self._point.steps)
+            ]
+        # A layer of the cache grows by making new tensors, so that rounds share what they start
+        # from.
+        cache = copy.copy(self._cache)
+        cache.layers = [copy.copy(layer) for layer in self._cache.layers]
+        return [self._timed(ids_B1, cache) for ids_B1 in torch.split(self._inputs, 1, dim=1)]
+
+    def finish(self) -> int:
+        """Drop the caches; gives the largest memory since `prepare`, in bytes."""
+        self._point = self._cache = self._inputs = None
+        return peak_bytes(self._device)
+
+    def _timed(self, ids_BT: Tensor, cache: Any) -> float:
+        self._wait()
+        start = self._setup.now()
+        self._forward(ids_BT, cache)
+        self._wait()
+        return self._setup.now() - start
+
+    def _forward(self, ids_BT: Tensor, cache: Any) -> None:
+        with _out_of_memory():
+            self._model(input_ids=ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class LlamaRunner:
+    """A GGUF file in llama.cpp by its low-level interface, which decodes sequences in parallel."""
+
+    def __init__(self, setup: Setup) -> None:
+        from dotmoe.gguf_export.gguf_file import GgufFile
+
+        self._setup, self._lib = setup, llama_library()
+        self._file = GgufFile(Path(setup.path))
+        # Kept, since llama.cpp holds a pointer to it.
+        self._silence = self._lib.llama_log_callback(lambda level, text, data: None)
+        self._model: Any = None
+        self._context: Any = None
+        self._point: Point | None = None
+        self._tokens: list[int] = []
+
+    def load(self) -> Loaded:
+        """See `TransformersRunner.load`."""
+        lib, setup = self._lib, self._setup
+        lib.llama_log_set(self._silence, ctypes.c_void_p(0))
+        lib.llama_backend_init()
+        before = resident_bytes()
+        settings = lib.llama_model_default_params()
+        settings.n_gpu_layers = 0
+        if hasattr(settings, "use_extra_bufts"):
+            settings.use_extra_bufts = setup.repack
+        elif setup.repack:
+            raise UserError(
+                "This llama-cpp-python cannot be told to repack weights. Update it, or measure "
+                "without --llama-cpp-repack."
+            )
+        self._model = lib.llama_model_load_from_file(setup.path.encode(), settings)
+        if not self._model:
+            raise UserError(f"llama.cpp cannot load {setup.path}. Write the file again.")
+        return Loaded(
+            weights=Work.of_gguf(self._file),
+            dtype=self._file.most_bytes_in,
+            before_bytes=before,
+            loading_peak_bytes=peak_bytes(),
+        )
+
+    def prepare(self, point: Point) -> None:
+        """See `TransformersRunner.prepare`; llama.cpp does not tell which experts ran."""
+        forget_peak()
+        self._point = point
+        self._tokens = self._setup.tokens(self._file.shape("token_embd.weight")[0], point)
+        settings = self._lib.llama_context_default_params()
+        settings.n_ctx = point.batch * point.length
+        settings.n_batch = max(MOST_PER_CALL, point.tokens_per_step)
+        settings.n_seq_max = point.batch
+        settings.n_threads = settings.n_threads_batch = self._setup.threads
+        self._context = self._lib.llama_init_from_model(self._model, settings)
+        if not self._context:
+            raise UserError(
+                f"llama.cpp has no room for {point.batch} sequences of {point.length} tokens. "
+                "Lower batch_sizes or context_tokens."
+            )
+        if point.name == "decode":
+            for sequence in range(point.batch):
+                for start in range(0, point.tokens, MOST_PER_CALL):
+                    end = min(start + MOST_PER_CALL, point.tokens)
+                    self._decode([(sequence, at, False) for at in range(start, end)])
+        for _ in range(WARM_UP_ROUNDS):
+            self.run()
+
+    def run(self) -> list[float]:
+        """See `TransformersRunner.run`."""
+        point, lib = self._point, self._lib
+        assert point is not None
+        memory = lib.llama_get_memory(self._context)
+        seconds = []
+        for step in range(point.steps):
+            if point.name == "prefill":
+                lib.llama_memory_clear(memory, True)
+                items = [(0, at, at == point.tokens - 1) for at in range(point.tokens)]
+            else:
+                items = [(s, point.tokens + step, True) for s in range(point.batch)]
+            seconds.append(self._decode(items))
+        if point.name == "decode":
+            for sequence in range(point.batch):
+                lib.llama_memory_seq_rm(memory, sequence, point.tokens, -1)
+        return seconds
+
+    def finish(self) -> int:
+        """See `TransformersRunner.finish`."""
+        peak = peak_bytes()
+        self._lib.llama_free(self._context)
+        self._context = self._point = None
+        return peak
+
+    def _decode(self, items: Sequence[tuple[int, int, bool]]) -> float:
+        """Compute (sequence, position, logits wanted) items in one call; gives its seconds."""
+        assert self._point is not None
+        lib, length = self._lib, self._point.length
+        batch = lib.llama_batch_init(len(items), 0, 1)
+        batch.n_tokens = len(items)
+        for at, (sequence, position, wanted) in enumerate(items):
+            batch.token[at] = self._tokens[sequence * length + position]
+            batch.pos[at] = position
+            batch.n_seq_id[at] = 1
+            batch.seq_id[at][0] = sequence
+            batch.logits[at] = wanted
+        start = self._setup.now()
+        status = lib.llama_decode(self._context, batch)
+        lib.llama_synchronize(self._context)
+        seconds = self._setup.now() - start
+        lib.llama_batch_free(batch)
+        if status:
+            raise RuntimeError(f"llama_decode gave status {status} for {self._point}")
+        return seconds
+
+
+def llama_library() -> Any:
+    """The bindings of llama.cpp.
+
+    Raises:
+        UserError: They are not installed, or do not load on this machine.
+    """
+    try:
+        import llama_cpp
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UserError(
+            f"llama-cpp-python is not usable ({error}), and only it runs GGUF files here. "
+            "Run pip install 'dotmoe[llama-cpp]', which compiles it, or give checkpoint folders."
+        ) from error
+    return llama_cpp
+
+
+@contextmanager
+def counted_experts(model: nn.Module) -> Iterator[list[int]]:
+    """Collects how many distinct experts each split layer runs, in order of the calls."""
+    touched: list[int] = []
+
+    def count(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        chosen_TK = arguments[1] if len(arguments) > 1 else named["top_k_index"]
+        touched.append(int(chosen_TK.unique().numel()))
+
+    handles = [
+        module.register_forward_pre_hook(count, with_kwargs=True)
+        for module in expert_modules(model)
+    ]
+    try:
+        yield touched
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _out_of_memory() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"out of GPU memory ({error}). Lower batch_sizes, prompt_tokens or context_tokens."
+        ) from error
+
+
+_CPU = torch.device("cpu")
+_STATUS, _FORGET_PEAK = Path("/proc/self/status"), "5"
+
+
+def resident_bytes(device: torch.device = _CPU) -> int:
+    """Memory that is held now; elsewhere than on Linux, the most that was resident so far."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS")
+
+
+def peak_bytes(device: torch.device = _CPU) -> int:
+    """Most memory that was held since `forget_peak`, or since the start if it cannot forget."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
+
+
+def forget_peak(device: torch.device = _CPU) -> None:
+    """Let the peak start again from what is held now, where the system allows it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text(_FORGET_PEAK, encoding="ascii")
+    except OSError:
+        return
+
+
+def _status(field: str) -> int:
+    if _STATUS.exists():
+        for line in _STATUS.read_text(encoding="utf-8").splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * 1024
+    # Not on every system, and on Linux it still counts the process that started this one.
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
