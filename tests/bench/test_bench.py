@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from dotmoe.bench import BenchConfig, bench, ratio_quartiles, sources, tables
+from dotmoe.bench import BenchConfig, bench, ratio_quartiles, tables
 from dotmoe.bench.runners import (
     LlamaRunner,
     Point,
@@ -27,6 +27,7 @@ from dotmoe.bench.runners import (
     peak_bytes,
     resident_bytes,
 )
+from dotmoe.bench.sources import sources
 from dotmoe.bench.work import Work, causal_keys, expected_experts
 from dotmoe.errors import UserError
 from dotmoe.export import OUTPUTS, ExportConfig, export

@@ -10,20 +10,18 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
-from transformers import AutoConfig
 from tyro.conf import Positional
 
 from dotmoe import llama_cpp
-from dotmoe.bench.runners import Loaded, Point, Setup, llama_library
-from dotmoe.bench.work import causal_keys, expected_experts, num_experts
-from dotmoe.checkpoint_folder import checkpoint_folder, one_line, require_checkpoint
+from dotmoe.bench.runners import Loaded, Point, Setup
+from dotmoe.bench.sources import LLAMA_CPP, Source, sources
+from dotmoe.bench.work import causal_keys, expected_experts
 from dotmoe.device import resolved_device
 from dotmoe.errors import UserError
-from dotmoe.export import require_intact
 from dotmoe.load import LoadConfig
 from dotmoe.options import at_least, check
 from dotmoe.progress import Update, no_update
-from dotmoe.run_folder import export_folder, provenance
+from dotmoe.run_folder import provenance
 from dotmoe.tables import Table, in_bytes, percent
 from dotmoe.worker import Worker
 
@@ -37,7 +35,6 @@ PROTOCOL = (
     "not in it: attention costs both models the same, and lowers the share as the context grows. A "
     "share of the ideal above 1 means that something else bounds the dense model."
 )
-_LLAMA_CPP = "llama.cpp"
 _MIB = 2**20
 
 Rounds = Sequence[Sequence[float]]
@@ -113,7 +110,7 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> dict[str, Any
     runtime, *found = sources(config.dense, config.moe)
     _require_context(config, found)
     threads = config.threads or _usable_processors()
-    is_llama = runtime == _LLAMA_CPP
+    is_llama = runtime == LLAMA_CPP
     device = "cpu" if is_llama else str(resolved_device(config.load.device))
     if config.clock == "cpu" and (threads > 1 or device != "cpu"):
         raise UserError(
@@ -308,96 +305,6 @@ def tables(result: dict[str, Any]) -> list[Table]:
             "a CPU, allocated on a GPU.",
         ),
     ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """A model that has been found, not loaded."""
-
-    name: str
-    """As it was called."""
-    path: Path
-    """Checkpoint folder, or GGUF file."""
-    sizes: dict[str, int]
-    """Vocabulary, number of layers and model width."""
-    context: int
-    """Longest context that it claims, in tokens."""
-    num_experts: int
-
-
-def sources(dense: str, moe: str) -> tuple[str, Source, Source]:
-    """The runtime, and a dense model and an MoE of the same kind and sizes.
-
-    Args:
-        dense: Checkpoint folder, run folder, hub name, or GGUF file.
-        moe: The same.
-
-    Raises:
-        UserError: One is a GGUF file and the other is not, llama.cpp is not installed, a model is
-            missing, or the two are not a dense model and an MoE of the same sizes.
-    """
-    in_gguf = [name.lower().endswith(".gguf") for name in (dense, moe)]
-    if in_gguf[0] != in_gguf[1]:
-        file, other = (dense, moe) if in_gguf[0] else (moe, dense)
-        raise UserError(
-            f"{file} is a GGUF file and {other} is not, but both must run in the same software. "
-            "Give two GGUF files or two checkpoints."
-        )
-    if in_gguf[0]:
-        llama_library()
-    find = _gguf if in_gguf[0] else _checkpoint
-    found = find(dense), find(moe)
-    for source, wanted in zip(found, (False, True), strict=True):
-        if bool(source.num_experts) != wanted:
-            has = f"{source.num_experts} experts a layer" if source.num_experts else "no experts"
-            raise UserError(f"{source.name} has {has}. Give the dense model first, then the MoE.")
-    for what, size in found[0].sizes.items():
-        if size != found[1].sizes[what]:
-            raise UserError(
-                f"the {what} of {dense} is {size:,} and of {moe} {found[1].sizes[what]:,}, but an "
-                "MoE has that of its dense model. Give a model and what was made of it."
-            )
-    return _LLAMA_CPP if in_gguf[0] else "transformers", *found
-
-
-def _gguf(name: str) -> Source:
-    from dotmoe.gguf_export.gguf_file import GgufFile  # an extra
-
-    path = Path(name).expanduser()
-    file = GgufFile(path)
-    return Source(
-        name=name,
-        path=path.resolve(),
-        sizes={
-            "number of layers": file.size("block_count"),
-            "model width": file.size("embedding_length"),
-            "vocabulary": file.shape("token_embd.weight")[0],
-        },
-        context=file.size("context_length"),
-        num_experts=file.size("expert_count", 0),
-    )
-
-
-def _checkpoint(name: str) -> Source:
-    local = export_folder(Path(name).expanduser())
-    folder = local if local.is_dir() else checkpoint_folder(name)
-    require_checkpoint(folder)
-    require_intact(folder)
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, TypeError, KeyError, ArithmeticError) as error:
-        raise UserError(f"the config in {folder} cannot be read ({one_line(error)}).") from error
-    return Source(
-        name=name,
-        path=folder,
-        sizes={
-            "vocabulary": config.vocab_size,
-            "number of layers": config.num_hidden_layers,
-            "model width": config.hidden_size,
-        },
-        context=config.max_position_embeddings,
-        num_experts=num_experts(config),
-    )
 
 
 def _require_context(config: BenchConfig, found: Sequence[Source]) -> None:
