@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from dotmoe.baselines import WITH_SHARED_EXPERT, MethodName
+from dotmoe.baselines import METHODS, MethodName
 from dotmoe.checkpoint_folder import checkpoint_folder, fingerprint
 from dotmoe.config import RunConfig
 from dotmoe.errors import UserError
@@ -18,17 +18,6 @@ from dotmoe.pipeline import convert
 from dotmoe.report.words import percent
 from dotmoe.run_folder import STAGES, RunFolder, provenance, read_json, write_json, write_text
 
-ALL_METHODS: tuple[MethodName, ...] = (
-    "dot_moe",
-    "random_split",
-    "contiguous_split",
-    "weight_clusters",
-    "co_activation",
-    "llama_moe_v2",
-    "llama_moe_v2_residual",
-    "cmoe",
-)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareConfig(RunConfig):
@@ -36,7 +25,7 @@ class CompareConfig(RunConfig):
 
     command: ClassVar[str] = "compare"
 
-    methods: tuple[MethodName, ...] = ALL_METHODS
+    methods: tuple[MethodName, ...] = ("dot_moe", *METHODS)
     """Methods to compare. Each is converted without training, once with its own router and once
     with a ridge-regressed one, and with `router_steps` also trained: `dot_moe` that many steps of
     alignment, the others their router as long on the same batches."""
@@ -150,7 +139,8 @@ def _entries_of(method: MethodName, plain: RunConfig) -> Iterator[Entry]:
 
     # What a method does not read must not make it another run.
     options = replace(plain.baseline, router_steps=0)
-    if method not in WITH_SHARED_EXPERT:
+    has_shared_expert = method in METHODS and METHODS[method].has_shared_expert
+    if not has_shared_expert:
         options = replace(options, shared_experts=None)
     if method == "dot_moe":
         free = replace(plain, baseline=options, align=replace(plain.align, steps=0))
@@ -166,7 +156,7 @@ def _entries_of(method: MethodName, plain: RunConfig) -> Iterator[Entry]:
     for router in ("own", "ridge"):
         baseline = replace(options, split_router=router)
         yield entry(router, "nothing", replace(plain, baseline=baseline))
-    if steps and method not in WITH_SHARED_EXPERT:
+    if steps and not has_shared_expert:
         baseline = replace(options, split_router="ridge", router_steps=steps)
         yield entry("trained", "router", replace(plain, baseline=baseline))
 

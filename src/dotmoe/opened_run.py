@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.baselines import WITH_SHARED_EXPERT, granularity_of
+from dotmoe.baselines import METHODS, granularity_of
 from dotmoe.checkpoint_folder import fingerprint
 from dotmoe.config import RunConfig, check
 from dotmoe.distributed import from_first, num_ranks, on_every_rank, require_equal_shares
@@ -94,7 +94,7 @@ def settled(config: RunConfig) -> RunConfig:
             f"{num_ranks()}. Start without torchrun."
         )
     steps = config.baseline.router_steps
-    if steps and config.method in WITH_SHARED_EXPERT:
+    if steps and config.method in METHODS and METHODS[config.method].has_shared_expert:
         raise UserError(
             f"router_steps is {steps}, but {config.method} has a shared expert, which the "
             "alignment phase does not train beside. Set router_steps to 0."

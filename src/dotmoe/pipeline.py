@@ -10,7 +10,7 @@ from dotmoe.align import align, steps_to_take
 from dotmoe.artifacts import AlignState
 from dotmoe.baselines import (
     Baseline,
-    Given,
+    SplitInputs,
     baseline,
     routed_by_representatives,
     state_of,
@@ -188,7 +188,7 @@ class _Run(OpenedRun):
         """Layout of a method other than DOT-MoE."""
         config = self.config
         rows = -(-config.calibrate.calibration_tokens // training.seq_len)
-        given = Given(
+        inputs = SplitInputs(
             dense=self.dense,
             tokens_BT=training.tokens_BT[:rows],
             granularity=self.granularity,
@@ -198,7 +198,7 @@ class _Run(OpenedRun):
         )
         with self.narrator.bar(config.method) as update:
             return baseline(
-                config.method, given, router_dtype=self.router_dtype, on_progress=update
+                config.method, inputs, router_dtype=self.router_dtype, on_progress=update
             )
 
     def _under_own_router(self, heldout: TokenBlocks, text: tuple[str, ...]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dotmoe.baselines import BaselineConfig, Given, granularity_of
+from dotmoe.baselines import BaselineConfig, SplitInputs, granularity_of
 from dotmoe.calibrate import CalibrateConfig
 from dotmoe.granularity import Granularity
 from dotmoe.load import LoadConfig, load_dense
@@ -27,7 +27,7 @@ def given(dense, tokens_BT):
 
     def make(method, seed=0, **options):
         config = BaselineConfig(**{"cluster_starts": 1} | options)
-        return Given(
+        return SplitInputs(
             dense=dense,
             tokens_BT=tokens_BT,
             granularity=granularity_of(method, SPLIT, config),

@@ -5,7 +5,7 @@ import torch
 
 from dotmoe.artifacts import AlignState
 from dotmoe.baselines import METHODS, Baseline, baseline, granularity_of, state_of
-from dotmoe.baselines.method import BaselineConfig
+from dotmoe.baselines.contract import BaselineConfig
 from dotmoe.baselines.own_router import routed_by_representatives
 from dotmoe.calibrate import contributions, ridge_router
 from dotmoe.config import RunConfig, check
@@ -43,7 +43,7 @@ def test_every_method_runs_the_same_number_of_neurons_and_repeats(method, given)
 def test_the_stored_router_chooses_as_the_methods_own(given):
     what = given("weight_clusters")
     layout = baseline("weight_clusters", what, router_dtype=torch.float32).layout
-    for layer, made in enumerate(METHODS["weight_clusters"](what)):
+    for layer, made in enumerate(METHODS["weight_clusters"].split(what)):
         own = (made.layer.x_TD @ made.router_ED.T).argsort(dim=1)
         logits = made.layer.x_TD @ layout.router_LED[layer].T
         assert (logits.argsort(dim=1) == own).float().mean() > 0.999

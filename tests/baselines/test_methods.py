@@ -1,5 +1,7 @@
 """Each method against its own definition, written out serially. Oracles: NumPy, SciPy, autograd."""
 
+from importlib import import_module
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 
 from dotmoe.baselines import METHODS
-from dotmoe.baselines.co_activation import co_activation_counts, weight_inside
+from dotmoe.baselines.co_activation import co_activation_counts, swapped, weight_inside
 from dotmoe.baselines.llama_moe_v2 import importance, most_listed
 from dotmoe.calibrate import ffn_inputs
 
@@ -31,9 +33,9 @@ def weights(dense, layer):
 
 
 def test_random_split_deals_differently_in_every_layer_and_repeats_with_its_seed(given):
-    layers = list(METHODS["random_split"](given("random_split")))
-    again = list(METHODS["random_split"](given("random_split")))
-    other = list(METHODS["random_split"](given("random_split", seed=5)))
+    layers = list(METHODS["random_split"].split(given("random_split")))
+    again = list(METHODS["random_split"].split(given("random_split")))
+    other = list(METHODS["random_split"].split(given("random_split", seed=5)))
     for one, two, three in zip(layers, again, other, strict=True):
         assert torch.equal(one.expert_of_neuron_N, two.expert_of_neuron_N)
         assert torch.equal(one.router_ED, two.router_ED)
@@ -42,7 +44,7 @@ def test_random_split_deals_differently_in_every_layer_and_repeats_with_its_seed
 
 
 def test_contiguous_split_cuts_where_the_neurons_lie(given):
-    for made in METHODS["contiguous_split"](given("contiguous_split")):
+    for made in METHODS["contiguous_split"].split(given("contiguous_split")):
         assert made.expert_of_neuron_N.tolist() == [n // S for n in range(E * S)]
 
 
@@ -56,7 +58,7 @@ def test_weight_clusters_join_rows_of_one_direction(dense, given):
         kept = gate.weight.clone()
         noise = 0.1 * torch.randn(E * S, 64, generator=generator)
         gate.weight.copy_(lengths * (directions[truth] + noise))
-    made = list(METHODS["weight_clusters"](given("weight_clusters", cluster_starts=8)))[1]
+    made = list(METHODS["weight_clusters"].split(given("weight_clusters", cluster_starts=8)))[1]
     rows = unit(gate.weight.detach().double().numpy())
     with torch.no_grad():
         gate.weight.copy_(kept)
@@ -84,7 +86,7 @@ def test_co_activation_counts_are_the_tokens_on_which_both_are_active(given):
 
 
 def test_no_swap_of_two_neurons_improves_the_co_activation_cut(given):
-    made = list(METHODS["co_activation"](given("co_activation")))[1]
+    made = list(METHODS["co_activation"].split(given("co_activation")))[1]
     counts = co_activation_counts(made.layer.hidden(), K * S)
     expert = made.expert_of_neuron_N
     reached = weight_inside(counts, expert)
@@ -98,6 +100,16 @@ def test_no_swap_of_two_neurons_improves_the_co_activation_cut(given):
         weight_inside(counts, torch.randperm(E * S, generator=generator) // S) for _ in range(50)
     ]
     assert reached > max(chance)
+
+
+def test_swaps_end_at_the_size_of_a_real_ffn():
+    generator = torch.Generator().manual_seed(0)
+    active = (torch.rand(64, 2_048, generator=generator) < 0.2).float()
+    counts = (active.T @ active).fill_diagonal_(0)
+    start = torch.randperm(2_048, generator=generator) // 128
+    end = swapped(counts, start, 16)
+    assert weight_inside(counts, end) > weight_inside(counts, start)
+    assert torch.bincount(end).tolist() == [128] * 16
 
 
 def test_importance_is_the_gradient_of_a_factor_on_each_activation(dense, tokens_BT):
@@ -123,6 +135,20 @@ def test_importance_is_the_gradient_of_a_factor_on_each_activation(dense, tokens
     assert all(p.grad is None for p in dense.model.parameters())
 
 
+def test_importance_never_holds_the_logits_of_all_tokens(dense, tokens_BT, monkeypatch):
+    module = import_module("dotmoe.baselines.llama_moe_v2")
+    monkeypatch.setattr(module, "_TOKENS_OF_LOGITS", 10)
+    routers = [torch.ones(3, 64)] * 2
+    sizes = []
+    head = dense.family.head(dense.model)
+    head.register_forward_hook(lambda module, args, output: sizes.append(output.shape[:-1].numel()))
+    found = importance(dense, tokens_BT, routers)
+    assert max(sizes) == 10
+    monkeypatch.undo()
+    for few, all_at_once in zip(found, importance(dense, tokens_BT, routers), strict=True):
+        torch.testing.assert_close(few, all_at_once)
+
+
 def greedy(score_NE, free, room):
     """The expert with room whose best free neuron is worth most takes it, again and again."""
     expert_of, room = {}, [room] * score_NE.shape[1]
@@ -141,7 +167,7 @@ def greedy(score_NE, free, room):
 def test_llama_moe_v2_takes_the_most_important_first(method, dense, tokens_BT, given):
     what = given(method)
     split = what.granularity
-    made = list(METHODS[method](what))
+    made = list(METHODS[method].split(what))
     scores = importance(dense, tokens_BT, [m.router_ED for m in made])
     for layer, score_EN in zip(made, scores, strict=True):
         score = score_EN.T.double().numpy()
@@ -164,7 +190,7 @@ def test_cmoe_step_by_step(dense, given):
     what = given("cmoe", marked_neurons=9)
     split = what.granularity
     assert split.shared_size == 2 * S
-    made = list(METHODS["cmoe"](what))[1]
+    made = list(METHODS["cmoe"].split(what))[1]
     gate, up = weights(dense, 1)
     x = made.layer.x_TD.double().numpy()
     size = np.abs(silu(unit(x) @ unit(gate).T) * (unit(x) @ unit(up).T))

@@ -1,11 +1,12 @@
 """Other roads to an `ExpertLayout`: training-free splits of published methods, on the same budget.
 
-One file a method; each says what is the rival's and what differs. `method.py` is the contract.
+Each file says what is the rival's and what differs; `contract.py` is what a method has to do.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,17 +17,10 @@ from torch import Tensor
 from dotmoe.artifacts import AlignState
 from dotmoe.baselines.cmoe import cmoe
 from dotmoe.baselines.co_activation import co_activation
-from dotmoe.baselines.contiguous_split import contiguous_split
+from dotmoe.baselines.contract import BaselineConfig, LayerSplit, Method, SplitInputs
 from dotmoe.baselines.llama_moe_v2 import llama_moe_v2
-from dotmoe.baselines.method import (
-    BaselineConfig,
-    Given,
-    LayerSplit,
-    Method,
-    MethodName,
-)
 from dotmoe.baselines.own_router import routed_by_representatives
-from dotmoe.baselines.random_split import random_split
+from dotmoe.baselines.random_split import contiguous_split, random_split
 from dotmoe.baselines.weight_clusters import weight_clusters
 from dotmoe.calibrate import contributions, ridge_router
 from dotmoe.errors import UserError
@@ -35,27 +29,31 @@ from dotmoe.layout import ALWAYS_ON, ExpertLayout
 
 __all__ = [
     "METHODS",
-    "WITH_SHARED_EXPERT",
     "Baseline",
     "BaselineConfig",
-    "Given",
     "MethodName",
+    "SplitInputs",
     "baseline",
     "granularity_of",
     "routed_by_representatives",
     "state_of",
 ]
 
-METHODS: dict[str, Method] = {
-    "random_split": random_split,
-    "contiguous_split": contiguous_split,
-    "weight_clusters": weight_clusters,
-    "co_activation": co_activation,
-    "llama_moe_v2": llama_moe_v2,
-    "llama_moe_v2_residual": llama_moe_v2,
-    "cmoe": cmoe,
+METHODS = {
+    "random_split": Method(random_split),
+    "contiguous_split": Method(contiguous_split),
+    "weight_clusters": Method(weight_clusters),
+    "co_activation": Method(co_activation),
+    "llama_moe_v2": Method(llama_moe_v2),
+    "llama_moe_v2_residual": Method(llama_moe_v2, has_shared_expert=True),
+    "cmoe": Method(cmoe, has_shared_expert=True),
 }
-WITH_SHARED_EXPERT = ("llama_moe_v2_residual", "cmoe")
+"""Methods to compare DOT-MoE with, by the name on the command line: a new one is one line here."""
+
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[("dot_moe", *METHODS)]
 
 _ROUTERS_FILE = "own_router.safetensors"
 
@@ -99,11 +97,12 @@ def granularity_of(method: str, split: Granularity, config: BaselineConfig) -> G
         Granularity(num_experts=14, expert_size=8, active_experts=2, shared_size=16, ...)
     """
     shared = config.shared_experts
-    if method not in WITH_SHARED_EXPERT:
+    if method not in METHODS or not METHODS[method].has_shared_expert:
         if shared is not None:
+            others = " or ".join(name for name in METHODS if METHODS[name].has_shared_expert)
             raise UserError(
                 f"shared_experts is {shared}, but {method} has no shared expert. Leave it out, or "
-                f"choose {' or '.join(WITH_SHARED_EXPERT)}."
+                f"choose {others}."
             )
         return split
     if split.active_experts < 2:
@@ -128,7 +127,7 @@ def granularity_of(method: str, split: Granularity, config: BaselineConfig) -> G
 
 def baseline(
     method: str,
-    given: Given,
+    inputs: SplitInputs,
     *,
     router_dtype: torch.dtype,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -137,21 +136,21 @@ def baseline(
 
     Args:
         method: A name in `METHODS`.
-        given: Model, text, budget and options; `given.granularity` is what `granularity_of` gave.
+        inputs: Model, text, budget and options; `inputs.granularity` is what `granularity_of` gave.
         router_dtype: Dtype of the checkpoint to be written; router entries become exact in it.
         on_progress: Called with (layers done, layers).
     """
-    split = given.granularity
+    split = inputs.granularity
     experts, routers, representatives = [], [], []
-    for index, made in enumerate(METHODS[method](given)):
+    for index, made in enumerate(METHODS[method].split(inputs)):
         experts.append(made.expert_of_neuron_N.cpu())
         router_ED = made.router_ED
-        if given.config.split_router == "ridge":
-            router_ED = _fitted_router(made, given)
+        if inputs.config.split_router == "ridge":
+            router_ED = _fitted_router(made, inputs)
         routers.append(_stored(router_ED, made.layer.x_TD, router_dtype))
         if made.representative_E is not None:
             representatives.append(made.representative_E.cpu())
-        on_progress(index + 1, given.dense.widths.layers)
+        on_progress(index + 1, inputs.dense.widths.layers)
     expert_of_neuron_LN = torch.stack(experts)
     expert_of_neuron_LN[: split.first_dense_layers] = ALWAYS_ON
     return Baseline(
@@ -180,14 +179,14 @@ def state_of(layout: ExpertLayout, device: torch.device) -> AlignState:
     )
 
 
-def _fitted_router(made: LayerSplit, given: Given) -> Tensor:
+def _fitted_router(made: LayerSplit, inputs: SplitInputs) -> Tensor:
     """Ridge regression to each routed expert's share of the contribution energy, as DOT-MoE's."""
-    split, layer = given.granularity, made.layer
+    split, layer = inputs.granularity, made.layer
     contribution_TN = contributions(layer.ffn, layer.x_TD.to(layer.ffn.down.weight.dtype))
     column_N = made.expert_of_neuron_N.to(contribution_TN.device) % (split.num_experts + 1)
     energy_TE = contribution_TN.new_zeros(len(contribution_TN), split.num_experts + 1)
     energy_TE.index_add_(1, column_N, contribution_TN.square())
-    return ridge_router(layer.x_TD, energy_TE[:, : split.num_experts], given.calibrate.ridge)
+    return ridge_router(layer.x_TD, energy_TE[:, : split.num_experts], inputs.calibrate.ridge)
 
 
 def _stored(router_ED: Tensor, x_TD: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,10 +8,10 @@ Router: the size of the representative's true activation; the top experts run, w
 start.
 Different here: all layers are calibrated on the dense model's inputs, as every method of this
 package is (the original feeds each layer what the converted layers before it put out), and on all
-calibration tokens (the original reads its first batch only). The optimum of the assignment is found
-without the square cost matrix (see `balanced`). No stock architecture holds that router, which is
-not linear: the layout's is a ridge regression to its scores, and `own_router` measures the true
-one. The bias that balances loads starts at 0 and moves in fine-tuning only, so it is left out.
+calibration tokens (the original reads its first batch only). No stock architecture holds that
+router, which is not linear: the layout's is a ridge regression to its scores, and `own_router`
+measures the true one. The bias that balances loads starts at 0 and moves in fine-tuning only, so it
+is left out.
 """
 
 from collections.abc import Iterator
@@ -21,17 +21,17 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dotmoe.baselines.balanced import means, optimal_assignment
-from dotmoe.baselines.method import Given, Layer, LayerSplit
+from dotmoe.baselines.contract import Layer, LayerSplit, SplitInputs
+from dotmoe.baselines.kmeans import means, optimal_assignment
 from dotmoe.calibrate import ridge_router
 from dotmoe.layout import ALWAYS_ON
 from dotmoe.models.traits import GatedFFN
 
 
-def cmoe(given: Given) -> Iterator[LayerSplit]:
+def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer into a shared expert and clusters of markers."""
-    split, config = given.granularity, given.config
-    for layer in given.layers():
+    split, config = inputs.granularity, inputs.config
+    for layer in inputs.layers():
         marks_TN = markers(layer, min(config.marked_neurons, split.ffn_width))
         order_N = marks_TN.sum(dim=0).argsort(descending=True, stable=True)
         routed = order_N[split.shared_size :]
@@ -45,7 +45,7 @@ def cmoe(given: Given) -> Iterator[LayerSplit]:
         yield LayerSplit(
             layer=layer,
             expert_of_neuron_N=expert_N,
-            router_ED=ridge_router(layer.x_TD, score_TE.square(), given.calibrate.ridge),
+            router_ED=ridge_router(layer.x_TD, score_TE.square(), inputs.calibrate.ridge),
             representative_E=representative_E,
         )
 

@@ -16,17 +16,20 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.baselines.method import Given, Layer, LayerSplit
+from dotmoe.baselines.contract import Layer, LayerSplit, SplitInputs
 from dotmoe.baselines.weight_clusters import similarity_router
 from dotmoe.calibrate import harden
 
+_SCREENED = 256
+"""Neurons that are looked at together for gainful swaps."""
 
-def co_activation(given: Given) -> Iterator[LayerSplit]:
+
+def co_activation(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer by a balanced cut of its co-activation graph."""
-    num_experts = given.granularity.num_experts
-    for layer in given.layers():
-        count_NN = co_activation_counts(layer.hidden(), given.granularity.active_neurons)
-        expert_N = _cut(count_NN, num_experts, given, layer)
+    num_experts = inputs.granularity.num_experts
+    for layer in inputs.layers():
+        count_NN = co_activation_counts(layer.hidden(), inputs.granularity.active_neurons)
+        expert_N = _cut(count_NN, num_experts, inputs, layer)
         yield LayerSplit(
             layer=layer,
             expert_of_neuron_N=expert_N,
@@ -48,13 +51,15 @@ def weight_inside(count_NN: Tensor, expert_N: Int[Tensor, " N"]) -> float:
     return float((count_NN * (expert_N[:, None] == expert_N)).sum(dtype=torch.float64))
 
 
-def _cut(count_NN: Tensor, num_experts: int, given: Given, layer: Layer) -> Int[Tensor, " N"]:
+def _cut(
+    count_NN: Tensor, num_experts: int, inputs: SplitInputs, layer: Layer
+) -> Int[Tensor, " N"]:
     best_N, most = None, -1.0
-    for _ in range(given.config.cluster_starts):
+    for _ in range(inputs.config.cluster_starts):
         first = torch.randperm(len(count_NN), generator=layer.generator)[:num_experts]
         expert_N = harden(count_NN[:, first.to(count_NN.device)])
         inside = weight_inside(count_NN, expert_N)
-        for _ in range(given.config.cluster_rounds):
+        for _ in range(inputs.config.cluster_rounds):
             members_NE = F.one_hot(expert_N, num_experts).to(count_NN.dtype)
             moved_N = harden(count_NN @ members_NE)
             moved_inside = weight_inside(count_NN, moved_N)
@@ -79,19 +84,28 @@ def swapped(
     """
     expert_N = expert_N.clone()
     to_NE = count_NN @ F.one_hot(expert_N, num_experts).to(count_NN.dtype)
-    since_swap, neuron = 0, 0
-    while since_swap < len(expert_N):
-        own = int(expert_N[neuron])
-        leaves_N = to_NE[:, own] - to_NE.gather(1, expert_N[:, None]).squeeze(1)
-        gain_N = leaves_N + to_NE[neuron, expert_N] - to_NE[neuron, own] - 2 * count_NN[neuron]
-        gain, other = gain_N.masked_fill(expert_N == own, 0.0).max(dim=0)
-        since_swap += 1
-        if float(gain) > 0:
-            change_N = count_NN[:, neuron] - count_NN[:, other]
-            target = int(expert_N[other])
-            to_NE[:, own] -= change_N
-            to_NE[:, target] += change_N
-            expert_N[neuron], expert_N[other] = target, own
-            since_swap = 0
-        neuron = (neuron + 1) % len(expert_N)
-    return expert_N
+
+    def gains(rows: Tensor) -> Tensor:
+        """Half of what swapping one of `rows` with any neuron adds to the weight inside, [R, N]."""
+        own_R = expert_N[rows]
+        kept_N = to_NE.gather(1, expert_N[:, None]).squeeze(1)
+        gain_RN = to_NE[:, own_R].T - kept_N + to_NE[rows][:, expert_N] - kept_N[rows, None]
+        gain_RN -= 2 * count_NN[rows]
+        return gain_RN.masked_fill_(own_R[:, None] == expert_N, 0.0)
+
+    every_N = torch.arange(len(expert_N), device=expert_N.device)
+    while True:
+        # Only neurons with a gainful swap are gone through one by one.
+        gainful_N = torch.cat(
+            [gains(rows).amax(dim=1) > 0 for rows in torch.split(every_N, _SCREENED)]
+        )
+        if not bool(gainful_N.any()):
+            return expert_N
+        for neuron in every_N[gainful_N]:
+            gain, other = gains(neuron[None]).squeeze(0).max(dim=0)
+            if float(gain) > 0:
+                own, target = expert_N[neuron].clone(), expert_N[other].clone()
+                change_N = count_NN[:, neuron] - count_NN[:, other]
+                to_NE[:, own] -= change_N
+                to_NE[:, target] += change_N
+                expert_N[neuron], expert_N[other] = target, own

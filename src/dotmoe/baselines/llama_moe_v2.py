@@ -21,20 +21,23 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.baselines.balanced import balanced_kmeans, means
-from dotmoe.baselines.method import Given, LayerSplit
+from dotmoe.baselines.contract import LayerSplit, SplitInputs
+from dotmoe.baselines.kmeans import balanced_kmeans, means
 from dotmoe.layout import ALWAYS_ON
 from dotmoe.transport import greedy_assignment
 
+_TOKENS_OF_LOGITS = 1024
+"""Tokens whose logits are held at a time."""
 
-def llama_moe_v2(given: Given) -> Iterator[LayerSplit]:
+
+def llama_moe_v2(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer by importance; with shared neurons in `granularity`, the residual form."""
-    split = given.granularity
-    layers = list(given.layers())
+    split = inputs.granularity
+    layers = list(inputs.layers())
     routers = [
-        input_clusters(layer.x_TD, split.num_experts, given, layer.generator) for layer in layers
+        input_clusters(layer.x_TD, split.num_experts, inputs, layer.generator) for layer in layers
     ]
-    importances = importance(given.dense, given.tokens_BT, routers)
+    importances = importance(inputs.dense, inputs.tokens_BT, routers)
     for layer, router_ED, importance_EN in zip(layers, routers, importances, strict=True):
         score_NE = importance_EN.T.contiguous()
         expert_N = torch.full((split.ffn_width,), ALWAYS_ON, device=score_NE.device)
@@ -45,15 +48,15 @@ def llama_moe_v2(given: Given) -> Iterator[LayerSplit]:
 
 
 def input_clusters(
-    x_TD: Float[Tensor, "T D"], num_experts: int, given: Given, generator: torch.Generator
+    x_TD: Float[Tensor, "T D"], num_experts: int, inputs: SplitInputs, generator: torch.Generator
 ) -> Float[Tensor, "E D"]:
     """Centres of E equal clusters of FFN inputs; the last T mod E tokens are left out."""
     whole_TD = x_TD[: len(x_TD) // num_experts * num_experts]
     expert_T = balanced_kmeans(
         whole_TD,
         num_experts,
-        rounds=given.config.cluster_rounds,
-        starts=given.config.cluster_starts,
+        rounds=inputs.config.cluster_rounds,
+        starts=inputs.config.cluster_starts,
         generator=generator,
         is_exact=False,
     )
@@ -105,11 +108,18 @@ def most_listed(score_NE: Float[Tensor, "N E"], list_length: int) -> Tensor:
 
 @torch.enable_grad()
 def _backward(dense: DenseModel, tokens_BT: Tensor) -> None:
-    logits = dense.model(input_ids=tokens_BT, use_cache=False).logits[:, :-1]
-    loss = F.cross_entropy(
-        logits.flatten(0, 1).float(), tokens_BT[:, 1:].flatten(), reduction="sum"
-    )
-    torch.autograd.backward(loss)
+    """Backward of the next-token loss; logits of some tokens at a time, never of all."""
+    head = dense.family.head(dense.model)
+    divisor = dense.family.traits(dense.config).multipliers.logits_divisor
+    trunk = dense.family.trunk(dense.model)
+    hidden_BTD = trunk(input_ids=tokens_BT, use_cache=False).last_hidden_state
+    leaf_BTD = hidden_BTD.detach().requires_grad_()
+    hidden_TD, label_T = leaf_BTD[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten()
+    parts = (torch.split(tensor, _TOKENS_OF_LOGITS) for tensor in (hidden_TD, label_T))
+    for hidden_TD, label_T in zip(*parts, strict=True):
+        logits_TV = head(hidden_TD).float() / divisor
+        torch.autograd.backward(F.cross_entropy(logits_TV, label_T, reduction="sum"))
+    torch.autograd.backward(hidden_BTD, leaf_BTD.grad)
 
 
 def _see_input(

@@ -1,32 +1,41 @@
-"""Neurons dealt to experts at random: LLaMA-MoE v1's independent random split.
+"""Splits that look at nothing, with random routers: what every other method has to beat.
 
-From the original: every neuron gets one label, every label equally often, in random order; the
-router starts at random, and continued pretraining has to do the rest. Different here: the order has
-a seed (the original's has none), each layer its own; the random router is one linear map, not the
-two-layer gate with noise, which no stock architecture holds.
+`random_split` is LLaMA-MoE v1's independent random split: every neuron gets one label, every label
+equally often, in random order; continued pretraining has to do the rest. Different here: the order
+has a seed (the original's has none), each layer its own; the random router is one linear map, not
+the two-layer gate with noise, which no stock architecture holds.
+
+`contiguous_split` takes neurons in the order they are stored, s after s: what LLaMA-MoE v2's
+instructions do by default. Different here: random router entries are normal instead of
+Kaiming-uniform, which changes nothing in distribution, and our plain sum needs no scale factor.
 """
 
 from collections.abc import Iterator
 
 import torch
 
-from dotmoe.baselines.method import Given, Layer, LayerSplit
+from dotmoe.baselines.contract import LayerSplit, SplitInputs
 
 
-def random_split(given: Given) -> Iterator[LayerSplit]:
-    """Split every layer at random."""
-    split = given.granularity
-    for layer in given.layers():
-        order_N = torch.randperm(split.ffn_width, generator=layer.generator)
+def random_split(inputs: SplitInputs) -> Iterator[LayerSplit]:
+    """Deal every layer's neurons at random."""
+    return _dealt(inputs, is_random=True)
+
+
+def contiguous_split(inputs: SplitInputs) -> Iterator[LayerSplit]:
+    """Split every layer into runs of neighbouring neurons."""
+    return _dealt(inputs, is_random=False)
+
+
+def _dealt(inputs: SplitInputs, *, is_random: bool) -> Iterator[LayerSplit]:
+    split, width = inputs.granularity, inputs.granularity.ffn_width
+    for layer in inputs.layers():
+        generator = layer.generator
+        order_N = torch.randperm(width, generator=generator) if is_random else torch.arange(width)
+        # Normal entries; their common scale changes no routing.
+        router_ED = torch.randn(split.num_experts, layer.x_TD.shape[1], generator=generator)
         yield LayerSplit(
             layer=layer,
             expert_of_neuron_N=order_N // split.expert_size,
-            router_ED=random_router(layer, split.num_experts),
+            router_ED=router_ED.to(layer.x_TD.device),
         )
-
-
-def random_router(layer: Layer, num_experts: int) -> torch.Tensor:
-    """Router rows from a normal distribution; their common scale changes no routing."""
-    width = layer.x_TD.shape[1]
-    router_ED = torch.randn(num_experts, width, generator=layer.generator)
-    return router_ED.to(layer.x_TD.device)

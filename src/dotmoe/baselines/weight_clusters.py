@@ -16,17 +16,17 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.baselines.balanced import balanced_kmeans, means
-from dotmoe.baselines.method import Given, Layer, LayerSplit
+from dotmoe.baselines.contract import Layer, LayerSplit, SplitInputs
+from dotmoe.baselines.kmeans import balanced_kmeans, means
 
 
-def weight_clusters(given: Given) -> Iterator[LayerSplit]:
+def weight_clusters(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer by balanced clusters of its weights."""
-    config = given.config
-    for layer in given.layers():
+    config = inputs.config
+    for layer in inputs.layers():
         expert_N = balanced_kmeans(
             unit_rows(layer, config.clustered_rows),
-            given.granularity.num_experts,
+            inputs.granularity.num_experts,
             rounds=config.cluster_rounds,
             starts=config.cluster_starts,
             generator=layer.generator,
@@ -34,7 +34,7 @@ def weight_clusters(given: Given) -> Iterator[LayerSplit]:
         yield LayerSplit(
             layer=layer,
             expert_of_neuron_N=expert_N,
-            router_ED=similarity_router(layer, expert_N, given.granularity.num_experts),
+            router_ED=similarity_router(layer, expert_N, inputs.granularity.num_experts),
         )
 
 

@@ -1,13 +1,15 @@
 """Exact balanced assignment, balanced k-means. Oracles: SciPy, permutations, planted clusters."""
 
 import itertools
+import sys
 
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from dotmoe.baselines.balanced import balanced_kmeans, optimal_assignment
+from dotmoe.baselines.kmeans import balanced_kmeans, optimal_assignment
+from dotmoe.errors import UserError
 
 
 def scipy_cost(cost_NE):
@@ -42,6 +44,12 @@ def test_the_smallest_case_by_all_permutations():
     tried = set(itertools.permutations([0, 0, 1, 1, 2, 2]))
     least = min(cost_of(cost, torch.tensor(p)) for p in tried)
     assert cost_of(cost, optimal_assignment(cost)) == pytest.approx(least)
+
+
+def test_without_pot_its_installation_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ot", None)
+    with pytest.raises(UserError, match=r"pip install 'dotmoe\[baselines\]'"):
+        optimal_assignment(torch.ones(4, 2))
 
 
 def test_equal_costs_are_assigned_too():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -10,61 +10,38 @@ from torch import Tensor
 
 from dotmoe.artifacts import DenseModel
 from dotmoe.calibrate import CalibrateConfig, ffn_inputs
-from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
 from dotmoe.models.traits import GatedFFN
-
-MethodName = Literal[
-    "dot_moe",
-    "random_split",
-    "contiguous_split",
-    "weight_clusters",
-    "co_activation",
-    "llama_moe_v2",
-    "llama_moe_v2_residual",
-    "cmoe",
-]
-"""Roads to a layout, as the command line names them."""
-
-_COUNTS = ("shared_experts", "cluster_rounds", "cluster_starts", "marked_neurons", "marker_rounds")
+from dotmoe.options import at_least, check
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaselineConfig:
     """What the methods other than DOT-MoE can be told, besides calibration_tokens and ridge."""
 
-    shared_experts: int | None = None
+    shared_experts: Annotated[int, at_least(1)] | None = None
     """Active experts that are merged into one shared expert, at least 1 and fewer than k; for cmoe
     and llama_moe_v2_residual. Default: half of k, as in both papers."""
     split_router: Literal["own", "ridge"] = "own"
     """`own`: the router of the method itself (cmoe: a linear fit to it, since no stock architecture
     holds it). `ridge`: the one that DOT-MoE starts from, fitted to the method's experts."""
-    router_steps: int = 0
+    router_steps: Annotated[int, at_least(0)] = 0
     """Steps that a baseline's router is trained, by the alignment phase with the experts fixed; 0:
     not at all."""
     clustered_rows: Literal["gate", "up", "both"] = "gate"
     """Rows whose directions weight_clusters compares."""
-    cluster_rounds: int = 20
+    cluster_rounds: Annotated[int, at_least(1)] = 20
     """Rounds of k-means at most; for weight_clusters, co_activation and llama_moe_v2."""
-    cluster_starts: int = 4
+    cluster_starts: Annotated[int, at_least(1)] = 4
     """Random starts of k-means, of which the best is kept; for the same methods."""
-    marked_neurons: int = 10
+    marked_neurons: Annotated[int, at_least(1)] = 10
     """Neurons that count as active for a token (K_a); for cmoe."""
-    marker_rounds: int = 1
+    marker_rounds: Annotated[int, at_least(1)] = 1
     """Rounds of k-means on the markers; for cmoe, whose published code does one."""
 
     def check(self) -> None:
-        """Refuse numbers that no method can use.
-
-        Raises:
-            UserError: A count below 1, or a negative number of steps.
-        """
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} is {value}, but it must be at least 1. Choose more.")
-        if self.router_steps < 0:
-            raise UserError(f"router_steps is {self.router_steps}, but it must be at least 0.")
+        """Refuse numbers that no method can use."""
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,8 +76,8 @@ class LayerSplit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Given:
-    """What every method is given: the same model, tokens and budget."""
+class SplitInputs:
+    """What every method gets: the same model, tokens and budget."""
 
     dense: DenseModel
     tokens_BT: Int[Tensor, "B T"]
@@ -123,5 +100,10 @@ class Given:
             )
 
 
-Method = Callable[[Given], Iterator[LayerSplit]]
-"""Splits the layers of a model one after the other."""
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A published way to split FFNs."""
+
+    split: Callable[[SplitInputs], Iterator[LayerSplit]]
+    """Splits the layers of a model one after the other."""
+    has_shared_expert: bool = False
