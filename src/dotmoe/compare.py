@@ -15,8 +15,8 @@ from dotmoe.errors import UserError
 from dotmoe.narration import Narrator
 from dotmoe.opened_run import settled
 from dotmoe.pipeline import convert
-from dotmoe.report.words import percent
 from dotmoe.run_folder import STAGES, RunFolder, provenance, read_json, write_json, write_text
+from dotmoe.tables import percent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -175,7 +175,7 @@ class _Run(OpenedRun):
 
     def report(self) -> Path:
         """What was lost and gained; read from result files alone, so made anew each time."""
-        return report(self.folder.path, self.folder.stage("report"))
+        return report(self.folder.path)
 
     def _tokenise(self) -> None:
         if not self.folder.is_finished("data"):

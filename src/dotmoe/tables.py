@@ -4,7 +4,7 @@ Whoever measures something makes a `Table` of formatted text; whoever prints it 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,24 @@ class Table:
     """Stands below the table."""
     words: int = 1
     """Leading columns of text; those after them hold numbers and are aligned to the right."""
+
+
+def table_of(
+    items: Iterable[Any],
+    columns: Mapping[str, Callable[[Any], str | None]],
+    *,
+    title: str = "",
+    note: str = "",
+    words: int = 1,
+) -> Table:
+    """A table with a row for each item; each column says how it shows one.
+
+    Example:
+        >>> table_of([0.5, 0.25], {"share": percent}, words=0).rows
+        [['50 %'], ['25 %']]
+    """
+    rows = [[show(item) for show in columns.values()] for item in items]
+    return Table(title=title, columns=tuple(columns), rows=rows, note=note, words=words)
 
 
 def to_rich(table: Table) -> RichTable:

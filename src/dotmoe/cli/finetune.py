@@ -9,7 +9,7 @@ from dotmoe.cli.start import RECOVERIES, started
 from dotmoe.narration import Narrator
 from dotmoe.recovery import recover
 from dotmoe.recovery_config import RecoveryConfig
-from dotmoe.report import recovery_summary
+from dotmoe.report import summary
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -18,4 +18,4 @@ def run(arguments: Sequence[str]) -> None:
     config = parse(RecoveryConfig, "finetune", rest, notes, default=default)
     recovery = recover(config, Narrator())
     if recovery.results:  # the first rank's alone
-        Console().print(recovery_summary(recovery.folder), soft_wrap=True)
+        Console().print(summary(recovery.folder), soft_wrap=True)

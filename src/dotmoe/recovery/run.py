@@ -17,7 +17,7 @@ from dotmoe.layout import ExpertLayout
 from dotmoe.narration import Narrator
 from dotmoe.recovery.opened import OpenedRecovery
 from dotmoe.recovery_config import RecoveryConfig
-from dotmoe.report import recovery_report
+from dotmoe.report import report
 from dotmoe.run_folder import export_folder, provenance, read_json, write_json
 from dotmoe.run_results import card_rows, verification_figures
 from dotmoe.tokenise import (
@@ -65,11 +65,10 @@ def recover(config: RecoveryConfig, narrator: Narrator | None = None) -> Recover
             run.finetune(training)
         folder, exported = run.folder.path, run.folder.stage("export")
         if not first:
-            report = run.folder.stage("report")
-            return Recovery(folder=folder, export=exported, report=report, results={})
+            page = run.folder.stage("report")
+            return Recovery(folder=folder, export=exported, report=page, results={})
         results = run.measured(heldout)
-        report = recovery_report(folder, run.folder.stage("report"))
-        return Recovery(folder=folder, export=exported, report=report, results=results)
+        return Recovery(folder=folder, export=exported, report=report(folder), results=results)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

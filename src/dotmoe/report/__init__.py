@@ -1,11 +1,8 @@
-"""STAGE report: result files in, tables and words out. Nothing is computed again."""
+"""Report: result files in, tables, plots and words out. Nothing is computed again."""
 
-from dotmoe.report.active_experts_curve import curve_table, draw_curve, require_drawable
-from dotmoe.report.html_page import NO_PLOTS, default_page, html_report
-from dotmoe.report.page import report
-from dotmoe.report.plots import is_installed
-from dotmoe.report.recovery import recovery_report
-from dotmoe.report.tables import quickstart_summary, recovery_summary, summary
+from dotmoe.report.page import default_page, html_report, quickstart_summary, report, summary
+from dotmoe.report.plots import NO_PLOTS, draw_curve, is_installed, require_drawable
+from dotmoe.report.tables import curve_table, perplexity_table
 
 __all__ = [
     "NO_PLOTS",
@@ -14,9 +11,8 @@ __all__ = [
     "draw_curve",
     "html_report",
     "is_installed",
+    "perplexity_table",
     "quickstart_summary",
-    "recovery_report",
-    "recovery_summary",
     "report",
     "require_drawable",
     "summary",

@@ -1,127 +1,161 @@
-"""The report of one run, in short as Markdown: what was lost, what was gained, how it was made."""
+"""The report in three forms: an HTML page, Markdown, and the end of a command on a terminal."""
 
-import json
-import math
+import base64
 from pathlib import Path
 from typing import Any
 
-from dotmoe.report.html_page import html_report
-from dotmoe.report.words import millions, percent
+import jinja2
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from dotmoe.report.plots import NO_PLOTS, as_svg, draw_all, is_installed, save
+from dotmoe.report.read import RunResults, Values, read_run
+from dotmoe.report.sections import Block, sections
+from dotmoe.report.tables import checks_table, perplexity_table
+from dotmoe.report.verdict import gained, tiles, verdict
+from dotmoe.tables import Table, percent, to_markdown, to_rich
+
+_HERE = Path(__file__).parent
 
 
-def report(run: Path, folder: Path) -> Path:
-    """Write `report.md` and `report.html` into `folder` from the result files of a run.
+def report(run: Path) -> Path:
+    """Write `report.md` and `report.html` into `7_report` of a finished run.
 
     Returns:
-        The second, which has more: plots, samples, what was measured later.
+        The second, which has the plots too.
+
+    Raises:
+        UserError: See `html_report`.
     """
-    results = json.loads((run / "6_evaluate" / "results.json").read_text(encoding="utf-8"))
-    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    sections = [
-        f"# {config['model']} as a Mixture-of-Experts\n",
-        _in_words(results),
-        _quality(results),
-        _size(results),
-        _verification(results["verification"]),
-        _training(run / "2_align" / "metrics.jsonl"),
-        _made_by(config, results["provenance"]),
-    ]
-    (folder / "report.md").write_text("\n".join(sections), encoding="utf-8")
-    return html_report(run, folder / "report.html")
+    page = html_report(run)
+    page.with_name("report.md").write_text(markdown(read_run(run)), encoding="utf-8")
+    return page
 
 
-def _in_words(results: dict[str, Any]) -> str:
-    dense, moe = results["dense"], results["moe"]
-    counts, split = results["parameters"], results["granularity"]
-    loss = moe["loss"] - dense["loss"]
-    saved = 1 - counts["active"] / counts["dense"]
-    return (
-        f"Each token runs {split['active_experts']} of {split['num_experts']} experts a layer. "
-        f"**Gained:** {percent(saved)} fewer parameters are touched per token "
-        f"({millions(counts['active'])} of {millions(counts['dense'])}). "
-        f"**Lost:** {loss:.3f} nats per token; perplexity {dense['perplexity']:.2f} became "
-        f"{moe['perplexity']:.2f}. No dense weight was changed.\n"
+def html_report(run: Path, page: Path | None = None, plots_folder: Path | None = None) -> Path:
+    """Write the page of a run, or of a quickstart with both of its splits.
+
+    Args:
+        run: Folder of `dotmoe convert`, `finetune` or `quickstart`.
+        page: File to write. Default: `default_page`.
+        plots_folder: Receives each plot as SVG and PNG. Default: plots are in the page only.
+
+    Raises:
+        UserError: No finished run, or a result file that is damaged.
+    """
+    found = read_run(run)
+    page = page or default_page(run)
+    figures = draw_all(found) if is_installed() else {}
+    text = html(found, figures)
+    page.parent.mkdir(exist_ok=True)
+    page.write_text(text, encoding="utf-8")
+    if plots_folder is not None:
+        save(figures, plots_folder)
+    return page
+
+
+def default_page(run: Path) -> Path:
+    """`7_report/report.html` of a run, `report.html` of a quickstart."""
+    is_quickstart = (run / "quickstart.json").is_file()
+    return (run if is_quickstart else run / "7_report") / "report.html"
+
+
+def html(found: RunResults, figures: dict[str, Any]) -> str:
+    """One page without scripts that loads nothing; the same results give the same page.
+
+    Args:
+        found: What was measured.
+        figures: Plots by name, from `draw_all`.
+
+    Raises:
+        UserError: A result file lacks what the page shows of it.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["kept"] = lambda text: text.replace(" %", "\u00a0%")
+    with found.reading("6_evaluate/results.json"):
+        top = {"verdict": verdict(found), "tiles": tiles(found)}
+    return environment.get_template("page.html.jinja").render(
+        title=_title(found),
+        style=(_HERE / "page.css").read_text(encoding="utf-8"),
+        sections=sections(found),
+        plots={name: base64.b64encode(as_svg(each)).decode() for name, each in figures.items()},
+        note="" if is_installed() else NO_PLOTS,
+        **top,
     )
 
 
-def _quality(results: dict[str, Any]) -> str:
-    dense, moe = results["dense"], results["moe"]
-    rows = [
-        f"| {name} | {r['perplexity']:.3f} | {r['loss']:.4f} |"
-        for name, r in (("dense", dense), ("MoE, as exported", moe))
-    ]
-    return "\n".join(
-        [
-            "## Quality\n",
-            "| model | perplexity (token) | loss, nats a token |",
-            "|---|---|---|",
-            *rows,
-            f"\nText: {', '.join(dense['text'])}. {dense['protocol']}\n",
-        ]
-    )
+def markdown(found: RunResults) -> str:
+    """The same sections in Markdown, without plots."""
+    parts = [f"# {_title(found)}", *verdict(found)]
+    for title, blocks in sections(found).items():
+        parts += [f"## {title}", *(_in_markdown(block) for block in blocks)]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _size(results: dict[str, Any]) -> str:
-    names = {
-        "stored": "stored, routers included",
-        "active": "active per token",
-        "active_with_routers": "active per token, with routers",
-        "active_without_embeddings": "active per token, without embeddings and head",
-        "dense": "dense model",
+def summary(run: Path) -> RenderableType:
+    """The end of `dotmoe convert` or `finetune` on a terminal."""
+    found = read_run(run)
+    said = "\n\n".join(verdict(found))
+    where = f"checkpoint  {run / '5_export'}\nreport      {default_page(run)}"
+    return Group(to_rich(perplexity_table(found.models)), Text(f"\n{said}\n\n{where}"))
+
+
+def quickstart_summary(result: Values) -> RenderableType:
+    """The end of `dotmoe quickstart` on a terminal, from `quickstart.json`."""
+    models = {
+        "dense": result["dense"],
+        "random split, router trained": result["random_split"],
+        "DOT-MoE": result["dot_moe"],
     }
-    rows = [f"| {text} | {results['parameters'][key]:,} |" for key, text in names.items()]
-    return "\n".join(["## Size\n", "| parameters | number |", "|---|---|", *rows, ""])
-
-
-def _verification(record: dict[str, Any]) -> str:
-    rows = [f"| {name} | {_figure(value)} |" for name, value in record.items()]
-    return "\n".join(
-        [
-            "## The exported checkpoint against the masked dense model\n",
-            "Loaded with stock Transformers, on real text.\n",
-            "| check | value |",
-            "|---|---|",
-            *rows,
-            "",
-        ]
-    )
-
-
-def _training(metrics: Path) -> str:
-    if not metrics.exists():
-        return "## Alignment\n\nNone: the start was extracted as it is.\n"
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    shown = sorted({0, *(round(i * (len(lines) - 1) / 10) for i in range(11))})
-    columns = [c for c in ("step", "kl", "ce", "balance", "tau", "moved_fraction") if c in lines[0]]
-    rows = [
-        "| " + " | ".join(_figure(lines[i][column]) for column in columns) + " |" for i in shown
+    samples = result["samples"]
+    said = [
+        f"gap to dense: {percent(result['gap_ratio'])} of the random split's",
+        f"Gained: {gained(result, {})}",
+        *(
+            f"{name} continues {samples['prompt']!r}:\n{_indented(samples[name])}"
+            for name in ("dense", "moe")
+        ),
+        f"checkpoint  {result['checkpoint']}\nreport      {result['report']}",
     ]
-    seconds = sum(line["seconds"] for line in lines)
-    return "\n".join(
-        [
-            f"## Alignment: {len(lines)} steps, {seconds:.0f} s\n",
-            "| " + " | ".join(columns) + " |",
-            "|" + "---|" * len(columns),
-            *rows,
-            "",
-        ]
+    return Group(
+        to_rich(perplexity_table(models)),
+        to_rich(checks_table(result["verification"])),
+        Text("\n" + "\n\n".join(said)),
     )
 
 
-def _made_by(config: dict[str, Any], provenance: dict[str, Any]) -> str:
-    return "\n".join(
-        [
-            "## How it was made\n",
-            "`dotmoe convert --config config.json` in this folder repeats it.\n",
-            "```json",
-            json.dumps({"config": config, "provenance": provenance}, indent=2),
-            "```",
-            "",
-        ]
-    )
+def _title(found: RunResults) -> str:
+    finetuned = ", finetuned," if found.command == "finetune" else ""
+    return f"{found.dense_model}{finetuned} as a Mixture-of-Experts"
 
 
-def _figure(value: Any) -> str:
-    if isinstance(value, float) and not math.isnan(value):
-        return f"{value:.4g}"
-    return str(value)
+def _in_markdown(block: str | Table | Block) -> str:
+    if isinstance(block, str):
+        return block
+    if isinstance(block, Table):
+        return to_markdown(block)
+    texts = block.content if block.kind == "sample" else {block.text: block.content}
+    match block.kind:
+        case "plot":
+            return ""
+        case "command":
+            return _fenced(block.text)
+        case "sample" | "folded":
+            before = [_fenced(block.text)] * (block.kind == "sample")
+            after = (f"{name}:\n\n{_fenced(text)}" for name, text in texts.items())
+            return "\n\n".join([*before, *after])
+    return block.text
+
+
+def _fenced(text: str) -> str:
+    return f"````text\n{text}\n````"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())

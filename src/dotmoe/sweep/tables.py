@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from dotmoe.report.words import millions, percent
+from dotmoe.tables import millions, percent
 
 _FIRST = {"experts": "E", "active": "aligned at", "start": "start", "methods": "method"}
 

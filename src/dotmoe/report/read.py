@@ -1,0 +1,198 @@
+"""The result files of a run, read once for its report. What was not measured is absent."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dotmoe.errors import UserError
+from dotmoe.files import DamagedError, read_json, read_with_checksum
+from dotmoe.report.tables import is_share
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResults:
+    """Contents of the result files of one run."""
+
+    run: Path
+    """The run folder, as the user named it."""
+    config: Values
+    export: Values
+    """`5_export/dotmoe.json`; empty where there is none."""
+    files: dict[str, Values]
+    """Every file of `6_evaluate`, by its path there without `.json`: `results`, `tasks/piqa`."""
+    aligned: list[Values]
+    """Metrics of each step of the alignment."""
+    finetuned: list[Values]
+    """Metrics of each step of the finetuning."""
+    quickstart: Values = field(default_factory=dict)
+    """`quickstart.json` of the folder that holds the run, where the report is of that."""
+
+    @property
+    def results(self) -> Values:
+        """Perplexities, counts and checks that every run has: `6_evaluate/results.json`."""
+        return self.files["results"]
+
+    @property
+    def command(self) -> str:
+        """The command that made the run: `convert` or `finetune`."""
+        return "finetune" if "finetune" in self.config else "convert"
+
+    @property
+    def source(self) -> str:
+        """What was converted or finetuned, as the user named it."""
+        return str(self.config["run" if self.command == "finetune" else "model"])
+
+    @property
+    def dense_model(self) -> str:
+        """Name of the dense model that all comparisons are with."""
+        return str(self.export.get("source", self.source))
+
+    @property
+    def name(self) -> str:
+        """What the report calls the exported model."""
+        method = str(self.config.get("method", "dot_moe"))
+        names = {"dot_moe": "DOT-MoE"}
+        return "finetuned" if self.command == "finetune" else names.get(method, method)
+
+    @property
+    def models(self) -> dict[str, Values]:
+        """Perplexity of each model on the run's held-out text, the dense one first."""
+        results = self.results
+        found = {
+            "dense": results["dense"],
+            "random split, router trained": self.quickstart.get("random_split"),
+            "converted": results.get("converted"),
+            self.name: results["moe"],
+            "under the method's own router": results.get("moe_own_router"),
+        }
+        return {name: result for name, result in found.items() if result}
+
+    def label(self, model: str) -> str:
+        """What the report calls a model that a measurement names."""
+        return "dense" if model == self.dense_model else model
+
+    def sides(self, result: Values) -> dict[str, Values]:
+        """The models of a measurement by what the report calls them, the other one first."""
+        names = {"against": self.label(str(result.get("against", {}).get("name", "")))}
+        names["model"] = self.name
+        return {name: result[side] for side, name in names.items() if side in result}
+
+    def tasks(self, side: str) -> list[Values]:
+        """Files of the benchmark tasks of `tasks` (this model) or `against` (the other one)."""
+        return [found for name, found in self.files.items() if name.startswith(f"{side}/")]
+
+    def scores(self, side: str) -> list[Values]:
+        """Rows of all those tasks."""
+        with self.reading(f"6_evaluate/{side}"):
+            return [score for found in self.tasks(side) for score in found["scores"]]
+
+    def main_scores(self) -> tuple[list[Values], list[Values]]:
+        """Scores of the other model and of this one that its average is of, in the same tasks.
+
+        Those of the paper's tasks, as `dotmoe evaluate` averages them; without any, the main score
+        of every task that is a share of right answers.
+        """
+        scores = self.scores("tasks")
+        own = [score for score in scores if "paper" in score["sets"]]
+        own = own or [score for score in scores if score["is_main"] and is_share(score)]
+        others = {(each["task"], each["metric"]): each for each in self.scores("against")}
+        keys = [(score["task"], score["metric"]) for score in own]
+        return [others[key] for key in keys if key in others], own
+
+    @property
+    def against(self) -> str:
+        """What the report calls the other model of the benchmark tasks."""
+        return next((self.label(str(t["model"]["name"])) for t in self.tasks("against")), "dense")
+
+    def alignment_steps(self) -> list[Values]:
+        """Metrics of each alignment step; of a finetuned run, those that its analysis kept."""
+        history = self.files.get("analysis/alignment_history")
+        if self.aligned or history is None:
+            return self.aligned
+        columns = {"step": history["values"]["steps"], **history["values"]}
+        length = len(columns["step"])
+        logged = {n: c for n, c in columns.items() if isinstance(c, list) and len(c) == length}
+        return [{name: column[row] for name, column in logged.items()} for row in range(length)]
+
+    @contextmanager
+    def reading(self, file: str) -> Iterator[None]:
+        """Say in one line that a result file is not as this version writes it.
+
+        Raises:
+            UserError: Something that is read from `file` is not in it, or is of another type.
+        """
+        try:
+            yield
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{self.run / file} lacks what the report shows of it ({type(error).__name__}: "
+                f"{error}): it is damaged, or of another version. Delete it, and measure it again."
+            ) from error
+
+
+def read_run(folder: Path) -> RunResults:
+    """Read the result files of a finished run, or of a quickstart with both of its splits.
+
+    Raises:
+        UserError: No run, not finished, or a damaged file.
+    """
+    quickstart = {}
+    if (folder / "quickstart.json").is_file():
+        quickstart, folder = _object(folder / "quickstart.json"), folder / "dot_moe"
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"{folder} is no run folder: it has no config.json. Name a folder that dotmoe convert, "
+            "finetune or quickstart has written."
+        )
+    evaluated, record = folder / "6_evaluate", folder / "5_export" / "dotmoe.json"
+    if not (evaluated / "results.json").is_file():
+        raise UserError(
+            f"{folder} is not finished: it has no 6_evaluate/results.json. Repeat the command that "
+            "began it."
+        )
+    return RunResults(
+        run=folder,
+        config=_object(folder / "config.json"),
+        export=_object(record) if record.is_file() else {},
+        files={
+            path.relative_to(evaluated).with_suffix("").as_posix(): _object(path)
+            for path in sorted(evaluated.rglob("*.json"))
+        },
+        aligned=_steps(folder / "2_align" / "metrics.jsonl"),
+        finetuned=_steps(folder / "4_finetune" / "metrics.jsonl"),
+        quickstart=quickstart,
+    )
+
+
+def _object(path: Path) -> Values:
+    try:
+        values = read_json(path)
+        return read_with_checksum(path) if "sha256" in values else values
+    except (UserError, DamagedError) as error:
+        raise UserError(f"{str(error).rstrip('.')}. {_remedy(path)}") from error
+
+
+def _steps(path: Path) -> list[Values]:
+    found: list[Values] = []
+    lines = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    for line in lines.splitlines():
+        try:
+            found.append(json.loads(line))
+            found[-1]["step"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path} is truncated or altered: line {len(found) or 1} is no step. "
+                f"{_remedy(path)}"
+            ) from error
+    return found
+
+
+def _remedy(path: Path) -> str:
+    if path.parent.name == "6_evaluate" and path.name != "results.json":
+        return "Delete it, and measure it again."
+    return f"Delete {path.parent} and repeat the command of the run, which makes it again."
