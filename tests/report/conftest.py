@@ -1,47 +1,44 @@
-"""Run folders made by hand."""
+"""Runs as commands leave them: one just converted, and one measured as its own page proposes."""
+
+import json
+import shlex
+from pathlib import Path
 
 import pytest
-from written_runs import write_quickstart, write_run
+from pages import read_page
 
+from dotmoe.cli import run
 from dotmoe.report import html_report
-from dotmoe.report.plots import draw_all
-from dotmoe.report.result_files import read_run
+from runs import TEXT
+
+ROOT = Path(__file__).resolve().parents[2]
+HOSTILE = "<script>alert(1)</script> & <img src='http://evil/a.png'> \"[/red]"
+
+
+def measure(options):
+    assert run(shlex.split(options.removeprefix("dotmoe "))) == 0
 
 
 @pytest.fixture(scope="session")
-def full(tmp_path_factory):
-    """A run of which everything was measured, with its page; not to be changed."""
-    run = write_run(tmp_path_factory.mktemp("full") / "run")
-    html_report(run)
-    return run
-
-
-@pytest.fixture(scope="session")
-def drawn_again(full):
-    """Its plots, drawn a second time."""
-    pytest.importorskip("matplotlib")
-    return draw_all(read_run(full), in_pixels=False)
-
-
-@pytest.fixture
-def measured_run(tmp_path):
-    """A run of which everything was measured."""
-    return write_run(tmp_path / "run")
-
-
-@pytest.fixture
-def bare_run(tmp_path):
-    """A run of which nothing was measured after its end."""
-    return write_run(tmp_path / "bare", measured=False)
-
-
-@pytest.fixture
-def finetuned_run(tmp_path):
-    """A run of `dotmoe finetune`."""
-    return write_run(tmp_path / "finetuned", measured=False, finetuned=True)
-
-
-@pytest.fixture
-def quickstart_folder(tmp_path):
-    """What `dotmoe quickstart` leaves behind, as far as a report reads it."""
-    return write_quickstart(tmp_path / "quick")
+def measured(finished, tmp_path_factory):
+    """A run measured by the commands that its own page proposes, in the folder that holds it."""
+    folder = tmp_path_factory.mktemp("measured")
+    made = finished.copied_to(folder / "run").folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("HELD_OUT.txt").write_text(f"{HOSTILE}\n{TEXT[:6000]}")
+        page = read_page(html_report(made))
+        for proposed in page.commands:
+            if "--text" in proposed or "analyse" in proposed:
+                small = (
+                    " --tokens 256 --points 90" if "analyse" in proposed else " --max-tokens 600"
+                )
+                measure(proposed.replace("--generate 64", "--generate 8") + small)
+        measure(f"evaluate {made} --text HELD_OUT.txt --against {finished.source} --max-tokens 300 "
+                f"--out {made}/6_evaluate")  # fmt: skip
+        measure(f"evaluate {made} --text HELD_OUT.txt --word-perplexity 64 128 "
+                f"--out {made}/6_evaluate")  # fmt: skip
+    cases = json.loads((ROOT / "results" / "serving_speed.json").read_text())["cases"]
+    (made / "6_evaluate" / "bench.json").write_text(json.dumps(next(iter(cases.values()))))
+    html_report(made)
+    return made

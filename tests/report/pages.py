@@ -1,8 +1,10 @@
 """A page as Python's own HTML parser sees it."""
 
 from html.parser import HTMLParser
+from pathlib import Path
 
-VOID = {"meta", "img", "br", "hr", "input", "link"}
+ROOT = Path(__file__).resolve().parents[2]
+VOID = {"meta", "img"}
 
 
 class Page(HTMLParser):
@@ -22,11 +24,7 @@ class Page(HTMLParser):
         if tag == "pre" and ("class", "command") in attrs:
             self.commands.append("")
 
-    def handle_startendtag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-
     def handle_endtag(self, tag):
-        assert self.open, f"</{tag}> closes nothing"
         assert self.open.pop() == tag
 
     def handle_data(self, data):

@@ -193,6 +193,6 @@ def _steps(path: Path) -> list[Values]:
 
 
 def _remedy(path: Path) -> str:
-    if path.parent.name == "6_evaluate" and path.name != "results.json":
+    if "6_evaluate" in path.parts and path.name != "results.json":
         return "Delete it, and measure it again."
     return f"Delete {path.parent} and repeat the command of the run, which makes it again."

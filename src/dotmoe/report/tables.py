@@ -65,7 +65,9 @@ def curve_table(curve: Values) -> Table:
             "active parameters": lambda point: f"{point['active_parameters']:,}",
             "of all": lambda point: percent(point["active_parameters"] / curve["dense_parameters"]),
             "perplexity": lambda point: f"{point['perplexity']:.3f}",
-            f"nats above k = {is_all}": lambda point: f"{point['loss_above_all_experts']:+.4f}",
+            f"nats above k = {is_all}": lambda point: (
+                f"{point.get('loss_above_all_experts', point.get('loss_above_dense')):+.4f}"
+            ),
         },
         title=f"Perplexity per {curve['unit']} at several k",
         note=_protocol(curve),
@@ -316,4 +318,4 @@ def _with_error(score: Values | None) -> str | None:
 
 
 def _protocol(result: Values) -> str:
-    return f"Text: {', '.join(map(str, result.get('text', ())))}. {result['protocol']}"
+    return f"Text: {', '.join(map(str, result.get('text', ())))}. {result.get('protocol', '')}"
