@@ -11,7 +11,16 @@ from rich.text import Text
 from dotmoe.report.plots import NO_PLOTS, as_svg, draw_all, is_installed, save
 from dotmoe.report.read import RunResults, Values, read_run
 from dotmoe.report.sections import Block, sections
-from dotmoe.report.tables import checks_table, perplexity_table
+from dotmoe.report.tables import (
+    LABELS,
+    checks_table,
+    curve_table,
+    fidelity_table,
+    perplexity_table,
+    repetition_table,
+    scores_table,
+    word_table,
+)
 from dotmoe.report.verdict import gained, tiles, verdict
 from dotmoe.tables import Table, percent, to_markdown, to_rich
 
@@ -104,6 +113,52 @@ def summary(run: Path) -> RenderableType:
     said = "\n\n".join(verdict(found))
     where = f"checkpoint  {run / '5_export'}\nreport      {default_page(run)}"
     return Group(to_rich(perplexity_table(found.models)), Text(f"\n{said}\n\n{where}"))
+
+
+def evaluation(name: str, result: Values) -> RenderableType:
+    """The end of `dotmoe evaluate` on a terminal.
+
+    Args:
+        name: Of the measurement.
+        result: What `dotmoe.evaluate.evaluate` gives.
+    """
+    there = [result[side] for side in LABELS if isinstance(result.get(side), dict)]
+    sides = {str(side["name"]): side for side in there}
+    after: list[str] = []
+    match name:
+        case "tasks":
+            table, after = _tasks(sides)
+        case "word_perplexity":
+            table = word_table(result)
+        case "fidelity":
+            table = fidelity_table(result)
+        case "generation":
+            table = repetition_table(result)
+            for index, prompt in enumerate(result["model"]["prompts"][:4]):
+                after.append(f"--- {prompt!r}")
+                after += [f"{each}: {s['greedy']['texts'][index]!r}" for each, s in sides.items()]
+        case "curve":
+            table = curve_table(result)
+        case _:
+            table = perplexity_table(sides or {str(result["name"]): result})
+    return Group(to_rich(table), *map(Text, after))
+
+
+def _tasks(sides: dict[str, Values]) -> tuple[Table, list[str]]:
+    """The metrics that count; averages of sets, and what must be known of the tasks."""
+    scores: list[list[Values]] = [[]]
+    lines = []
+    for name, side in sides.items():
+        rows = [score for task in side["tasks"].values() for score in task["scores"]]
+        scores.append([score for score in rows if score["is_main"] or score["sets"]])
+        lines += [
+            f"{name}: {100 * v:.1f}, average of {each}" for each, v in side["averages"].items()
+        ]
+    for side in sides.values():
+        lines += [f"{name}: {n}." for name, task in side["tasks"].items() for n in task["notes"]]
+    names = list(sides)
+    table = scores_table(scores[-1], scores[-2], (names[0], names[-1]))
+    return table, list(dict.fromkeys(lines))
 
 
 def quickstart_summary(result: Values) -> RenderableType:

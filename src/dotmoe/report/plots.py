@@ -137,7 +137,8 @@ def curve_plot(curve: Values) -> Any:
     shares = [100 * point["active_parameters"] / curve["dense_parameters"] for point in points]
     perplexities = [point["perplexity"] for point in points]
     axes.plot(shares, perplexities, marker="o", color=COLOURS[0], label="bold: k as it is now")
-    axes.axhline(perplexities[-1], linestyle="--", color=QUIET, label="all experts run")
+    everything = f"{curve['all_experts']['model']}: all experts run"
+    axes.axhline(perplexities[-1], linestyle="--", color=QUIET, label=everything)
     for point, share in zip(points, shares, strict=True):
         is_now = point["active_experts"] == curve["active_experts"]
         place, weight = (share, point["perplexity"]), "bold" if is_now else "normal"

@@ -55,8 +55,8 @@ def word_table(result: Values) -> Table:
 
 def curve_table(curve: Values) -> Table:
     """Perplexity of an export at several k."""
-    is_now, is_all = curve["active_experts"], curve["num_experts"]
-    marks = {is_now: " (now)", is_all: " (all)"}
+    marks = {curve["active_experts"]: " (now)"}
+    marks[curve["num_experts"]] = f" ({curve['all_experts']['model']})"
     return table_of(
         curve["points"],
         {
@@ -65,8 +65,8 @@ def curve_table(curve: Values) -> Table:
             "active parameters": lambda point: f"{point['active_parameters']:,}",
             "of all": lambda point: percent(point["active_parameters"] / curve["dense_parameters"]),
             "perplexity": lambda point: f"{point['perplexity']:.3f}",
-            f"nats above k = {is_all}": lambda point: (
-                f"{point.get('loss_above_all_experts', point.get('loss_above_dense')):+.4f}"
+            f"nats above k = {curve['num_experts']}": lambda point: (
+                f"{point['loss_above_all_experts']:+.4f}"
             ),
         },
         title=f"Perplexity per {curve['unit']} at several k",
@@ -94,6 +94,7 @@ def scores_table(
         factor = 100 if is_share(score) else 1
         return f"{factor * (score['value'] - other['value']):+.3g}" + " *" * differ(score, other)
 
+    of_other = {names[0]: lambda pair: _with_error(pair[1])} if by_key else {}
     return table_of(
         pairs,
         {
@@ -102,9 +103,9 @@ def scores_table(
             "shots": lambda pair: str(pair[0]["shots"]),
             "questions": lambda pair: f"{pair[0]['questions']:,}",
             "guessing": lambda pair: figure(pair[0]["chance"] and 100 * pair[0]["chance"], ".0f"),
-            names[0]: lambda pair: _with_error(pair[1]),
+            **of_other,
             names[1]: lambda pair: _with_error(pair[0]),
-            "difference": change,
+            **({"difference": change} if by_key else {}),
         },
         title="Benchmark tasks, per cent ± one standard error",
         note="guessing: evenly among the answers. *: differs by more than two standard errors.",
