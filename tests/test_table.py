@@ -1,12 +1,10 @@
 """Tables and numbers as text."""
 
-import doctest
 import io
 
 import pytest
 from rich.console import Console
 
-from dotmoe import tables
 from dotmoe.tables import Table, in_bytes, to_markdown, to_rich
 
 TABLE = Table(
@@ -43,7 +41,3 @@ def test_terminal_shows_brackets_as_they_are() -> None:
 )
 def test_sizes_at_the_edges(amount: int, text: str) -> None:
     assert in_bytes(amount) == text
-
-
-def test_examples() -> None:
-    assert doctest.testmod(tables).failed == 0

@@ -5,14 +5,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-from pages import read_page
+from pages import HOSTILE, ROOT, read_page
 
 from dotmoe.cli import run
 from dotmoe.report import html_report
 from runs import TEXT
-
-ROOT = Path(__file__).resolve().parents[2]
-HOSTILE = "<script>alert(1)</script> & <img src='http://evil/a.png'> \"[/red]"
 
 
 def measure(options):

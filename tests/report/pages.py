@@ -4,6 +4,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+HOSTILE = "<script>alert(1)</script> & <img src='http://evil/a.png'> \"[/red]"
 VOID = {"meta", "img"}
 
 

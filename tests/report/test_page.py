@@ -6,10 +6,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from pages import ROOT, Page, read_page
+from pages import HOSTILE, ROOT, Page, read_page
 from safetensors import safe_open
 
-from conftest import HOSTILE
 from dotmoe.cli import COMMANDS, run
 from dotmoe.errors import UserError
 from dotmoe.report import NO_PLOTS, html_report

@@ -155,13 +155,15 @@ def _result(run: AnalysedRun, name: str, command: str | None) -> dict[str, Any]:
         run.progress.log(f"{name} is there already")
         return known
     run.progress.log(f"{name}:")
+    values = analysis.values(run)
     result = {
         "analysis": name,
         "origin": "measured",
         "title": analysis.title,
         "tokens": run.tokens.numel() if analysis.of_text else 0,
         "text": run.text if analysis.of_text else [],
-        "values": analysis.values(run),
+        "values": values,
+        "says": analysis.says(values),
         "inputs": inputs,
         "command": command,
         "provenance": provenance(run.config.seed),

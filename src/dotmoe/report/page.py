@@ -13,7 +13,6 @@ from dotmoe.report.read import RunResults, Values, read_run
 from dotmoe.report.sections import Block, sections
 from dotmoe.report.tables import (
     LABELS,
-    checks_table,
     curve_table,
     fidelity_table,
     perplexity_table,
@@ -22,7 +21,7 @@ from dotmoe.report.tables import (
     word_table,
 )
 from dotmoe.report.verdict import gained, tiles, verdict
-from dotmoe.tables import Table, percent, to_markdown, to_rich
+from dotmoe.tables import Table, figure, percent, to_markdown, to_rich
 
 _HERE = Path(__file__).parent
 
@@ -168,10 +167,12 @@ def quickstart_summary(result: Values) -> RenderableType:
         "random split, router trained": result["random_split"],
         "DOT-MoE": result["dot_moe"],
     }
-    samples = result["samples"]
+    samples, verified = result["samples"], result["verification"]
+    checks = [f"{name.replace('_', ' ')} {figure(value)}" for name, value in verified.items()]
     said = [
         f"gap to dense: {percent(result['gap_ratio'])} of the random split's",
         f"Gained: {gained(result, {})}",
+        f"export against masked dense model: {', '.join(checks)}",
         *(
             f"{name} continues {samples['prompt']!r}:\n{_indented(samples[name])}"
             for name in ("dense", "moe")
@@ -180,7 +181,6 @@ def quickstart_summary(result: Values) -> RenderableType:
     ]
     return Group(
         to_rich(perplexity_table(models)),
-        to_rich(checks_table(result["verification"])),
         Text("\n" + "\n\n".join(said)),
     )
 

@@ -152,11 +152,11 @@ def curve_plot(curve: Values) -> Any:
 
 
 def tasks_plot(scores: list[Values], others: list[Values], names: tuple[str, str]) -> Any:
-    """Accuracy in each task with its standard error, beside that of even guessing."""
+    """Accuracy in each task with its standard error, beside that of guessing."""
     figure, axes = _axes(1.4 + 0.42 * len(scores))
     rows = {score["task"]: row for row, score in enumerate(scores)}
     guessed = [score for score in scores if score["chance"] is not None]
-    tick = {"marker": "|", "s": 400, "linewidths": 3, "color": QUIET, "label": "even guessing"}
+    tick = {"marker": "|", "s": 400, "linewidths": 3, "color": QUIET, "label": "guessing"}
     axes.scatter([100 * s["chance"] for s in guessed], [rows[s["task"]] for s in guessed], **tick)
     for index, (side, name) in enumerate(zip((others, scores), names, strict=True)):
         axes.errorbar(

@@ -53,7 +53,7 @@ def _tasks(found: RunResults, _: Values) -> Blocks:
     said = [f"{', '.join(dict.fromkeys(names))}: {note}." for note, names in notes.items()]
     if near:
         said.append(
-            f"{found.against} is within two standard errors of even guessing, or below, in "
+            f"{found.against} is within two standard errors of guessing, or below, in "
             f"{', '.join(near)}: a score there says nothing about the split."
         )
     return [
@@ -124,8 +124,9 @@ def _speed(_: RunResults, bench: Values) -> Blocks:
 
 def _analysis(name: str) -> Callable[[RunResults, Values], Blocks]:
     def blocks(_: RunResults, analysis: Values) -> Blocks:
-        plot = Block("plot", f"{analysis['title']}, {analysis['tokens']:,} tokens.", name)
-        return [*map(str, analysis.get("says", ())), plot]
+        of_text = f", {analysis['tokens']:,} tokens" if analysis["tokens"] else ""
+        plot = Block("plot", f"{analysis['title']}{of_text}.", name)
+        return [*_sentences(analysis), plot]
 
     return blocks
 
@@ -135,8 +136,12 @@ def _load(found: RunResults, analysis: Values) -> Blocks:
         Block("warning", str(warning)) for warning in analysis["values"]["warnings"]
     ]
     none = "No expert is dead or always on, and no layer's load is uneven by the rules of analyse."
-    plots = _analysis("expert_utilisation")(found, analysis)
-    return [*(warnings or [none]), *plots, tables.load_table(analysis)]
+    spread, *_, plot = _analysis("expert_utilisation")(found, analysis)
+    return [*(warnings or [none]), spread, plot, tables.load_table(analysis)]
+
+
+def _sentences(analysis: Values) -> list[str]:
+    return [f"{said[:1].upper()}{said[1:]}." for said in analysis["says"]]
 
 
 def _alignment(found: RunResults, _: Values) -> Blocks:
@@ -144,7 +149,7 @@ def _alignment(found: RunResults, _: Values) -> Blocks:
     if not steps:
         none = "None: the start was extracted as it is."
         return [none] if found.command == "convert" else []
-    return [*_training(steps, "alignment"), *map(str, (history or {}).get("says", ()))]
+    return [*_training(steps, "alignment"), *(_sentences(history) if history else [])]
 
 
 def _finetuning(found: RunResults, _: Values) -> Blocks:

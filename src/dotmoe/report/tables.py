@@ -108,7 +108,7 @@ def scores_table(
             **({"difference": change} if by_key else {}),
         },
         title="Benchmark tasks, per cent ± one standard error",
-        note="guessing: evenly among the answers. *: differs by more than two standard errors.",
+        note="guessing: evenly, or always the most frequent answer. *: differs by more than two standard errors.",
         words=2,
     )
 
@@ -129,7 +129,7 @@ def differ(score: Values, other: Values) -> bool:
 
 
 def is_near_chance(score: Values) -> bool:
-    """Whether a score cannot be told from even guessing, or is below it."""
+    """Whether a score cannot be told from guessing, or is below it."""
     if score["chance"] is None or score["stderr"] is None:
         return False
     return bool(score["value"] - score["chance"] < 2 * score["stderr"])
