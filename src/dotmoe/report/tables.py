@@ -108,7 +108,8 @@ def scores_table(
             **({"difference": change} if by_key else {}),
         },
         title="Benchmark tasks, per cent ± one standard error",
-        note="guessing: evenly, or always the most frequent answer. *: differs by more than two standard errors.",
+        note="guessing: evenly, or always the most frequent answer. *: the difference exceeds two "
+        "standard errors.",
         words=2,
     )
 
