@@ -33,8 +33,8 @@ from dotmoe.granularity import ExpertsConfig
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.surgery import masked_by
-from dotmoe.narration import Narrator
 from dotmoe.pipeline import convert
+from dotmoe.progress import Progress
 from dotmoe.recipes import quickstart, small
 from dotmoe.run_folder import provenance, read_json, write_json
 
@@ -75,7 +75,7 @@ def run_config(source: str, out: Path, experts: int | None) -> RunConfig:
 
 def measured(config: RunConfig, scratch: Path) -> dict[str, Any]:
     """All figures of one model."""
-    conversion = convert(config, Narrator(quiet=True))
+    conversion = convert(config, Progress(quiet=True))
     dense = load_dense(config.model, LoadConfig(device="cpu", dtype="float32"))
     layout = ExpertLayout.load(conversion.folder / "3_extract" / "layout.safetensors")
     heldout = TokenBlocks.load(conversion.folder / "0_data" / "heldout.safetensors").tokens_BT

@@ -20,7 +20,7 @@ from dotmoe.bench import BenchConfig, bench, tables
 from dotmoe.export import ExportConfig, export
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.narration import Narrator
+from dotmoe.progress import Progress
 from dotmoe.run_folder import write_json
 from dotmoe.tables import to_rich
 from random_models import Shape, random_layout, random_tokens, write_random_dense
@@ -62,13 +62,13 @@ class Settings:
 
 def main() -> None:
     settings = tyro.cli(Settings, config=(tyro.conf.OmitArgPrefixes,))
-    narrator = Narrator()
+    progress = Progress()
     cases: dict[str, Any] = {}
     for case in settings.cases:
-        models = pair(settings, case, narrator)
+        models = pair(settings, case, progress)
         for context_tokens in settings.context_tokens:
             config = bench_config(settings, case, models, context_tokens)
-            with narrator.bar(f"{case}, context {context_tokens}") as update:
+            with progress.bar(f"{case}, context {context_tokens}") as update:
                 result = bench(config, update)
             Console().print(*map(to_rich, tables(result)))
             cases[f"{result['runtime']} {case}, context {context_tokens}"] = result
@@ -102,29 +102,29 @@ def bench_config(
     )
 
 
-def pair(settings: Settings, case: Case, narrator: Narrator) -> tuple[Path, Path]:
+def pair(settings: Settings, case: Case, progress: Progress) -> tuple[Path, Path]:
     """Dense model and MoE of a case; written where they are not there yet."""
     dtype = torch.bfloat16 if case == "bfloat16" else torch.float32
     source = settings.models / f"dense-{str(dtype).removeprefix('torch.')}"
     if not source.is_dir():
-        narrator.say(f"writing {source}")
+        progress.log(f"writing {source}")
         write_random_dense(settings.shape, source, dtype, settings.seed)
     if case in CHECKPOINTS:
         moe = settings.models / f"moe-{case}"
         if not moe.is_dir():
-            narrator.say(f"writing {moe}")
+            progress.log(f"writing {moe}")
             dense, layout = loaded(settings, source, dtype)
             text_BT = random_tokens(settings.shape, 1, TEXT_TOKENS, settings.seed)
             export(dense, layout, moe, ExportConfig(verify_tokens=VERIFY_TOKENS), text_BT)
         return source, moe
     names = [settings.models / f"{kind}-{case}" for kind in ("dense", "moe")]
     if not all(name.is_dir() for name in names):
-        write_gguf(settings, case, source, names, narrator)
+        write_gguf(settings, case, source, names, progress)
     return names[0] / f"model-{case}.gguf", names[1] / f"model-{case}.gguf"
 
 
 def write_gguf(
-    settings: Settings, case: Case, source: Path, names: list[Path], narrator: Narrator
+    settings: Settings, case: Case, source: Path, names: list[Path], progress: Progress
 ) -> None:
     from dotmoe.gguf_export import GgufConfig, export_gguf, write_dense_gguf
 
@@ -133,7 +133,7 @@ def write_gguf(
     config = GgufConfig(type=case, tokenizer="none", verify_tokens=VERIFY_TOKENS)
     for name in names:
         shutil.rmtree(name, ignore_errors=True)
-    narrator.say(f"writing {names[0]} and {names[1]}")
+    progress.log(f"writing {names[0]} and {names[1]}")
     write_dense_gguf(dense, names[0], config, text_BT)
     export_gguf(dense, layout, names[1], replace(config, format=settings.gguf_format), text_BT)
 

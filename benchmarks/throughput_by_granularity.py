@@ -24,7 +24,7 @@ from dotmoe.bench import BenchConfig, bench, tables
 from dotmoe.export import ExportConfig, export
 from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.narration import Narrator
+from dotmoe.progress import Progress
 from dotmoe.run_folder import write_json
 from dotmoe.tables import to_rich
 from random_models import Shape, random_layout, random_tokens, write_random_dense
@@ -115,7 +115,7 @@ def main() -> None:
 
 def measured(settings: Settings, preset: Preset, dense: Path, experts: int) -> dict[str, Any]:
     """Write the MoE of one expert count, measure it beside the dense model, remove it."""
-    narrator = Narrator()
+    progress = Progress()
     split = resolve(ExpertsConfig(experts=experts, active=settings.active), preset.shape.ffn_width)
     moe = dense.parent / f"moe-{experts}"
     model = load_dense(str(dense), LoadConfig(dtype=preset.dtype, device=preset.device))
@@ -143,7 +143,7 @@ def measured(settings: Settings, preset: Preset, dense: Path, experts: int) -> d
         load=LoadConfig(dtype=preset.dtype, device=preset.device),
         seed=settings.seed,
     )
-    with narrator.bar(f"{split.active_experts} of {experts} experts") as update:
+    with progress.bar(f"{split.active_experts} of {experts} experts") as update:
         result = bench(config, update)
     Console().print(*map(to_rich, tables(result)))
     shutil.rmtree(moe)
@@ -180,7 +180,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     try:
         from matplotlib import pyplot
     except ImportError:
-        Narrator().say("matplotlib is not installed: no figure. pip install 'dotmoe[plots]'")
+        Progress().log("matplotlib is not installed: no figure. pip install 'dotmoe[plots]'")
         return
     figure, (speed, ratio) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     counts = sorted({row["experts"] for row in rows})

@@ -23,13 +23,13 @@ from dotmoe.artifacts import DenseModel
 from dotmoe.data import TokenBlocks, write_decontaminated
 from dotmoe.evaluate import TextConfig, packed_text, stock_nats
 from dotmoe.evaluate.perplexity import perplexity
+from dotmoe.files import write_json
 from dotmoe.finetune import Start, finetune
+from dotmoe.finished_run import finished_run
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.surgery import masked_by
+from dotmoe.provenance import provenance
 from dotmoe.recipes import small_sft
-from dotmoe.reexport import learned
-from dotmoe.run_folder import RunFolder, provenance, write_json
-from dotmoe.tokenise import load_blocks
 
 HELDOUT = ("python-stdlib-heldout",)
 
@@ -68,13 +68,13 @@ def main() -> None:
     settings = tyro.cli(Settings)
     shutil.rmtree(settings.out, ignore_errors=True)
     settings.out.mkdir(parents=True)
-    found = learned(settings.run)
+    found = finished_run(settings.run)
     config = small_sft().finetune
     load = LoadConfig(dtype="float32")
-    dense, teacher = load_dense(found.model, load), load_dense(found.model, load)
-    training, _ = load_blocks(RunFolder(settings.text_of).intact("data"))
+    dense, teacher = load_dense(found.weights, load), load_dense(found.weights, load)
+    training = finished_run(settings.text_of).text.training
     text_file = settings.out / "text.safetensors"
-    left_out = write_decontaminated(training, found.heldout, text_file)
+    left_out = write_decontaminated(training, found.text.heldout, text_file)
     training = TokenBlocks.load(text_file)
     heldout = Heldout(dense, settings.heldout_tokens)
     dense_result = heldout.measured()

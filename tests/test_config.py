@@ -5,10 +5,12 @@ from dataclasses import asdict
 
 import pytest
 
-from dotmoe.config import RunConfig, as_json, from_json
+from dotmoe.config import FinetuneRunConfig
+from dotmoe.data import DataConfig
 from dotmoe.errors import UserError
 from dotmoe.granularity import resolve
-from dotmoe.recipes import RECIPES, recipe_named
+from dotmoe.options import check, from_values, values_of
+from dotmoe.recipes import RECIPES, finetune_recipe, recipe, recipe_of
 
 HYPERPARAMETERS = {  # tab:hyperparams_moefication
     ("assignment", "sinkhorn_sweeps"): 50,
@@ -28,15 +30,15 @@ HYPERPARAMETERS = {  # tab:hyperparams_moefication
 }
 
 
-@pytest.mark.parametrize("recipe", ["default", "paper", "llama2_7b", "llama3_8b", "qwen25_7b"])
-def test_defaults_and_the_papers_recipes_have_the_papers_hyperparameters(recipe):
-    config = asdict(recipe_named(recipe))
+@pytest.mark.parametrize("name", ["default", "paper", "llama2_7b", "llama3_8b", "qwen25_7b"])
+def test_defaults_and_the_papers_recipes_have_the_papers_hyperparameters(name):
+    config = asdict(recipe_of("convert", name))
     for (stage, name), value in HYPERPARAMETERS.items():
         assert config[stage][name] == value, f"{stage}.{name}"
 
 
 @pytest.mark.parametrize(
-    ("recipe", "width", "experts", "active"),
+    ("name", "width", "experts", "active"),
     [
         ("llama2_7b", 11008, 86, 22),
         ("llama3_8b", 14336, 112, 28),
@@ -44,56 +46,39 @@ def test_defaults_and_the_papers_recipes_have_the_papers_hyperparameters(recipe)
         ("qwen25_7b_half_active", 18944, 148, 74),
     ],
 )
-def test_the_papers_three_models_have_its_experts(recipe, width, experts, active):
-    config = recipe_named(recipe)
+def test_the_papers_three_models_have_its_experts(name, width, experts, active):
+    config = recipe_of("convert", name)
     split = resolve(config.experts, width)
     assert (split.num_experts, split.expert_size, split.active_experts) == (experts, 128, active)
     assert (config.assignment.solver, config.align.surrogate) == ("sinkhorn", "softmax")
     assert config.calibrate.start == "random"
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_survives_json(name, tmp_path):
-    config = recipe_named(name)
-    file = tmp_path / "config.json"
-    file.write_text(as_json(config))
-    assert from_json(file, RunConfig) == config
+@pytest.mark.parametrize(
+    ("command", "name"), [(command, name) for command in RECIPES for name in RECIPES[command]]
+)
+def test_every_recipe_is_in_range_and_survives_json(command, name):
+    config = recipe_of(command, name)
+    check(config)
+    values = json.loads(json.dumps(values_of(config)))
+    assert values["command"] == command
+    assert from_values(type(config), values, "F") == config
 
 
-def test_a_config_with_some_fields_takes_defaults_for_the_rest(tmp_path):
-    file = tmp_path / "config.json"
-    file.write_text('{"model": "m", "out": "o", "align": {"lr": 1}}')
-    config = from_json(file, RunConfig)
-    assert isinstance(config, RunConfig)
-    assert (config.align.lr, config.align.steps) == (1, 3500)
+def test_recipes_by_name():
+    assert recipe_of("convert") == recipe() == RECIPES["convert"]["default"]()
+    assert finetune_recipe("small", run="r", out="o").run == "r"
+    with pytest.raises(UserError, match="Did you mean quickstart"):
+        recipe("quikstart")
+    with pytest.raises(UserError, match="Recipes: sft, small"):
+        finetune_recipe("paper")
 
 
 @pytest.mark.parametrize(
-    ("text", "pattern"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "one JSON object"),
-        ('{"model": "m", "out": "o", "sed": 1}', "sed .*Did you mean seed"),
-        ('{"model": "m", "out": "o", "align": {"stps": 1}}', "stps .*Did you mean steps"),
-        ('{"model": "m", "out": "o", "seed": "1"}', "seed .*is '1'"),
-        ('{"model": "m", "out": "o", "align": {"surrogate": "hard"}}', "surrogate .*'hard'"),
-        ('{"model": "m"}', "out"),
-    ],
+    ("data", "word"),
+    [({"data_epochs": 2}, "data_epochs"), ({"split": "test"}, "split"), ({"data_seed": 1}, "seed")],
 )
-def test_a_bad_config_file_gets_one_line(text, pattern, tmp_path):
-    file = tmp_path / "config.json"
-    file.write_text(text)
-    with pytest.raises(UserError, match=pattern) as error:
-        from_json(file, RunConfig)
-    assert "\n" not in str(error.value)
-
-
-def test_an_unknown_recipe_offers_the_nearest():
-    with pytest.raises(UserError, match="Did you mean quickstart"):
-        recipe_named("quikstart")
-
-
-def test_the_json_is_the_whole_config():
-    values = json.loads(as_json(recipe_named("default")))
-    assert values["assignment"]["tau_end"] == 0.1
-    assert values["export"]["format"] == "auto"
+def test_options_of_a_text_that_is_not_named_are_refused(data, word):
+    with pytest.raises(UserError, match=f"{word} is .* but data names no source"):
+        check(FinetuneRunConfig(run="r", out="o", data=DataConfig(**data)))
+    check(FinetuneRunConfig(run="r", out="o", data=DataConfig(seq_len=32)))

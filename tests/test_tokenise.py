@@ -1,23 +1,27 @@
-"""The data stage as `convert` runs it: what is in `0_data`."""
+"""Stage tokenise. Oracle: `pack` on the whole text."""
 
 import json
-import multiprocessing
-import signal
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dotmoe.config import RunConfig, check
 from dotmoe.data import DataConfig, TokenBlocks, documents, pack
 from dotmoe.errors import UserError
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.narration import Narrator
-from dotmoe.run_folder import RunFolder
+from dotmoe.options import check
+from dotmoe.progress import Progress
 from dotmoe.self_text import SampleConfig
-from dotmoe.tokenise import load_blocks, measured_on, require_sources, tokenise
+from dotmoe.tokenise import Text, require_sources, tokenise
 
-QUIET = Narrator(quiet=True)
+
+class Said(Progress):
+    def __init__(self):
+        super().__init__(quiet=True)
+        self.lines = []
+
+    def log(self, text):
+        self.lines.append(text)
 
 
 @pytest.fixture(scope="module")
@@ -33,83 +37,99 @@ def text(tmp_path):
     return str(path)
 
 
-def config_of(tmp_path, *data, data_options=None, **changes):
-    source = DataConfig(data=data, seq_len=32, **(data_options or {}))
-    config = RunConfig(model="m", out=str(tmp_path / "run"), eval_tokens=300, data=source)
-    return replace(config, **changes)
+@pytest.fixture
+def tokenised(dense, tmp_path):
+    """Runs the stage: the text, its record, and what was said."""
+
+    def make(*data, tokens=10**6, eval_text=(), beside=None, sample=None, **options):
+        config = DataConfig(data=data, **{"seq_len": 32} | options)
+        check(config)
+        require_sources(config, eval_text)
+        folder, progress = tmp_path / "0_data", Said()
+        folder.mkdir(exist_ok=True)
+        made = tokenise(
+            config,
+            sample or SampleConfig(),
+            dense,
+            folder,
+            tokens=tokens,
+            eval_text=eval_text,
+            eval_tokens=300,
+            progress=progress,
+            beside=beside,
+        )
+        record = json.loads((folder / "data.json").read_text())
+        left = {path.name for path in folder.iterdir()}
+        assert left == {"training.safetensors", "heldout.safetensors", "data.json"}
+        assert torch.equal(Text.load(folder).training.tokens_BT, made.training.tokens_BT)
+        return SimpleNamespace(text=made, record=record, said=progress.lines)
+
+    return make
 
 
-def test_the_last_blocks_are_kept_apart(text, dense, tmp_path):
-    record = tokenise(config_of(tmp_path, text), dense, tmp_path, QUIET)
-    training, heldout = load_blocks(tmp_path)
+def test_the_last_blocks_are_kept_apart(text, dense, tokenised):
+    made = tokenised(text)
+    training, heldout = made.text.training.tokens_BT, made.text.heldout.tokens_BT
     expected = pack(documents(DataConfig(data=(text,))), dense.tokenizer).tokens
-    both = torch.cat([training.tokens_BT, heldout.tokens_BT]).flatten()
-    assert heldout.num_blocks == 10
+    both = torch.cat([training, heldout]).flatten()
+    assert len(heldout) == 10
     assert torch.equal(both, expected[: len(both)])
     assert len(expected) - len(both) < 32
-    assert record["training"]["boundaries"]["separator"] == "<s> before each"
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"text.jsonl", "training.safetensors", "heldout.safetensors"}
+    assert made.record["training"]["boundaries"]["separator"] == "<s> before each"
+    assert made.text.heldout_name == ("blocks of the data kept out of training",)
 
 
-def test_text_to_measure_on_is_read_in_order_and_unmixed(text, dense, tmp_path):
-    options = {"data_weights": (1, 1), "shuffle_buffer": 9}
-    config = config_of(tmp_path, text, text, data_options=options, eval_text=(text,))
-    check(config)
-    require_sources(config)
-    record = tokenise(config, dense, tmp_path, QUIET)
-    heldout = TokenBlocks.load(tmp_path / "heldout.safetensors").tokens_BT
+def test_text_to_measure_on_is_read_in_order_and_unmixed(text, dense, tokenised):
+    made = tokenised(text, text, eval_text=(text,), data_weights=(1.0, 1.0), shuffle_buffer=9)
     expected = pack(documents(DataConfig(data=(text,))), dense.tokenizer, 256).tokens
-    assert torch.equal(heldout, expected[None])
-    assert len(record["training"]["sources"]) == 2
+    assert torch.equal(made.text.heldout.tokens_BT, expected[None])
+    assert made.text.heldout_name == (text,)
+    assert len(made.record["training"]["sources"]) == 2
 
 
-def test_the_model_itself_may_be_the_source(dense, tmp_path):
-    sample = SampleConfig(sample_tokens=400)
-    config = config_of(tmp_path, "self", sample=sample)
-    require_sources(config)
-    record = tokenise(config, dense, tmp_path, QUIET)
-    training, heldout = load_blocks(tmp_path)
+def test_the_model_itself_may_be_the_source(tokenised):
+    made = tokenised("self", sample=SampleConfig(sample_tokens=400))
+    training, heldout = made.text.training, made.text.heldout
     assert (training.num_blocks, heldout.num_blocks) == (12, 10)
     assert training.tokens_BT[:, 0].unique().tolist() == [0]
-    assert record["training"]["sources"][0]["name"] == "self"
-    assert "the dense model itself sampled" in measured_on(config)[0]
+    assert made.record["training"]["sources"][0]["name"] == "self"
+    assert "the dense model itself sampled" in made.text.heldout_name[0]
 
 
-def tokenise_in_run_folder(config, dense):
-    folder = RunFolder.open(config)
-    with folder.alone(), folder.finishing("data") as place:
-        tokenise(config, dense, place, QUIET)
-
-
-def test_a_killed_tokenisation_is_not_taken_for_a_finished_one(text, dense, tmp_path):
-    options = {"data_weights": (1.0,), "data_epochs": 10**9}
-    endless = replace(RunConfig(model="", out="").align, steps=10**9)
-    config = config_of(tmp_path, text, data_options=options, align=endless)
-    process = multiprocessing.get_context("fork").Process(
-        target=tokenise_in_run_folder, args=(config, dense)
+def test_beside_a_run_its_heldout_text_is_taken_with_its_name(text, tokenised):
+    """Also where the training text is another, such as samples, of which as many as it asks for."""
+    source = tokenised(text).text
+    source = Text(
+        training=source.training,
+        heldout=TokenBlocks(source.heldout.tokens_BT.clone()),
+        heldout_name=("a name",),
     )
-    process.start()
-    partial = tmp_path / "run" / "0_data" / "whole.safetensors.partial"
-    while not (partial.exists() and partial.stat().st_size > 1 << 20):
-        assert process.is_alive()
-        process.join(0.05)
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert not RunFolder(tmp_path / "run").is_finished("data")
-    assert not (tmp_path / "run" / "0_data" / "training.safetensors").exists()
+    made = tokenised("self", beside=source, sample=SampleConfig(sample_tokens=400))
+    assert made.text.heldout_name == ("a name",)
+    assert torch.equal(made.text.heldout.tokens_BT, source.heldout.tokens_BT)
+    assert made.text.training.num_tokens <= 400 + source.heldout.num_tokens + 32
+    made = tokenised(text, beside=source)
+    assert made.record["left_out_blocks"] >= 9
+    assert any("left out" in line for line in made.said)
+
+
+def test_a_lowered_block_length_is_said(text, tokenised):
+    made = tokenised(text, seq_len=512)
+    assert made.text.training.seq_len == 256
+    assert made.said == ["seq_len lowered to 256: the model has no longer context"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"data_weights": (1.0, 0.0)}, "data_weights must all be above 0"),
-        ({"data_weights": (1.0, float("nan"))}, "data_weights must all be above 0"),
+        ({"data_weights": (1.0, 0.0)}, "data_weights is 0.0, but it must be above 0"),
+        ({"data_weights": (1.0, float("nan"))}, "data_weights is nan"),
         ({"data_epochs": 0}, "data_epochs is 0"),
+        ({"data_epochs": 3}, "only the sources of a mix are repeated"),
         ({"shuffle_buffer": -1}, "shuffle_buffer is -1"),
+        ({"seq_len": 1}, "seq_len is 1, but it must be at least 2"),
     ],
 )
-def test_refuses_numbers_that_no_mix_can_use(options, message, tmp_path):
+def test_refuses_options_that_no_text_can_use(options, message):
     with pytest.raises(UserError, match=message):
-        check(config_of(tmp_path, "a", "b", data_options=options))
+        check(DataConfig(data=("a", "b"), **options))

@@ -6,24 +6,22 @@ Example::
 
     config = dotmoe.recipe("quickstart", out="run")
     print(dotmoe.convert(config).results)
-    config = dotmoe.recovery_recipe("small", run="run", out="recovered")
-    print(dotmoe.recover(config).results)
+    config = dotmoe.finetune_recipe("small", run="run", out="finetuned")
+    print(dotmoe.finetune(config).results)
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dotmoe.config import RunConfig
+    from dotmoe.config import FinetuneRunConfig, RunConfig
     from dotmoe.data import DataConfig
     from dotmoe.errors import UserError
     from dotmoe.finetune import FinetuneConfig
     from dotmoe.layout import ExpertLayout
     from dotmoe.load import LoadConfig
-    from dotmoe.pipeline import Conversion, convert
-    from dotmoe.recipes import recipe, recovery_recipe
-    from dotmoe.recovery import Recovery, recover
-    from dotmoe.recovery_config import RecoveryConfig
+    from dotmoe.pipeline import Conversion, convert, finetune
+    from dotmoe.recipes import finetune_recipe, recipe
     from dotmoe.training.config import TrainingConfig
 
 __version__ = "0.1.0"
@@ -33,16 +31,15 @@ __all__ = [
     "DataConfig",
     "ExpertLayout",
     "FinetuneConfig",
+    "FinetuneRunConfig",
     "LoadConfig",
-    "Recovery",
-    "RecoveryConfig",
     "RunConfig",
     "TrainingConfig",
     "UserError",
     "convert",
+    "finetune",
+    "finetune_recipe",
     "recipe",
-    "recover",
-    "recovery_recipe",
 ]
 
 _HOME = {
@@ -50,16 +47,15 @@ _HOME = {
     "DataConfig": "data",
     "ExpertLayout": "layout",
     "FinetuneConfig": "finetune",
+    "FinetuneRunConfig": "config",
     "LoadConfig": "load",
-    "Recovery": "recovery",
-    "RecoveryConfig": "recovery_config",
     "RunConfig": "config",
     "TrainingConfig": "training.config",
     "UserError": "errors",
     "convert": "pipeline",
+    "finetune": "pipeline",
+    "finetune_recipe": "recipes",
     "recipe": "recipes",
-    "recover": "recovery",
-    "recovery_recipe": "recipes",
 }
 
 
@@ -67,4 +63,6 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first asked for: PyTorch takes seconds to load."""
     if name not in _HOME:
         raise AttributeError(f"module 'dotmoe' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"dotmoe.{_HOME[name]}"), name)
+    value = getattr(importlib.import_module(f"dotmoe.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -9,13 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 import tyro
 
 from dotmoe.baselines import METHODS, MethodName
-from dotmoe.checkpoint_folder import checkpoint_folder, fingerprint
 from dotmoe.config import RunConfig
 from dotmoe.errors import UserError
-from dotmoe.narration import Narrator
-from dotmoe.opened_run import settled
 from dotmoe.pipeline import convert
-from dotmoe.run_folder import STAGES, RunFolder, provenance, read_json, write_json, write_text
+from dotmoe.progress import Progress
+from dotmoe.run_folder import RunFolder, provenance, write_json, write_text
 from dotmoe.tables import percent
 
 
@@ -62,7 +60,7 @@ def entries(config: CompareConfig) -> list[Entry]:
     return [entry for method in config.methods for entry in _entries_of(method, plain)]
 
 
-def compare(config: CompareConfig, narrator: Narrator) -> dict[str, Any]:
+def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     """Make every run that is not finished yet, and write `compare.json` and `compare.md`.
 
     Raises:
@@ -70,8 +68,8 @@ def compare(config: CompareConfig, narrator: Narrator) -> dict[str, Any]:
     """
     rows: list[dict[str, Any]] = []
     for entry in entries(config):
-        narrator.say(f"{entry.name}:")
-        results = _results(entry, narrator)
+        progress.log(f"{entry.name}:")
+        results = convert(entry.config, progress).results
         if not rows:
             rows.append(_row("dense", "dense", "-", "-", results["dense"], results["dense"]))
             rows[0] |= {"active_fraction": 1.0, "parameters": results["parameters"]["dense"]}
@@ -161,16 +159,6 @@ def _entries_of(method: MethodName, plain: RunConfig) -> Iterator[Entry]:
         yield entry("trained", "router", replace(plain, baseline=baseline))
 
 
-def _results(entry: Entry, narrator: Narrator) -> dict[str, Any]:
-    """What a run measured; one that is finished is read without loading the model."""
-    folder = RunFolder(Path(entry.config.out))
-    RunFolder.require_usable(settled(entry.config))
-    if folder.path.exists() and folder.is_finished("evaluate"):
-        folder.require_model(fingerprint(checkpoint_folder(entry.config.model)))
-        return read_json(folder.intact("evaluate") / "results.json")
-    return convert(entry.config, narrator).results
-
-
 def _rows(entry: Entry, results: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of a run: what was exported, and what its method's own router would be worth."""
     dense, options = results["dense"], entry.config.baseline
@@ -184,7 +172,7 @@ def _rows(entry: Entry, results: dict[str, Any]) -> list[dict[str, Any]]:
         "shared_fraction": _shared_fraction(results["granularity"]),
         "parameters": results["parameters"]["active"],
         "steps": results["steps"],
-        "seconds": _seconds(Path(entry.config.out)),
+        "seconds": RunFolder(Path(entry.config.out)).seconds("calibrate", "align", "extract"),
     }
     rows = [_row(entry.name, entry.method, router, entry.training, results["moe"], dense) | common]
     if exact is not None:
@@ -214,12 +202,6 @@ def _row(
         "shared_fraction": 0.0,
         "seconds": None,
     }
-
-
-def _seconds(run: Path) -> float:
-    """From staged text to layout, by the times of the files: a pause between two starts counts."""
-    staged = max(file.stat().st_mtime for file in (run / STAGES["data"]).iterdir())
-    return (run / STAGES["extract"] / "layout.safetensors").stat().st_mtime - staged
 
 
 def _active_fraction(split: dict[str, int]) -> float:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -29,6 +29,7 @@ from dotmoe.device import resolved_device
 from dotmoe.distributed import mesh, num_ranks, on_every_rank
 from dotmoe.errors import UserError
 from dotmoe.models.family import FAMILIES, family_of
+from dotmoe.options import HOW
 from dotmoe.parameters import meta_model
 from dotmoe.sharded_weights import Sharding, checkpoint_dtype, is_sharded, load_sharded
 from dotmoe.training.task import local_part
@@ -52,9 +53,9 @@ class LoadConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the weights while working. auto: the checkpoint's own on a GPU, float32 on a
     CPU, where 16-bit arithmetic is slow. The export keeps the checkpoint's own either way."""
-    device: str = "auto"
+    device: Annotated[str, HOW] = "auto"
     """`cpu`, `cuda` or `cuda:N`. auto: the GPU if there is one, else the CPU."""
-    sharding: Sharding = "auto"
+    sharding: Annotated[Sharding, HOW] = "auto"
     """Under torchrun: `replicate` gives every rank all weights, `shard` each rank its part (FSDP2).
     auto: shard what would take more than half of a GPU's memory."""
 

@@ -1,52 +1,89 @@
-"""The whole method: load -> calibrate -> align -> extract -> export -> evaluate -> report."""
+"""`convert` and `finetune`: their stages in order, each recorded in the run folder.
+
+convert:   tokenise -> calibrate -> align -> extract -> export -> evaluate -> report
+finetune:  tokenise -> finetune -> export -> evaluate -> report
+"""
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
+
+import torch
 
 from dotmoe.align import align, steps_to_take
-from dotmoe.artifacts import AlignState
+from dotmoe.artifacts import AlignState, DenseModel
 from dotmoe.baselines import (
+    METHODS,
     Baseline,
     SplitInputs,
     baseline,
+    granularity_of,
     routed_by_representatives,
     state_of,
 )
 from dotmoe.calibrate import calibrate
-from dotmoe.config import RunConfig
-from dotmoe.data import TokenBlocks
+from dotmoe.checkpoint_folder import checkpoint_folder, fingerprint
+from dotmoe.config import AnyRunConfig, FinetuneRunConfig, RunConfig
+from dotmoe.data import DataConfig
 from dotmoe.device import resolved_device
-from dotmoe.distributed import from_first, is_first, joined, on_every_rank
+from dotmoe.distributed import (
+    from_first,
+    is_first,
+    joined,
+    mesh,
+    num_ranks,
+    on_every_rank,
+    require_equal_shares,
+    started_by_torchrun,
+)
+from dotmoe.errors import UserError
 from dotmoe.evaluate import heldout_text, perplexities, stock_nats
 from dotmoe.evaluate.perplexity import perplexity
 from dotmoe.export import (
+    ExportConfig,
     ExportRecord,
+    VerificationRecord,
     export,
+    export_dtype,
+    require_exportable,
     require_intact,
     write_model_card,
 )
+from dotmoe.export.architecture import granularity_of as granularity_of_layout
+from dotmoe.export.weights_on_disk import on_disk
 from dotmoe.extract import extract
-from dotmoe.layout import ExpertLayout
-from dotmoe.narration import Narrator
-from dotmoe.opened_run import OpenedRun
-from dotmoe.report import report
-from dotmoe.run_folder import provenance, read_json, write_json
-from dotmoe.run_results import card_rows, verification_figures
-from dotmoe.tokenise import (
-    RECORD_FILE,
-    load_blocks,
-    measured_on,
-    tokenise,
+from dotmoe.files import read_json, write_json
+from dotmoe.finetune import (
+    LAYOUT,
+    MODEL,
+    Start,
+    require_peft,
+    wants_own_teacher,
 )
-from dotmoe.training.loop import Metrics, checkpoints_in
+from dotmoe.finetune import finetune as train
+from dotmoe.finetune import steps_to_take as finetune_steps
+from dotmoe.finished_run import FinishedRun, finished_run
+from dotmoe.granularity import Granularity, resolve
+from dotmoe.layout import ExpertLayout
+from dotmoe.load import describe_dense, load_dense, resolved_dtype
+from dotmoe.options import check, from_values, values_of
+from dotmoe.progress import Progress
+from dotmoe.provenance import provenance
+from dotmoe.report import report
+from dotmoe.run_folder import RESULTS, RunFolder
+from dotmoe.sharded_weights import Sharding, checkpoint_dtype, is_divided, is_sharded, unloaded
+from dotmoe.tokenise import Text, require_sources, samples_itself, tokenise
+from dotmoe.training.loop import Metrics
+
+Config = TypeVar("Config", bound=AnyRunConfig)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """What `convert` leaves behind."""
+    """What `convert` and `finetune` leave behind."""
 
     folder: Path
     """The run folder."""
@@ -55,214 +92,579 @@ class Conversion:
     report: Path
     """What was lost and gained, as one HTML page; `report.md` beside it says it in short."""
     results: dict[str, Any]
-    """Contents of `6_evaluate/results.json`; empty on ranks other than the first."""
+    """Contents of `6_evaluate/results.json`; empty on ranks other than rank zero."""
 
 
-def convert(config: RunConfig, narrator: Narrator | None = None) -> Conversion:
-    """Run every stage that the run folder does not hold finished yet.
+def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
+    """Convert a dense model; stages that the run folder holds finished are not run again.
 
-    Under torchrun all ranks call it, with a run folder that all of them see. The first alone writes
-    in it and speaks, and goes on alone after the alignment, when the others return.
+    Under torchrun all ranks call it, with a run folder that all of them see. Rank zero alone writes
+    and prints, and goes on alone after the alignment, when the others return.
 
     Raises:
-        UserError: Bad input, or another process at work in the run folder. If no stage was
-            finished, the folder does not exist then, nor after any other exception.
+        UserError: Bad input, or another process at work in the run folder. If nothing was finished,
+            the folder does not exist then, nor after any other exception.
     """
-    with ExitStack() as held:
+    with ExitStack() as work:
         with joined(resolved_device(config.load.device)):
-            first = is_first()
-            run = _Run.of(config, narrator if narrator and first else Narrator(quiet=True))
-            from_first(lambda: held.enter_context(run.alone()))
-            training, heldout = run.tokenise()
-            state = run.learn(training)
-        stages = run.folder.path, run.folder.stage("export"), run.folder.stage("report")
-        if not first:
-            return Conversion(folder=stages[0], export=stages[1], report=stages[2], results={})
-        run = run.on_one_rank()
-        layout, steps = run.layout(training, state)
-        record = run.export(layout, heldout)
-        results = run.evaluate(heldout, record, steps)
-        return Conversion(folder=stages[0], export=stages[1], report=run.report(), results=results)
+            config = on_every_rank(lambda: settled(config))
+            run = _Run.started(config, progress, work)
+            if run.is_finished(lambda: {"model": fingerprint(checkpoint_folder(config.model))}):
+                return run.conversion()
+            run.require_sources(config.data, config.eval_text)
+            dense = load_dense(config.model, config.load)
+            split, dtype = on_every_rank(lambda: _fitted(config, dense))
+            run.begin(config.model, {"model": fingerprint(dense.folder)})
+            text = run.stage(
+                "data", Text.load, lambda at: _text(run, config, dense, at), alone=True
+            )
+            state = None
+            if config.method == "dot_moe" or config.align.steps:
+                start = run.state(
+                    "calibrate", dense, lambda _: _start(run, config, dense, split, text)
+                )
+                state = run.state(
+                    "align", dense, lambda at: _aligned(run, config, dense, split, text, start, at)
+                )
+        if not run.is_first:
+            return run.conversion()
+
+        def extracted(at: Path) -> Baseline:
+            made = _extracted(run, config, dense, split, dtype, text, state)
+            made.save(at)
+            return made
+
+        made = run.stage("extract", Baseline.load, extracted)
+        if is_divided(dense.model):
+            dense = on_disk(dense, dense.device, next(dense.model.parameters()).dtype)
+        record = run.export(lambda: dense, made.layout, config.export, text)
+        steps = 0 if state is None else state.step
+
+        def measured() -> dict[str, Any]:
+            results = run.perplexities(dense, {}, record, text)
+            return results | {"steps": steps} | _own_router(run, config, dense, made, text)
+
+        run.evaluate(made.layout, record, measured)
+        return run.conversion()
+
+
+def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Conversion:
+    """Train the model of a finished run, and export and measure what came out.
+
+    Otherwise as `convert`; rank zero goes on alone after the training.
+
+    Raises:
+        UserError: As `convert`; or RUN is not finished, or is finetuned itself.
+    """
+    with ExitStack() as work:
+        with joined(resolved_device(config.load.device)):
+            config = on_every_rank(lambda: _checked(config))
+            source, converted = on_every_rank(lambda: _finetunable(config))
+            run = _Run.started(config, progress, work)
+            inputs = {"model": source.fingerprint, "layout": source.layout_fingerprint}
+            if run.is_finished(lambda: inputs):
+                return run.conversion()
+            run.require_sources(converted.data, config.eval_text)
+            dense = on_every_rank(lambda: _described(source, config))
+            run.begin(source.model, inputs)
+            known = None if run.holds("data") else _to_sample(converted, config, dense)
+            text = run.stage(
+                "data",
+                Text.load,
+                lambda at: _finetune_text(run, config, converted, source, known or dense, at),
+                alone=True,
+            )
+            layout = run.stage(
+                "finetune",
+                lambda at: ExpertLayout.load(at / LAYOUT),
+                lambda at: _trained(run, config, source, dense, text, at),
+            )
+        if not run.is_first:
+            return run.conversion()
+        model = str(run.folder.stage("finetune") / MODEL)
+        record = run.export(
+            lambda: _for_one_rank(model, config, dense), layout, config.export, text
+        )
+        steps = finetune_steps(config.finetune, text.training.num_blocks)
+
+        def measured() -> dict[str, Any]:
+            exports = {}
+            if source.folder.holds("export"):
+                exports["converted"] = source.folder.stage("export")
+            results = run.perplexities(
+                _for_one_rank(source.model, config, dense), exports, record, text
+            )
+            tokens = steps * config.finetune.batch_size * text.training.seq_len
+            return results | {"steps": steps, "tokens": tokens}
+
+        run.evaluate(layout, record, measured)
+        return run.conversion()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Run(OpenedRun):
-    """One conversion under way: each method is a stage, skipped where its result is on disk."""
+class _Run:
+    """A run under way, and the stages that both commands end with."""
 
-    def tokenise(self) -> tuple[TokenBlocks, TokenBlocks]:
-        """Training blocks, and blocks to measure on that are never trained on."""
-        from_first(self._tokenise)
-        return on_every_rank(lambda: load_blocks(self.folder.stage("data")))
+    config: AnyRunConfig
+    folder: RunFolder
+    progress: Progress
+    is_first: bool
 
-    def learn(self, training: TokenBlocks) -> AlignState | None:
-        """Learned affinities and routers; None where the method has nothing to learn."""
-        if self.config.method != "dot_moe" and not self.config.align.steps:
-            return None
-        return self.align(training, self.calibrate(training))
+    @classmethod
+    def started(cls, config: AnyRunConfig, progress: Progress | None, work: ExitStack) -> Self:
+        """Take the run folder, for as long as `work` is open; all ranks together."""
+        first = is_first()
+        progress = progress if progress and first else Progress(quiet=True)
+        folder = RunFolder(Path(config.out), progress.log)
+        from_first(lambda: work.enter_context(folder.at_work(config)))
+        return cls(config=config, folder=folder, progress=progress, is_first=first)
 
-    def layout(self, training: TokenBlocks, state: AlignState | None) -> tuple[ExpertLayout, int]:
-        """What the method decides, and how many steps it was trained."""
-        method = self.config.method
-        if state is not None:
-            return self.extract(state), state.step
-        if not self.folder.is_finished("extract"):
-            self.narrator.say(f"{method} has nothing to calibrate or to align: both are skipped")
-            with self.folder.finishing("extract") as folder:
-                self._split(training).save(folder)
-        return Baseline.load(self.folder.intact("extract")).layout, 0
+    def holds(self, *names: str) -> bool:
+        """Whether these stages are finished."""
+        return from_first(lambda: self.folder.holds(*names))
 
-    def calibrate(self, training: TokenBlocks) -> AlignState:
-        """Initial affinities and routers."""
-        return self._state("calibrate", lambda folder: self._calibrated(training))
+    def is_finished(self, inputs: Callable[[], dict[str, str]]) -> bool:
+        """Whether nothing is left to do, of a run that was made of the same inputs."""
+        finished = self.holds("export", "evaluate")
+        if finished:
+            from_first(lambda: self.folder.require_inputs(inputs()))
+        return finished
 
-    def align(self, training: TokenBlocks, initial: AlignState) -> AlignState:
-        """Learned affinities and routers."""
-        state = self._state("align", lambda folder: self._aligned(training, initial, folder))
-        checkpoints_in(self.folder.stage("align")).remove()
-        return state
+    def require_sources(self, data: DataConfig, eval_text: tuple[str, ...]) -> None:
+        """Refuse texts that are not there, if they are still to be read."""
+        if not self.holds("data"):
+            from_first(lambda: require_sources(data, eval_text))
 
-    def extract(self, state: AlignState) -> ExpertLayout:
-        """The layout that is exported."""
-        file = self.folder.stage("extract") / "layout.safetensors"
-        if not self.folder.is_finished("extract"):
-            with self.folder.finishing("extract"):
-                layout = extract(
-                    state,
-                    self.granularity.active_experts,
-                    self.config.assignment,
-                    router_dtype=self.router_dtype,
-                    first_dense_layers=self.granularity.first_dense_layers,
-                )
-                layout.save(file)
-        self.folder.intact("extract")
-        return ExpertLayout.load(file)
+    def begin(self, model: str, inputs: dict[str, str]) -> None:
+        """Record what the run is made of."""
+        from_first(lambda: self.folder.begin(self.config, model, inputs))
 
-    def export(self, layout: ExpertLayout, heldout: TokenBlocks) -> ExportRecord:
+    def stage(
+        self,
+        name: str,
+        load: Callable[[Path], Result],
+        make: Callable[[Path], Result],
+        *,
+        alone: bool = False,
+    ) -> Result:
+        """See `RunFolder.run_stage`."""
+        return self.folder.run_stage(name, load, make, alone=alone)
+
+    def state(self, name: str, dense: DenseModel, make: Callable[[Path], AlignState]) -> AlignState:
+        """Affinities and routers of a stage."""
+        file = "state.safetensors"
+
+        def saved(at: Path) -> AlignState:
+            state = make(at)
+            from_first(lambda: state.save(at / file) if is_first() else None)
+            return state
+
+        return self.stage(name, lambda at: AlignState.load(at / file, dense.device), saved)
+
+    def export(
+        self,
+        dense: Callable[[], DenseModel],
+        layout: ExpertLayout,
+        config: ExportConfig,
+        text: Text,
+    ) -> ExportRecord:
         """The checkpoint, verified."""
-        if self.folder.is_finished("export"):
-            require_intact(
-                self.folder.stage("export"), read_weights=not self.folder.is_finished("evaluate")
+
+        def load(at: Path) -> ExportRecord:
+            require_intact(at)
+            return ExportRecord.load(at)
+
+        def make(at: Path) -> ExportRecord:
+            self.progress.log("export and verify")
+            return export(dense(), layout, at, config, text.heldout.tokens_BT)
+
+        return self.stage("export", load, make)
+
+    def perplexities(
+        self, dense: DenseModel, exports: dict[str, Path], record: ExportRecord, text: Text
+    ) -> dict[str, Any]:
+        """Perplexity of the dense model and of exports, this run's last; also into its card."""
+        exported = self.folder.stage("export")
+        with self.progress.bar("evaluate") as update:
+            results = perplexities(
+                dense, exports | {"moe": exported}, text.heldout, text.heldout_name, update
             )
-        else:
-            self.narrator.say("export and verify")
-            self.folder.clear("export")
-            with self.folder.finishing("export") as folder:
-                export(self.dense, layout, folder, self.config.export, heldout.tokens_BT)
-        return ExportRecord.load(self.folder.stage("export"))
+        write_model_card(exported, record, _card_rows(results))
+        return results
 
-    def evaluate(self, heldout: TokenBlocks, record: ExportRecord, steps: int) -> dict[str, Any]:
-        """Perplexity of the dense model and of the exported checkpoint; also into its card."""
-        file = self.folder.stage("evaluate") / "results.json"
-        if not self.folder.is_finished("evaluate"):
-            text = measured_on(self.config)
-            exported = self.folder.stage("export")
-            with self.folder.finishing("evaluate"), self.narrator.bar("evaluate") as update:
-                results = perplexities(self.dense, {"moe": exported}, heldout, text, update)
-                write_model_card(exported, record, card_rows(results))
-                results |= {
-                    "origin": "measured",
-                    "granularity": asdict(self.granularity),
-                    "steps": steps,
-                    "parameters": record.parameters,
-                    "verification": verification_figures(record.verification),
-                    "config": asdict(self.config),
-                    "provenance": provenance(self.config.seed),
-                }
-                results |= self._under_own_router(heldout, text)
-                write_json(file, results)
-        self.folder.intact("evaluate")
-        return read_json(file)
+    def evaluate(
+        self, layout: ExpertLayout, record: ExportRecord, measure: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Write what was measured, and where it comes from."""
 
-    def report(self) -> Path:
-        """What was lost and gained; read from result files alone, so made anew each time."""
-        return report(self.folder.path)
+        def make(at: Path) -> dict[str, Any]:
+            results = measure() | {
+                "origin": "measured",
+                "granularity": asdict(granularity_of_layout(layout)),
+                "parameters": record.parameters,
+                "verification": _verification(record.verification),
+                "config": values_of(self.config),
+                "provenance": provenance(self.config.seed),
+            }
+            write_json(at / RESULTS, results)
+            return results
 
-    def _tokenise(self) -> None:
-        if not self.folder.is_finished("data"):
-            with self.folder.finishing("data") as folder:
-                record = tokenise(self.config, self.dense, folder, self.narrator)
-                write_json(folder / RECORD_FILE, record)
-        self.folder.intact("data")
+        self.stage("evaluate", lambda at: read_json(at / RESULTS), make)
 
-    def _split(self, training: TokenBlocks) -> Baseline:
-        """Layout of a method other than DOT-MoE."""
-        config = self.config
-        rows = -(-config.calibrate.calibration_tokens // training.seq_len)
-        inputs = SplitInputs(
-            dense=self.dense,
-            tokens_BT=training.tokens_BT[:rows],
-            granularity=self.granularity,
-            config=config.baseline,
-            calibrate=config.calibrate,
-            seed=config.seed,
+    def conversion(self) -> Conversion:
+        """What is left behind; the report is made anew each time, from result files alone."""
+        path, exported = self.folder.path, self.folder.stage("export")
+        page, results = self.folder.stage("report") / "report.html", {}
+        if self.is_first:
+            results = read_json(self.folder.verified("evaluate") / RESULTS)
+            require_intact(exported, read_weights=False)
+            page = report(path)
+        return Conversion(folder=path, export=exported, report=page, results=results)
+
+
+# --- before the first stage -------------------------------------------------------------------
+
+
+def settled(config: RunConfig) -> RunConfig:
+    """The config, checked, with what `method` decides for the alignment phase written out.
+
+    A method other than DOT-MoE keeps its experts; its router is trained for `router_steps`.
+
+    Raises:
+        UserError: A number out of its range, steps for a method whose shared expert the alignment
+            phase does not know, or ranks that cannot share the work.
+    """
+    config = _checked(config)
+    if config.method != "dot_moe":
+        if num_ranks() > 1:
+            raise UserError(
+                f"method is {config.method}, which runs in one process, and torchrun started "
+                f"{num_ranks()}. Start without torchrun."
+            )
+        steps = config.baseline.router_steps
+        if steps and METHODS[config.method].has_shared_expert:
+            raise UserError(
+                f"router_steps is {steps}, but {config.method} has a shared expert, which the "
+                "alignment phase does not train beside. Set router_steps to 0."
+            )
+        config = replace(config, align=replace(config.align, steps=steps, learn_assignment=False))
+    if config.align.steps:
+        require_equal_shares(config.align.batch_size)
+    return config
+
+
+def _checked(config: Config) -> Config:
+    """The config with its values in range, and of the types that its fields name."""
+    config = from_values(type(config), values_of(config), "the config")
+    check(config)
+    return config
+
+
+def _fitted(config: RunConfig, dense: DenseModel) -> tuple[Granularity, torch.dtype]:
+    """Experts that fit the model and the export, and the dtype of the export."""
+    if is_divided(dense.model) and samples_itself(config.data):
+        raise UserError(_NOT_WHOLE)
+    split = resolve(config.experts, dense.widths.ffn)
+    split = granularity_of(config.method, split, config.baseline)
+    return split, require_exportable(dense, split, config.export)
+
+
+def _finetunable(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
+    """The run that is finetuned, and its config with the text of the finetune."""
+    if config.finetune.train == "lora":
+        require_peft()
+    require_equal_shares(config.finetune.batch_size)
+    source = finished_run(Path(config.run))
+    if not isinstance(source.config, RunConfig):
+        raise UserError(
+            f"{config.run} is finetuned already. Name the run of dotmoe convert that it "
+            "was made of, and train for more steps."
         )
-        with self.narrator.bar(config.method) as update:
-            return baseline(
-                config.method, inputs, router_dtype=self.router_dtype, on_progress=update
-            )
+    data = config.data
+    if not data.data:
+        data = replace(source.config.data, seq_len=data.seq_len)
+    return source, replace(source.config, data=data)
 
-    def _under_own_router(self, heldout: TokenBlocks, text: tuple[str, ...]) -> dict[str, Any]:
-        """Perplexity under the router of the method itself, where the export cannot have it."""
-        made = Baseline.load(self.folder.stage("extract"))
-        if made.representative_LE is None or self.config.baseline.split_router != "own":
-            return {}
-        scored = heldout_text(heldout, self.dense.tokenizer, text)
-        nats = stock_nats(self.dense.model)
-        routed = routed_by_representatives(self.dense, made.layout, made.representative_LE)
-        with self.narrator.bar("evaluate its own router") as update, routed:
-            result = perplexity(nats, scored, heldout.seq_len, on_progress=update)
-        return {"moe_own_router": result.as_dict()}
 
-    def _state(self, stage: str, make: Callable[[Path], AlignState]) -> AlignState:
-        """State of a stage: from disk where the stage is finished, else made and saved."""
-        file = self.folder.stage(stage) / "state.safetensors"
-        if not from_first(lambda: self.folder.is_finished(stage)):
-            first = is_first()
-            with self.folder.finishing(stage) if first else nullcontext(file.parent) as folder:
-                state = make(folder)
-                if first:
-                    state.save(file)
-        from_first(lambda: self.folder.intact(stage))
-        return on_every_rank(lambda: AlignState.load(file, self.dense.device))
+def _described(source: FinishedRun, config: FinetuneRunConfig) -> DenseModel:
+    """The dense model of a run, without weights, if it is the same and can be exported."""
+    dense = describe_dense(source.model)
+    source.require_same_model(dense.folder)
+    require_exportable(dense, granularity_of_layout(source.layout), config.export)
+    return dense
 
-    def _calibrated(self, training: TokenBlocks) -> AlignState:
-        config = self.config
-        if config.method != "dot_moe":
-            return state_of(self._split(training).layout, self.dense.device)
-        with self.narrator.bar(f"calibrate ({config.calibrate.start})") as update:
-            return calibrate(
-                self.dense,
-                training.tokens_BT,
-                self.granularity.num_experts,
-                config.calibrate,
-                seed=config.seed,
-                on_progress=update,
-            )
 
-    def _aligned(self, training: TokenBlocks, initial: AlignState, folder: Path) -> AlignState:
-        config = self.config
-        total = steps_to_take(config.align, training.num_blocks)
-        if total < config.align.steps:
-            self.narrator.say(
-                f"steps lowered from {config.align.steps} to {total}: the data would otherwise be "
-                f"seen more than {config.align.max_epochs:g} times (max_epochs). With little data "
-                "or a small model, --recipe small takes more and smaller steps"
-            )
-        with self.narrator.bar("align") as update:
+# --- stages of convert ------------------------------------------------------------------------
 
-            def on_step(step: int, metrics: Metrics) -> None:
-                update(step, total, f"kl {metrics['kl']:.3f} ce {metrics['ce']:.3f}")
 
-            return align(
-                self.dense,
-                training,
-                initial,
-                self.granularity.active_experts,
-                config.align,
-                config.assignment,
-                folder=folder,
-                seed=config.seed,
-                first_dense_layers=self.granularity.first_dense_layers,
-                training=config.training,
-                on_step=on_step,
-            )
+def _text(run: _Run, config: RunConfig, dense: DenseModel, at: Path) -> Text:
+    seq_len = min(config.data.seq_len, dense.widths.context)
+    tokens = config.align.steps * config.align.batch_size * seq_len
+    return tokenise(
+        config.data,
+        config.sample,
+        dense,
+        at,
+        tokens=max(tokens, config.calibrate.calibration_tokens),
+        eval_text=config.eval_text,
+        eval_tokens=config.eval_tokens,
+        progress=run.progress,
+    )
+
+
+def _start(
+    run: _Run, config: RunConfig, dense: DenseModel, split: Granularity, text: Text
+) -> AlignState:
+    """Initial affinities and routers."""
+    if config.method != "dot_moe":
+        return state_of(_split(run, config, dense, split, torch.float32, text).layout, dense.device)
+    with run.progress.bar(f"calibrate ({config.calibrate.start})") as update:
+        return calibrate(
+            dense,
+            text.training.tokens_BT,
+            split.num_experts,
+            config.calibrate,
+            seed=config.seed,
+            on_progress=update,
+        )
+
+
+def _aligned(
+    run: _Run,
+    config: RunConfig,
+    dense: DenseModel,
+    split: Granularity,
+    text: Text,
+    start: AlignState,
+    at: Path,
+) -> AlignState:
+    """Learned affinities and routers."""
+    total = steps_to_take(config.align, text.training.num_blocks)
+    _log_fewer_steps(run, total, config.align.steps, config.align.max_epochs)
+    with run.progress.bar("align") as update:
+
+        def on_step(step: int, metrics: Metrics) -> None:
+            update(step, total, f"kl {metrics['kl']:.3f} ce {metrics['ce']:.3f}")
+
+        return align(
+            dense,
+            text.training,
+            start,
+            split.active_experts,
+            config.align,
+            config.assignment,
+            folder=at,
+            seed=config.seed,
+            first_dense_layers=split.first_dense_layers,
+            training=config.training,
+            on_step=on_step,
+        )
+
+
+def _extracted(
+    run: _Run,
+    config: RunConfig,
+    dense: DenseModel,
+    split: Granularity,
+    dtype: torch.dtype,
+    text: Text,
+    state: AlignState | None,
+) -> Baseline:
+    """The layout that is exported."""
+    if state is None:
+        run.progress.log(f"{config.method} has nothing to calibrate or to align: both are skipped")
+        return _split(run, config, dense, split, dtype, text)
+    layout = extract(
+        state,
+        split.active_experts,
+        config.assignment,
+        router_dtype=dtype,
+        first_dense_layers=split.first_dense_layers,
+    )
+    return Baseline(layout=layout, representative_LE=None)
+
+
+def _split(
+    run: _Run,
+    config: RunConfig,
+    dense: DenseModel,
+    split: Granularity,
+    dtype: torch.dtype,
+    text: Text,
+) -> Baseline:
+    """Experts and router of a method other than DOT-MoE."""
+    rows = -(-config.calibrate.calibration_tokens // text.training.seq_len)
+    inputs = SplitInputs(
+        dense=dense,
+        tokens_BT=text.training.tokens_BT[:rows],
+        granularity=split,
+        config=config.baseline,
+        calibrate=config.calibrate,
+        seed=config.seed,
+    )
+    with run.progress.bar(config.method) as update:
+        return baseline(config.method, inputs, router_dtype=dtype, on_progress=update)
+
+
+def _own_router(
+    run: _Run, config: RunConfig, dense: DenseModel, made: Baseline, text: Text
+) -> dict[str, Any]:
+    """Perplexity under the router of the method itself, where the export cannot have it."""
+    if made.representative_LE is None or config.baseline.split_router != "own":
+        return {}
+    scored = heldout_text(text.heldout, dense.tokenizer, text.heldout_name)
+    nats = stock_nats(dense.model)
+    routed = routed_by_representatives(dense, made.layout, made.representative_LE)
+    with run.progress.bar("evaluate its own router") as update, routed:
+        result = perplexity(nats, scored, text.heldout.seq_len, on_progress=update)
+    return {"moe_own_router": result.as_dict()}
+
+
+# --- stages of finetune -----------------------------------------------------------------------
+
+
+def _to_sample(
+    converted: RunConfig, config: FinetuneRunConfig, dense: DenseModel
+) -> DenseModel | None:
+    """The dense model to sample text from, if that is asked for; all ranks together."""
+    if not samples_itself(converted.data):
+        return None
+    if started_by_torchrun() and _is_divided(config, dense):
+        raise UserError(_NOT_WHOLE)
+    return load_dense(converted.model, replace(config.load, sharding="replicate"))
+
+
+def _finetune_text(
+    run: _Run,
+    config: FinetuneRunConfig,
+    converted: RunConfig,
+    source: FinishedRun,
+    dense: DenseModel,
+    at: Path,
+) -> Text:
+    """Training blocks without what is in the held-out ones, which are the run's by default."""
+    seq_len = min(converted.data.seq_len, dense.widths.context)
+    return tokenise(
+        converted.data,
+        converted.sample,
+        dense,
+        at,
+        tokens=config.finetune.steps * config.finetune.batch_size * seq_len,
+        eval_text=config.eval_text,
+        eval_tokens=config.eval_tokens,
+        progress=run.progress,
+        beside=source.text,
+    )
+
+
+def _trained(
+    run: _Run,
+    config: FinetuneRunConfig,
+    source: FinishedRun,
+    dense: DenseModel,
+    text: Text,
+    at: Path,
+) -> ExpertLayout:
+    """Write trained weights as a dense checkpoint, and the layout with trained routers."""
+    device = resolved_device(config.load.device)
+    ranks = mesh(device)
+    if ranks is not None and not _is_divided(config, dense):
+        ranks = None
+
+    def loaded(sharding: Sharding) -> DenseModel:
+        return load_dense(source.model, replace(config.load, sharding=sharding))
+
+    if ranks is None:
+        student = loaded("replicate")
+    else:
+        dtype = resolved_dtype(config.load.dtype, device)
+        if dtype == "auto":
+            dtype = checkpoint_dtype(dense.config, dense.folder)
+        student = replace(dense, model=unloaded(dense.config, dtype))
+    teacher = None
+    if wants_own_teacher(config.finetune):
+        teacher = loaded("replicate" if ranks is None else "shard")
+    steps = finetune_steps(config.finetune, text.training.num_blocks)
+    _log_fewer_steps(run, steps, config.finetune.steps, config.finetune.max_epochs)
+    with run.progress.bar(f"finetune ({config.finetune.train})") as update:
+
+        def on_step(step: int, metrics: Metrics) -> None:
+            update(step, steps, f"ce {metrics['ce']:.3f}")
+
+        train(
+            Start(dense=student, layout=source.layout, teacher=teacher),
+            text.training,
+            config.finetune,
+            folder=at,
+            seed=config.seed,
+            router_dtype=export_dtype(dense, config.export),
+            sharded_over=ranks,
+            training=config.training,
+            on_step=on_step,
+        )
+    return on_every_rank(lambda: ExpertLayout.load(at / LAYOUT))
+
+
+def _for_one_rank(source: str, config: FinetuneRunConfig, dense: DenseModel) -> DenseModel:
+    """A checkpoint of the dense model's sizes; one too large for one rank stays on disk."""
+    if started_by_torchrun() and _is_divided(config, dense):
+        device = resolved_device(config.load.device)
+        return on_disk(describe_dense(source), device, resolved_dtype(config.load.dtype, device))
+    return load_dense(source, replace(config.load, sharding="replicate"))
+
+
+def _is_divided(config: FinetuneRunConfig, dense: DenseModel) -> bool:
+    """Whether several ranks would divide what is trained.
+
+    Weights, gradients and two moments in float32 are 16 bytes for each that is trained.
+    """
+    num_weights = sum(p.numel() for p in dense.model.parameters())
+    dtype = checkpoint_dtype(dense.config, dense.folder)
+    num_bytes = 16 if config.finetune.train == "everything" else dtype.itemsize
+    device = resolved_device(config.load.device)
+    return is_sharded(config.load.sharding, num_bytes * num_weights, device)
+
+
+# --- words and records ------------------------------------------------------------------------
+
+_NOT_WHOLE = (
+    "data is self, but text is sampled by one rank, from a model that is whole. Choose "
+    "--sharding replicate, or tokenise before in a run of one rank with the same OUT."
+)
+
+
+def _log_fewer_steps(run: _Run, steps: int, asked: int, max_epochs: float) -> None:
+    if steps < asked:
+        run.progress.log(
+            f"steps lowered from {asked} to {steps}: the data would otherwise be seen more than "
+            f"{max_epochs:g} times (max_epochs). With little data or a small model, "
+            "--recipe small takes more and smaller steps"
+        )
+
+
+def _verification(record: VerificationRecord | None) -> dict[str, Any]:
+    """The export's verification in a few numbers: the worst layer, and the whole model."""
+    assert record is not None
+    return {
+        "tokens": record.tokens,
+        "dtype": record.dtype,
+        "largest_block_error": max(layer.block_error for layer in record.layers),
+        "largest_misrouted_share": max(layer.misrouted for layer in record.layers),
+        "logits_error": record.logits_error,
+        "top1_agreement": record.top1_agreement,
+        "all_experts_logits_error": record.dense_error,
+    }
+
+
+def _card_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of the model card's results table."""
+    return [
+        {
+            "model": name,
+            "perplexity": f"{result['perplexity']:.3f}",
+            "unit": result["unit"],
+            "window": result["window"],
+            "text": ", ".join(Path(source).name for source in result["text"]),
+        }
+        for name, result in results.items()
+    ]

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dotmoe.config import RunConfig
-from dotmoe.narration import Narrator
 from dotmoe.pipeline import Conversion, convert
+from dotmoe.progress import Progress
 from dotmoe.recipes import quickstart as quickstart_recipe
 from dotmoe.report import html_report
 from dotmoe.run_folder import provenance, write_json
@@ -30,7 +30,7 @@ class QuickstartConfig:
     """Of initial values and data order."""
 
 
-def quickstart(config: QuickstartConfig, narrator: Narrator) -> dict[str, Any]:
+def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:
     """Convert the embedded model twice, measure both, and write `quickstart.json`.
 
     The random split has the same experts, k, data, steps, rates and router surrogate; only its
@@ -40,8 +40,8 @@ def quickstart(config: QuickstartConfig, narrator: Narrator) -> dict[str, Any]:
     out = Path(config.out)
     runs: dict[str, Conversion] = {}
     for name, run_config in run_configs(config).items():
-        narrator.say(f"{name}:")
-        runs[name] = convert(run_config, narrator)
+        progress.log(f"{name}:")
+        runs[name] = convert(run_config, progress)
     random, learned = runs["random split"].results, runs["DOT-MoE"].results
     summary = {
         "origin": "measured",

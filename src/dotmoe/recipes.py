@@ -4,22 +4,18 @@ A recipe leaves `model` and `out` to the caller. Numbers at the paper's scale ar
 `quickstart` is scaled down to minutes on two CPU cores.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any
 
 from dotmoe.align import AlignConfig
 from dotmoe.calibrate import CalibrateConfig
-from dotmoe.config import RunConfig
+from dotmoe.config import AnyRunConfig, FinetuneRunConfig, RunConfig
 from dotmoe.data import DataConfig
-from dotmoe.errors import UserError
+from dotmoe.errors import UserError, nearest
 from dotmoe.finetune import FinetuneConfig
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.moe.assignment import AssignmentConfig
-from dotmoe.recovery_config import RecoveryConfig
-
-Config = TypeVar("Config")
 
 
 def default() -> RunConfig:
@@ -76,7 +72,7 @@ def small() -> RunConfig:
 
 
 def quickstart() -> RunConfig:
-    """The embedded model on this machine's own standard library, in minutes on two CPU cores."""
+    """The bundled model on this machine's own standard library, in minutes on two CPU cores."""
     base = small()
     return replace(
         base,
@@ -88,28 +84,13 @@ def quickstart() -> RunConfig:
     )
 
 
-RECIPES: dict[str, Callable[[], RunConfig]] = {
-    recipe.__name__: recipe
-    for recipe in (
-        default,
-        paper,
-        llama2_7b,
-        llama3_8b,
-        qwen25_7b,
-        qwen25_7b_half_active,
-        small,
-        quickstart,
-    )
-}
+def sft() -> FinetuneRunConfig:
+    """Finetuning with the paper's settings (tab:hyperparams_sft): 1.2B tokens."""
+    return FinetuneRunConfig(run="", out="")
 
 
-def sft() -> RecoveryConfig:
-    """Recovery training with the paper's settings (tab:hyperparams_sft): 1.2B tokens."""
-    return RecoveryConfig(run="", out="")
-
-
-def small_sft() -> RecoveryConfig:
-    """Recovery training of models of some million parameters, in minutes on two CPU cores."""
+def small_sft() -> FinetuneRunConfig:
+    """Finetuning of models of some million parameters, in minutes on two CPU cores."""
     return replace(
         sft(),
         data=DataConfig(seq_len=256),
@@ -119,40 +100,46 @@ def small_sft() -> RecoveryConfig:
     )
 
 
-RECOVERY_RECIPES: dict[str, Callable[[], RecoveryConfig]] = {"sft": sft, "small": small_sft}
+RECIPES: dict[str, dict[str, Callable[[], AnyRunConfig]]] = {
+    "convert": {
+        "default": default,
+        "paper": paper,
+        "llama2_7b": llama2_7b,
+        "llama3_8b": llama3_8b,
+        "qwen25_7b": qwen25_7b,
+        "qwen25_7b_half_active": qwen25_7b_half_active,
+        "small": small,
+        "quickstart": quickstart,
+    },
+    "finetune": {"sft": sft, "small": small_sft},
+}
+"""By command and name; the first of a command is taken where none is named."""
 
 
-def recipe_named(name: str) -> RunConfig:
-    """The recipe of that name for a conversion.
+def recipe_of(command: str, name: str | None = None) -> AnyRunConfig:
+    """The recipe of that name for a command.
 
     Raises:
         UserError: No such recipe; the nearest name is offered.
     """
-    return _named(name, RECIPES)
-
-
-def recovery_recipe_named(name: str) -> RecoveryConfig:
-    """The recipe of that name for recovery training.
-
-    Raises:
-        UserError: No such recipe; the nearest name is offered.
-    """
-    return _named(name, RECOVERY_RECIPES)
-
-
-def _named(name: str, recipes: Mapping[str, Callable[[], Config]]) -> Config:
+    recipes = RECIPES[command]
+    name = name or next(iter(recipes))
     if name not in recipes:
-        near = get_close_matches(name, recipes, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise UserError(f"--recipe {name} is unknown. Recipes: {', '.join(recipes)}.{hint}")
+        raise UserError(
+            f"--recipe {name} is unknown. Recipes: {', '.join(recipes)}.{nearest(name, recipes)}"
+        )
     return recipes[name]()
 
 
 def recipe(name: str = "default", **changes: Any) -> RunConfig:
     """A named recipe with fields of `RunConfig` replaced, such as `model`, `out` and `data`."""
-    return replace(recipe_named(name), **changes)
+    config = recipe_of("convert", name)
+    assert isinstance(config, RunConfig)
+    return replace(config, **changes)
 
 
-def recovery_recipe(name: str = "sft", **changes: Any) -> RecoveryConfig:
-    """A named recipe with fields of `RecoveryConfig` replaced, such as `run`, `out` and `data`."""
-    return replace(recovery_recipe_named(name), **changes)
+def finetune_recipe(name: str = "sft", **changes: Any) -> FinetuneRunConfig:
+    """A named recipe with fields of `FinetuneRunConfig` replaced, such as `run` and `out`."""
+    config = recipe_of("finetune", name)
+    assert isinstance(config, FinetuneRunConfig)
+    return replace(config, **changes)

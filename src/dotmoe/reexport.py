@@ -1,4 +1,4 @@
-"""What a finished run has learned, written again: in another format, dtype, or with another k."""
+"""The experts of a finished run, exported again: in another format, dtype, or with another k."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,18 +8,14 @@ import tyro
 from tyro.conf import Positional
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.checkpoint_folder import fingerprint
-from dotmoe.config import RunConfig, command_in
 from dotmoe.data import TokenBlocks
 from dotmoe.device import resolved_device
-from dotmoe.errors import UserError
 from dotmoe.export import ExportConfig, ExportRecord, export, export_dtype
 from dotmoe.export.weights_on_disk import on_disk
-from dotmoe.finetune import LAYOUT, MODEL
+from dotmoe.finished_run import finished_run
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, describe_dense, resolved_dtype
-from dotmoe.recovery_config import RecoveryConfig
-from dotmoe.run_folder import RunFolder
+from dotmoe.options import check
 
 if TYPE_CHECKING:
     from dotmoe.gguf_export import GgufRecord
@@ -47,7 +43,7 @@ class ReexportConfig:
 
 
 def reexport(config: ReexportConfig) -> "ExportRecord | GgufRecord":
-    """Export the layout of a run again; the run itself is not changed.
+    """Export the experts of a run again; the run itself is not changed.
 
     The dense model's weights stay on disk: memory holds those of one decoder layer, or of the
     embedding or head, at a time.
@@ -59,13 +55,14 @@ def reexport(config: ReexportConfig) -> "ExportRecord | GgufRecord":
         UserError: No finished run there, its model is gone or has changed, or whatever the export
             refuses. Nothing is left behind.
     """
-    found = learned(Path(config.run))
-    layout, heldout = found.layout, found.heldout
-    described = describe_dense(found.model)
+    check(config)
+    run = finished_run(Path(config.run))
+    layout, heldout = run.layout, run.text.heldout
+    described = describe_dense(run.weights)
     device = resolved_device(config.load.device)
     dense = on_disk(described, device, resolved_dtype(config.load.dtype, device))
-    if not found.is_finetuned:  # whose weights lie in the run, and have checksums there
-        RunFolder(Path(config.run)).require_model(fingerprint(dense.folder))
+    if not run.is_finetuned:  # whose weights lie in the run, and have checksums there
+        run.require_same_model(dense.folder)
     if config.active_experts is not None:
         layout = layout.with_active_experts(config.active_experts)
     if config.export.format in GGUF_FORMATS:
@@ -92,42 +89,3 @@ def _as_gguf(
     if name == "gguf_dense":
         return write_dense_gguf(dense, out, gguf_config, heldout.tokens_BT)
     return export_gguf(dense, layout, out, gguf_config, heldout.tokens_BT)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Learned:
-    """What a run has learned: enough to export it."""
-
-    model: str
-    """The checkpoint whose weights the experts have: the dense model, or what finetuning left."""
-    layout: ExpertLayout
-    heldout: TokenBlocks
-    """Text that was not trained on."""
-    is_finetuned: bool
-    """Whether the weights are others than the dense model's."""
-
-
-def learned(run: Path) -> Learned:
-    """What a run of `dotmoe convert` or `dotmoe finetune` has learned.
-
-    Raises:
-        UserError: No run there, it has not come that far, or its files are damaged.
-    """
-    folder = RunFolder(run)
-    config = run / "config.json"
-    is_finetuned = config.is_file() and command_in(config) == RecoveryConfig.command
-    stage = "finetune" if is_finetuned else "extract"
-    if not config.is_file() or not folder.is_finished(stage):
-        raise UserError(
-            f"{run} is no run with a finished {stage} stage. Name the OUT folder of dotmoe "
-            "convert or finetune, or finish that run by repeating its command."
-        )
-    made = folder.intact(stage)
-    tokens = "heldout.safetensors"
-    heldout = TokenBlocks.load(folder.intact("data", tokens) / tokens)
-    return Learned(
-        model=str(made / MODEL) if is_finetuned else folder.config(RunConfig).model,
-        layout=ExpertLayout.load(made / LAYOUT),
-        heldout=heldout,
-        is_finetuned=is_finetuned,
-    )

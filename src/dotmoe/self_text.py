@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from dotmoe.artifacts import DenseModel
 from dotmoe.data import SELF, BlockWriter, PackedSources, TokenBlocks
 from dotmoe.errors import UserError
+from dotmoe.options import above, at_least
 
 NOTE = "text that the dense model itself sampled"
 """What to call such text where it was measured on."""
@@ -23,11 +24,11 @@ NOTE = "text that the dense model itself sampled"
 class SampleConfig:
     """How text is sampled where `data` is `self`."""
 
-    sample_tokens: int | None = None
+    sample_tokens: Annotated[int | None, at_least(2)] = None
     """Tokens to sample for training, at most. Default: as many as the steps use."""
-    sample_temperature: float = 1.0
+    sample_temperature: Annotated[float, above(0)] = 1.0
     """Divides the logits; 1: the model's own distribution. Nothing is cut off from it."""
-    sample_batch_size: int = 16
+    sample_batch_size: Annotated[int, at_least(1)] = 16
     """Blocks sampled side by side: more is faster and takes more memory (their keys and values)."""
 
 

@@ -1,11 +1,10 @@
-"""Stage tokenise: text, or samples of the dense model -> blocks to train on and to measure on."""
+"""STAGE tokenise: text, or samples of the dense model -> blocks to train on and to measure on."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.config import RunConfig
 from dotmoe.data import (
     SELF,
     DataConfig,
@@ -15,147 +14,177 @@ from dotmoe.data import (
     pack_sources,
     shares_in_words,
     sources_of,
+    split_off_tail,
+    write_decontaminated,
 )
-from dotmoe.narration import Narrator
+from dotmoe.files import read_json, write_json
+from dotmoe.progress import Progress
 from dotmoe.self_text import NOTE, SampleConfig, sample_blocks
 
-RECORD_FILE = "data.json"
-"""Where the record of `tokenise` is written, beside the blocks."""
+_TRAINING, _HELDOUT, _RECORD = "training.safetensors", "heldout.safetensors", "data.json"
+HELDOUT_FILES = (_HELDOUT, _RECORD)
+"""Files in the stage's folder that say what to measure on."""
 
 
-def block_files(folder: Path) -> tuple[Path, Path]:
-    """Files of the training and of the held-out blocks in a folder."""
-    return folder / "training.safetensors", folder / "heldout.safetensors"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text:
+    """Blocks to train on, and blocks to measure on that are never trained on."""
+
+    training: TokenBlocks
+    heldout: TokenBlocks
+    heldout_name: tuple[str, ...]
+    """What to call the held-out text: its files, or where its blocks are from."""
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """What `tokenise` wrote, mapped into memory."""
+        return cls(
+            training=TokenBlocks.load(folder / _TRAINING),
+            heldout=TokenBlocks.load(folder / _HELDOUT),
+            heldout_name=tuple(read_json(folder / _RECORD)["heldout_name"]),
+        )
 
 
-def require_sources(config: RunConfig) -> None:
+def require_sources(data: DataConfig, eval_text: tuple[str, ...]) -> None:
     """Refuse texts that are not there, which is known before anything is loaded.
 
     Raises:
         UserError: A source of `data` or `eval_text` that cannot be used.
     """
-    if not samples_itself(config.data):
-        sources_of(config.data)
-    if config.eval_text:
-        documents(_plain(config.data, config.eval_text))
+    if not samples_itself(data):
+        sources_of(data)
+    if eval_text:
+        documents(_in_order(data, eval_text))
 
 
-def samples_itself(config: DataConfig) -> bool:
+def samples_itself(data: DataConfig) -> bool:
     """Whether the training text is sampled from the dense model."""
-    return config.data == (SELF,)
-
-
-def measured_on(config: RunConfig) -> tuple[str, ...]:
-    """What to call the held-out text."""
-    if config.eval_text:
-        return config.eval_text
-    origin = NOTE if samples_itself(config.data) else "the data"
-    return (f"blocks of {origin} kept out of training",)
+    return data.data == (SELF,)
 
 
 def tokenise(
-    config: RunConfig, dense: DenseModel, folder: Path, narrator: Narrator
-) -> dict[str, Any]:
-    """Write the files of `block_files`.
+    data: DataConfig,
+    sample: SampleConfig,
+    dense: DenseModel,
+    folder: Path,
+    *,
+    tokens: int,
+    eval_text: tuple[str, ...],
+    eval_tokens: int,
+    progress: Progress,
+    beside: Text | None = None,
+) -> Text:
+    """Write blocks of training and held-out text, and a record of both.
 
     Args:
-        config: Sources, block length, and how many tokens the later stages need.
-        dense: Its tokenizer is used, and the model itself where the text is sampled from it.
-        folder: Where to write. Without `eval_text` it takes twice the room for a moment.
-        narrator: Shows the progress and, of several sources, the shares reached.
-
-    Returns:
-        The record of both texts, for `RECORD_FILE`.
+        data: Sources, and the block length; lowered to the model's context.
+        sample: How to sample where the source is the model itself.
+        dense: Its tokenizer is used, and the model where the text is sampled from it.
+        folder: Where to write.
+        tokens: Of training text, at most.
+        eval_text: Sources of the held-out text. Default: that of `beside`, else the last blocks of
+            the training text.
+        eval_tokens: Tokens of `eval_text`, or of the last blocks, at most.
+        progress: Shows bars and, of several sources, the shares reached.
+        beside: Text of the run that is finetuned: blocks that are part of the held-out text are
+            then left out of training.
 
     Raises:
         UserError: A source that cannot be read, too little text, or no room.
     """
-    seq_len = min(config.data.seq_len, dense.widths.context)
-    if seq_len < config.data.seq_len:
-        narrator.say(f"seq_len lowered to {seq_len}: the model has no longer context")
-    step_tokens = config.align.steps * config.align.batch_size * seq_len
-    wanted = max(step_tokens, config.calibrate.calibration_tokens)
-    if samples_itself(config.data):
-        wanted = min(wanted, config.sample.sample_tokens or wanted)
-    source = replace(config.data, seq_len=seq_len)
-    training, heldout = block_files(folder)
-    if config.eval_text:
-        measured = heldout_text(config, dense, heldout, narrator)
-        text = training_text(source, config.sample, dense, training, wanted, narrator)
-        return {"training": text.record, "heldout": measured.record}
-    whole = folder / "whole.safetensors"
-    wanted += config.eval_tokens
-    text = training_text(source, config.sample, dense, whole, wanted, narrator)
-    parts = text.blocks.without_tail(config.eval_tokens)
-    for part, file in zip(parts, (training, heldout), strict=True):
-        part.save(file)
-    whole.unlink()
-    return {"training": text.record, "heldout": "the last blocks of the same text"}
+    seq_len = min(data.seq_len, dense.widths.context)
+    if seq_len < data.seq_len:
+        progress.log(f"seq_len lowered to {seq_len}: the model has no longer context")
+    data = replace(data, seq_len=seq_len)
+    if samples_itself(data):
+        tokens = min(tokens, sample.sample_tokens or tokens)
+    training_file, heldout_file = folder / _TRAINING, folder / _HELDOUT
+    record: dict[str, Any] = {"heldout": "the last blocks of the same text"}
+    origin = NOTE if samples_itself(data) else "the data"
+    name: tuple[str, ...] = (f"blocks of {origin} kept out of training",)
+    if eval_text:
+        name = eval_text
+        record["heldout"] = _heldout_text(
+            data, dense, heldout_file, eval_text, eval_tokens, progress
+        )
+    elif beside is not None:
+        name = beside.heldout_name
+        record["heldout"] = "that of the run that is finetuned"
+        beside.heldout.save(heldout_file)
+    if beside is not None:
+        heldout = TokenBlocks.load(heldout_file)
+        whole_file = folder / "whole.safetensors"
+        # Some of the held-out text may be part of the source, and is left out.
+        whole = _training_text(
+            data, sample, dense, whole_file, tokens + heldout.num_tokens, progress
+        )
+        left_out = write_decontaminated(whole.blocks, heldout, training_file)
+        if left_out:
+            progress.log(
+                f"{left_out} of {whole.blocks.num_blocks} blocks of training text left out: they "
+                "are part of the held-out text"
+            )
+        whole_file.unlink()
+        record |= {"training": whole.record, "left_out_blocks": left_out}
+    else:
+        tail = 0 if eval_text else eval_tokens
+        text = _training_text(data, sample, dense, training_file, tokens + tail, progress)
+        record["training"] = text.record
+        if tail:
+            split_off_tail(training_file, heldout_file, tail)
+    write_json(folder / _RECORD, {**record, "heldout_name": name})
+    return Text.load(folder)
 
 
-def load_blocks(folder: Path) -> tuple[TokenBlocks, TokenBlocks]:
-    """Training and held-out blocks that `tokenise` wrote, mapped into memory."""
-    training, heldout = block_files(folder)
-    return TokenBlocks.load(training), TokenBlocks.load(heldout)
-
-
-def training_text(
-    source: DataConfig,
+def _training_text(
+    data: DataConfig,
     sample: SampleConfig,
     dense: DenseModel,
     file: Path,
     tokens: int,
-    narrator: Narrator,
+    progress: Progress,
 ) -> PackedSources:
-    """Blocks of the sources, or sampled from the dense model, written to a file.
-
-    Args:
-        source: What to read, and the block length.
-        sample: How to sample where the source is the model itself.
-        dense: The model and its tokenizer.
-        file: To write.
-        tokens: Wanted, at most.
-        narrator: Shows the progress.
-    """
-    if samples_itself(source):
-        with narrator.bar("sample from the dense model") as update:
+    if samples_itself(data):
+        with progress.bar("sample from the dense model") as update:
             return sample_blocks(
                 dense,
                 sample,
                 file,
-                seq_len=source.seq_len,
+                seq_len=data.seq_len,
                 num_tokens=tokens,
-                seed=source.data_seed,
+                seed=data.data_seed,
                 on_progress=lambda done: update(min(done, tokens), tokens),
             )
-    with narrator.bar("tokenise") as update:
+    with progress.bar("tokenise") as update:
         text = pack_sources(
-            source, dense.tokenizer, file, tokens, on_progress=lambda done: update(done, tokens)
+            data, dense.tokenizer, file, tokens, on_progress=lambda done: update(done, tokens)
         )
     if len(text.record["sources"]) > 1:
-        narrator.say(shares_in_words(text.record))
+        progress.log(shares_in_words(text.record))
     return text
 
 
-def heldout_text(
-    config: RunConfig, dense: DenseModel, file: Path, narrator: Narrator
-) -> PackedSources:
-    """Blocks of `eval_text`, in windows of 2048 tokens or the model's context."""
+def _heldout_text(
+    data: DataConfig,
+    dense: DenseModel,
+    file: Path,
+    eval_text: tuple[str, ...],
+    tokens: int,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Write blocks of `eval_text`, in windows of 2048 tokens or the model's context."""
     window = min(2048, dense.widths.context)
-    source = replace(_plain(config.data, config.eval_text), seq_len=window)
-    remedy = "Give more eval_text and eval_tokens, or no eval_text."
-    tokens = config.eval_tokens
-    with narrator.bar("tokenise") as update:
+    with progress.bar("tokenise") as update:
         return pack_sources(
-            source,
+            replace(_in_order(data, eval_text), seq_len=window),
             dense.tokenizer,
             file,
             tokens,
             on_progress=lambda done: update(done, tokens),
-            remedy=remedy,
-        )
+            remedy="Give more eval_text and eval_tokens, or no eval_text.",
+        ).record
 
 
-def _plain(config: DataConfig, sources: tuple[str, ...]) -> DataConfig:
+def _in_order(data: DataConfig, sources: tuple[str, ...]) -> DataConfig:
     """Other sources, read in their own order."""
-    return replace(config, data=sources, data_weights=(), shuffle_buffer=0)
+    return replace(data, data=sources, data_weights=(), data_epochs=1, shuffle_buffer=0)

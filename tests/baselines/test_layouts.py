@@ -8,14 +8,15 @@ from dotmoe.baselines import METHODS, Baseline, baseline, granularity_of, state_
 from dotmoe.baselines.contract import BaselineConfig
 from dotmoe.baselines.own_router import routed_by_representatives
 from dotmoe.calibrate import contributions, ridge_router
-from dotmoe.config import RunConfig, check
+from dotmoe.config import RunConfig
 from dotmoe.errors import UserError
 from dotmoe.extract import extract
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ALWAYS_ON
 from dotmoe.moe.assignment import AssignmentConfig
 from dotmoe.moe.surgery import masked_by
-from dotmoe.opened_run import settled
+from dotmoe.options import check
+from dotmoe.pipeline import settled
 
 S, K = 8, 4
 SPLIT = Granularity(num_experts=12, expert_size=S, active_experts=K)

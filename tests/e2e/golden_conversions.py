@@ -18,7 +18,6 @@ from dotmoe.config import RunConfig
 from dotmoe.data import DataConfig
 from dotmoe.export import ExportConfig
 from dotmoe.granularity import ExpertsConfig
-from dotmoe.recipes import recipe_named
 
 GOLDEN = Path(__file__).parent / "golden"
 TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
@@ -37,7 +36,7 @@ def conversions(out: Path) -> dict[str, RunConfig]:
         "eval_tokens": 512,
     }
     steps = AlignConfig(steps=12, batch_size=4, micro_batch_size=2, lr=1e-2, max_epochs=100.0)
-    ours, paper = (replace(recipe_named(name), **small) for name in ("default", "paper"))
+    ours, paper = (replace(dotmoe.recipe(name), **small) for name in ("default", "paper"))
     return {
         "default": replace(
             ours,

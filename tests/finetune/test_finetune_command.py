@@ -16,7 +16,7 @@ from dotmoe.evaluate.scoring import stock_nats
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.surgery import masked_by
-from dotmoe.recipes import recovery_recipe_named
+from dotmoe.recipes import finetune_recipe
 
 QUICK = ["--scale-tokens", "256", "--verify-tokens", "128"]
 TRAIN = ["--steps", "6", "--batch-size", "4", "--seq-len", "32", "--lr", "1e-3", *QUICK]
@@ -132,7 +132,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
 
 
 def test_the_recipe_is_the_papers():
-    config = recovery_recipe_named("sft")
+    config = finetune_recipe("sft", run="", out="")
     tuning = config.finetune
     assert (tuning.lr, tuning.warmup_ratio, tuning.batch_size) == (5e-5, 0.1, 128)
     assert (tuning.max_grad_norm, tuning.balance_weight) == (1.0, 1e-4)

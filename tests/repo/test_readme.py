@@ -47,7 +47,7 @@ def test_commands_and_targets_exist():
             if words[:1] == ["make"]:
                 assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE)
     for name in re.findall(r"--recipe (\w+)", README):
-        assert name in RECIPES
+        assert any(name in recipes for recipes in RECIPES.values())
 
 
 def test_options_named_in_the_readme_are_options():

@@ -33,7 +33,7 @@ QUICK = ("second checkpoint", "evaluate")
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STAGES],
 )
 def test_a_full_disk_is_said_and_nothing_is_lost(stage, finished, tmp_path):
-    made = finished.with_options(tmp_path / "run", {})
+    made = finished.at(tmp_path / "run")
     process = Forked(made.command())
     assert process.is_there_when(lambda: any(tmp_path.glob(STAGES[stage]))), process.said()
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (FEW_BYTES, resource.RLIM_INFINITY))
@@ -45,4 +45,4 @@ def test_a_full_disk_is_said_and_nothing_is_lost(stage, finished, tmp_path):
     assert not list(made.folder.rglob(".step_*")), "a half-written checkpoint is left"
     again = Forked(made.command())
     assert again.wait() == 0, again.said()
-    assert made.learned() == finished.learned()
+    assert made.tensors() == finished.tensors()

@@ -35,9 +35,9 @@ def test_granularity_keeps_the_share_and_goes_on(start, tmp_path, capsys):
     out = tmp_path / "out"
     sweep = [*start, "--active", "0.5", "--steps", "1", "--over-experts"]
     assert run([*sweep, "4"]) == 0
-    before = (out / "experts-4" / "finished" / "align").read_bytes()
+    before = (out / "experts-4" / "manifest.json").read_bytes()
     assert run([*sweep, "4", "12"]) == 0
-    assert (out / "experts-4" / "finished" / "align").read_bytes() == before
+    assert (out / "experts-4" / "manifest.json").read_bytes() == before
     found = written(out)
     dense, four, twelve = found["rows"]
     assert (dense["run"], dense["loss_above_dense"]) == ("dense", 0.0)

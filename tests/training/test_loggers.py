@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from toy_tasks import EVERY_5, SCHEDULE, Regression
 
-from dotmoe.config import check
 from dotmoe.errors import UserError
-from dotmoe.recipes import recipe_named
+from dotmoe.options import check
+from dotmoe.recipes import recipe
 from dotmoe.training.config import TrainingConfig
 from dotmoe.training.loop import train
 
@@ -98,7 +98,7 @@ def test_a_missing_package_is_said_before_anything_is_loaded(name, tmp_path, mon
         train(Regression(), SCHEDULE, tmp_path, training)
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match=pattern):
-        check(replace(recipe_named("quickstart"), training=training))
+        check(replace(recipe("quickstart"), training=training))
 
 
 def test_nothing_but_the_file_is_written_unless_asked(tmp_path):

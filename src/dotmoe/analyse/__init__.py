@@ -11,12 +11,11 @@ from typing import Any
 
 from dotmoe.analyse import history, outputs, overhead, overlap, utilisation
 from dotmoe.analyse.run import AnalyseConfig, AnalysedRun
-from dotmoe.checksums import sha256_of
 from dotmoe.errors import UserError, nearest
-from dotmoe.files import read_json, write_json
+from dotmoe.files import read_json, sha256_of, write_json
 from dotmoe.options import check
 from dotmoe.progress import Progress
-from dotmoe.run_folder import provenance
+from dotmoe.provenance import provenance
 
 __all__ = ["ANALYSES", "AnalyseConfig", "Analysis", "analyse"]
 
@@ -145,7 +144,7 @@ def analyse(
 def _result(run: AnalysedRun, name: str, command: str | None) -> dict[str, Any]:
     """The result file of an analysis: from disk where it was made of the same inputs."""
     analysis, file = ANALYSES[name], run.folder.stage("evaluate") / FOLDER / f"{name}.json"
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     inputs = json.loads(json.dumps(analysis.inputs(run)))  # as it will be read
     try:
         known = read_json(file)

@@ -23,12 +23,12 @@ def values(run: AnalysedRun) -> dict[str, Any]:
     """`metric_columns` of the alignment, `settling`, and `kept_from_start` where it was learned."""
     folder = run.aligned
     assert folder is not None
-    columns = metric_columns(folder.intact("align") / "metrics.jsonl")
+    columns = metric_columns(folder.verified("align") / "metrics.jsonl")
     config = folder.config(RunConfig)
     kept = None
     if config.align.learn_assignment and config.method == "dot_moe":
-        start = folder.intact("calibrate") / "state.safetensors"
-        layout = ExpertLayout.load(folder.intact("extract") / "layout.safetensors")
+        start = folder.verified("calibrate") / "state.safetensors"
+        layout = ExpertLayout.load(folder.verified("extract") / "layout.safetensors")
         kept = kept_from_start(
             AlignState.load(start, torch.device("cpu")).affinity_LNE,
             layout.expert_of_neuron_LN,

@@ -22,7 +22,7 @@ from dotmoe.moe.losses import balance_loss, z_loss
 from dotmoe.moe.masked_activation import masked_activation
 from dotmoe.moe.router import Surrogate, router_logits, straight_through_mask
 from dotmoe.moe.surgery import masked, recomputing
-from dotmoe.tokenise import load_blocks
+from dotmoe.tokenise import Text
 from dotmoe.training.gradients import clip, discard, global_norm
 from dotmoe.training.optimizer import adamw, set_learning_rates
 
@@ -71,11 +71,11 @@ def values(run: AnalysedRun) -> dict[str, Any]:
     folder = run.aligned
     assert folder is not None
     config = folder.config(RunConfig)
-    layout = ExpertLayout.load(folder.intact("extract") / "layout.safetensors")
+    layout = ExpertLayout.load(folder.verified("extract") / "layout.safetensors")
     dense = load_dense(config.model, run.config.load) if run.is_finetuned else run.dense
     profiled = ProfiledRun(
-        blocks=load_blocks(folder.intact("data"))[0],
-        state=AlignState.load(folder.intact("align") / "state.safetensors", dense.device),
+        blocks=Text.load(folder.verified("data")).training,
+        state=AlignState.load(folder.verified("align") / "state.safetensors", dense.device),
         granularity=granularity_of(layout),
         align=config.align,
         assignment=config.assignment,

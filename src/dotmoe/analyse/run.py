@@ -11,17 +11,14 @@ from tyro.conf import Positional
 
 from dotmoe.analyse.routing import Routes, captured_routes
 from dotmoe.artifacts import DenseModel
-from dotmoe.checkpoint_folder import fingerprint
-from dotmoe.config import RunConfig, command_in
+from dotmoe.config import FinetuneRunConfig, RunConfig
 from dotmoe.device import resolved_device
 from dotmoe.errors import UserError
+from dotmoe.finished_run import finished_run
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.options import at_least
 from dotmoe.progress import Progress
-from dotmoe.recovery_config import RecoveryConfig
-from dotmoe.reexport import learned
 from dotmoe.run_folder import RunFolder
-from dotmoe.tokenise import measured_on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,16 +52,15 @@ class AnalysedRun:
     def __init__(self, config: AnalyseConfig, progress: Progress) -> None:
         self.config = config
         self.progress = progress
-        found = learned(Path(config.run))
-        self.layout = found.layout
-        self.is_finetuned = found.is_finetuned
-        self.weights = found.model
+        self.run = finished_run(Path(config.run))
+        self.folder = self.run.folder
+        self.layout = self.run.layout
+        self.is_finetuned = self.run.is_finetuned
+        self.weights = self.run.weights
         """The checkpoint whose weights the experts have."""
-        self.tokens: Tensor = found.heldout.tokens_BT[
-            : max(1, config.tokens // found.heldout.seq_len)
-        ]
+        heldout = self.run.text.heldout
+        self.tokens: Tensor = heldout.tokens_BT[: max(1, config.tokens // heldout.seq_len)]
         """The text that is routed: the first blocks kept out of training."""
-        self.folder = RunFolder(Path(config.run))
         layers = self.layout.moe_layers
         self.layer = layers[len(layers) // 3] if config.layer is None else config.layer
         """Layer whose expert outputs are shown."""
@@ -87,7 +83,7 @@ class AnalysedRun:
         """The weights that the experts are made of."""
         dense = load_dense(self.weights, self.config.load)
         if not self.is_finetuned:  # whose weights lie in the run, and have checksums there
-            self.folder.require_model(fingerprint(dense.folder))
+            self.run.require_same_model(dense.folder)
         return dense
 
     @cached_property
@@ -100,19 +96,15 @@ class AnalysedRun:
     def aligned(self) -> RunFolder | None:
         """The run that was aligned: this one, or that which was finetuned, if it is there."""
         path = self.folder.path
-        if self.is_finetuned:
-            path = Path(self.folder.config(RecoveryConfig).run)
-        stored = path / "config.json"
-        if not stored.is_file() or command_in(stored) != RunConfig.command:
-            return None
+        if isinstance(self.run.config, FinetuneRunConfig):
+            path = Path(self.run.config.run)
         folder = RunFolder(path)
-        was = folder.is_finished("align") and (path / "2_align" / "metrics.jsonl").is_file()
+        if not folder.exists or folder.manifest["command"] != RunConfig.command:
+            return None
+        was = folder.holds("align") and (folder.stage("align") / "metrics.jsonl").is_file()
         return folder if was else None
 
     @property
     def text(self) -> list[str]:
         """Names of the text that is routed."""
-        if not self.is_finetuned:
-            return list(measured_on(self.folder.config(RunConfig)))
-        config = self.folder.config(RecoveryConfig)
-        return list(config.eval_text or (f"held-out text of {config.run}",))
+        return list(self.run.text.heldout_name)

@@ -10,7 +10,7 @@ from rich.console import Console
 from dotmoe.bench import BenchConfig, bench, tables
 from dotmoe.cli.parse import parse
 from dotmoe.evaluate import gguf_file
-from dotmoe.narration import Narrator
+from dotmoe.progress import Progress
 from dotmoe.tables import to_rich
 
 
@@ -26,7 +26,7 @@ def run(arguments: Sequence[str]) -> None:
     """Measure both models and print them side by side."""
     command = parse(BenchCommand, "bench", arguments)
     command = replace(command, dense=_file(command.dense), moe=_file(command.moe))
-    with Narrator().bar("bench") as update:
+    with Progress().bar("bench") as update:
         result = bench(command, update)
     if command.json:
         print(json.dumps(result, indent=2))

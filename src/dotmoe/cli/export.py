@@ -24,6 +24,7 @@ def run(arguments: Sequence[str]) -> None:
         f"{config.out}: {record.format}, {split if record.num_experts else 'dense'}, "
         f"{record.total_bytes:,} bytes in {number_format}, verified.",
         soft_wrap=True,
+        markup=False,
     )
     for note in record.notes:
-        console.print(f"- {note}", soft_wrap=True)
+        console.print(f"- {note}", soft_wrap=True, markup=False)

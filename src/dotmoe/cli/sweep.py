@@ -8,19 +8,19 @@ from rich.table import Table
 from rich.text import Text
 
 from dotmoe.cli.parse import parse
-from dotmoe.cli.start import CONVERSIONS, started
+from dotmoe.cli.start import started
 from dotmoe.config import RunConfig
-from dotmoe.narration import Narrator
+from dotmoe.progress import Progress
 from dotmoe.sweep import SweepConfig, sweep, tables
 
 
 def run(arguments: Sequence[str]) -> None:
     """Make every run and print them side by side."""
-    start, rest, notes = started(arguments, "sweep", CONVERSIONS)
+    start, rest, notes = started(arguments, "sweep", "convert")
     values = {field.name: getattr(start, field.name) for field in dataclasses.fields(RunConfig)}
     default = SweepConfig(**values | {"method": "dot_moe"})
     config = parse(SweepConfig, "sweep", rest, notes, default=default)
-    summary = sweep(config, Narrator())
+    summary = sweep(config, Progress())
     console = Console()
     for made in tables(summary):
         table = Table(*made.columns)

@@ -1,7 +1,7 @@
 """Text sources -> documents -> packed, resumable blocks of tokens."""
 
 from dotmoe.data.block_file import BlockWriter
-from dotmoe.data.blocks import TokenBlocks, pack_blocks
+from dotmoe.data.blocks import TokenBlocks, pack_blocks, split_off_tail
 from dotmoe.data.decontamination import write_decontaminated
 from dotmoe.data.mixing import PackedSources, TextRecord, boundaries, pack_sources, shares_in_words
 from dotmoe.data.packing import Packed, pack
@@ -23,5 +23,6 @@ __all__ = [
     "pack_sources",
     "shares_in_words",
     "sources_of",
+    "split_off_tail",
     "write_decontaminated",
 ]

@@ -116,6 +116,21 @@ class TokenBlocks:
         return cls(mapped_blocks(path))
 
 
+def split_off_tail(path: Path, tail: Path, num_tokens: int) -> None:
+    """Move the last blocks of a file into another one, see `TokenBlocks.without_tail`.
+
+    Raises:
+        UserError: There is only one block, or no room.
+    """
+    whole = path.with_name("whole.safetensors")
+    path.rename(whole)
+    for part, file in zip(
+        TokenBlocks.load(whole).without_tail(num_tokens), (path, tail), strict=True
+    ):
+        part.save(file)
+    whole.unlink()
+
+
 def pack_blocks(
     documents: Iterable[str],
     tokenizer: Any,

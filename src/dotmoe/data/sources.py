@@ -7,11 +7,12 @@ from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Annotated, Any
 
 from dotmoe.data.files import FORMATS, Continuation, file_documents, text_of_row
 from dotmoe.data.mixes import expanded, mix_named
 from dotmoe.errors import UserError
+from dotmoe.options import above, at_least
 from dotmoe.stdlib_text import stdlib_documents
 
 __all__ = ["Continuation", "DataConfig", "documents", "opened", "shuffled", "sources_of"]
@@ -37,25 +38,34 @@ class DataConfig:
     (the paper's mix, from the hub; `dolmino:FOLDER`: a copy on this machine); or `self`: text that
     the dense model itself samples. `SOURCE@SPLIT#FIELD` gives one source a split and a text field
     of its own."""
-    data_weights: tuple[float, ...] = ()
+    data_weights: tuple[Annotated[float, above(0)], ...] = ()
     """Mix the sources: the share of each in the tokens, one number a source, of any sum. Default:
     one source after the other."""
-    data_epochs: int = 1
+    data_epochs: Annotated[int, at_least(1)] = 1
     """How often a source of a mix may be read. After that it has run out, and the others go on in
     their proportions."""
-    shuffle_buffer: int | None = None
+    shuffle_buffer: Annotated[int | None, at_least(0)] = None
     """Documents of a source that are held back and drawn from at random; 0: its own order. With
     `datasets` also the order of the files that make up the source. Default: 10000 for `dolmino`,
     else 0."""
-    data_seed: int = 0
+    data_seed: Annotated[int, at_least(0)] = 0
     """Of the shuffle buffer, and of text sampled from the dense model."""
     text_field: str | None = None
     """Field of a row that holds the text. Default: the first of text, content, page, passage,
     document that the rows have."""
     split: str = "train"
     """Split of a `datasets` source; files have none."""
-    seq_len: int = 2048
+    seq_len: Annotated[int, at_least(2)] = 2048
     """Tokens of a block, 2 or more. Paper: 2048. Lowered to the model's context if that is less."""
+
+    def check_together(self) -> None:
+        """Refuse to repeat sources that are not mixed."""
+        is_mix = self.data_weights or any(mix_named(name) for name in self.data)
+        if self.data and self.data_epochs > 1 and not is_mix:
+            raise UserError(
+                f"data_epochs is {self.data_epochs}, but only the sources of a mix are repeated. "
+                "Give data_weights, or leave data_epochs out."
+            )
 
 
 def documents(config: DataConfig) -> Iterator[str]:

@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from dotmoe.errors import UserError
 from dotmoe.moe.router import Surrogate
 from dotmoe.moe.sparse_ffn import Unchosen
+from dotmoe.options import HOW
 
 Train = Literal["everything", "router", "lora"]
 
@@ -22,7 +23,7 @@ class FinetuneConfig:
     """Optimizer steps. 4578 of 128 x 2048 tokens are the paper's 1.2B tokens."""
     batch_size: int = 128
     """Sequences per optimizer step, of all ranks together."""
-    micro_batch_size: int = 4
+    micro_batch_size: Annotated[int, HOW] = 4
     """Sequences per forward pass; gradients add up to the batch. Changes memory, and of the losses
     load balancing alone, which counts the tokens of a micro-batch."""
     max_epochs: float = 4.0
@@ -57,7 +58,7 @@ class FinetuneConfig:
     """Rank of each adapter; an expert has one for each of its three projections."""
     lora_alpha: int = 32
     """Adapters are multiplied by alpha / rank."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Annotated[bool, HOW] = False
     """Recompute each layer in the backward pass: less memory, about a third more time."""
 
     def check(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from dotmoe.moe.distillation import distillation_loss, next_token_labels
 from dotmoe.moe.learned import Learned
 from dotmoe.moe.masked_ffn import Masking
 from dotmoe.moe.router import Surrogate
+from dotmoe.options import HOW
 from dotmoe.training.loop import Metrics
 from dotmoe.training.optimizer import ParameterGroup
 from dotmoe.transport import TransportPlan
@@ -28,7 +29,7 @@ class AlignConfig:
     """Optimizer steps; 0 extracts the initial state as it is."""
     batch_size: int = 64
     """Sequences per optimizer step; ranks share them equally."""
-    micro_batch_size: int = 4
+    micro_batch_size: Annotated[int, HOW] = 4
     """Sequences per forward pass; gradients add up to the batch. Changes memory, and of the losses
     load balancing alone, which counts the tokens of a micro-batch."""
     max_epochs: float = 4.0
@@ -59,7 +60,7 @@ class AlignConfig:
     """Temperature of `soft_top_k`, in units of router logits."""
     learn_assignment: bool = True
     """False keeps the initial split and trains routers only (as the random-split baseline does)."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Annotated[bool, HOW] = False
     """Recompute each layer in the backward pass: less memory, about a third more time."""
 
 

@@ -10,9 +10,8 @@ from dotmoe.evaluate import TextConfig, active_experts_curve
 from dotmoe.granularity import Granularity, resolve
 from dotmoe.load import dense_config
 from dotmoe.models.family import widths_of
-from dotmoe.narration import Narrator
-from dotmoe.pipeline import convert
-from dotmoe.recovery import recover
+from dotmoe.pipeline import convert, finetune
+from dotmoe.progress import Progress
 from dotmoe.run_folder import STAGES, provenance, read_json, write_json, write_text
 from dotmoe.sweep.config import Point, SweepConfig, axis_of, points_of
 from dotmoe.sweep.tables import as_markdown, tables
@@ -25,7 +24,7 @@ CURVED = ("loss", "kl", "ce")
 Row = dict[str, Any]
 
 
-def sweep(config: SweepConfig, narrator: Narrator | None = None) -> dict[str, Any]:
+def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, Any]:
     """Make every run that is not finished yet; write `sweep.json` and `sweep.md` into `out`.
 
     Runs have the same model, text, seed and budget. Each is a run folder of its own, so that a
@@ -33,7 +32,7 @@ def sweep(config: SweepConfig, narrator: Narrator | None = None) -> dict[str, An
 
     Args:
         config: What is swept, and the config of all runs.
-        narrator: Shows the progress.
+        progress: Shows the progress.
 
     Returns:
         Contents of `sweep.json`: `axis`, `rows` (one a model that was measured, the dense one
@@ -42,25 +41,25 @@ def sweep(config: SweepConfig, narrator: Narrator | None = None) -> dict[str, An
         `loss_above_dense_AB`, a row for each trained share.
 
     Raises:
-        UserError: As `points_of`, before anything is run, and as `convert` and `recover`; runs
+        UserError: As `points_of`, before anything is run, and as `convert` and `finetune`; runs
             that were finished before are kept.
     """
-    narrator = narrator or Narrator(quiet=True)
+    progress = progress or Progress(quiet=True)
     axis = axis_of(config)
     width = widths_of(dense_config(config.model)[0]).ffn
     points = points_of(config, width)
     rows: list[Row] = []
     curves: dict[str, Any] = {}
     for point in points:
-        narrator.say(f"{point.name}:")
-        results = convert(point.config, narrator).results
+        progress.log(f"{point.name}:")
+        results = convert(point.config, progress).results
         if not rows:
             rows.append(_dense_row(results))
         rows.append(_row(point, results))
         _keep_curve(curves, point.name, Path(point.config.out) / STAGES["align"])
         for recovery in point.recoveries:
-            narrator.say(f"{Path(recovery.out).name}:")
-            found = recover(recovery, narrator).results
+            progress.log(f"{Path(recovery.out).name}:")
+            found = finetune(recovery, progress).results
             trained = {"recovery_steps": found["steps"], "recovery_tokens": found["tokens"]}
             rows.append(_row(point, found) | {"steps": results["steps"]} | trained)
             _keep_curve(curves, Path(recovery.out).name, Path(recovery.out) / STAGES["finetune"])
@@ -76,7 +75,7 @@ def sweep(config: SweepConfig, narrator: Narrator | None = None) -> dict[str, An
         "provenance": provenance(config.seed),
     }
     if axis == "active":
-        summary["grid"] = _grid(config, points, width, narrator)
+        summary["grid"] = _grid(config, points, width, progress)
     write_json(Path(config.out) / "sweep.json", summary)
     write_text(Path(config.out) / "sweep.md", as_markdown(summary))
     return summary
@@ -134,14 +133,14 @@ def _keep_curve(curves: dict[str, Any], name: str, stage: Path) -> None:
 
 
 def _grid(
-    config: SweepConfig, points: list[Point], ffn_width: int, narrator: Narrator
+    config: SweepConfig, points: list[Point], ffn_width: int, progress: Progress
 ) -> dict[str, Any]:
     """Every model at every share of active experts, with k changed in the export alone."""
     shares = config.measured_at or config.over_active
     active = [
         resolve(replace(config.experts, active=share), ffn_width).active_experts for share in shares
     ]
-    rows = [_measured(config, point, active, narrator) for point in points]
+    rows = [_measured(config, point, active, progress) for point in points]
     return {
         "trained_at": [point.value for point in points],
         "measured_at": list(shares),
@@ -159,7 +158,7 @@ def _cells(curve: dict[str, Any], active: list[int], figure: str) -> list[float]
 
 
 def _measured(
-    config: SweepConfig, point: Point, active: list[int], narrator: Narrator
+    config: SweepConfig, point: Point, active: list[int], progress: Progress
 ) -> dict[str, Any]:
     """Curve over k of one run's export: from disk where the same was measured before."""
     export = Path(point.config.out) / STAGES["export"]
@@ -174,7 +173,7 @@ def _measured(
     known = read_json(file) if file.is_file() else {}
     if known.get("inputs") == inputs:
         return known
-    with narrator.bar(f"{point.name} at other k") as update:
+    with progress.bar(f"{point.name} at other k") as update:
         curve = active_experts_curve(export, text, tuple(active), config.load, update)
     write_json(file, curve | {"inputs": inputs})
     return curve

@@ -9,11 +9,10 @@ import tyro
 
 from dotmoe.baselines import MethodName
 from dotmoe.calibrate import Start
-from dotmoe.config import RunConfig
+from dotmoe.config import FinetuneRunConfig, RunConfig
 from dotmoe.errors import UserError
 from dotmoe.granularity import resolve
-from dotmoe.recipes import recovery_recipe_named
-from dotmoe.recovery_config import RecoveryConfig
+from dotmoe.recipes import finetune_recipe
 
 Axis = Literal["experts", "active", "start", "methods"]
 
@@ -53,7 +52,7 @@ class Point:
     value: int | float | str
     """Of what is swept."""
     config: RunConfig
-    recoveries: tuple[RecoveryConfig, ...] = ()
+    recoveries: tuple[FinetuneRunConfig, ...] = ()
     """What is done with the conversion afterwards, the shortest first."""
 
 
@@ -151,7 +150,7 @@ def _over_start(config: SweepConfig) -> list[Point]:
 
 
 def _over_methods(config: SweepConfig) -> list[Point]:
-    recipe = recovery_recipe_named(config.recovery)
+    recipe = finetune_recipe(config.recovery)
     points = []
     for method in config.over_methods:
         name = f"method-{method}"

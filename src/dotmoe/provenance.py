@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import time
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ _PACKAGES = ("dotmoe", "torch", "transformers", "safetensors", "datasets")
 
 
 def provenance(seed: int) -> dict[str, Any]:
-    """What a result must say of itself: versions, commit, machine, seed, time."""
+    """Versions, commit, machine, seed and time, to be written beside a result."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": _commit(),
         "versions": {"python": platform.python_version()} | {n: _version(n) for n in _PACKAGES},
-        "hardware": _hardware(),
+        "hardware": gpu or f"CPU, {os.cpu_count()} cores, {platform.machine()}",
         "threads": torch.get_num_threads(),
         "seed": seed,
     }
@@ -32,28 +34,15 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+@lru_cache
 def _commit() -> str | None:
     """Commit of our source tree, with `+changes` where it is not clean; None outside git."""
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty=+changes", "--abbrev=12"]
     try:
-        command = [
-            "git",
-            "-C",
-            str(root),
-            "describe",
-            "--always",
-            "--dirty=+changes",
-            "--abbrev=12",
-        ]
         result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout.strip()
-
-
-def _hardware() -> str:
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name())
-    return f"CPU, {os.cpu_count()} cores, {platform.machine()}"
