@@ -17,10 +17,19 @@ from dotmoe.analyse.utilisation import (
     load_statistics,
     warnings_of,
 )
+from dotmoe.layout import ALWAYS_ON
 from dotmoe.moe.surgery import masked_by
 
 E, K = 12, 3
 EVEN = torch.full((4,), 0.25)
+
+
+@pytest.fixture
+def layout(dense, layout_of):
+    """Random experts; the first layer stays dense."""
+    made = layout_of(dense)
+    made.expert_of_neuron_LN[0] = ALWAYS_ON
+    return made
 
 
 def inputs_of_the_last_ffn(dense, tokens):

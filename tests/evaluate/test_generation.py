@@ -5,15 +5,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dotmoe.errors import UserError
-from dotmoe.evaluate import (
-    EvaluateConfig,
-    GenerateConfig,
-    TextConfig,
+from dotmoe.evaluate import EvaluateConfig, TextConfig, evaluate
+from dotmoe.evaluate.config import GenerateConfig
+from dotmoe.evaluate.generation import (
     continuations,
-    evaluate,
+    cut_prompts,
+    distinct_n,
+    loop_tokens,
+    rep_n,
     repetition,
 )
-from dotmoe.evaluate.generation import cut_prompts, distinct_n, loop_tokens, rep_n
 from dotmoe.load import LoadConfig
 
 PROMPTS = [[0, 40, 41, 42], [0, 99, 98, 97, 96, 95]]

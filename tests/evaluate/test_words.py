@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from dotmoe.data import Continuation
 from dotmoe.errors import UserError
-from dotmoe.evaluate import EvaluateConfig, TextConfig, evaluate, rolling_perplexity
+from dotmoe.evaluate import EvaluateConfig, TextConfig, evaluate
 from dotmoe.evaluate.scoring import stock_nats
-from dotmoe.evaluate.words import rolling_windows, whole_documents
+from dotmoe.evaluate.words import rolling_perplexity, rolling_windows, whole_documents
 from dotmoe.load import LoadConfig, load_dense
 
 TEXTS = ["The cat sat on the mat.  It\nsat.\n" * 5, "Zwölf Boxkämpfer.", "x = [1, 2, 3]\n" * 11]

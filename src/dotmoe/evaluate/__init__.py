@@ -4,45 +4,32 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dotmoe.evaluate.config import EvaluateConfig, GenerateConfig, TasksConfig, TextConfig
-from dotmoe.evaluate.curve import active_experts_curve, ladder, measure_curve
+from dotmoe.evaluate.config import EvaluateConfig, TextConfig
+from dotmoe.evaluate.curve import active_experts_curve, measure_curve
 from dotmoe.evaluate.fidelity import measure_fidelity
-from dotmoe.evaluate.generation import continuations, measure_generation, repetition
+from dotmoe.evaluate.generation import measure_generation
 from dotmoe.evaluate.models import gguf_file, model_folder
-from dotmoe.evaluate.perplexity import (
-    Perplexity,
-    heldout_text,
-    measure_perplexity,
-    packed_text,
-    perplexities,
-)
+from dotmoe.evaluate.perplexity import heldout_text, measure_perplexity, packed_text, perplexities
 from dotmoe.evaluate.scoring import TokenNats, stock_nats
 from dotmoe.evaluate.tasks import measure_tasks
-from dotmoe.evaluate.words import measure_words, rolling_perplexity
+from dotmoe.evaluate.words import measure_words
 from dotmoe.files import write_json
 from dotmoe.options import check
 from dotmoe.progress import Progress
-from dotmoe.run_folder import provenance
+from dotmoe.provenance import provenance
 
 __all__ = [
     "MEASUREMENTS",
     "EvaluateConfig",
-    "GenerateConfig",
-    "Perplexity",
-    "TasksConfig",
     "TextConfig",
     "TokenNats",
     "active_experts_curve",
-    "continuations",
     "evaluate",
     "gguf_file",
     "heldout_text",
-    "ladder",
     "model_folder",
     "packed_text",
     "perplexities",
-    "repetition",
-    "rolling_perplexity",
     "stock_nats",
 ]
 

@@ -30,11 +30,7 @@ class TextConfig:
     fewer requests run at once where the vocabulary is large."""
 
     def require_text(self) -> None:
-        """Refuse to measure on nothing.
-
-        Raises:
-            UserError: No text is named.
-        """
+        """Raise a `UserError` if no text is named."""
         if not self.text:
             raise UserError("--text names no file. Give a text to measure on.")
 

@@ -77,10 +77,24 @@ def active_experts_curve(
         results[active] = perplexity(
             stock_nats(stock.model), text, window, config.windows_at_once, update
         )
-    everything = results[record.num_experts]
     source, is_finetuned = dense_of(record)
+    everything = results[record.num_experts]
+    points = []
+    for active, result in results.items():
+        changed = record.with_active_experts(active)
+        points.append(
+            {
+                "active_experts": active,
+                "active_fraction": changed.active_fraction,
+                "active_parameters": changed.parameters["active"],
+                "active_parameters_with_routers": changed.parameters["active_with_routers"],
+                "loss": result.loss,
+                "perplexity": result.perplexity,
+                "bits_per_byte": result.bits_per_byte,
+                "loss_above_all_experts": result.loss - everything.loss,
+            }
+        )
     return {
-        "origin": "measured",
         "name": record.name,
         "format": record.format,
         "source": source,
@@ -91,30 +105,13 @@ def active_experts_curve(
         "all_experts": {
             "model": "finetuned" if is_finetuned else "dense",
             "perplexity": everything.perplexity,
-            "loss": everything.loss,
         },
-        "points": [_point(record, result, everything, k) for k, result in results.items()],
+        "points": points,
         "text": list(text.names),
         "window": window,
         "tokens": everything.tokens,
         "unit": everything.unit,
         "protocol": everything.protocol,
-    }
-
-
-def _point(
-    record: ExportRecord, result: Perplexity, everything: Perplexity, active_experts: int
-) -> dict[str, Any]:
-    changed = record.with_active_experts(active_experts)
-    return {
-        "active_experts": active_experts,
-        "active_fraction": changed.active_fraction,
-        "active_parameters": changed.parameters["active"],
-        "active_parameters_with_routers": changed.parameters["active_with_routers"],
-        "loss": result.loss,
-        "perplexity": result.perplexity,
-        "bits_per_byte": result.bits_per_byte,
-        "loss_above_all_experts": result.loss - everything.loss,
     }
 
 

@@ -13,12 +13,13 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from transformers import AutoConfig
 
+from dotmoe.device import resolved_device
 from dotmoe.errors import UserError, one_line
+from dotmoe.evaluate.config import EvaluateConfig
 from dotmoe.evaluate.task_sets import (
     TASKS,
     LocalFiles,
@@ -27,6 +28,7 @@ from dotmoe.evaluate.task_sets import (
     sets_with,
     write_definition,
 )
+from dotmoe.load import resolved_dtype
 
 MAX_LOGITS = 1 << 28
 """Logits of one forward pass, unless one request alone has more: 1 GiB in float32."""
@@ -36,6 +38,8 @@ CPU_BATCH = 16
 
 GPU_BATCH = 64
 """Where the harness starts to look for the largest batch that a GPU has room for."""
+
+Values = dict[str, Any]
 
 
 def require_harness() -> str:
@@ -54,32 +58,26 @@ def require_harness() -> str:
 
 @contextmanager
 def quiet_harness() -> Iterator[None]:
-    """Inside, the harness prints nothing to standard output and warns of nothing."""
+    """Inside, the harness prints nothing to standard output, and only errors are logged."""
     import datasets
 
-    loggers = [logging.getLogger("lm_eval"), logging.getLogger("datasets")]
-    levels = [logger.level for logger in loggers]
-    had_bars = datasets.utils.logging.is_progress_bar_enabled()
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
+    logging.disable(logging.WARNING)
     try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if had_bars:
-            datasets.enable_progress_bars()
+        logging.disable(logging.NOTSET)
+        datasets.enable_progress_bars()
 
 
 def task_manager(
     names: Sequence[str], local: Mapping[str, LocalFiles], definitions: Path
-) -> tuple[Any, dict[str, dict[str, Any]]]:
+) -> tuple[Any, dict[str, Values]]:
     """The harness's tasks, loaded once so that missing data shows before a model is read.
 
     Args:
-        names: Tasks that will be run.
+        names: Tasks that will be run; none: nothing is loaded.
         local: Local files of all the tasks; none: they come from the hub.
         definitions: Empty folder for the definitions of local tasks; kept while they are run.
 
@@ -89,9 +87,11 @@ def task_manager(
     Raises:
         UserError: A name that the harness does not know, or data that cannot be read.
     """
+    if not names:
+        return None, {}
     manager = _local_manager(local, definitions) if local else _stock_manager()
     require_known(names, manager.all_tasks)
-    data: dict[str, dict[str, Any]] = {}
+    data: dict[str, Values] = {}
     for name in names:
         try:
             loaded = manager.load([name])["tasks"]
@@ -122,56 +122,46 @@ def _local_manager(local: Mapping[str, LocalFiles], definitions: Path) -> Any:
     return lm_eval.tasks.TaskManager(include_path=str(definitions), include_defaults=False)
 
 
-def _data_of(task: Any, files: LocalFiles | None) -> dict[str, Any]:
+def _data_of(task: Any, files: LocalFiles | None) -> Values:
     config = task.config
     scored = config.test_split or config.validation_split
     fewshot = config.fewshot_split or config.training_split or config.validation_split or scored
-    rows = {split: task.dataset[split].num_rows for split in {scored, fewshot} if split}
-    source: dict[str, Any] = (
-        {"source": "hub", "dataset": config.dataset_path, "name": config.dataset_name}
-        if files is None
-        else {"source": "local", "files": files.digests()}
-    )
-    return source | {"scored_split": scored, "fewshot_split": fewshot, "rows": rows}
+    hub = {"source": "hub", "dataset": config.dataset_path, "name": config.dataset_name}
+    return {
+        **(hub if files is None else {"source": "local", "files": files.digests()}),
+        "scored_split": scored,
+        "fewshot_split": fewshot,
+        "rows": {split: task.dataset[split].num_rows for split in {scored, fewshot} if split},
+    }
 
 
-def harness_model(
-    folder: Path,
-    *,
-    device: torch.device,
-    dtype: torch.dtype | Literal["auto"],
-    batch_size: int | Literal["auto"],
-    max_length: int | None,
-) -> Any:
+def harness_model(folder: Path, config: EvaluateConfig) -> Any:
     """The harness's own runner of a Hugging Face folder.
 
-    Args:
-        folder: Dense or exported checkpoint.
-        device: Where it runs.
-        dtype: Number format of its weights.
-        batch_size: Requests a forward pass. auto: on a GPU the harness finds the largest that fits;
-            on a CPU 16, fewer where context times vocabulary is large.
-        max_length: Tokens that the model may see at once. None: its context.
+    A batch size of `auto` is on a GPU the largest that fits, found by the harness; on a CPU 16,
+    fewer where context times vocabulary is large.
 
     Raises:
         UserError: `max_length` is beyond the context.
     """
     from lm_eval.models.huggingface import HFLM
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    context = int(config.max_position_embeddings)
+    device = resolved_device(config.load.device)
+    model = AutoConfig.from_pretrained(folder, local_files_only=True)
+    context = int(model.max_position_embeddings)
+    max_length, batch_size = config.benchmark.max_length, config.corpus.batch_size
     if max_length is not None and max_length > context:
         raise UserError(
             f"max_length is {max_length}, but must lie in 2 to {context}, the model's context. "
             "Choose one."
         )
     if batch_size == "auto" and device.type == "cpu":
-        fits = MAX_LOGITS // ((max_length or context) * int(config.vocab_size))
+        fits = MAX_LOGITS // ((max_length or context) * int(model.vocab_size))
         batch_size = min(CPU_BATCH, max(1, fits))
     return HFLM(
         pretrained=str(folder),
         device=str(device),
-        dtype=dtype,
+        dtype=resolved_dtype(config.load.dtype, device),
         batch_size=batch_size,
         max_batch_size=GPU_BATCH,
         max_length=max_length,
@@ -180,7 +170,7 @@ def harness_model(
 
 def run_task(
     model: Any, manager: Any, name: str, *, shots: int | None, limit: int | None
-) -> dict[str, Any]:
+) -> Values:
     """Run one task, or one group of tasks, with the harness's own seeds.
 
     Args:
@@ -208,55 +198,47 @@ def run_task(
     )
     requests, truncated = _truncated(model, found["samples"])
     return {
-        "scores": [
-            row for task in found["results"] for row in _rows(task, found, is_member=task != name)
-        ],
+        "scores": [row for task in found["results"] for row in _rows(task, found, name)],
         "versions": dict(found["versions"]),
         "requests": requests,
         "truncated": truncated,
     }
 
 
-def _rows(task: str, found: dict[str, Any], *, is_member: bool) -> list[dict[str, Any]]:
+def _rows(task: str, found: Values, asked: str) -> list[Values]:
     """One row a metric of a task: `task`, `metric` (a filter's name after a comma), `is_main`,
     `sets` that have it as a column, `value`, `stderr`, `shots`, `questions` scored, `all_questions`
-    and `chance`, see `chance_of`.
+    and `chance`, see `chance_of`. Members of a group that was asked for have no main metric.
     """
-    metrics: dict[str, float] = {}
-    errors: dict[str, float | None] = {}
+    values: dict[str, dict[bool, float]] = {}
     for key, value in found["results"][task].items():
         name, comma, filtered_by = key.partition(",")
-        name, is_error = name.removesuffix("_stderr"), name.endswith("_stderr")
-        if not comma:
-            continue
-        metric = name if filtered_by == "none" else f"{name},{filtered_by}"
-        if is_error:
-            errors[metric] = float(value) if isinstance(value, int | float) else None
-        else:
-            metrics[metric] = float(value)
+        if comma and isinstance(value, int | float):  # "N/A": no error is known
+            metric = name.removesuffix("_stderr")
+            metric += "" if filtered_by == "none" else f",{filtered_by}"
+            values.setdefault(metric, {})[name.endswith("_stderr")] = float(value)
     # Of a group, everything is that of its members.
     members = [task] if task in found["n-samples"] else list(found["n-samples"])
     counts = [found["n-samples"][member] for member in members]
     chance = chance_of([sample for member in members for sample in found["samples"][member]])
-    main = None if is_member else main_metric(task, list(metrics))
     return [
         {
             "task": task,
             "metric": metric,
-            "is_main": metric == main,
-            "sets": [] if is_member else sets_with(task, metric),
-            "value": value,
-            "stderr": errors.get(metric),
+            "is_main": task == asked and metric == main_metric(task, list(values)),
+            "sets": sets_with(task, metric) if task == asked else [],
+            "value": value[False],
+            "stderr": value.get(True),
             "shots": max((int(found["n-shot"].get(member, 0)) for member in members), default=0),
             "questions": sum(count["effective"] for count in counts),
             "all_questions": sum(count["original"] for count in counts),
             "chance": chance if metric in ("acc", "acc_norm") else None,
         }
-        for metric, value in metrics.items()
+        for metric, value in values.items()
     ]
 
 
-def chance_of(samples: Sequence[dict[str, Any]]) -> float | None:
+def chance_of(samples: Sequence[Values]) -> float | None:
     """Accuracy without knowing anything: of guessing evenly among a question's answers, or of
     always giving the answer that is right most often, whichever is larger.
 
@@ -267,33 +249,30 @@ def chance_of(samples: Sequence[dict[str, Any]]) -> float | None:
         samples: As the harness logs them: `arguments` has a (context, answer) for each choice,
             `target` is the number of the right one, or its text.
     """
-    choices = [sum(len(pair) == 2 for pair in _pairs(sample)) for sample in samples]
+    choices = [sum(len(texts) == 2 for texts in _texts(sample)) for sample in samples]
     if not choices or min(choices) < 2:
         return None
     even = sum(1 / number for number in choices) / len(choices)
     right = Counter(str(sample["target"]) for sample in samples)
-    same_names = all(str(name).isdecimal() for name in right)
-    return max(even, max(right.values()) / len(samples)) if same_names else even
+    are_numbers = all(name.isdecimal() for name in right)
+    return max(even, max(right.values()) / len(samples)) if are_numbers else even
 
 
-def _pairs(sample: dict[str, Any]) -> list[tuple[str, ...]]:
-    arguments = sample["arguments"]
-    return [tuple(text for text in each if isinstance(text, str)) for each in arguments]
+def _texts(sample: Values) -> Iterator[list[str]]:
+    """Texts of each request of a question: two where an answer is scored after its context."""
+    for arguments in sample["arguments"]:
+        yield [text for text in arguments if isinstance(text, str)]
 
 
-def _truncated(model: Any, samples: dict[str, list[dict[str, Any]]]) -> tuple[int, int]:
+def _truncated(model: Any, samples: Mapping[str, Sequence[Values]]) -> tuple[int, int]:
     """Number of scored texts, and of those that are longer than what the model may see.
 
     The harness keeps the last `max_length` + 1 tokens, of which the last is only predicted.
+    Generation and rolling windows cut nothing off.
     """
     room = model.max_length + 1
-    requests = truncated = 0
-    for sample in (sample for rows in samples.values() for sample in rows):
-        for texts in _pairs(sample):
-            if len(texts) != 2:
-                continue  # generation, or a rolling window, which cuts nothing off
-            requests += 1
-            text = "".join(texts)
-            if len(text.encode()) + 2 > room:  # a token has a byte or more, but for BOS and blank
-                truncated += len(model.tok_encode(text)) > room
-    return requests, truncated
+    each = (texts for rows in samples.values() for sample in rows for texts in _texts(sample))
+    requests = ["".join(texts) for texts in each if len(texts) == 2]
+    # A token has a byte or more, but for BOS and blank.
+    long = [text for text in requests if len(text.encode()) + 2 > room]
+    return len(requests), sum(len(model.tok_encode(text)) > room for text in long)

@@ -14,9 +14,8 @@ from dotmoe.errors import UserError
 from dotmoe.evaluate.config import EvaluateConfig
 from dotmoe.export import ExportRecord, require_intact
 from dotmoe.export.record import RECORD_FILE
-from dotmoe.files import read_json
 from dotmoe.load import LoadConfig, resolved_dtype
-from dotmoe.run_folder import export_folder
+from dotmoe.run_folder import STAGES, RunFolder, export_folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,12 +129,9 @@ def export_record(folder: Path) -> ExportRecord | None:
 
 def dense_of(record: ExportRecord) -> tuple[str, bool]:
     """Name of the dense model behind an export, and whether its weights were finetuned since."""
-    name = record.source
-    is_finetuned = False
-    while (config := Path(name).parent.parent / "config.json").is_file():
-        values = read_json(config)
-        if values.get("command") != "finetune":
-            break
-        converted = read_json(Path(str(values["run"])) / "config.json")
-        name, is_finetuned = str(converted["model"]), True
-    return name, is_finetuned
+    weights = Path(record.source)
+    if weights.parent.name == STAGES["finetune"]:
+        run = RunFolder(weights.parent.parent)
+        if run.exists:
+            return str(run.manifest["model"]), True
+    return record.source, False

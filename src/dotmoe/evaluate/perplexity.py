@@ -69,8 +69,8 @@ def perplexity(
 ) -> Perplexity:
     """Perplexity a token over windows of the text that do not overlap.
 
-    In each window every token after the first is predicted from those before it in the window. A
-    last, shorter window counts from 2 tokens up, unless `text.only_full_windows`.
+    Each token of a window but the first is predicted from those before it in the window. A last,
+    shorter window counts from 2 tokens up, unless `text.only_full_windows`.
 
     Args:
         nats: The model.

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 TokenNats = Callable[[Tensor], Tensor]
 """Token ids [B, T] -> cross-entropy of every token but the first of each row, in nats: float64 on
@@ -25,9 +26,7 @@ def stock_nats(model: Any) -> TokenNats:
         hidden_TD = hidden_states(model, tokens_BT[:, :-1]).flatten(0, 1)
         labels_T = tokens_BT[:, 1:].flatten().long().to(hidden_TD.device)
         parts = [
-            torch.nn.functional.cross_entropy(
-                logits(model, hidden_TD[part]), labels_T[part], reduction="none"
-            )
+            cross_entropy(logits(model, hidden_TD[part]), labels_T[part], reduction="none")
             for part in chunks(len(labels_T), int(model.config.vocab_size))
         ]
         return torch.cat(parts).double().cpu().view(len(tokens_BT), -1)
@@ -38,16 +37,10 @@ def stock_nats(model: Any) -> TokenNats:
 def row_nats(logits_of: Callable[[Tensor], Tensor]) -> TokenNats:
     """Scores by a runtime that gives all logits [T, V] of one text [T], such as llama.cpp."""
 
-    def nats(tokens_BT: Tensor) -> Tensor:
-        rows = [
-            torch.nn.functional.cross_entropy(
-                logits_of(row[:-1]).double(), row[1:].long(), reduction="none"
-            )
-            for row in tokens_BT
-        ]
-        return torch.stack(rows)
+    def nats(row: Tensor) -> Tensor:
+        return cross_entropy(logits_of(row[:-1]).double(), row[1:].long(), reduction="none")
 
-    return nats
+    return lambda tokens_BT: torch.stack([nats(row) for row in tokens_BT])
 
 
 def hidden_states(model: Any, tokens_BT: Tensor) -> Tensor:
@@ -59,7 +52,7 @@ def hidden_states(model: Any, tokens_BT: Tensor) -> Tensor:
 
 
 def logits(model: Any, hidden_TD: Tensor) -> Tensor:
-    """Logits of some hidden states in float32, with what Granite, Cohere and Gemma do after it."""
+    """Logits of some hidden states in float32, with what Granite, Cohere and Gemma do to them."""
     config = model.config
     logits_TV: Tensor = model.get_output_embeddings()(hidden_TD).float()
     logits_TV = logits_TV * getattr(config, "logit_scale", 1) / getattr(config, "logits_scaling", 1)

@@ -2,8 +2,6 @@
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,8 @@ from dotmoe.evaluate.task_sets import TASKS, LocalFiles, averages, expanded, loc
 from dotmoe.files import read_json, write_json
 from dotmoe.load import resolved_dtype
 from dotmoe.progress import Progress
-from dotmoe.run_folder import STAGES, provenance
+from dotmoe.provenance import provenance
+from dotmoe.run_folder import STAGES
 
 FEWSHOT_SEED = 1234
 """The harness's own, with which solved examples are drawn."""
@@ -25,19 +24,12 @@ FEWSHOT_SEED = 1234
 FORM = 2
 """Of the result files; a file of another form is refused."""
 
+SUBFOLDERS = {"model": "tasks", "against": "against"}
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
-    """One task of one model."""
-
-    label: str
-    task: str
-    path: Path
-    identity: dict[str, Any]
-    """What must be the same for a finished result to count."""
+Values = dict[str, Any]
 
 
-def measure_tasks(config: EvaluateConfig, progress: Progress) -> dict[str, Any]:
+def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
     """Run `config.benchmark.tasks`: of each model its `tasks`, as in their files, and `averages`.
 
     A task that is finished already, of the same model with the same settings, is read and not run
@@ -47,129 +39,79 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> dict[str, Any]:
         UserError: The harness is not installed, a model, task or file is missing, a setting is out
             of range, or another result lies where one would be written.
     """
-    installed = harness.require_harness()
-    folders = named_folders(config)
-    names = expanded(config.benchmark.tasks)
-    local = _local(config, names)
-    runs = [
-        run
-        for label, folder in folders.items()
-        for run in _runs(config, label, folder, names, local, installed)
-    ]
-    finished = {run.path: found for run in runs if (found := _finished(run)) is not None}
-    pending = [run for run in runs if run.path not in finished]
-    if finished:
-        progress.log(f"{len(finished)} of {len(runs)} tasks are finished already.")
-    if pending:
-        with harness.quiet_harness():
-            for run, result in _results(config, folders, pending, local, progress):
-                run.path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(run.path, result)
-                finished[run.path] = result
-    sides: dict[str, Any] = {}
-    for label in folders:
-        tasks = {run.task: finished[run.path] for run in runs if run.label == label}
-        scores = [score for task in tasks.values() for score in task["scores"]]
-        sides[label] = {
-            "name": config.names[label],
-            "averages": averages(config.benchmark.tasks, scores),
-            "tasks": tasks,
-        }
-    return sides | {"asked": list(config.benchmark.tasks)}
-
-
-def _results(
-    config: EvaluateConfig,
-    folders: Mapping[str, Path],
-    pending: list[_Run],
-    local: Mapping[str, LocalFiles],
-    progress: Progress,
-) -> Iterator[tuple[_Run, dict[str, Any]]]:
-    """Results of the tasks that are not finished, one after the other."""
-    device = resolved_device(config.load.device)
-    limit = config.benchmark.limit
-    with tempfile.TemporaryDirectory() as definitions:
-        tasks = tuple(dict.fromkeys(run.task for run in pending))
-        manager, data = harness.task_manager(tasks, local, Path(definitions))
-        for label in dict.fromkeys(run.label for run in pending):
-            model = harness.harness_model(
-                folders[label],
-                device=device,
-                dtype=resolved_dtype(config.load.dtype, device),
-                batch_size=config.corpus.batch_size,
-                max_length=config.benchmark.max_length,
-            )
-            for run in (each for each in pending if each.label == label):
-                progress.log(f"{config.names[label]}: {run.task}")
-                started = time.monotonic()
-                found = harness.run_task(
-                    model, manager, run.task, shots=run.identity["shots"], limit=limit
-                )
-                files = local.get(run.task)
-                notes = list(files.notes) if files else []
-                if limit is not None:
-                    notes.append(f"only the first {limit} questions of each task are scored")
-                if found["truncated"]:
-                    notes.append(
-                        f"{found['truncated']} of {found['requests']} requests are longer than "
-                        f"{model.max_length} tokens: the harness cuts off their beginning, with "
-                        "solved examples in it"
-                    )
-                yield (
-                    run,
-                    {
-                        "origin": "measured",
-                        "task": run.task,
-                        "model": {
-                            "name": config.names[label],
-                            "context": model.max_length,
-                            "dtype": str(model.model.dtype).removeprefix("torch."),
-                            "batch_size": model.batch_size,
-                        },
-                        **found,
-                        "limit": limit,
-                        "notes": notes,
-                        "data": data[run.task],
-                        "fewshot_seed": FEWSHOT_SEED,
-                        "identity": run.identity,
-                        "seconds": time.monotonic() - started,
-                        "provenance": provenance(seed=FEWSHOT_SEED),
-                    },
-                )
-            del model
-
-
-def _runs(
-    config: EvaluateConfig,
-    label: str,
-    folder: Path,
-    names: tuple[str, ...],
-    local: Mapping[str, LocalFiles],
-    installed: str,
-) -> list[_Run]:
-    out = results_folder(config) / ("tasks" if label == "model" else "against")
-    device = resolved_device(config.load.device)
-    shared = {
-        "form": FORM,
-        "model": fingerprint(folder),
-        "dtype": str(resolved_dtype(config.load.dtype, device)).removeprefix("torch."),
-        "limit": config.benchmark.limit,
-        "max_length": config.benchmark.max_length,
-        "harness": installed,
-    }
-    return [
-        _Run(
-            label=label,
-            task=name,
-            path=out / f"{name}.json",
-            identity={
-                **shared,
-                "shots": _shots(config, name),
-                "data": local[name].digests() if name in local else "hub",
-            },
-        )
+    version = harness.require_harness()
+    folders, names = named_folders(config), expanded(config.benchmark.tasks)
+    local = _local_files(config, names)
+    models = {label: fingerprint(folder) for label, folder in folders.items()}
+    identities = {
+        (label, name): {"form": FORM, "harness": version, "model": models[label]}
+        | _settings(config, name, local.get(name))
+        for label in folders
         for name in names
-    ]
+    }
+    files = {
+        (label, name): results_folder(config) / SUBFOLDERS[label] / f"{name}.json"
+        for label, name in identities
+    }
+    results = {
+        key: _finished(files[key], identity)
+        for key, identity in identities.items()
+        if files[key].is_file()
+    }
+    pending = [key for key in identities if key not in results]
+    if results:
+        progress.log(f"{len(results)} of {len(identities)} tasks are finished already.")
+    with harness.quiet_harness(), tempfile.TemporaryDirectory() as definitions:
+        wanted = tuple(dict.fromkeys(name for _, name in pending))
+        manager, data = harness.task_manager(wanted, local, Path(definitions))
+        for label in dict.fromkeys(label for label, _ in pending):
+            model = harness.harness_model(folders[label], config)
+            for key in (each for each in pending if each[0] == label):
+                name, identity = key[1], identities[key]
+                progress.log(f"{config.names[label]}: {name}")
+                result = _run(model, manager, name, identity, local.get(name))
+                result["model"]["name"] = config.names[label]
+                results[key] = result | {"data": data[name], "provenance": provenance(FEWSHOT_SEED)}
+                files[key].parent.mkdir(parents=True, exist_ok=True)
+                write_json(files[key], results[key])
+            del model
+    return {label: _side(config, label, results) for label in folders}
+
+
+def _side(config: EvaluateConfig, label: str, results: dict[tuple[str, str], Values]) -> Values:
+    tasks = {name: result for (side, name), result in sorted(results.items()) if side == label}
+    scores = [score for task in tasks.values() for score in task["scores"]]
+    means = averages(config.benchmark.tasks, scores)
+    return {"name": config.names[label], "averages": means, "tasks": tasks}
+
+
+def _run(model: Any, manager: Any, name: str, identity: Values, files: LocalFiles | None) -> Values:
+    started = time.monotonic()
+    limit = identity["limit"]
+    found = harness.run_task(model, manager, name, shots=identity["shots"], limit=limit)
+    notes = list(files.notes) if files else []
+    if limit is not None:
+        notes.append(f"only the first {limit} questions of each task are scored")
+    if found["truncated"]:
+        notes.append(
+            f"{found['truncated']} of {found['requests']} requests are longer than "
+            f"{model.max_length} tokens: the harness cuts off their beginning, with solved "
+            "examples in it"
+        )
+    return {
+        "origin": "measured",
+        "task": name,
+        "model": {
+            "context": model.max_length,
+            "dtype": str(model.model.dtype).removeprefix("torch."),
+            "batch_size": model.batch_size,
+        },
+        **found,
+        "limit": limit,
+        "notes": notes,
+        "identity": identity,
+        "seconds": time.monotonic() - started,
+    }
 
 
 def results_folder(config: EvaluateConfig) -> Path:
@@ -182,27 +124,37 @@ def results_folder(config: EvaluateConfig) -> Path:
     return Path(f"evaluation-{EMBEDDED if config.model == EMBEDDED else run.name}")
 
 
-def _finished(run: _Run) -> dict[str, Any] | None:
+def _settings(config: EvaluateConfig, name: str, files: LocalFiles | None) -> Values:
+    """What must be the same for a finished result to count, beside the model."""
+    dtype = resolved_dtype(config.load.dtype, resolved_device(config.load.device))
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "limit": config.benchmark.limit,
+        "max_length": config.benchmark.max_length,
+        "shots": _shots(config, name),
+        "data": files.digests() if files else "hub",
+    }
+
+
+def _finished(file: Path, identity: Values) -> Values:
     """The result that is there already.
 
     Raises:
         UserError: It is one of another model or with other settings.
     """
-    if not run.path.is_file():
-        return None
-    result = read_json(run.path)
+    result = read_json(file)
     stored = result.get("identity", {})
-    for key, value in run.identity.items():
+    for key, value in identity.items():
         if stored.get(key) != value:
+            values = "" if key in ("model", "data") else f" ({stored.get(key)}, not {value})"
             raise UserError(
-                f"{run.path} holds a result with another {key}"
-                f"{'' if key in ('model', 'data') else f' ({stored.get(key)}, not {value})'}. "
-                "Choose another folder with --out, or delete that file."
+                f"{file} holds a result with another {key}{values}. Choose another folder with "
+                "--out, or delete that file."
             )
     return result
 
 
-def _local(config: EvaluateConfig, names: tuple[str, ...]) -> dict[str, LocalFiles]:
+def _local_files(config: EvaluateConfig, names: tuple[str, ...]) -> dict[str, LocalFiles]:
     if config.benchmark.task_data is None:
         return {}
     folder = Path(config.benchmark.task_data)

@@ -24,27 +24,37 @@ PROTOCOL = (
 )
 
 
-def rolling_windows(num_tokens: int, window: int) -> list[tuple[slice, int]]:
-    """Which tokens go in at once, and how many of the last ones are scored.
+def measure_words(config: EvaluateConfig, progress: Progress) -> dict[str, Any]:
+    """Perplexity a word of `config.corpus.text` at each window, of each model.
 
-    Positions are those of the prefix token followed by the document's tokens. Every window but the
-    last scores all that it sees; the last reaches back so that it is full too, and scores only what
-    no window scored before.
+    The two conventions of WikiText-2 are in docs/evaluation.md.
 
-    Args:
-        num_tokens: Tokens of the document, without the prefix token.
-        window: Tokens that go in at once, 1 or more.
-
-    Example:
-        >>> rolling_windows(5, 2)
-        [(slice(0, 2, None), 2), (slice(2, 4, None), 2), (slice(3, 5, None), 1)]
+    Raises:
+        UserError: No model or text, or a window beyond the context of a model.
     """
-    ends = [min(start + window, num_tokens) for start in range(0, num_tokens, window)]
-    starts = [0, *ends[:-1]]
-    return [
-        (slice(max(0, end - window), end), end - start)
-        for start, end in zip(starts, ends, strict=True)
-    ]
+    config.corpus.require_text()
+    if config.corpus.max_tokens is not None:
+        raise UserError(
+            "--max-tokens cuts documents, and --word-perplexity scores whole ones. Leave it out, "
+            "and give a shorter text."
+        )
+    texts = whole_documents(documents(DataConfig(data=config.corpus.text)))
+
+    def measured(stock: StockModel) -> dict[str, Any]:
+        fitting = [window for window in PAPER_WINDOWS if window <= stock.context]
+        windows = config.word_perplexity or fitting or [stock.context]
+        if max(windows) > stock.context:
+            raise UserError(
+                f"the window is {max(windows)}, but must lie in 1 to {stock.context}, the model's "
+                "context. Choose one."
+            )
+        nats = stock_nats(stock.model)
+        rows = [rolling_perplexity(nats, stock.tokenizer, texts, w, update) for w in windows]
+        return {"windows": rows}
+
+    with progress.bar("evaluate") as update:
+        sides = by_side(config, measured)
+    return {**sides, "unit": "word", "text": list(config.corpus.text), "protocol": PROTOCOL}
 
 
 def rolling_perplexity(
@@ -100,49 +110,31 @@ def rolling_perplexity(
     }
 
 
+def rolling_windows(num_tokens: int, window: int) -> list[tuple[slice, int]]:
+    """Which tokens go in at once, and how many of the last ones are scored.
+
+    Positions are those of the prefix token followed by the document's tokens. Every window but the
+    last scores all that it sees; the last reaches back so that it is full too, and scores only what
+    no window scored before.
+
+    Example:
+        >>> rolling_windows(5, 2)
+        [(slice(0, 2, None), 2), (slice(2, 4, None), 2), (slice(3, 5, None), 1)]
+    """
+    starts = range(0, num_tokens, window)
+    ends = [min(start + window, num_tokens) for start in starts]
+    return [
+        (slice(max(0, end - window), end), end - start)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
 def whole_documents(pieces: Iterable[str]) -> list[str]:
     """Documents in one piece each, from those that `dotmoe.data.documents` streams."""
-    texts: list[list[str]] = []
+    texts: list[str] = []
     for piece in pieces:
         if isinstance(piece, Continuation):
-            texts[-1].append(str(piece))
+            texts[-1] += piece
         else:
-            texts.append([str(piece)])
-    return ["".join(parts) for parts in texts]
-
-
-def measure_words(config: EvaluateConfig, progress: Progress) -> dict[str, Any]:
-    """Perplexity a word of `config.corpus.text` at each window, of each model.
-
-    The two conventions of WikiText-2 are in docs/evaluation.md.
-
-    Raises:
-        UserError: No model or text, or a window beyond the context of a model.
-    """
-    config.corpus.require_text()
-    if config.corpus.max_tokens is not None:
-        raise UserError(
-            "--max-tokens cuts documents, and --word-perplexity scores whole ones. Leave it out, "
-            "and give a shorter text."
-        )
-    texts = whole_documents(documents(DataConfig(data=config.corpus.text)))
-
-    def measured(stock: StockModel) -> dict[str, Any]:
-        windows = config.word_perplexity or [w for w in PAPER_WINDOWS if w <= stock.context]
-        for window in windows:
-            if window > stock.context:
-                raise UserError(
-                    f"the window is {window}, but must lie in 1 to {stock.context}, the model's "
-                    "context. Choose one."
-                )
-        score = stock_nats(stock.model)
-        return {
-            "windows": [
-                rolling_perplexity(score, stock.tokenizer, texts, window, update)
-                for window in windows or [stock.context]
-            ]
-        }
-
-    with progress.bar("evaluate") as update:
-        sides = by_side(config, measured)
-    return {**sides, "unit": "word", "text": list(config.corpus.text), "protocol": PROTOCOL}
+            texts.append(str(piece))
+    return texts
