@@ -1,43 +1,173 @@
 """STAGE align: learn affinities and routers under frozen dense weights."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+from torch import Tensor
 
-from dotmoe.artifacts import AlignState, DenseModel
+from dotmoe.artifacts import DenseModel
 from dotmoe.data import TokenBlocks
-from dotmoe.distributed import on_every_rank, require_equal_shares, whole
-from dotmoe.errors import UserError
-from dotmoe.moe.alignment import AlignConfig, Alignment
-from dotmoe.moe.assignment import AssignmentConfig
-from dotmoe.moe.surgery import masked, recomputing
-from dotmoe.training.config import DEFAULT_TRAINING, TrainingConfig
-from dotmoe.training.loop import Metrics, Schedule, train
+from dotmoe.distributed import full_tensor, mesh, raise_on_all_ranks
+from dotmoe.granularity import Granularity
+from dotmoe.moe.assignment import AlignState, Assignment, AssignmentConfig
+from dotmoe.moe.masked import Masking, masked
+from dotmoe.moe.objective import Objective, ObjectiveConfig, require_trainable, steps_to_take
+from dotmoe.moe.units import recomputing
+from dotmoe.options import above, at_least, between
+from dotmoe.training.loop import DEFAULT_TRAINING, OnStep, ParameterGroup, TrainingConfig, train
+from dotmoe.transport import TransportPlan
 
 __all__ = ["AlignConfig", "Alignment", "align", "steps_to_take"]
 
 
-def steps_to_take(config: AlignConfig, num_blocks: int) -> int:
-    """`config.steps`, or fewer where the data would be seen more than `max_epochs` times."""
-    if config.steps == 0:
-        return 0
-    return min(config.steps, max(1, int(config.max_epochs * num_blocks / config.batch_size)))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlignConfig(ObjectiveConfig):
+    """The alignment phase. Defaults are the paper's (tab:hyperparams_moefication) unless said."""
+
+    steps: Annotated[int, at_least(0)] = 3500
+    """Optimizer steps; 0 extracts the initial state as it is."""
+    batch_size: Annotated[int, at_least(1)] = 64
+    lr: Annotated[float, above(0)] = 5e-4
+    lr_affinity: Annotated[float, at_least(0)] | None = None
+    """Peak learning rate of the affinities; default: lr."""
+    warmup_ratio: Annotated[float, between(0, 1)] = 0.2
+    """Share of the steps in which the rate rises and the temperature falls, both linearly."""
+    kl_weight: Annotated[float, at_least(0)] = 2.0
+    z_loss_weight: Annotated[float, at_least(0)] = 1e-3
+    balance_weight: Annotated[float, at_least(0)] = 1e-2
+    learn_assignment: bool = True
+    """False keeps the initial split and trains routers only (as the random-split baseline does)."""
 
 
-def align(  # noqa: PLR0913 (the stage's own five and the run's six)
+class Alignment(Objective):
+    """The masked model as a student of the dense one; its micro-batches share a step's plan."""
+
+    config: AlignConfig
+    routing: Masking
+
+    def __init__(
+        self,
+        dense: DenseModel,
+        blocks: TokenBlocks,
+        initial: AlignState,
+        granularity: Granularity,
+        config: AlignConfig,
+        assignment: AssignmentConfig,
+        *,
+        warmup_steps: int,
+        seed: int,
+    ) -> None:
+        first = granularity.first_dense_layers
+        self.assignment = Assignment(
+            initial.affinity_LNE[first:],
+            initial.router_LED[first:],
+            assignment,
+            mesh(dense.device),
+            is_learned=config.learn_assignment,
+        )
+        self.warmup_steps = warmup_steps
+        self.plan_LNE: Tensor | None = None
+        self.plan: TransportPlan | None = None
+        shape = self.assignment.shape
+        unknown_LN = torch.full(shape[:2], -1, device=dense.device)
+        masking = Masking(
+            active_experts=granularity.active_experts,
+            expert_of_neuron_LN=unknown_LN,
+            router_LED=self.assignment.routers(),
+            surrogate=config.surrogate,
+            surrogate_temperature=config.surrogate_temperature,
+            first_layer=first,
+        )
+        super().__init__(dense, masking, blocks, config, seed=seed)
+        if not config.learn_assignment:
+            fixed = self.assignment.plan(assignment.tau_end)
+            masking.expert_of_neuron_LN = self.assignment.rounded(fixed)
+
+    def parameter_groups(self) -> Sequence[ParameterGroup]:
+        """Routers, and affinities where the assignment is learned."""
+        config, first = self.config, self.routing.first_layer
+        router, affinity = self.assignment.router_LED, self.assignment.affinity_LNE
+        rate = config.lr if config.lr_affinity is None else config.lr_affinity
+        groups = [("router", router, config.router_rate), ("affinity", affinity, rate)]
+        return [
+            ParameterGroup(name=name, parameters={name: p}, lr=lr, first_layer=first)
+            for name, p, lr in groups[: 2 if config.learn_assignment else 1]
+        ]
+
+    def begin(self, step: int) -> dict[str, Tensor]:
+        """Solve and round the plan of a step, which the masks follow from here on."""
+        router_LED = self.assignment.routers()
+        self.routers_LED = router_LED
+        # Indexed layer by layer, each layer's gradient would be as large as that of all layers.
+        self.routing.router_LED = router_LED.unbind()
+        if not self.config.learn_assignment:
+            return {}
+        tau = self.assignment.config.tau(step, self.warmup_steps)
+        self.plan = plan = self.assignment.plan(tau)
+        before, assigned = self.routing.expert_of_neuron_LN, self.assignment.rounded(plan)
+        self.routing.expert_of_neuron_LN = assigned
+        self.plan_LNE = self.assignment.gradient_buffer()
+        self.routing.plan_LNE = self.plan_LNE.unbind()
+        moved = (assigned != before) & (before >= 0)  # the first assignment has none before it
+        return {
+            "moved_fraction": moved.float().mean(),
+            "marginal_error": self.assignment.marginal_error(plan),
+            "soft_hard_gap": self.assignment.soft_hard_gap(plan, assigned),
+            "tau": torch.tensor(tau, device=assigned.device),
+        }
+
+    def end(self) -> None:
+        """Backward from the gradients that the masks left to affinities and routers."""
+        if self.plan is not None and self.plan_LNE is not None and self.plan_LNE.grad is not None:
+            self.assignment.backward_plan(self.plan, self.plan_LNE.grad)
+        if self.routers_LED.grad is not None:
+            self.assignment.backward_routers(self.routers_LED.grad)
+        self._forget_plan()
+
+    def state(self) -> dict[str, Any]:
+        """With the warm start of the solver and the last assignment."""
+        potential_LE = self.assignment.potential_LE
+        experts_LN = self.routing.expert_of_neuron_LN
+        return super().state() | {"potential": potential_LE, "assignment": experts_LN}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Inverse of `state`; also forgets a step that was cut off."""
+        super().restore(state)
+        self.assignment.potential_LE = state["potential"]
+        self.routing.expert_of_neuron_LN = state["assignment"]
+        self._forget_plan()
+
+    def learned(self, initial: AlignState, steps: int) -> AlignState:
+        """What is learned now; leading dense layers as in `initial`. Every rank must ask."""
+        first = self.routing.first_layer
+        parts = (
+            (initial.affinity_LNE, self.assignment.affinity_LNE),
+            (initial.router_LED, self.assignment.router_LED),
+        )
+        affinity, router = (
+            torch.cat([before[:first], full_tensor(now.detach())]) for before, now in parts
+        )
+        return AlignState(affinity_LNE=affinity, router_LED=router, step=steps)
+
+    def _forget_plan(self) -> None:
+        self.plan = self.plan_LNE = self.routing.plan_LNE = None
+
+
+def align(
     dense: DenseModel,
     blocks: TokenBlocks,
     initial: AlignState,
-    active_experts: int,
+    granularity: Granularity,
     config: AlignConfig,
     assignment: AssignmentConfig,
     *,
     folder: Path,
     seed: int,
-    first_dense_layers: int = 0,
     training: TrainingConfig = DEFAULT_TRAINING,
-    on_step: Callable[[int, Metrics], None] = lambda step, metrics: None,
+    on_step: OnStep = lambda step, metrics: None,
 ) -> AlignState:
     """Train A and W_r so that the masked model follows the dense one (eq:total_loss).
 
@@ -48,49 +178,35 @@ def align(  # noqa: PLR0913 (the stage's own five and the run's six)
         dense: The frozen model; teacher and student share its weights.
         blocks: Training text.
         initial: Where to start; left untouched.
-        active_experts: k.
+        granularity: Gives k, and the leading layers that stay dense.
         config: See `AlignConfig`.
         assignment: Solver and temperatures.
         folder: Receives `metrics.jsonl` and `checkpoints/`; the newest there is resumed from.
         seed: Of the data order.
-        first_dense_layers: Leading layers that stay dense; their part of the state is not trained.
         training: How often to save, what to do with bad values, and where to log.
         on_step: Called after each step with its number and metrics.
 
     Returns:
-        The trained state.
+        The trained state; that of leading dense layers is the initial one.
+
+    Raises:
+        UserError: See `train`; or the model was loaded in float16.
     """
-    steps = steps_to_take(config, blocks.num_blocks)
-    if steps == 0:
+    schedule = config.schedule(blocks.num_blocks)
+    if schedule.steps == 0:
         return initial
-    on_every_rank(lambda: _require_trainable(dense, config))
-    schedule = Schedule(
-        steps=steps,
-        warmup_steps=round(config.warmup_ratio * steps),
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
-    )
+    dtype = next(dense.model.parameters()).dtype
+    raise_on_all_ranks(lambda: require_trainable(config, dtype))
     task = Alignment(
         dense,
         blocks,
         initial,
-        active_experts,
+        granularity,
         config,
         assignment,
         warmup_steps=schedule.warmup_steps,
         seed=seed,
-        first_dense_layers=first_dense_layers,
     )
-    with masked(dense, task.masking), recomputing(dense, config.activation_checkpointing):
+    with masked(dense, task.routing), recomputing(dense, config.activation_checkpointing):
         train(task, schedule, folder, training, on_step)
-    learned = (whole(task.affinity_LNE.detach()), whole(task.router_LED.detach()))
-    return AlignState(affinity_LNE=learned[0], router_LED=learned[1], step=steps)
-
-
-def _require_trainable(dense: DenseModel, config: AlignConfig) -> None:
-    require_equal_shares(config.batch_size)
-    if next(dense.model.parameters()).dtype == torch.float16:
-        raise UserError(
-            "dtype is float16, in which the gradients of the masks underflow. "
-            "Align with --dtype bfloat16 or float32."
-        )
+    return task.learned(initial, schedule.steps)

@@ -20,7 +20,7 @@ from dotmoe.load import LoadConfig
 from dotmoe.moe.assignment import AssignmentConfig
 from dotmoe.options import HOW, at_least
 from dotmoe.self_text import SampleConfig
-from dotmoe.training.config import TrainingConfig
+from dotmoe.training.loop import TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +54,9 @@ class RunConfig:
     """Of initial values and data order. Same seed, machine and thread count: same result."""
 
     def check_together(self) -> None:
-        """Refuse an alignment that has nothing to learn from."""
+        """Refuse what does not go together."""
         _check_old_ranges(self)
         self.baseline.check()
-        self.training.check()
-        if self.align.kl_weight == self.align.ce_weight == 0:
-            raise UserError(
-                "kl_weight and ce_weight are both 0, which leaves nothing to learn from. Raise one."
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,8 +85,6 @@ class FinetuneRunConfig:
 
     def check_together(self) -> None:
         """Refuse options of a text that is not named."""
-        self.finetune.check()
-        self.training.check()
         if self.data.data:
             return
         default = DataConfig()
@@ -113,30 +106,12 @@ _AT_LEAST: dict[str, float] = {
     "calibrate.calibration_tokens": 1,
     "calibrate.cluster_iterations": 0,
     "calibrate.router_std": 0,
-    "assignment.sinkhorn_sweeps": 1,
-    "align.steps": 0,
-    "align.batch_size": 1,
-    "align.micro_batch_size": 1,
-    "align.warmup_ratio": 0,
-    "align.lr_affinity": 0,
-    "align.lr_router": 0,
-    "align.weight_decay": 0,
-    "align.kl_weight": 0,
-    "align.ce_weight": 0,
-    "align.z_loss_weight": 0,
-    "align.balance_weight": 0,
     "export.scale_tokens": 1,
     "export.verify_tokens": 1,
 }
 _ABOVE_ZERO = (
     "calibrate.affinity_std",
     "calibrate.ridge",
-    "assignment.tau_start",
-    "assignment.tau_end",
-    "align.lr",
-    "align.max_epochs",
-    "align.max_grad_norm",
-    "align.surrogate_temperature",
     "export.max_shard_gib",
 )
 
@@ -153,5 +128,3 @@ def _check_old_ranges(config: RunConfig) -> None:
             rule = f"at least {_AT_LEAST[name]}" if name in _AT_LEAST else "above 0"
             option = name.rpartition(".")[2]
             raise UserError(f"{option} is {value}, but it must be {rule}.")
-    if config.align.warmup_ratio > 1:
-        raise UserError(f"warmup_ratio is {config.align.warmup_ratio}, but it must be at most 1.")

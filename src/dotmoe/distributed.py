@@ -1,4 +1,4 @@
-"""The ranks that torchrun started: which one this process is, and what all of them agree on.
+"""The device, and the ranks that torchrun started: which one this is, and what all agree on.
 
 Without torchrun there is one rank, and nothing here costs anything. No launcher of our own:
 `torchrun --nproc-per-node 8 -m dotmoe convert ...` is the way to start several.
@@ -6,6 +6,7 @@ Without torchrun there is one rank, and nothing here costs anything. No launcher
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,22 +16,44 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dotmoe.errors import RankError, UserError
 
 Result = TypeVar("Result")
 
 PATIENCE = timedelta(days=1)
-"""How long a rank waits for another. The first one tokenises alone, which can take hours; and a
-rank that has died keeps nobody waiting, because torchrun then ends the others."""
-
-_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""How long a rank waits for another. Rank 0 tokenises alone, which can take hours; and a rank that
+has died keeps nobody waiting, because torchrun then ends the others."""
 
 
-class _ToldElsewhereError(UserError):
-    """An error that another rank tells as well."""
+class _ReportedElsewhereError(UserError):
+    """An error that another rank reports as well."""
+
+
+def resolved_device(name: str) -> torch.device:
+    """The device that `auto`, `cpu`, `cuda` or `cuda:N` means here; auto: a GPU if there is one.
+
+    Raises:
+        UserError: Another name, or a device that this machine does not have.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise UserError(f"device is {name!r}, but it must be auto, cpu, cuda or cuda:N. Name one.")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        cause = " ".join(str(error).split())[:160]
+        raise UserError(
+            f"device is {name!r}, which this machine does not have ({cause}). "
+            "Choose auto, cpu or cuda."
+        ) from error
+    return device
 
 
 def rank() -> int:
@@ -43,7 +66,7 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def is_first() -> bool:
+def is_rank_zero() -> bool:
     """Whether this is the rank that writes files and talks to the user."""
     return rank() == 0
 
@@ -54,7 +77,7 @@ def started_by_torchrun() -> bool:
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[None]:
+def process_group(device: torch.device) -> Iterator[None]:
     """Inside, the ranks that torchrun started form one group; alone, nothing happens.
 
     Args:
@@ -62,39 +85,47 @@ def joined(device: torch.device) -> Iterator[None]:
 
     Raises:
         UserError: Another rank has gone.
-        RankError: Of a `UserError` in the block that the first rank does not know of.
+        RankError: Of a `UserError` in the block that rank 0 does not know of.
     """
     if not started_by_torchrun() or dist.is_initialized():
         yield
         return
     if device.type == "cuda":
         _take_own_gpu(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=PATIENCE)
-    if not is_first():
-        logging.disable(logging.WARNING)  # what the first warns of
+    dist.init_process_group(_backend(device), timeout=PATIENCE)
+    if not is_rank_zero():
+        logging.disable(logging.WARNING)  # rank 0 warns of the same
     try:
         yield
     except UserError as error:
-        if is_first() or isinstance(error, _ToldElsewhereError):
+        if is_rank_zero() or isinstance(error, _ReportedElsewhereError):
             raise
         raise RankError(f"rank {rank()}: {error}") from error
     except RuntimeError as error:
-        if not any(sign in str(error) for sign in _GONE):
+        if not _is_lost_connection(error):
             raise
-        gone = "another rank has gone, and its own message says why. Mend that and start again."
+        gone = "another rank has gone, and its own message says why. Fix that and start again."
         raise UserError(gone) from error
     finally:
         logging.disable(logging.NOTSET)
         dist.destroy_process_group()
 
 
+def _backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def _is_lost_connection(error: RuntimeError) -> bool:
+    """NCCL and the store have error types of their own; gloo's are known by their source file."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
+
+
 def _take_own_gpu(local_rank: int) -> None:
-    there_are = torch.cuda.device_count()
-    if local_rank >= there_are:
+    num_gpus = torch.cuda.device_count()
+    if local_rank >= num_gpus:
         raise RankError(
-            f"rank {local_rank} of this machine has no GPU: there are {there_are}. Start torchrun "
-            f"with --nproc-per-node {there_are}."
+            f"rank {local_rank} of this machine has no GPU: there are {num_gpus}. Start torchrun "
+            f"with --nproc-per-node {num_gpus}."
         )
     torch.cuda.set_device(local_rank)
 
@@ -104,6 +135,26 @@ def mesh(device: torch.device) -> DeviceMesh | None:
     if num_ranks() == 1:
         return None
     return init_device_mesh(device.type, (num_ranks(),))
+
+
+@contextmanager
+def fsdp_mesh(device: torch.device, *, shard: bool) -> Iterator[DeviceMesh]:
+    """All ranks as FSDP2 wants them; alone, a group of this process for as long as the block lasts.
+
+    Args:
+        device: Kind of device the ranks compute on.
+        shard: Each rank holds its rows of every tensor; False: each holds all of them.
+    """
+    is_alone = not dist.is_initialized()
+    if is_alone:
+        dist.init_process_group(_backend(device), store=HashStore(), rank=0, world_size=1)
+    try:
+        shape = (num_ranks(),) if shard else (num_ranks(), 1)
+        names = ("shard",) if shard else ("replicate", "shard")
+        yield init_device_mesh(device.type, shape, mesh_dim_names=names)
+    finally:
+        if is_alone:
+            dist.destroy_process_group()
 
 
 def require_equal_shares(batch_size: int) -> None:
@@ -128,52 +179,53 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
-def from_first(make: Callable[[], Result]) -> Result:
-    """Run `make` on the first rank alone; every rank gets its result, or its error.
+def broadcast_from_rank_zero(make: Callable[[], Result]) -> Result:
+    """Run `make` on rank 0 alone; every rank gets its result, or its error.
 
     Args:
-        make: Gives something that can be pickled. Where it fails, the first rank raises its error,
-            and the others a `UserError`, so that no rank waits for one that has gone.
+        make: Returns something that can be pickled. Where it fails, rank 0 raises its error, and
+            the others a `UserError`, so that no rank waits for one that has gone. It must not
+            communicate: the other ranks are not in it.
     """
     if num_ranks() == 1:
         return make()
-    result, own = _attempt(make) if is_first() else (None, None)
-    outcome: list[Any] = [result, None if own is None else _in_words(own)]
+    result, own = _attempt(make) if is_rank_zero() else (None, None)
+    outcome: list[Any] = [result, None if own is None else _text(own)]
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
-        raise own or _ToldElsewhereError(outcome[1])
+        raise own or _ReportedElsewhereError(outcome[1])
     shared: Result = outcome[0]
     return shared
 
 
-def on_every_rank(make: Callable[[], Result]) -> Result:
-    """Run `make` on every rank; if it fails on one, every rank fails, with the words of that one.
+def raise_on_all_ranks(make: Callable[[], Result]) -> Result:
+    """Run `make` on every rank; if it fails on one, every rank raises, with that rank's message.
 
     Args:
-        make: Has no collective in it, which a rank that failed would leave the others waiting in.
+        make: Has no collective in it, in which a rank that failed would leave the others waiting.
     """
     if num_ranks() == 1:
         return make()
     result, own = _attempt(make)
     failures: list[Any] = [None] * num_ranks()
-    dist.all_gather_object(failures, None if own is None else _in_words(own))
-    failed = [number for number, words in enumerate(failures) if words is not None]
+    dist.all_gather_object(failures, None if own is None else _text(own))
+    failed = [number for number, message in enumerate(failures) if message is not None]
     if not failed:
         return result  # type: ignore[return-value]
-    if own is not None and (is_first() or not isinstance(own, UserError)):
+    if own is not None and (is_rank_zero() or not isinstance(own, UserError)):
         raise own
-    words = f"rank {failed[0]}: {failures[failed[0]]}"
-    raise UserError(words) if is_first() else _ToldElsewhereError(words)
+    message = f"rank {failed[0]}: {failures[failed[0]]}"
+    raise UserError(message) if is_rank_zero() else _ReportedElsewhereError(message)
 
 
 def _attempt(make: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
     try:
         return make(), None
-    except Exception as error:  # noqa: BLE001  (told to every rank and raised there)
+    except Exception as error:  # noqa: BLE001  (reported to every rank and raised there)
         return None, error
 
 
-def _in_words(error: Exception) -> str:
+def _text(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
@@ -181,6 +233,59 @@ def wait_for_all() -> None:
     """Return when every rank has come here."""
     if num_ranks() > 1:
         dist.barrier()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be divided; every rank must ask at the same point."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_rows(tensor: Tensor) -> slice:
+    """Which rows this rank holds of a tensor that may be divided."""
+    if not isinstance(tensor, DTensor):
+        return slice(0, len(tensor))
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return slice(offset[0], offset[0] + shape[0])
+
+
+def divided(whole: Tensor, ranks: DeviceMesh | None) -> Tensor:
+    """A copy with its rows divided over the ranks as `torch.chunk` cuts them; alone, a copy.
+
+    Args:
+        whole: Equal on all ranks.
+        ranks: See `mesh`.
+    """
+    if ranks is None:
+        return whole.clone()
+    parts = whole.chunk(ranks.size())
+    number = ranks.get_local_rank()
+    own = parts[number] if number < len(parts) else whole[:0]
+    return as_divided(own.clone(), len(whole), ranks)
+
+
+def as_divided(part: Tensor, length: int, ranks: DeviceMesh | None) -> Tensor:
+    """This rank's rows as part of a tensor of `length` rows; alone, `part` itself."""
+    if ranks is None:
+        return part
+    whole = torch.empty(length, *part.shape[1:], device="meta")
+    return DTensor.from_local(
+        part, ranks, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def summed_rows(whole: Tensor, ranks: DeviceMesh | None) -> Tensor:
+    """This rank's rows of the sum over ranks of tensors of one shape; alone, `whole` itself."""
+    if ranks is None:
+        return whole
+    partial = DTensor.from_local(whole, ranks, [Partial()], run_check=False)
+    return partial.redistribute(placements=[Shard(0)]).to_local()
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,12 +363,11 @@ class Division:
         return [(rank, layers) for rank, layers in slices if layers.start < layers.stop]
 
 
-def own_rows(tensor: Tensor) -> slice:
-    """Which rows this rank holds of a tensor that may be divided."""
-    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-    return Division(len(tensor), mesh).own
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be divided; every rank must ask at the same point."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+# Names of before, until their last callers are moved.
+is_first, from_first, on_every_rank, joined, whole = (
+    is_rank_zero,
+    broadcast_from_rank_zero,
+    raise_on_all_ranks,
+    process_group,
+    full_tensor,
+)

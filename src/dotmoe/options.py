@@ -45,6 +45,8 @@ class Range:
     high: float = math.inf
     above: bool = False
     """Whether `low` itself is out of range."""
+    or_infinite: bool = False
+    """Whether infinity is in range."""
 
     def __contains__(self, value: float) -> bool:
         return self.low <= value <= self.high and not (self.above and value == self.low)
@@ -59,9 +61,9 @@ class Range:
         )
 
 
-def above(low: float) -> Range:
+def above(low: float, *, or_infinite: bool = False) -> Range:
     """Numbers greater than `low`."""
-    return Range(low=low, above=True)
+    return Range(low=low, above=True, or_infinite=or_infinite)
 
 
 def at_least(low: float) -> Range:
@@ -95,7 +97,8 @@ def check(config: Any) -> None:
         for number in value if isinstance(value, tuple | list) else (value,):
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
-            if not math.isfinite(number):
+            can_be_infinite = any(isinstance(m, Range) and m.or_infinite for m in marks)
+            if not (math.isfinite(number) or (can_be_infinite and number == math.inf)):
                 raise UserError(f"{name} is {number}, but it must be a finite number.")
             for allowed in marks:
                 if isinstance(allowed, Range) and number not in allowed:

@@ -12,8 +12,8 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from dotmoe.align import align, steps_to_take
-from dotmoe.artifacts import AlignState, DenseModel
+from dotmoe.align import align
+from dotmoe.artifacts import DenseModel
 from dotmoe.baselines import (
     METHODS,
     Baseline,
@@ -32,7 +32,6 @@ from dotmoe.distributed import (
     from_first,
     is_first,
     joined,
-    mesh,
     num_ranks,
     on_every_rank,
     require_equal_shares,
@@ -55,27 +54,22 @@ from dotmoe.export.architecture import granularity_of as granularity_of_layout
 from dotmoe.export.weights_on_disk import on_disk
 from dotmoe.extract import extract
 from dotmoe.files import read_json, write_json
-from dotmoe.finetune import (
-    LAYOUT,
-    MODEL,
-    Start,
-    require_peft,
-    wants_own_teacher,
-)
+from dotmoe.finetune import LAYOUT, MODEL, divides_training, require_peft
 from dotmoe.finetune import finetune as train
-from dotmoe.finetune import steps_to_take as finetune_steps
 from dotmoe.finished_run import FinishedRun, finished_run
 from dotmoe.granularity import Granularity, resolve
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import describe_dense, load_dense, resolved_dtype
+from dotmoe.moe.assignment import AlignState
+from dotmoe.moe.objective import steps_to_take
 from dotmoe.options import check, from_values, values_of
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
 from dotmoe.report import report
 from dotmoe.run_folder import RESULTS, RunFolder
-from dotmoe.sharded_weights import Sharding, checkpoint_dtype, is_divided, is_sharded, unloaded
+from dotmoe.sharded_weights import is_divided
 from dotmoe.tokenise import Text, require_sources, samples_itself, tokenise
-from dotmoe.training.loop import Metrics
+from dotmoe.training.loggers import Metrics
 
 Config = TypeVar("Config", bound=AnyRunConfig)
 Result = TypeVar("Result")
@@ -185,7 +179,7 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
         record = run.export(
             lambda: _for_one_rank(model, config, dense), layout, config.export, text
         )
-        steps = finetune_steps(config.finetune, text.training.num_blocks)
+        steps = steps_to_take(config.finetune, text.training.num_blocks)
 
         def measured() -> dict[str, Any]:
             exports = {}
@@ -450,12 +444,11 @@ def _aligned(
             dense,
             text.training,
             start,
-            split.active_experts,
+            split,
             config.align,
             config.assignment,
             folder=at,
             seed=config.seed,
-            first_dense_layers=split.first_dense_layers,
             training=config.training,
             on_step=on_step,
         )
@@ -529,7 +522,7 @@ def _to_sample(
     """The dense model to sample text from, if that is asked for; all ranks together."""
     if not samples_itself(converted.data):
         return None
-    if started_by_torchrun() and _is_divided(config, dense):
+    if started_by_torchrun() and divides_training(dense, config.finetune, config.load):
         raise UserError(_NOT_WHOLE)
     return load_dense(converted.model, replace(config.load, sharding="replicate"))
 
@@ -566,63 +559,34 @@ def _trained(
     at: Path,
 ) -> ExpertLayout:
     """Write trained weights as a dense checkpoint, and the layout with trained routers."""
-    device = resolved_device(config.load.device)
-    ranks = mesh(device)
-    if ranks is not None and not _is_divided(config, dense):
-        ranks = None
-
-    def loaded(sharding: Sharding) -> DenseModel:
-        return load_dense(source.model, replace(config.load, sharding=sharding))
-
-    if ranks is None:
-        student = loaded("replicate")
-    else:
-        dtype = resolved_dtype(config.load.dtype, device)
-        if dtype == "auto":
-            dtype = checkpoint_dtype(dense.config, dense.folder)
-        student = replace(dense, model=unloaded(dense.config, dtype))
-    teacher = None
-    if wants_own_teacher(config.finetune):
-        teacher = loaded("replicate" if ranks is None else "shard")
-    steps = finetune_steps(config.finetune, text.training.num_blocks)
+    steps = steps_to_take(config.finetune, text.training.num_blocks)
     _log_fewer_steps(run, steps, config.finetune.steps, config.finetune.max_epochs)
     with run.progress.bar(f"finetune ({config.finetune.train})") as update:
 
         def on_step(step: int, metrics: Metrics) -> None:
             update(step, steps, f"ce {metrics['ce']:.3f}")
 
-        train(
-            Start(dense=student, layout=source.layout, teacher=teacher),
+        finetuned = train(
+            dense,
+            source.layout,
             text.training,
             config.finetune,
             folder=at,
             seed=config.seed,
+            load=config.load,
             router_dtype=export_dtype(dense, config.export),
-            sharded_over=ranks,
             training=config.training,
             on_step=on_step,
         )
-    return on_every_rank(lambda: ExpertLayout.load(at / LAYOUT))
+    return finetuned.layout
 
 
 def _for_one_rank(source: str, config: FinetuneRunConfig, dense: DenseModel) -> DenseModel:
     """A checkpoint of the dense model's sizes; one too large for one rank stays on disk."""
-    if started_by_torchrun() and _is_divided(config, dense):
+    if started_by_torchrun() and divides_training(dense, config.finetune, config.load):
         device = resolved_device(config.load.device)
         return on_disk(describe_dense(source), device, resolved_dtype(config.load.dtype, device))
     return load_dense(source, replace(config.load, sharding="replicate"))
-
-
-def _is_divided(config: FinetuneRunConfig, dense: DenseModel) -> bool:
-    """Whether several ranks would divide what is trained.
-
-    Weights, gradients and two moments in float32 are 16 bytes for each that is trained.
-    """
-    num_weights = sum(p.numel() for p in dense.model.parameters())
-    dtype = checkpoint_dtype(dense.config, dense.folder)
-    num_bytes = 16 if config.finetune.train == "everything" else dtype.itemsize
-    device = resolved_device(config.load.device)
-    return is_sharded(config.load.sharding, num_bytes * num_weights, device)
 
 
 # --- words and records ------------------------------------------------------------------------

@@ -9,12 +9,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dotmoe.distributed import whole
+from dotmoe.distributed import full_tensor, local_part
 from dotmoe.errors import UserError
 from dotmoe.load import LoadConfig, describe_dense, load_dense
 from dotmoe.models.family import FAMILIES
 from dotmoe.sharded_weights import checkpoint_dtype, is_divided, is_sharded, load_sharded
-from dotmoe.training.task import local_part
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(2, 50).view(2, 24)
@@ -48,7 +47,7 @@ def test_a_sharded_model_computes_what_transformers_does(
         hidden = family.trunk(model)(input_ids=TOKENS, use_cache=False).last_hidden_state
         expected = stock.model(input_ids=TOKENS).last_hidden_state
         assert torch.equal(hidden, expected)
-    assert torch.equal(whole(family.head(model).weight), stock.lm_head.weight)
+    assert torch.equal(full_tensor(family.head(model).weight), stock.lm_head.weight)
     assert family.head(model).weight is model.get_input_embeddings().weight or not tied
 
 
@@ -56,7 +55,7 @@ def test_a_tied_matrix_is_found_under_the_heads_name(tiny_dense, line_of_one):
     folder = tiny_dense("llama", head_only=True)
     family, model = loaded(folder, line_of_one)
     stored = load_file(folder / "model.safetensors")["lm_head.weight"]
-    assert torch.equal(whole(family.head(model).weight), stored)
+    assert torch.equal(full_tensor(family.head(model).weight), stored)
 
 
 def test_weights_are_held_in_the_dtype_asked_for(tiny_dense, line_of_one):

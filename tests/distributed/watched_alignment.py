@@ -15,14 +15,22 @@ from dotmoe import sharded_weights
 from dotmoe.align import AlignConfig, Alignment
 from dotmoe.calibrate import CalibrateConfig, calibrate
 from dotmoe.data import TokenBlocks
-from dotmoe.distributed import from_first, joined, num_ranks, on_every_rank, rank, whole
+from dotmoe.distributed import (
+    broadcast_from_rank_zero,
+    full_tensor,
+    local_part,
+    num_ranks,
+    process_group,
+    raise_on_all_ranks,
+    rank,
+)
 from dotmoe.errors import UserError
+from dotmoe.granularity import Granularity
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.assignment import AssignmentConfig
-from dotmoe.moe.surgery import masked, recomputing
-from dotmoe.training.config import TrainingConfig
-from dotmoe.training.loop import Schedule, train
-from dotmoe.training.task import local_part
+from dotmoe.moe.masked import masked
+from dotmoe.moe.units import recomputing
+from dotmoe.training.loop import Schedule, TrainingConfig, train
 
 E, K, STEPS = 12, 3, 10
 CONFIG = AlignConfig(batch_size=8, micro_batch_size=2, lr=1e-2)
@@ -32,9 +40,9 @@ ASSIGNMENT = AssignmentConfig(tau_start=0.5, tau_end=0.1)
 class Watched(Alignment):
     """Remembers the assignment of every step."""
 
-    def assign(self, step):
-        result = super().assign(step)
-        self.seen = [*getattr(self, "seen", []), self.masking.expert_of_neuron_LN.clone()]
+    def begin(self, step):
+        result = super().begin(step)
+        self.seen = [*getattr(self, "seen", []), self.routing.expert_of_neuron_LN.clone()]
         return result
 
 
@@ -48,7 +56,12 @@ def random_blocks():
 
 
 def new_task(dense, start):
-    return Watched(dense, random_blocks(), start, K, CONFIG, ASSIGNMENT, warmup_steps=3, seed=0)
+    split = Granularity(num_experts=E, expert_size=dense.widths.ffn // E, active_experts=K)
+    return Watched(dense, random_blocks(), start, split, CONFIG, ASSIGNMENT, warmup_steps=3, seed=0)
+
+
+def learned_by(task):
+    return task.assignment.affinity_LNE, task.assignment.router_LED
 
 
 def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=None):
@@ -59,7 +72,7 @@ def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=N
         dense, random_blocks().tokens_BT, E, CalibrateConfig(calibration_tokens=240), seed=0
     )
     first = new_task(dense, start)
-    with masked(dense, first.masking), recomputing(dense, recompute):
+    with masked(dense, first.routing), recomputing(dense, recompute):
         first.accumulate_gradients(0)
     task, metrics = new_task(dense, start), {}
 
@@ -70,17 +83,17 @@ def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=N
 
     schedule = Schedule(steps=STEPS, warmup_steps=3, weight_decay=1e-4, max_grad_norm=1.0)
     try:
-        with masked(dense, task.masking), recomputing(dense, recompute):
+        with masked(dense, task.routing), recomputing(dense, recompute):
             train(task, schedule, folder, TrainingConfig(checkpoint_every=4), on_step)
     except StoppedError:
         pass
     return {
         "start": (start.affinity_LNE, start.router_LED),
-        "gradients": (whole(first.affinity_LNE.grad), whole(first.router_LED.grad)),
+        "gradients": tuple(full_tensor(p.grad) for p in learned_by(first)),
         "assignments": torch.stack(task.seen),
         "metrics": metrics,
-        "end": (whole(task.affinity_LNE.detach()), whole(task.router_LED.detach())),
-        "own_layers": len(local_part(task.affinity_LNE)),
+        "end": tuple(full_tensor(p.detach()) for p in learned_by(task)),
+        "own_layers": len(local_part(task.assignment.affinity_LNE)),
     }
 
 
@@ -150,10 +163,10 @@ def shared_failures():
             raise UserError(f"no file on {number}")
         return rank()
 
-    said = [on_every_rank(rank)]
+    said = [raise_on_all_ranks(rank)]
     for attempt in (
-        lambda: on_every_rank(lambda: fail_on(1)),
-        lambda: from_first(lambda: fail_on(0)),
+        lambda: raise_on_all_ranks(lambda: fail_on(1)),
+        lambda: broadcast_from_rank_zero(lambda: fail_on(0)),
     ):
         try:
             attempt()
@@ -172,7 +185,7 @@ JOBS = {
 
 def main(jobs, out):
     torch.set_num_threads(1)
-    with joined(torch.device("cpu")):
+    with process_group(torch.device("cpu")):
         for job in json.loads(Path(jobs).read_text()):
             name, kind = job.pop("name"), job.pop("kind")
             if "folder" in job:

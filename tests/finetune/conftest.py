@@ -3,7 +3,12 @@
 import pytest
 import torch
 
+from two_ranks import unloaded_dense
+
 from dotmoe.data import TokenBlocks
+from dotmoe.distributed import fsdp_mesh
+from dotmoe.finetune import FinetuneConfig
+from dotmoe.finetune.student import Student
 from dotmoe.layout import ExpertLayout
 
 LAYERS, EXPERTS, SIZE, WIDTH = 2, 6, 16, 64
@@ -27,3 +32,21 @@ def blocks():
     """16 blocks of 24 tokens, of a simple pattern."""
     start = torch.randint(2, 200, (16, 1))
     return TokenBlocks((start + torch.arange(24) % 5).to(torch.int32))
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """This process alone, over which FSDP2 divides weights all the same."""
+    with fsdp_mesh(torch.device("cpu"), shard=True) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def new_student(layout, ranks):
+    """Makes a student of a checkpoint folder."""
+
+    def make(folder, config=None, dtype="float32", *, layout=layout, seed=0):
+        dense = unloaded_dense(str(folder), getattr(torch, dtype))
+        return Student(dense, layout, config or FinetuneConfig(), ranks, seed=seed)
+
+    return make

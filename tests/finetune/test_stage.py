@@ -1,5 +1,6 @@
 """Training: what changes, resuming, and two ranks against one."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,10 @@ from two_ranks import CONFIG, torchrun
 
 from dotmoe.data import TokenBlocks
 from dotmoe.errors import UserError
-from dotmoe.finetune import FinetuneConfig, Start, finetune, steps_to_take, wants_own_teacher
+from dotmoe.finetune import FinetuneConfig, finetune, steps_to_take
 from dotmoe.layout import ExpertLayout
-from dotmoe.load import LoadConfig, load_dense
-from dotmoe.training.config import TrainingConfig
+from dotmoe.load import LoadConfig, describe_dense
+from dotmoe.training.loop import TrainingConfig
 
 
 class StoppedError(Exception):
@@ -22,11 +23,9 @@ class StoppedError(Exception):
 
 def trained(folder, model, layout, blocks, config=CONFIG, **options):
     folder.mkdir(exist_ok=True)
-    dense = load_dense(str(model), LoadConfig())
-    teacher = load_dense(str(model), LoadConfig()) if wants_own_teacher(config) else None
-    start = Start(dense=dense, layout=layout, teacher=teacher)
-    options = {"seed": 0, "router_dtype": torch.float32, **options}
-    finetune(start, blocks, config, folder=folder, **options)
+    options = {"seed": 0, "load": LoadConfig(device="cpu"), **options}
+    result = finetune(describe_dense(str(model)), layout, blocks, config, folder=folder, **options)
+    assert result.model_folder == folder / "model"
     return weights(folder)
 
 
@@ -99,16 +98,9 @@ def test_recomputing_and_small_micro_batches_change_memory_only(
 
 
 def test_float16_is_refused(tiny_dense, layout, blocks, tmp_path):
-    dense = load_dense(str(tiny_dense("llama")), LoadConfig(dtype="float16"))
+    load = LoadConfig(device="cpu", dtype="float16")
     with pytest.raises(UserError, match="dtype is float16"):
-        finetune(
-            Start(dense=dense, layout=layout),
-            blocks,
-            CONFIG,
-            folder=tmp_path,
-            seed=0,
-            router_dtype=torch.float32,
-        )
+        trained(tmp_path, tiny_dense("llama"), layout, blocks, load=load)
 
 
 def test_steps_are_lowered_to_the_data():
@@ -117,9 +109,9 @@ def test_steps_are_lowered_to_the_data():
     assert FinetuneConfig().steps * 128 * 2048 >= 1.2e9 > (FinetuneConfig().steps - 1) * 128 * 2048
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("train", ["everything", "lora"])
+@pytest.mark.parametrize("train", ["everything", pytest.param("lora", marks=pytest.mark.slow)])
 def test_two_ranks_train_what_one_does(train, tiny_dense, layout, blocks, tmp_path):
+    """Also in 16 bits, where weights that are replicated are computed with as sharded ones are."""
     if train == "lora":
         pytest.importorskip("peft")
     model = tiny_dense("llama")
@@ -127,9 +119,19 @@ def test_two_ranks_train_what_one_does(train, tiny_dense, layout, blocks, tmp_pa
     blocks.save(tmp_path / "blocks.safetensors")
     blocks = TokenBlocks.load(tmp_path / "blocks.safetensors")
     alone = trained(tmp_path / "alone", model, layout, blocks, replace(CONFIG, train=train))
-    torchrun(two_ranks.__file__, train, model, tmp_path)
+    dtypes = ["float32", "bfloat16"] if train == "everything" else ["float32"]
+    torchrun(two_ranks.__file__, train, model, tmp_path, *dtypes)
     for sharding in ("replicate", "shard"):
-        together = weights(tmp_path / sharding)
+        together = weights(tmp_path / f"{sharding}-float32")
         assert together.keys() == alone.keys()
         for name, tensor in alone.items():
             torch.testing.assert_close(together[name], tensor, rtol=1e-3, atol=1e-4)
+    if train == "everything":
+        lines = [
+            json.loads(
+                (tmp_path / f"{sharding}-bfloat16" / "metrics.jsonl").read_text().split("\n")[0]
+            )
+            for sharding in ("replicate", "shard")
+        ]
+        assert lines[0]["loss"] == lines[1]["loss"]
+        assert lines[0]["grad_norm"] == pytest.approx(lines[1]["grad_norm"], rel=1e-4)

@@ -1,67 +1,127 @@
-"""The student's losses and gradients. Oracles: stock Transformers, the masked model, PEFT."""
+"""The student and its losses. Oracles: stock Transformers, the masked model, autograd, PEFT."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+import two_ranks
 from safetensors.torch import load_file
+from two_ranks import torchrun, unloaded_dense
 
-from dotmoe.finetune.config import FinetuneConfig
-from dotmoe.finetune.student import Student, Taught, hidden_states
-from dotmoe.finetune.written import write_student
-from dotmoe.layout import ExpertLayout
+from dotmoe.distributed import full_tensor, local_part
+from dotmoe.errors import UserError
+from dotmoe.finetune import FinetuneConfig, Finetuning
+from dotmoe.finetune.student import Student, write_student
+from dotmoe.layout import ALWAYS_ON
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe.surgery import masked_by
+from dotmoe.moe.masked import masked_by
+from dotmoe.moe.objective import Taught, hidden_states
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "phi3")
+PLAIN = FinetuneConfig(batch_size=4, micro_batch_size=4)
+WEIGHTS = {"kl": 0.7, "ce": 0.4, "balance": 0.3, "z": 0.2}
 
 
-def loaded(folder):
-    return load_dense(str(folder), LoadConfig())
+def loaded(folder, dtype="float32"):
+    return load_dense(str(folder), LoadConfig(device="cpu", dtype=dtype))
 
 
-def next_token_loss(logits_BTV, tokens_BT):
-    return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())
+def task_of(student, blocks, config=PLAIN, teacher=None):
+    return Finetuning(student, teacher, blocks, config, seed=0)
+
+
+def logits_of(student, tokens):
+    return student(lambda: student.model(input_ids=tokens).logits)
+
+
+def gradients(student):
+    return {name: full_tensor(p.grad) for name, p in student.trained().items()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_all_experts_gradients_are_those_of_the_stock_dense_model(
-    family, tiny_dense, layout, blocks
+    family, tiny_dense, layout, blocks, new_student
 ):
     folder = tiny_dense(family, tied=family == "llama")
-    tokens = blocks.tokens_BT[:3].long()
     stock = loaded(folder).model.requires_grad_(True)
-    loss = next_token_loss(stock(input_ids=tokens).logits, tokens)
+    student = new_student(folder, layout=layout.with_active_experts(layout.num_experts))
+    task = task_of(student, blocks, replace(PLAIN, balance_weight=0.0))
+    tokens = blocks.batch(0, 4, 0)
+    loss = F.cross_entropy(
+        stock(input_ids=tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+    )
     loss.backward()
-    whole = layout.with_active_experts(layout.num_experts)
-    student = Student(loaded(folder), whole, FinetuneConfig(), seed=0)
-    found = student(tokens, None, FinetuneConfig())
-    found.total.backward()
-    torch.testing.assert_close(found.total, loss)
+    assert task.accumulate_gradients(0)["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    found = gradients(student)
     theirs = {name: p.grad for name, p in stock.named_parameters()}
-    for name, parameter in student.model.named_parameters():
+    for name, gradient in found.items():
         if ".mlp." not in name:
-            torch.testing.assert_close(parameter.grad, theirs[name], rtol=1e-3, atol=1e-5)
-    for index, ffn in enumerate(student.ffns):
+            torch.testing.assert_close(gradient, theirs[name], rtol=1e-3, atol=1e-5)
+    for index in range(len(student.ffns)):
         prefix, neurons = f"model.layers.{index}.mlp", layout.neurons_of_expert(index)
         if family == "phi3":
             gate, up = theirs[f"{prefix}.gate_up_proj.weight"].chunk(2)
         else:
             gate, up = (theirs[f"{prefix}.{part}_proj.weight"] for part in ("gate", "up"))
         down = theirs[f"{prefix}.down_proj.weight"].T
-        ours = (ffn.gate_ESD, ffn.up_ESD, ffn.down_ESD)
-        for parameter, expected in zip(ours, (gate, up, down), strict=True):
-            torch.testing.assert_close(parameter.grad, expected[neurons], rtol=1e-3, atol=1e-5)
+        for part, expected in (("gate", gate), ("up", up), ("down", down)):
+            ours = found[f"{prefix}.{part}_ESD"]
+            torch.testing.assert_close(ours, expected[neurons], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_own_teacher", [True, False])
+def test_the_gradient_is_that_of_the_weighted_sum_of_all_losses(
+    has_own_teacher, tiny_dense, layout, blocks, new_student
+):
+    """With a teacher beside it; and the weights of a frozen student with all experts on."""
+    config = replace(
+        PLAIN,
+        train="everything" if has_own_teacher else "router",
+        micro_batch_size=2,
+        **{f"{n}_weight": w for n, w in WEIGHTS.items() if n != "z"},
+        z_loss_weight=WEIGHTS["z"],
+    )
+    folder = tiny_dense("granite")
+    student, teacher = new_student(folder, config), loaded(folder)
+    with torch.no_grad():
+        for parameter in student.trained().values():
+            local_part(parameter).add_(0.05 * torch.randn(parameter.shape))
+    task = task_of(student, blocks, config, teacher if has_own_teacher else None)
+    metrics, found = task.accumulate_gradients(0), gradients(student)
+    student.zero_grad()
+    totals = dict.fromkeys(WEIGHTS, 0.0)
+    for tokens in blocks.batch(0, 4, 0).split(2):
+        student.routing.want_losses()
+        logits = logits_of(student, tokens)
+        z, balance = student.routing.pop_losses()
+        with torch.no_grad():
+            wanted = teacher.model(input_ids=tokens).logits.log_softmax(-1).flatten(0, 1)
+        ours = logits.log_softmax(-1).flatten(0, 1)
+        losses = {
+            "kl": F.kl_div(ours, wanted, log_target=True, reduction="batchmean"),
+            "ce": F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()),
+            "z": z,
+            "balance": balance,
+        }
+        (sum(WEIGHTS[name] * value for name, value in losses.items()) / 2).backward()
+        for name, value in losses.items():
+            totals[name] += value.item() / 2
+    for name, value in totals.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-4)
+    assert totals["kl"] > 0.01
+    total = sum(WEIGHTS[name] * value for name, value in totals.items())
+    assert metrics["loss"] == pytest.approx(total, rel=1e-4)
+    for name, expected in gradients(student).items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(("family", "tied"), [*((f, False) for f in FAMILIES), ("llama", True)])
 def test_an_untrained_student_is_written_as_the_checkpoint_it_came_from(
-    family, tied, tiny_dense, layout, tmp_path
+    family, tied, tiny_dense, layout, new_student, tmp_path
 ):
     folder = tiny_dense(family, tied=tied, dtype="bfloat16")
-    student = Student(loaded(folder), layout, FinetuneConfig(), seed=0)
-    write_student(student, layout, tmp_path, router_dtype=torch.bfloat16)
+    trained = write_student(new_student(folder), layout, tmp_path / "model", torch.float32)
     written = {}
     for file in sorted((tmp_path / "model").glob("*.safetensors")):
         written |= load_file(file)
@@ -69,75 +129,101 @@ def test_an_untrained_student_is_written_as_the_checkpoint_it_came_from(
     assert written.keys() == stored.keys()
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
     assert all(torch.equal(written[name], tensor) for name, tensor in stored.items())
-    routers = ExpertLayout.load(tmp_path / "layout.safetensors").router_LED
-    assert torch.equal(routers, routers.bfloat16().float())
     centred = layout.router_LED - layout.router_LED.mean(dim=1, keepdim=True)
-    torch.testing.assert_close(routers, centred, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(trained.router_LED, centred)
 
 
-@pytest.mark.parametrize("train", ["router", "lora"])
-def test_a_frozen_student_is_its_own_teacher(train, tiny_dense, layout, blocks):
+def test_shared_and_dense_parts_are_read_and_written_too(tiny_dense, layout, new_student, tmp_path):
+    assignment = layout.expert_of_neuron_LN.clone()
+    assignment[0] = ALWAYS_ON
+    assignment[1][assignment[1] == 5] = ALWAYS_ON
+    mixed = replace(layout, expert_of_neuron_LN=assignment, router_LED=layout.router_LED[:, :5])
+    folder = tiny_dense("phi3")
+    student, tokens = new_student(folder, layout=mixed), torch.randint(2, 250, (2, 24))
+    dense = loaded(folder)
+    with torch.no_grad(), masked_by(dense, mixed):
+        expected = dense.model(input_ids=tokens).logits
+    torch.testing.assert_close(logits_of(student, tokens), expected)
+    assert len(student.ffns) == 1
+    write_student(student, mixed, tmp_path / "model", torch.float32)
+    written = loaded(tmp_path / "model").model.state_dict()
+    assert all(torch.equal(written[name], t) for name, t in dense.model.state_dict().items())
+
+
+@pytest.mark.parametrize("train", ["everything", "router", "lora"])
+def test_what_is_trained_is_float32_and_what_stays_has_the_models_dtype(
+    train, tiny_dense, blocks, new_student
+):
+    """And the residual stream has it, on one rank as on many."""
     if train == "lora":
         pytest.importorskip("peft")
-    folder, tokens = tiny_dense("granite"), blocks.tokens_BT[:3].long()
-    config = FinetuneConfig(train=train, kl_weight=2.0)
-    student = Student(loaded(folder), layout, config, seed=0)
-    for name, parameter in student.trained().items():
-        if "lora_B" in name:  # zero at the start, where adapters change nothing
-            torch.nn.init.normal_(parameter, std=0.02)
-    teacher = loaded(folder)
-    with torch.no_grad():
-        other = Taught(hidden_states(teacher, tokens), teacher.family.head(teacher.model).weight)
-        own, given = student(tokens, None, config), student(tokens, other, config)
-        expected = teacher.model(input_ids=tokens).logits.flatten(0, 1).log_softmax(1)
-        found = student.model(input_ids=tokens).logits.flatten(0, 1).log_softmax(1)
-    kl = F.kl_div(found, expected, log_target=True, reduction="batchmean")
-    torch.testing.assert_close(own.kl, kl, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(given.kl, kl, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(own.total, own.ce + 2 * kl, rtol=1e-4, atol=1e-5)
-    assert kl > 1e-3
+    folder, config = tiny_dense("phi3", dtype="bfloat16"), replace(PLAIN, train=train)
+    student = new_student(folder, config, "bfloat16")
+    for parameter in student.model.parameters():
+        assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16)
+    task, seen = task_of(student, blocks, config), []
+    student.dense.family.layers(student.model)[1].register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].dtype)
+    )
+    low = task.accumulate_gradients(0)["ce"]
+    assert seen == [torch.bfloat16]
+    assert {gradient.dtype for gradient in gradients(student).values()} == {torch.float32}
+    wide = task_of(new_student(folder, config), blocks, config).accumulate_gradients(0)["ce"]
+    assert low != wide
+    assert low == pytest.approx(wide, rel=0.02)
 
 
-def test_merged_adapters_compute_what_peft_computed(tiny_dense, layout, blocks, tmp_path):
+def test_a_missing_tensor_is_named(tiny_dense, layout, ranks):
+    dense = unloaded_dense(str(tiny_dense("llama")), torch.float32)
+    other = replace(dense, folder=tiny_dense("llama", num_hidden_layers=1))
+    with pytest.raises(UserError, match=r"layers\.1\..* is not in the checkpoint"):
+        Student(other, layout, FinetuneConfig(), ranks, seed=0)
+
+
+def test_adapters_are_disabled_in_the_teacher_and_merged_as_peft_computes_them(
+    tiny_dense, layout, blocks, new_student, tmp_path
+):
     pytest.importorskip("peft")
-    dense, tokens = loaded(tiny_dense("llama")), blocks.tokens_BT[:3].long()
-    config = FinetuneConfig(train="lora", lora_rank=3)
-    student = Student(dense, layout, config, seed=0)
+    folder, tokens = tiny_dense("llama"), blocks.tokens_BT[:3].long()
+    config = replace(PLAIN, train="lora", lora_rank=3, kl_weight=2.0)
+    student = new_student(folder, config)
     names = set(student.trained())
     assert sum("mlp" in name and "lora" in name for name in names) == 2 * 3 * 2
     assert sum("self_attn" in name for name in names) == 2 * 4 * 2
     for name, parameter in student.trained().items():
         if "lora_A" in name:  # uniform, as PEFT starts them
             bound = parameter.shape[1] ** -0.5
-            assert 0.8 * bound < parameter.abs().max() <= bound
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
+            assert 0.8 * bound < full_tensor(parameter).abs().max() <= bound
+        if "lora_B" in name:  # zero at the start, where adapters change nothing
+            with torch.no_grad():
+                local_part(parameter).add_(0.05 * torch.randn(parameter.shape))
+    task, original = task_of(student, blocks, config), loaded(folder)
     with torch.no_grad():
-        before = student.model(input_ids=tokens).logits
-    write_student(student, layout, tmp_path, router_dtype=torch.float32)
-    trained = ExpertLayout.load(tmp_path / "layout.safetensors")
+        own = task.student(tokens, None)
+        teacher = Taught(hidden_states(original, tokens), original.model.lm_head.weight)
+        given = task.student(tokens, teacher)
+        before = logits_of(student, tokens)
+    torch.testing.assert_close(own.kl, given.kl, rtol=1e-4, atol=1e-5)
+    assert own.kl > 1e-3
+    trained = write_student(student, layout, tmp_path / "model", torch.float32)
     written = loaded(tmp_path / "model")
     with torch.no_grad(), masked_by(written, trained):
         after = written.model(input_ids=tokens).logits
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
-    original = loaded(tiny_dense("llama"))
     with torch.no_grad(), masked_by(original, layout):
         assert (original.model(input_ids=tokens).logits - before).abs().max() > 1e-2
 
 
-def test_weights_that_are_trained_are_float32_and_computed_in_the_models_dtype(
-    tiny_dense, layout, blocks
-):
-    folder, tokens = tiny_dense("llama", dtype="bfloat16"), blocks.tokens_BT[:3].long()
-    low = load_dense(str(folder), LoadConfig(dtype="bfloat16"))
-    student = Student(low, layout, FinetuneConfig(), seed=0)
-    assert all(p.dtype == torch.float32 for p in student.trained().values())
-    wide = Student(loaded(folder), layout, FinetuneConfig(), seed=0)
-    found, expected = (s(tokens, None, FinetuneConfig()) for s in (student, wide))
-    found.total.backward()
-    assert found.ce != expected.ce
-    torch.testing.assert_close(found.ce, expected.ce, rtol=0.02, atol=0.02)
-    frozen = replace(FinetuneConfig(), train="router")
-    student = Student(load_dense(str(folder), LoadConfig(dtype="bfloat16")), layout, frozen, seed=0)
-    assert student.ffns[0].gate_ESD.dtype == torch.bfloat16
-    assert student.ffns[0].router.weight_ED.dtype == torch.float32
+@pytest.mark.slow
+def test_no_rank_holds_the_whole_model_while_it_is_read(tiny_dense, tmp_path):
+    """Growth of each process's resident memory, mapped files included, at its peak."""
+    model = tiny_dense(
+        "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, vocab_size=20000
+    )
+    torchrun(two_ranks.__file__, "peak", model, tmp_path)
+    size = (model / "model.safetensors").stat().st_size
+    largest = 20000 * 512 * 4 / 2
+    for rank in (0, 1):
+        seen = torch.load(tmp_path / f"peak.{rank}.pt")
+        assert seen["shard"] < size / 2 + largest + 0.05 * size
+        assert seen["whole"] > 0.95 * size

@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 
 from dotmoe.data import TokenBlocks
-from dotmoe.distributed import joined, mesh, num_ranks, rank
-from dotmoe.finetune import FinetuneConfig, Start, finetune
-from dotmoe.finetune.sharded import sharded_student
+from dotmoe.distributed import fsdp_mesh, num_ranks, process_group, rank
+from dotmoe.finetune import FinetuneConfig, finetune
+from dotmoe.finetune.student import Student
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, describe_dense, load_dense
 from dotmoe.sharded_weights import unloaded
 
 CPU = torch.device("cpu")
 CONFIG = FinetuneConfig(
-    steps=4, batch_size=4, micro_batch_size=2, lr=1e-3, max_epochs=10, kl_weight=0.5
+    steps=4, batch_size=4, micro_batch_size=1, lr=1e-3, max_epochs=10, kl_weight=0.5
 )
 
 
@@ -39,32 +39,19 @@ def unloaded_dense(model, dtype):
     return replace(dense, model=unloaded(dense.config, dtype))
 
 
-def both_ways(model, folder, train):
+def both_ways(model, folder, train, dtype):
     """Training of replicated, then of sharded weights."""
     for sharding in ("replicate", "shard"):
-        out = folder / sharding
+        out = folder / f"{sharding}-{dtype}"
         out.mkdir(exist_ok=True)
-        is_sharded = sharding == "shard"
-        dense = (
-            unloaded_dense(model, torch.float32)
-            if is_sharded
-            else load_dense(model, LoadConfig(sharding=sharding))
-        )
-        teacher = None
-        if train == "everything":
-            teacher = load_dense(model, LoadConfig(sharding=sharding))
         finetune(
-            Start(
-                dense=dense,
-                layout=ExpertLayout.load(folder / "start.safetensors"),
-                teacher=teacher,
-            ),
+            describe_dense(model),
+            ExpertLayout.load(folder / "start.safetensors"),
             TokenBlocks.load(folder / "blocks.safetensors"),
             replace(CONFIG, train=train),
             folder=out,
             seed=0,
-            router_dtype=torch.float32,
-            sharded_over=mesh(CPU) if is_sharded else None,
+            load=LoadConfig(device="cpu", dtype=dtype, sharding=sharding),
         )
 
 
@@ -92,7 +79,8 @@ def read(model, sharding):
         router_LED=torch.zeros(widths.layers, 16, widths.model),
         active_experts=2,
     )
-    sharded_student(dense, layout, FinetuneConfig(), mesh(CPU), seed=0)
+    with fsdp_mesh(CPU, shard=True) as ranks:
+        Student(dense, layout, FinetuneConfig(), ranks, seed=0)
 
 
 def resident_bytes(kind):
@@ -102,9 +90,10 @@ def resident_bytes(kind):
 
 if __name__ == "__main__":
     what, model, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-    with joined(CPU):
+    with process_group(CPU):
         assert num_ranks() == 2
         if what == "peak":
             peak(model, folder)
         else:
-            both_ways(model, folder, what)
+            for dtype in sys.argv[4:]:
+                both_ways(model, folder, what, dtype)

@@ -5,7 +5,7 @@ import torch
 from scipy.optimize import brentq
 from scipy.special import expit
 
-from dotmoe.moe.router import router_logits, soft_top_k, straight_through_mask, top_k_mask
+from dotmoe.moe.router import router_logits, soft_top_k, straight_through_top_k, top_k_mask
 
 
 def logits(tokens=6, experts=9, dtype=torch.float64, scale=2.0):
@@ -55,7 +55,8 @@ def test_the_gradient_of_soft_top_k_is_that_of_finite_differences():
 def test_straight_through_is_hard_forward_and_soft_backward(surrogate):
     values = logits(5, 8, torch.float32).requires_grad_()
     weights = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
-    mask = straight_through_mask(values, 3, surrogate=surrogate, temperature=0.8)
+    mask, chosen = straight_through_top_k(values, 3, surrogate=surrogate, temperature=0.8)
+    assert torch.equal(mask.detach().gather(1, chosen), torch.ones(5, 3))
     assert torch.equal(mask, top_k_mask(values, 3))
     (mask * weights).sum().backward()
     other = values.detach().clone().requires_grad_()

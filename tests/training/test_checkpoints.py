@@ -1,10 +1,12 @@
 """Checkpoints that are damaged, or find no room. Oracles: a run in which nothing happened."""
 
 import errno
+import hashlib
 import json
 import logging
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,16 +84,28 @@ def test_old_checkpoints_stay_until_the_new_one_is_whole(tmp_path, monkeypatch):
     train(Regression(), SCHEDULE, tmp_path, EVERY_5)
     before = contents(tmp_path / "checkpoints")
 
-    def fail(*arguments):
+    def fail(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for culprit in ("write_tensors", "manifest_of"):
+    for culprit in ("save", "checksums"):
         with monkeypatch.context() as patch:
             patch.setattr(f"dotmoe.training.checkpoints.{culprit}", fail)
             with pytest.raises(OSError, match="No space left") as error:
                 checkpoints_in(tmp_path).save(14, {"a": torch.ones(2)}, {"step": 14})
         assert "disk is full" in message_of(error.value)
         assert contents(tmp_path / "checkpoints") == before
+
+
+def test_what_is_written_is_read_and_hashed_once(tmp_path, monkeypatch):
+    hashed, real = [], hashlib.file_digest
+
+    def counted(file, digest):
+        hashed.append(Path(file.name).name)
+        return real(file, digest)
+
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    checkpoints_in(tmp_path).save(1, {"a": torch.ones(2)}, {"step": 1})
+    assert sorted(hashed) == [".metadata", TENSORS, "values.json"]
 
 
 class Growing(Regression):

@@ -10,8 +10,7 @@ from toy_tasks import EVERY_5, SCHEDULE, Regression
 from dotmoe.errors import UserError
 from dotmoe.options import check
 from dotmoe.recipes import recipe
-from dotmoe.training.config import TrainingConfig
-from dotmoe.training.loop import train
+from dotmoe.training.loop import TrainingConfig, train
 
 FAKE = """
 import json, os
@@ -91,7 +90,7 @@ def test_wandb_that_cannot_start_says_what_to_do(tmp_path, wandb, monkeypatch):
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_missing_package_is_said_before_anything_is_loaded(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("dotmoe.training.config.find_spec", lambda package: None)
+    monkeypatch.setattr("dotmoe.training.loop.find_spec", lambda package: None)
     training = TrainingConfig(log_to=(name,))
     pattern = rf"log_to names {name}, which is not installed. .*dotmoe\[{name}\]"
     with pytest.raises(UserError, match=pattern):

@@ -7,14 +7,14 @@ import pytest
 import torch
 from toy_tasks import SCHEDULE, Regression, warnings_in
 
-from dotmoe.artifacts import AlignState
+from dotmoe.align import AlignConfig, Alignment
 from dotmoe.data import TokenBlocks
 from dotmoe.errors import UserError
+from dotmoe.granularity import Granularity
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe.alignment import AlignConfig, Alignment
-from dotmoe.moe.assignment import AssignmentConfig
-from dotmoe.moe.surgery import masked
-from dotmoe.training.loop import train
+from dotmoe.moe.assignment import AlignState, AssignmentConfig
+from dotmoe.moe.masked import masked
+from dotmoe.training.loop import TrainingConfig, train
 
 
 class Hungry(Regression):
@@ -63,26 +63,39 @@ def test_where_nothing_fits_the_options_are_named(tmp_path):
     assert "\n" not in str(error.value)
 
 
-class Stubborn(Regression):
-    def accumulate_gradients(self, step):
-        raise torch.OutOfMemoryError("no")
+def test_moments_that_do_not_fit_are_explained(tmp_path, monkeypatch):
+    """AdamW's moments are allocated before the first step, and its own work can be too much."""
 
+    def refuse(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore")
 
-def test_a_task_that_cannot_do_with_less_says_so(tmp_path):
-    with pytest.raises(UserError, match=r"out of memory at step 1 \(no\)"):
-        train(Stubborn(), SCHEDULE, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.optim.AdamW.step", refuse)
+        with pytest.raises(UserError, match=r"out of memory in the optimizer at step 1 \(CUDA out"):
+            train(Regression(), SCHEDULE, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.zeros_like", refuse)
+        with pytest.raises(UserError, match="out of memory for the moments of AdamW"):
+            train(Regression(), SCHEDULE, tmp_path)
 
 
 class Cramped(Alignment):
-    """The backward pass of more than two sequences does not fit."""
+    """The backward pass of more than two sequences does not fit, and step 2 is interrupted."""
 
-    def differentiate(self, loss):
+    interrupted_at = None
+
+    def differentiate(self, loss, *, is_last):
         if self.micro_batch_size > 2:
             raise torch.OutOfMemoryError("too much")
-        super().differentiate(loss)
+        super().differentiate(loss, is_last=is_last)
+
+    def begin(self, step):
+        if step == self.interrupted_at:
+            raise KeyboardInterrupt
+        return super().begin(step)
 
 
-def test_the_alignment_goes_on_with_half_the_micro_batch(tiny_dense, tmp_path):
+def test_the_alignment_goes_on_with_half_the_micro_batch_also_when_resumed(tiny_dense, tmp_path):
     dense = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu"))
     widths = dense.widths
     initial = AlignState(
@@ -90,18 +103,28 @@ def test_the_alignment_goes_on_with_half_the_micro_batch(tiny_dense, tmp_path):
         router_LED=0.2 * torch.randn(widths.layers, 12, widths.model),
         step=0,
     )
+    split = Granularity(num_experts=12, expert_size=widths.ffn // 12, active_experts=3)
     blocks = TokenBlocks(torch.randint(2, 258, (10, 24), dtype=torch.int32))
-    ends = []
-    for kind, size in ((Cramped, 4), (Alignment, 2)):
+
+    def trained(kind, size, folder, interrupted_at=None):
         config = AlignConfig(batch_size=4, micro_batch_size=size)
         task = kind(
-            dense, blocks, initial, 3, config, AssignmentConfig(), warmup_steps=2, seed=0
-        )  # fmt: skip
-        folder = tmp_path / kind.__name__
-        folder.mkdir()
-        with masked(dense, task.masking):
-            train(task, replace(SCHEDULE, steps=3), folder)
+            dense, blocks, initial, split, config, AssignmentConfig(), warmup_steps=2, seed=0
+        )
+        task.interrupted_at = interrupted_at
+        folder.mkdir(exist_ok=True)
+        with masked(dense, task.routing):
+            every = TrainingConfig(checkpoint_every=1)
+            train(task, replace(SCHEDULE, steps=3), folder, every)
         assert task.micro_batch_size == 2
-        ends.append((task.affinity_LNE, task.router_LED, task.masking.expert_of_neuron_LN))
-    for cramped, fitting in zip(*ends, strict=True):
-        assert torch.equal(cramped, fitting)
+        learned = task.learned(initial, 3)
+        return learned.affinity_LNE, learned.router_LED, task.routing.expert_of_neuron_LN
+
+    fitting = trained(Alignment, 2, tmp_path / "fitting")
+    cramped = trained(Cramped, 4, tmp_path / "cramped")
+    with pytest.raises(KeyboardInterrupt):
+        trained(Cramped, 4, tmp_path / "cut", interrupted_at=2)
+    resumed = trained(Alignment, 4, tmp_path / "cut")  # it would fit now, with another balance loss
+    for others in (cramped, resumed):
+        for one, other in zip(fitting, others, strict=True):
+            assert torch.equal(one, other)

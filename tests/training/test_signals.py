@@ -15,8 +15,7 @@ import toy_tasks
 
 from dotmoe.cli import run
 from dotmoe.errors import Interrupted
-from dotmoe.training.config import TrainingConfig
-from dotmoe.training.loop import checkpoints_in, train
+from dotmoe.training.loop import TrainingConfig, checkpoints_in, train
 
 
 class Slow(toy_tasks.Regression):

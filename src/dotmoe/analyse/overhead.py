@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from dotmoe.align import AlignConfig, Alignment
 from dotmoe.analyse.clock import Clock, time_methods
 from dotmoe.analyse.run import AnalysedRun
-from dotmoe.artifacts import AlignState, DenseModel
+from dotmoe.artifacts import DenseModel
+from dotmoe.moe.assignment import AlignState
 from dotmoe.config import RunConfig
 from dotmoe.data import TokenBlocks
 from dotmoe.export.architecture import granularity_of
@@ -19,23 +20,22 @@ from dotmoe.layout import ExpertLayout
 from dotmoe.load import load_dense
 from dotmoe.moe.assignment import AssignmentConfig
 from dotmoe.moe.losses import balance_loss, z_loss
-from dotmoe.moe.masked_activation import masked_activation
-from dotmoe.moe.router import Surrogate, router_logits, straight_through_mask
-from dotmoe.moe.surgery import masked, recomputing
+from dotmoe.moe.masked import masked, masked_activation
+from dotmoe.moe.router import Surrogate, router_logits, straight_through_top_k
+from dotmoe.moe.units import recomputing
 from dotmoe.tokenise import Text
-from dotmoe.training.gradients import clip, discard, global_norm
-from dotmoe.training.optimizer import adamw, set_learning_rates
+from dotmoe.training.loop import adamw, global_norm, update
 
 OF_TASK = {
     "teacher": "dense forward",
-    "student": "student forward",
-    "loss": "head and losses",
+    "hidden": "student forward",
+    "distil": "head and losses",
     "differentiate": "backward",
 }
 OF_ASSIGNMENT = {
     "plan": "assignment solve",
     "rounded": "rounding",
-    "pass_to_affinities": "assignment gradient",
+    "backward_plan": "assignment gradient",
 }
 STRAIGHT_THROUGH = "straight-through"
 OF_THE_METHOD = (*OF_ASSIGNMENT.values(), STRAIGHT_THROUGH, "optimizer")
@@ -148,28 +148,25 @@ def _step_seconds(
         dense,
         run.blocks,
         run.state,
-        run.granularity.active_experts,
+        run.granularity,
         config,
         run.assignment,
         warmup_steps=0,
         seed=run.seed,
-        first_dense_layers=run.granularity.first_dense_layers,
     )
     time_methods(task, OF_TASK, clock)
-    time_methods(task.learned, OF_ASSIGNMENT, clock)
+    time_methods(task.assignment, OF_ASSIGNMENT, clock)
     groups = task.parameter_groups()
     parameters = [p for group in groups for p in group.parameters.values()]
     optimizer = adamw(groups, weight_decay=config.weight_decay)
-    set_learning_rates(optimizer, MEAN_LR_FACTOR)
     samples = []
-    with masked(dense, task.masking), recomputing(dense, config.activation_checkpointing):
+    with masked(dense, task.routing), recomputing(dense, config.activation_checkpointing):
         for step in range(num_steps + 1):
             with clock.part("step"):
                 task.accumulate_gradients(step)
                 with clock.part("optimizer"):
-                    clip(parameters, global_norm(parameters), config.max_grad_norm)
-                    optimizer.step()
-                    discard(parameters)
+                    norm = global_norm(parameters)
+                    update(optimizer, config.max_grad_norm, norm, MEAN_LR_FACTOR)
             samples.append(clock.seconds())
     return samples[1:]
 
@@ -224,9 +221,9 @@ def mask_cost(
             plain.backward(grad)
         with clock.part("masked forward"):
             logits = router_logits(x, router)
-            routing = straight_through_mask(logits, split.active_experts, surrogate=surrogate)
-            out = masked_activation(gate, up, routing, expert_of_neuron, plan)
-            auxiliary = z_loss(logits) + balance_loss(logits, routing)
+            routing = straight_through_top_k(logits, split.active_experts, surrogate=surrogate)
+            out = masked_activation(gate, up, routing.mask_TE, expert_of_neuron, plan)
+            auxiliary = z_loss(logits) + balance_loss(logits, routing.mask_TE)
         with clock.part("masked backward"):
             torch.autograd.backward([out, auxiliary], [grad, torch.ones_like(auxiliary)])
         for tensor in inputs:

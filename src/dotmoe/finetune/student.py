@@ -1,60 +1,95 @@
-"""The model that is trained: the dense one with experts of its own, and its losses."""
+"""The model that is trained: the dense one with experts of its own, from files to files."""
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.finetune.config import FinetuneConfig
-from dotmoe.finetune.lora import Adapters, add_adapters
+from dotmoe.distributed import full_tensor, is_rank_zero, local_part, own_rows
+from dotmoe.files import write_json
+from dotmoe.finetune.lora import ADAPTED, add_adapters, start_adapters
 from dotmoe.layout import ExpertLayout
-from dotmoe.moe.distillation import DistillationLoss, distillation_loss, next_token_labels
-from dotmoe.moe.sparse_ffn import Routing, SparseFFN, make_sparse
+from dotmoe.moe.router import Routing
+from dotmoe.moe.sparse import SparseFFN, make_sparse
+from dotmoe.parameters import compute_constants
+from dotmoe.sharded_weights import checkpoint_dtype, source_of, stored_tensor
 
-
-class Taught(NamedTuple):
-    """What a teacher says of a text."""
-
-    hidden_TD: Tensor
-    """Its final hidden states."""
-    head_VD: Tensor | None
-    """What turns them into logits; None: the student's head."""
+if TYPE_CHECKING:
+    from dotmoe.finetune import FinetuneConfig
 
 
 class Student(nn.Module):
-    """A dense model whose split FFNs are experts, with what of it is trained set to want gradients.
+    """A model whose split FFNs are experts, under FSDP2, read from the dense model's files.
 
-    Weights that are trained are float32. If the model was loaded in another dtype, that is the one
-    it computes in: at the paper's rate most updates of a 16-bit weight would be rounded away.
+    A rank holds its rows of every tensor (experts are rows), or all of them where it is a group of
+    one. What is trained is float32 as stored, and computed with in the dtype of the model: at the
+    paper's rate most updates of a 16-bit weight would be rounded away. Host memory holds, besides,
+    what one tensor's file maps while it is read.
     """
 
     def __init__(
-        self, dense: DenseModel, layout: ExpertLayout, config: FinetuneConfig, *, seed: int
+        self,
+        dense: DenseModel,
+        layout: ExpertLayout,
+        config: "FinetuneConfig",
+        ranks: DeviceMesh,
+        *,
+        seed: int,
     ) -> None:
+        """Read this rank's part.
+
+        Args:
+            dense: A dense model on the meta device, in the dtype to compute in. It becomes the
+                student.
+            layout: Experts and routers.
+            config: What is trained.
+            ranks: See `fsdp_mesh`.
+            seed: Of adapters.
+
+        Raises:
+            UserError: A tensor is missing, has another shape, or cannot be read.
+        """
         super().__init__()
-        self.dtype = next(dense.model.parameters()).dtype
+        device = torch.device(ranks.device_type)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        dtype = next(dense.model.parameters()).dtype
+        files = source_of(dense.model, dense.folder)
+        compute_constants(dense.model, device)
         self.routing = Routing(
             active_experts=layout.active_experts,
             surrogate=config.surrogate,
             surrogate_temperature=config.surrogate_temperature,
-            unchosen=config.unchosen,
         )
         self._dense = (dense,)  # in a tuple: its model is registered below
         self.model = dense.model
-        self.ffns: tuple[SparseFFN, ...] = tuple(make_sparse(dense, layout, self.routing))
-        self.adapters: Adapters | None = None
-        self.is_sharded = False
+        self.ffns = tuple(make_sparse(dense, layout, self.routing))
+        self.tuner: Any = None
         self.model.requires_grad_(False)
         if config.train == "lora":
-            self.adapters = add_adapters(dense, config, seed)
+            self.tuner = add_adapters(self.model, rank=config.lora_rank, alpha=config.lora_alpha)
         if config.train == "everything":
             self.model.requires_grad_(True).float()
         for ffn in self.ffns:
             ffn.router.requires_grad_(True)
+        self._divide(ranks, dtype)
+        # As nn.Module.to_empty does, which would empty buffers and routers, too.
+        self._apply(  # type: ignore[no-untyped-call]
+            lambda t: torch.empty_like(t, device=device) if t.is_meta else t
+        )
+        with torch.no_grad():
+            self._read(files, layout)
+        if self.tuner is not None:
+            start_adapters(self.model, seed)
 
     @property
     def dense(self) -> DenseModel:
@@ -65,69 +100,153 @@ class Student(nn.Module):
         """Parameters that are trained, by name."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def shard(self, mesh: DeviceMesh) -> None:
-        """Divide all weights over the ranks by FSDP2; a layer is whole only while it runs.
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        """`compute()` as one forward pass of FSDP."""
+        return compute()
 
-        Routers have a group of their own, which stays float32 while the rest computes in the
-        model's dtype.
+    def set_requires_all_reduce(self, wanted: bool) -> None:
+        """Whether the next backward pass adds up the gradients of replicas."""
+        FSDPModule.set_requires_all_reduce(self, wanted)  # type: ignore[arg-type]
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Inside, the model computes without adapters, if it has any."""
+        if self.tuner is None:
+            yield
+            return
+        self.tuner.disable_adapter_layers()
+        try:
+            yield
+        finally:
+            self.tuner.enable_adapter_layers()
+
+    def _divide(self, ranks: DeviceMesh, dtype: torch.dtype) -> None:
+        """Divide all weights by FSDP2; a layer is whole only while it runs.
+
+        Routers have a group of their own, which stays float32. Gradients of the ranks are added up,
+        not averaged: each has its part of a batch.
         """
-        full = MixedPrecisionPolicy()
-        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        if self.dtype == torch.float32:
-            policy = full
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for ffn in self.ffns:
-            fully_shard(ffn.router, mesh=mesh, mp_policy=full)
+            fully_shard(ffn.router, mesh=ranks)
         for layer in self.dense.family.layers(self.model):
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(self, mesh=mesh, mp_policy=policy)
-        self.is_sharded = True
+            fully_shard(layer, mesh=ranks, mp_policy=policy)
+        fully_shard(self, mesh=ranks, mp_policy=policy)
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo has nothing else
 
-    def forward(
-        self, tokens_BT: Tensor, taught: Taught | None, config: FinetuneConfig
-    ) -> DistillationLoss:
-        """Losses of the model's predictions; those of its routers stay in `routing`.
-
-        All of it is one forward pass, so that FSDP gathers embedding and head once.
-
-        Args:
-            tokens_BT: Text.
-            taught: What a teacher of its own says of it; None: there is none, and if there is
-                distillation, the frozen weights of the student are the teacher.
-            config: Weights of the losses.
-        """
-        with self.computing():
-            if taught is None and config.kl_weight > 0:
-                taught = Taught(self._hidden_as_dense(tokens_BT), None)
-            self.routing.want_losses()
-            return distillation_loss(
-                hidden_states(self.dense, tokens_BT),
-                None if taught is None else taught.hidden_TD,
-                self.dense.family.head(self.model).weight,
-                next_token_labels(tokens_BT),
-                kl_weight=0.0 if taught is None else config.kl_weight,
-                ce_weight=config.ce_weight,
-                teacher_head_VD=None if taught is None else taught.head_VD,
-            )
-
-    @torch.no_grad()
-    def _hidden_as_dense(self, tokens_BT: Tensor) -> Tensor:
-        """Final hidden states of the dense model, which the frozen weights are: [T, D]."""
-        self.routing.enabled = False
-        with nullcontext() if self.adapters is None else self.adapters.disabled():
-            hidden_TD = hidden_states(self.dense, tokens_BT)
-        self.routing.enabled = True
-        return hidden_TD
-
-    def computing(self) -> AbstractContextManager[object]:
-        """Inside, products of float32 weights are computed in the dtype the model was loaded in."""
-        if self.is_sharded or self.dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(next(self.model.parameters()).device.type, dtype=self.dtype)
+    def _read(self, files: Any, layout: ExpertLayout) -> None:
+        """Read this rank's rows; of an FFN projection, any neuron of which may be one, all."""
+        for name, parameter in self.model.named_parameters():
+            name = name.replace(ADAPTED, "")
+            if name in files:
+                with stored_tensor(*files[name]) as tensor:
+                    local_part(parameter).copy_(tensor[own_rows(parameter)])
+        family, config = self.dense.family, self.dense.config
+        for layer, ffn in zip(layout.moe_layers, self.ffns, strict=True):
+            for projection, experts, shared in ffn.weights():
+                part = family.stored(config, family.ffn_tensor(layer, projection))
+                with stored_tensor(*files[part.stored]) as tensor:
+                    stored = tensor[slice(*part.rows) if part.rows else slice(None)]
+                    rows_ND = stored.T if projection == "down" else stored
+                    _fill(experts, ffn.neurons_ES, rows_ND)
+                    if shared is not None:
+                        _fill(shared, ffn.shared_M, rows_ND)
 
 
-def hidden_states(dense: DenseModel, tokens_BT: Tensor) -> Tensor:
-    """What the head's matrix turns into logits, [T, D]."""
-    trunk = dense.family.trunk(dense.model)
-    hidden: Tensor = trunk(input_ids=tokens_BT, use_cache=False).last_hidden_state
-    multipliers = dense.family.traits(dense.config).multipliers
-    return hidden.reshape(-1, hidden.shape[-1]) / multipliers.logits_divisor
+def _fill(parameter: Tensor, neurons: Tensor, rows_ND: Tensor) -> None:
+    local_part(parameter).copy_(rows_ND[neurons[own_rows(parameter)].cpu()])
+
+
+@torch.no_grad()
+def write_student(
+    student: Student, layout: ExpertLayout, out: Path, router_dtype: torch.dtype
+) -> ExpertLayout:
+    """Write a dense checkpoint in the original order of neurons; all ranks together.
+
+    Adapters are merged first. Tensors that are divided over the ranks are put together one at a
+    time; rank 0 holds those of one layer in main memory, and writes a file for each.
+
+    Args:
+        student: The trained model.
+        layout: What it was made with.
+        out: Folder to write; what is there is replaced.
+        router_dtype: Dtype in which router entries are exact in the layout.
+
+    Returns:
+        The same experts with the trained routers, centred as extraction does.
+    """
+    if student.tuner is not None:
+        student.tuner.merge_and_unload()
+    if is_rank_zero():
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        _write_small_files(student.dense, out)
+    num_files = len(student.dense.family.layers(student.dense.model)) + 1
+    sizes: dict[str, dict[str, int]] = {}
+    for part in range(num_files):
+        file = f"model-{part + 1:05d}-of-{num_files:05d}.safetensors"
+        sizes[file] = _write_part(student, part, out / file)
+    if is_rank_zero():
+        total = sum(sum(names.values()) for names in sizes.values())
+        weight_map = {name: file for file, names in sizes.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(out / "model.safetensors.index.json", index)
+    router_LED = layout.router_LED.clone()
+    for layer, ffn in zip(layout.moe_layers, student.ffns, strict=True):
+        rows_ED = full_tensor(ffn.router.weight_ED).float().cpu()
+        centred_ED = rows_ED - rows_ED.mean(dim=0, keepdim=True)
+        router_LED[layer] = centred_ED.to(router_dtype).float()
+    return replace(layout, router_LED=router_LED)
+
+
+def _write_small_files(dense: DenseModel, out: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        if (dense.folder / name).is_file():
+            shutil.copyfile(dense.folder / name, out / name)
+    dense.tokenizer.save_pretrained(out)
+
+
+def _write_part(student: Student, part: int, file: Path) -> dict[str, int]:
+    """Write one file on rank 0; names and bytes of its tensors."""
+    # Not the config's dtype: Transformers sets that to the one in which it loaded the model.
+    dtype = checkpoint_dtype(None, student.dense.folder)
+    tensors = {}
+    for name, tensor in _tensors(student, part):
+        full = full_tensor(tensor)
+        if is_rank_zero():
+            tensors[name] = full.to(dtype).cpu().contiguous()
+    if is_rank_zero():
+        save_file(tensors, file, metadata={"format": "pt"})
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
+
+
+def _tensors(student: Student, part: int) -> Iterator[tuple[str, Tensor]]:
+    """Stored names and tensors of a layer; after the last one, of all that is in no layer."""
+    dense = student.dense
+    layers = list(dense.family.layers(dense.model))
+    if part == len(layers):
+        inside = {id(p) for layer in layers for p in layer.parameters()}
+        for name, parameter in dense.model.named_parameters():
+            if id(parameter) not in inside:
+                yield name, parameter
+        return
+    ffn = layers[part].get_submodule("mlp")
+    for name, parameter in layers[part].named_parameters():
+        if not (isinstance(ffn, SparseFFN) and name.startswith("mlp.")):
+            yield f"model.layers.{part}.{name}", parameter
+    if isinstance(ffn, SparseFFN):
+        yield from _ffn_tensors(dense, ffn, part)
+
+
+def _ffn_tensors(dense: DenseModel, ffn: SparseFFN, layer: int) -> Iterator[tuple[str, Tensor]]:
+    """The projections as the checkpoint of the family stores them, some of them fused."""
+    fused: dict[str, list[tuple[int, Tensor]]] = {}
+    for projection, rows_ND in ffn.dense_rows().items():
+        part = dense.family.stored(dense.config, dense.family.ffn_tensor(layer, projection))
+        weight = rows_ND.T if projection == "down" else rows_ND
+        fused.setdefault(part.stored, []).append((part.rows[0] if part.rows else 0, weight))
+    for name, parts in fused.items():
+        yield name, torch.cat([weight for _, weight in sorted(parts, key=lambda part: part[0])])

@@ -1,15 +1,75 @@
-"""Token-to-expert routing: logits, the binary top-k mask, and two soft surrogates for it."""
+"""Token-to-expert routing: logits, the binary top-k mask, its soft surrogates, its losses."""
 
+import importlib
+import importlib.util
 import math
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.moe import kernels
+from dotmoe.moe.losses import balance_loss, z_loss
 
 Surrogate = Literal["softmax", "soft_top_k"]
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+class Routed(NamedTuple):
+    """Where each token goes."""
+
+    mask_TE: Float[Tensor, "T E"]
+    """Entries 0 and 1, float32; carries the gradient of the surrogate, if there is one."""
+    chosen_TK: Int[Tensor, "T K"]
+    """Experts of each token, largest logit first."""
+
+
+@dataclass(kw_only=True)
+class Routing:
+    """How the split layers of one model route, and the losses that they leave."""
+
+    active_experts: int
+    surrogate: Surrogate | None = None
+    """Soft stand-in for the mask's gradient; None: the mask is not differentiated."""
+    surrogate_temperature: float = 1.0
+    enabled: bool = True
+    """False: the model is dense; all neurons run for every token, and no router does."""
+    losses: list[tuple[Tensor, Tensor]] | None = None
+    """z-loss and balance loss of each layer of the running forward pass; None: not wanted."""
+
+    def route(self, logits_TE: Float[Tensor, "T E"]) -> Routed:
+        """Route the tokens of one layer (eq:router_topk, eq:router_ste)."""
+        if self.surrogate is None:
+            chosen_TK = _largest(logits_TE, self.active_experts).indices[:, : self.active_experts]
+            return Routed(_marked(logits_TE, chosen_TK), chosen_TK)
+        routed = straight_through_top_k(
+            logits_TE,
+            self.active_experts,
+            surrogate=self.surrogate,
+            temperature=self.surrogate_temperature,
+        )
+        # Computed even where they are not wanted: a layer that runs again must do the same again.
+        z, balance = z_loss(logits_TE), balance_loss(logits_TE, routed.mask_TE)
+        if self.losses is not None:
+            self.losses.append((z, balance))
+        return routed
+
+    def want_losses(self) -> None:
+        """Collect the losses of the next forward pass."""
+        self.losses = []
+
+    def pop_losses(self) -> tuple[Tensor, Tensor]:
+        """z-loss and balance loss of the last forward pass, averaged over layers.
+
+        None is collected from here on: a layer that runs again in the backward pass would leave
+        losses that hold all its activations.
+        """
+        z, balance = zip(*(self.losses or []), strict=True)
+        self.losses = None
+        return torch.stack(z).mean(), torch.stack(balance).mean()
+
 
 _ITERATIONS = 16
 """Newton or bisection steps of the soft top-k at most."""
@@ -38,18 +98,18 @@ def top_k_mask(logits_TE: Float[Tensor, "T E"], active_experts: int) -> Float[Te
         >>> top_k_mask(torch.tensor([[0.1, 3.0, 2.0]]), 2)
         tensor([[0., 1., 1.]])
     """
-    return _marked(logits_TE, _largest(logits_TE, active_experts), active_experts)
+    chosen_TK = _largest(logits_TE, active_experts).indices[:, :active_experts]
+    return _marked(logits_TE, chosen_TK)
+
+
+def _marked(logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+    return torch.zeros_like(logits_TE).scatter_(1, chosen_TK, 1.0)
 
 
 def _largest(logits_TE: Tensor, active_experts: int) -> torch.return_types.topk:
     """The k + 1 largest logits of each token in descending order, E where k is E."""
     count = min(active_experts + 1, logits_TE.shape[1])
     return logits_TE.detach().topk(count, dim=1)
-
-
-def _marked(logits_TE: Tensor, largest: torch.return_types.topk, active_experts: int) -> Tensor:
-    mask_TE = torch.zeros_like(logits_TE)
-    return mask_TE.scatter_(1, largest.indices[:, :active_experts], 1.0)
 
 
 def soft_top_k(
@@ -73,17 +133,9 @@ def soft_top_k(
         Implicit in theta: with w = S (1 - S), `dL = w * (g - sum(w g) / sum(w)) / temperature`.
         A row's gradient sums to zero, so no token pushes all its logits up.
     """
-    return _soft_top_k(logits_TE, _largest(logits_TE, active_experts), active_experts, temperature)
-
-
-def _soft_top_k(
-    logits_TE: Tensor,
-    largest: torch.return_types.topk,
-    active_experts: int,
-    temperature: float,
-) -> Tensor:
+    largest_TK = _largest(logits_TE, active_experts).values
     result: Tensor = _SoftTopK.apply(  # type: ignore[no-untyped-call]
-        logits_TE, largest.values, active_experts, temperature
+        logits_TE, largest_TK, active_experts, temperature
     )
     return result
 
@@ -119,8 +171,11 @@ def _saturated(scaled_TE: Tensor, largest_TK: Tensor, active_experts: int) -> Te
         return torch.ones_like(scaled_TE)
     low = largest_TK[:, active_experts:] - math.log(active_experts + 1)
     high = largest_TK[:, active_experts - 1 : active_experts] + math.log(num_experts)
-    if kernels.run_on(scaled_TE):
-        return kernels.soft_top_k(scaled_TE, low, high, active_experts, iterations=_ITERATIONS)
+    if triton_runs_on(scaled_TE):
+        fused: Tensor = triton_kernels().soft_top_k(
+            scaled_TE, low, high, active_experts, iterations=_ITERATIONS
+        )
+        return fused
     tolerance = num_experts * torch.finfo(scaled_TE.dtype).eps
     theta = (low + high) / 2
     for _ in range(_ITERATIONS):
@@ -138,33 +193,33 @@ def _saturated(scaled_TE: Tensor, largest_TK: Tensor, active_experts: int) -> Te
     return torch.sigmoid(scaled_TE - theta)
 
 
-def straight_through_mask(
+def straight_through_top_k(
     logits_TE: Float[Tensor, "T E"],
     active_experts: int,
     *,
     surrogate: Surrogate,
     temperature: float = 1.0,
-) -> Float[Tensor, "T E"]:
-    """Binary mask forward, soft surrogate backward: R + (P - sg(P)) (eq:router_ste).
+) -> Routed:
+    """The binary mask forward, the gradient of a soft one backward (eq:router_ste).
 
     Args:
         logits_TE: Router logits.
-        active_experts: k, 1 to E.
-        surrogate: `softmax` is the paper's P (eq:router_probs); `soft_top_k` has the mask's own
-            row sum, k instead of 1.
+        active_experts: k.
+        surrogate: `softmax` is the paper's; `soft_top_k` has rows of the mask's own sum.
         temperature: Of `soft_top_k`; the softmax has none.
-
-    Returns:
-        Exactly the entries of `top_k_mask`. Gradient: that of the surrogate.
     """
     largest = _largest(logits_TE, active_experts)
-    hard = _marked(logits_TE, largest, active_experts)
+    chosen_TK = largest.indices[:, :active_experts]
     if surrogate == "softmax":
         soft = torch.softmax(logits_TE, dim=1)
     else:
-        soft = _soft_top_k(logits_TE, largest, active_experts, temperature)
-    result: Tensor = _StraightThrough.apply(hard, soft)  # type: ignore[no-untyped-call]
-    return result
+        soft = _SoftTopK.apply(  # type: ignore[no-untyped-call]
+            logits_TE, largest.values, active_experts, temperature
+        )
+    mask_TE: Tensor = _StraightThrough.apply(  # type: ignore[no-untyped-call]
+        _marked(logits_TE.detach(), chosen_TK), soft
+    )
+    return Routed(mask_TE, chosen_TK)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -177,3 +232,14 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[None, Tensor]:
         return None, grad_TE
+
+
+def triton_runs_on(tensor: Tensor) -> bool:
+    """Whether `triton_kernels` can work on it: CUDA, 16 or 32 bits wide, Triton installed."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return HAS_TRITON and tensor.is_cuda and tensor.dtype in dtypes
+
+
+def triton_kernels() -> Any:
+    """The module of the kernels, which needs Triton."""
+    return importlib.import_module("dotmoe.moe.triton_kernels")

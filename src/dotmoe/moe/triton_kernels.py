@@ -1,16 +1,23 @@
-"""Triton kernels of the masked FFN and of the soft top-k. Imported only where Triton is there.
+"""Triton kernels of the masked FFN and of the soft top-k, and how they are launched.
 
-Arithmetic is float32. Pointers are to contiguous tensors; a program works on one token.
+Imported only where Triton is installed; where `router.triton_runs_on` says no, PyTorch's operations
+do the same work. Arithmetic is float32. A program works on one token.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+import torch
 import triton
 import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+_COLUMNS = 1_024
+"""Neurons of one program."""
 
 
 @triton.jit
-def masked_activation(
+def _masked_activation(
     gate, up, routing, expert_of_neuron, masked, num_neurons, num_experts, COLUMNS: tl.constexpr
 ):
     """SiLU(gate) * up * R[:, expert_of_neuron] for `COLUMNS` neurons of a token."""
@@ -28,7 +35,7 @@ def masked_activation(
 
 
 @triton.jit
-def masked_activation_gradient(  # noqa: PLR0913
+def _masked_activation_gradient(  # noqa: PLR0913
     grad,
     gate,
     up,
@@ -62,7 +69,7 @@ def masked_activation_gradient(  # noqa: PLR0913
 
 
 @triton.jit
-def soft_top_k(
+def _soft_top_k(
     scaled,
     lower,
     upper,
@@ -90,3 +97,87 @@ def soft_top_k(
         newton = theta + excess / slope
         theta = tl.where((newton >= low) & (newton <= high), newton, (low + high) / 2)
     tl.store(soft + at, tl.sigmoid(x - theta), mask=inside)
+
+
+def masked_activation(
+    gate_TN: Float[Tensor, "T N"],
+    up_TN: Float[Tensor, "T N"],
+    routing_TE: Float[Tensor, "T E"],
+    expert_of_neuron_N: Int[Tensor, " N"],
+) -> Float[Tensor, "T N"]:
+    """SiLU(gate) * up * R[:, expert_of_neuron]; rounded where PyTorch's operations would round."""
+    tensors = _contiguous(gate_TN, up_TN, routing_TE, expert_of_neuron_N)
+    masked_TN = torch.empty_like(tensors[0])
+    with torch.cuda.device(gate_TN.get_device()):
+        _masked_activation[_grid(gate_TN)](
+            *tensors, masked_TN, gate_TN.shape[1], routing_TE.shape[1], COLUMNS=_COLUMNS
+        )
+    return masked_TN
+
+
+def masked_activation_gradient(
+    grad_TN: Float[Tensor, "T N"],
+    gate_TN: Float[Tensor, "T N"],
+    up_TN: Float[Tensor, "T N"],
+    routing_TE: Float[Tensor, "T E"],
+    expert_of_neuron_N: Int[Tensor, " N"],
+    *,
+    wants_mask: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of gate, up and, if wanted, of the entries of the mask; rounded once."""
+    tensors = _contiguous(grad_TN, gate_TN, up_TN, routing_TE, expert_of_neuron_N)
+    grad_gate_TN, grad_up_TN = torch.empty_like(tensors[1]), torch.empty_like(tensors[1])
+    grad_mask_TN = torch.empty_like(tensors[1]) if wants_mask else None
+    with torch.cuda.device(gate_TN.get_device()):
+        _masked_activation_gradient[_grid(gate_TN)](
+            *tensors,
+            grad_gate_TN,
+            grad_up_TN,
+            grad_up_TN if grad_mask_TN is None else grad_mask_TN,
+            gate_TN.shape[1],
+            routing_TE.shape[1],
+            WANTS_MASK=wants_mask,
+            COLUMNS=_COLUMNS,
+        )
+    return grad_gate_TN, grad_up_TN, grad_mask_TN
+
+
+def soft_top_k(
+    scaled_TE: Float[Tensor, "T E"],
+    low_T1: Float[Tensor, "T 1"],
+    high_T1: Float[Tensor, "T 1"],
+    active_experts: int,
+    *,
+    iterations: int,
+) -> Float[Tensor, "T E"]:
+    """sigmoid(x - theta_t) with rows that sum to k; theta_t by Newton steps inside its bracket.
+
+    Args:
+        scaled_TE: Logits over temperature, float32.
+        low_T1: Lower end of each row's bracket.
+        high_T1: Upper end.
+        active_experts: k, below E.
+        iterations: Newton or bisection steps.
+    """
+    tensors = _contiguous(scaled_TE, low_T1, high_T1)
+    soft_TE = torch.empty_like(tensors[0])
+    num_tokens, num_experts = scaled_TE.shape
+    with torch.cuda.device(scaled_TE.get_device()):
+        _soft_top_k[(num_tokens,)](
+            *tensors,
+            soft_TE,
+            num_experts,
+            float(active_experts),
+            torch.finfo(scaled_TE.dtype).tiny,
+            ITERATIONS=iterations,
+            EXPERTS=1 << (num_experts - 1).bit_length(),
+        )
+    return soft_TE
+
+
+def _grid(values_TN: Tensor) -> tuple[int, int]:
+    return len(values_TN), -(-values_TN.shape[1] // _COLUMNS)
+
+
+def _contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor.contiguous() for tensor in tensors)

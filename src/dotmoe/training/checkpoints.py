@@ -1,24 +1,29 @@
-"""Checkpoints on disk: whole or not there, checked before they are read, the newest kept.
+"""Checkpoints on disk: whole or not there, verified before they are read, the newest kept.
 
 Every rank must see the same folder. One checkpoint is a folder `step_00000100` with the files of
 `torch.distributed.checkpoint`, `values.json`, and `manifest.json` with the size and SHA-256 of the
 others, which is written last.
 """
 
-import json
+import errno
 import logging
-import os
 import shutil
-import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from dotmoe.checksums import damage_in, manifest_of
-from dotmoe.distributed import from_first, is_first
-from dotmoe.errors import UserError
-from dotmoe.training.tensor_files import write_tensors
+from dotmoe.distributed import broadcast_from_rank_zero, is_rank_zero, num_ranks
+from dotmoe.errors import UserError, one_line
+from dotmoe.files import checksums, damage_in, read_json, sync, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +52,41 @@ class Checkpoints:
             OSError: The disk is full, or the like. Nothing of this checkpoint is left then, and the
                 others are as they were.
         """
-        partial = self.folder / f".{_name(step)}.partial"
-        from_first(lambda: self._make_room(partial))
+        partial = self.folder / f".step_{step:08d}.partial"
+        broadcast_from_rank_zero(lambda: self._make_room(partial))
         try:
-            write_tensors(tensors, partial)
-            from_first(lambda: self._complete(partial, step, values))
+            with _original_errors():
+                save(dict(tensors), storage_writer=FileSystemWriter(partial))
+            broadcast_from_rank_zero(lambda: self._complete(partial, step, values))
         except BaseException:
-            if is_first():
+            if is_rank_zero():
                 shutil.rmtree(partial, ignore_errors=True)
             raise
+
+    def load(self, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
+        """Fill tensors in place from the newest whole checkpoint; all ranks, in any number.
+
+        Args:
+            tensors: Names and shapes as saved; plain or DTensors of any placement.
+
+        Returns:
+            The plain values; None where there has never been a checkpoint.
+
+        Raises:
+            UserError: All checkpoints are damaged, or they hold other tensors.
+        """
+        newest = self.newest()
+        if newest is None:
+            return None
+        try:
+            with _original_errors(), torch.no_grad():
+                load(dict(tensors), storage_reader=FileSystemReader(newest))
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UserError(
+                f"{newest} does not fit: {one_line(error)}. Delete {self.folder} to start the "
+                "stage again."
+            ) from error
+        return read_json(newest / _VALUES)
 
     def newest(self) -> Path | None:
         """The newest that is whole; None where there has never been one. The same on all ranks.
@@ -63,7 +94,7 @@ class Checkpoints:
         Raises:
             UserError: There are checkpoints, and all are damaged.
         """
-        return from_first(self._newest)
+        return broadcast_from_rank_zero(self._newest)
 
     def last(self) -> Path | None:
         """The newest in name, unchecked."""
@@ -71,7 +102,7 @@ class Checkpoints:
 
     def remove(self) -> None:
         """Remove all of them, when their stage's result has been saved."""
-        if is_first():
+        if is_rank_zero():
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _make_room(self, partial: Path) -> None:
@@ -81,18 +112,15 @@ class Checkpoints:
         partial.mkdir()
 
     def _complete(self, partial: Path, step: int, values: dict[str, Any]) -> None:
-        _write(partial / _VALUES, values)
-        manifest = manifest_of(partial, [file.name for file in partial.iterdir()])
-        _write(partial / _MANIFEST, {"files": manifest})
-        _sync(partial)
-        final = self.folder / _name(step)
+        write_json(partial / _VALUES, values)
+        files = checksums(partial, [file.name for file in partial.iterdir()])
+        write_json(partial / _MANIFEST, {"files": files})
+        sync(partial)
+        final = self.folder / f"step_{step:08d}"
         if final.exists():  # a damaged one, whose steps have been taken again
             final.rename(self.folder / f".{final.name}.damaged")
         partial.rename(final)
-        _sync(self.folder)
-        damage = _damage(final)
-        if damage is not None:
-            raise UserError(f"{damage}, right after it was written. Check the disk.")
+        sync(self.folder)
         self._remove_others(final)
 
     def _remove_others(self, newest: Path) -> None:
@@ -120,40 +148,43 @@ class Checkpoints:
         return None
 
 
-def values_of(checkpoint: Path) -> dict[str, Any]:
-    """The plain values of a whole checkpoint."""
-    values: dict[str, Any] = json.loads((checkpoint / _VALUES).read_text(encoding="utf-8"))
-    return values
-
-
-def _name(step: int) -> str:
-    return f"step_{step:08d}"
-
-
 def _damage(checkpoint: Path) -> str | None:
     manifest = checkpoint / _MANIFEST
     if not manifest.is_file():
         return f"{manifest} is missing"
     try:
-        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        files = read_json(manifest)["files"]
+    except (UserError, KeyError):
         return f"{manifest} is truncated or has been altered"
     return damage_in(checkpoint, files)
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+@contextmanager
+def _original_errors() -> Iterator[None]:
+    """Raise the error of the first rank that has one, unwrapped, and expect a lone process."""
+    wrapped: CheckpointException | None = None
+    with warnings.catch_warnings():
+        if num_ranks() == 1:
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            wrapped = error
+    if wrapped is not None:
+        cause, _ = next(iter(wrapped.failures.values()))
+        if isinstance(cause, RuntimeError) and "inline_container" in str(cause):
+            raise _system_error(cause)
+        raise cause
 
 
-def _sync(folder: Path) -> None:
-    """Make the names in a folder last through a power cut."""
-    if sys.platform == "win32":  # cannot open folders
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _system_error(short_write: BaseException) -> OSError:
+    """What the system said where torch's file writer complains of a short write.
+
+    An error that has travelled between ranks has lost it: a full disk is by far the likeliest.
+    """
+    cause: BaseException | None = short_write
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return cause
+        cause = cause.__context__
+    return OSError(errno.ENOSPC, "a file of the checkpoint was cut short")

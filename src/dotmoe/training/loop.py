@@ -1,25 +1,137 @@
 """The loop: rate, gradient, clip, step, log, save. What is learned is the task's affair."""
 
+import logging
+import math
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from dotmoe.distributed import is_first, sum_over_ranks
-from dotmoe.errors import Interrupted
-from dotmoe.training.bad_loss import LossWatch
+from dotmoe.distributed import (
+    full_tensor,
+    is_rank_zero,
+    num_ranks,
+    raise_on_all_ranks,
+    sum_over_ranks,
+)
+from dotmoe.errors import Interrupted, UserError
+from dotmoe.options import above, at_least, check
 from dotmoe.training.checkpoints import Checkpoints
-from dotmoe.training.config import DEFAULT_TRAINING, TrainingConfig
-from dotmoe.training.loggers import loggers
-from dotmoe.training.optimizer import ParameterGroup, adamw
-from dotmoe.training.signals import StopRequest, stop_requests
-from dotmoe.training.state import TrainingState
-from dotmoe.training.step import Schedule, Stepper
-from dotmoe.training.task import Metrics, Task
+from dotmoe.training.loggers import Destination, Metrics, loggers
+from dotmoe.training.trouble import LossWatch, gradients_that_fit, memory_explained, worst_place
 
-__all__ = ["Metrics", "ParameterGroup", "Schedule", "Task", "checkpoints_in", "train"]
+logger = logging.getLogger(__name__)
+
+OnStep = Callable[[int, Metrics], None]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SECONDS_APART = 3.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingConfig:
+    """Checkpoints, bad values and logs of every training stage; nothing changes what is learned."""
+
+    checkpoint_every: Annotated[int, at_least(1)] = 100
+    """Steps between checkpoints."""
+    checkpoint_minutes: Annotated[float, above(0)] = 30.0
+    """Minutes between checkpoints, where steps are so long that these pass first."""
+    keep_checkpoints: Annotated[int, at_least(1)] = 2
+    """Checkpoints that are kept; an older one goes when a newer one is whole on disk."""
+    on_bad_loss: Literal["stop", "skip"] = "stop"
+    """Where a loss or gradient is not finite, or a loss explodes: `stop`, naming the layer and the
+    last checkpoint, or `skip` the batch."""
+    max_loss_ratio: Annotated[float, above(1, or_infinite=True)] = 10.0
+    """A loss explodes where it is above every loss before it and above this many times the median
+    of the last 64; `inf`: never."""
+    max_skipped: Annotated[int, at_least(0)] = 10
+    """Batches skipped in a row at most; one more stops the run."""
+    log_to: tuple[Destination, ...] = ()
+    """Besides `metrics.jsonl`: `tensorboard`, `wandb`, or both."""
+
+    def check_together(self) -> None:
+        """Refuse logs whose package is not installed."""
+        for package in self.log_to:
+            if find_spec(package) is None:
+                raise UserError(
+                    f"log_to names {package}, which is not installed. Install it by "
+                    f"`pip install 'dotmoe[{package}]'`, or leave --log-to {package} out."
+                )
+
+
+DEFAULT_TRAINING = TrainingConfig()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """How long and how hard to train."""
+
+    steps: int
+    warmup_steps: int
+    weight_decay: float
+    max_grad_norm: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterGroup:
+    """Parameters that share a peak learning rate."""
+
+    name: str
+    parameters: Mapping[str, nn.Parameter]
+    """By name, in order. Names differ between groups, and stay the same over runs and numbers of
+    ranks: checkpoints go by them. Either all are plain tensors, equal on all ranks, or DTensors, of
+    which a rank may hold no part."""
+    lr: float
+    """Peak learning rate."""
+    first_layer: int | None = None
+    """Where the first dimension counts layers, the number of its first, so that a message can name
+    one."""
+
+
+class Task(Protocol):
+    """What the loop trains."""
+
+    def parameter_groups(self) -> Sequence[ParameterGroup]:
+        """Parameters with their peak learning rates."""
+        ...
+
+    def accumulate_gradients(self, step: int) -> Metrics:
+        """Forward and backward of one optimizer step (all its micro-batches), as a pure function of
+        the parameters, `step` and the task's own state.
+
+        On return every parameter's `.grad` is the gradient of the whole batch, over all ranks; that
+        of a DTensor is a DTensor. The metrics are equal on all ranks; one is called `loss`.
+        """
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Whatever besides parameters and optimizer a resumed run needs: plain values, and tensors,
+        always of the same shapes (plain ones are equal on all ranks).
+        """
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Inverse of `state`; also after `accumulate_gradients` has failed halfway."""
+        ...
+
+    def halve_micro_batch(self) -> int | None:
+        """Take about half as many sequences a forward pass from now on; the result stays the same
+        up to the order of summation.
+
+        Returns:
+            The number now, or None: there is no smaller one.
+        """
+        ...
 
 
 def train(
@@ -27,7 +139,7 @@ def train(
     schedule: Schedule,
     folder: Path,
     training: TrainingConfig = DEFAULT_TRAINING,
-    on_step: Callable[[int, Metrics], None] = lambda step, metrics: None,
+    on_step: OnStep = lambda step, metrics: None,
 ) -> None:
     """Train to `schedule.steps`, from the newest whole checkpoint in `folder` if it has one.
 
@@ -46,27 +158,23 @@ def train(
             the smallest micro-batch; or a package for a log is missing.
         Interrupted: SIGTERM or SIGINT came; the step it came in has been saved.
     """
-    training.check()
-    groups = task.parameter_groups()
-    optimizer = adamw(groups, weight_decay=schedule.weight_decay)
-    watch = LossWatch(training)
-    state = TrainingState(task, groups, optimizer, watch)
-    checkpoints = checkpoints_in(folder, training)
-    first_step = state.resume(checkpoints)
-    stepper = Stepper(task, groups, optimizer, schedule, training, watch)
-    clock = _Clock(training)
-    with loggers(folder, training.log_to, first_step) as logs, stop_requests() as request:
+    check(training)
+    trainer = _Trainer(task, schedule, training, checkpoints_in(folder, training))
+    first_step = trainer.resume()
+    last_save = time.monotonic()
+    with loggers(folder, training.log_to, first_step) as log, stop_requests() as request:
         for step in range(first_step, schedule.steps):
             started = time.perf_counter()
-            metrics = stepper.take(step, checkpoints)
+            metrics = trainer.take(step)
             metrics["seconds"] = time.perf_counter() - started
-            for log in logs:
-                log.log(step + 1, metrics)
+            log(step + 1, metrics)
             on_step(step + 1, metrics)
-            signum, save = _agree(request, due=clock.is_due(step + 1))
+            is_due = (step + 1) % training.checkpoint_every == 0
+            is_due |= time.monotonic() - last_save >= 60 * training.checkpoint_minutes
+            signum, save = _agree(request, is_due=is_due)
             if save or signum is not None or step + 1 == schedule.steps:
-                state.save(checkpoints, step + 1)
-                clock.restart()
+                trainer.save(step + 1)
+                last_save = time.monotonic()
             if signum is not None:
                 name = signal.Signals(signum).name
                 raise Interrupted(signum, f"{name} stopped it after step {step + 1}, now saved")
@@ -77,28 +185,215 @@ def checkpoints_in(folder: Path, training: TrainingConfig = DEFAULT_TRAINING) ->
     return Checkpoints(folder / "checkpoints", training.keep_checkpoints)
 
 
-class _Clock:
-    """Says when the next checkpoint is due, by steps or by time."""
+def adamw(groups: Sequence[ParameterGroup], *, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW over named groups; each remembers its peak rate as `peak_lr`.
 
-    def __init__(self, training: TrainingConfig) -> None:
-        self._steps = training.checkpoint_every
-        self._seconds = 60 * training.checkpoint_minutes
-        self.restart()
+    The moments are allocated at once: the first step needs no more memory than the others, and a
+    checkpoint can be read into them.
+    """
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": list(g.parameters.values()), "lr": g.lr, "peak_lr": g.lr, "name": g.name}
+            for g in groups
+        ],
+        weight_decay=weight_decay,
+    )
+    for group in groups:
+        for parameter in group.parameters.values():
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
+    return optimizer
 
-    def restart(self) -> None:
-        self._started = time.monotonic()
 
-    def is_due(self, step: int) -> bool:
-        return step % self._steps == 0 or time.monotonic() - self._started >= self._seconds
+def cosine_with_warmup(step: int, *, total_steps: int, warmup_steps: int) -> float:
+    """Factor on the peak rate: linear from 1/warmup to 1, then half a cosine to 0.
+
+    Args:
+        step: 0 to total_steps - 1.
+        total_steps: Optimizer steps of the run.
+        warmup_steps: Steps of the linear part; may be 0.
+
+    Example:
+        >>> [round(cosine_with_warmup(s, total_steps=4, warmup_steps=2), 2) for s in range(4)]
+        [0.5, 1.0, 1.0, 0.5]
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def _agree(request: StopRequest, *, due: bool) -> tuple[int | None, bool]:
-    """Which signal any rank has had, and whether the first rank's clock says to save."""
+def update(optimizer: torch.optim.Optimizer, max_norm: float, norm: Tensor, factor: float) -> None:
+    """Clip all gradients to `max_norm`, take a step at `factor` of the peak rates, discard them."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * factor
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    clip_grads_with_norm_(parameters, max_norm, norm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def global_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Euclidean norm of all gradients, over all ranks; the same on each. Shape []."""
+    return full_tensor(get_total_norm([p.grad for p in parameters if p.grad is not None]))
+
+
+class _Trainer:
+    """All that a training run is at the end of a step: what is saved and resumed."""
+
+    def __init__(
+        self, task: Task, schedule: Schedule, training: TrainingConfig, checkpoints: Checkpoints
+    ) -> None:
+        self.task = task
+        self.schedule = schedule
+        self.training = training
+        self.checkpoints = checkpoints
+        self.groups = task.parameter_groups()
+        self.parameters = {n: p for group in self.groups for n, p in group.parameters.items()}
+        with memory_explained("for the moments of AdamW"):
+            self.optimizer = adamw(self.groups, weight_decay=schedule.weight_decay)
+        self.watch = LossWatch(training.max_loss_ratio)
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint after `step` steps; all ranks together."""
+        tensors, values = self._state()
+        self.checkpoints.save(
+            step, tensors, {"step": step, "task": values, "losses": self.watch.state()}
+        )
+
+    def resume(self) -> int:
+        """Read the newest whole checkpoint, on any number of ranks; the steps taken before it."""
+        tensors, _ = self._state()
+        values = self.checkpoints.load(tensors)
+        if values is None:
+            return 0
+        task = {n.removeprefix("task."): t for n, t in tensors.items() if n.startswith("task.")}
+        self.task.restore(task | values["task"])
+        self.watch.restore(values["losses"])
+        steps: int = values["step"]
+        return steps
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All tensors by name, those of the task copied, and the task's plain values."""
+        tensors = {f"parameter.{name}": p.detach() for name, p in self.parameters.items()}
+        for name, parameter in self.parameters.items():
+            for moment, tensor in self.optimizer.state[parameter].items():
+                tensors[f"{moment}.{name}"] = tensor
+        state = snapshot(self.task)
+        tensors |= {f"task.{name}": v for name, v in state.items() if isinstance(v, Tensor)}
+        return tensors, {name: v for name, v in state.items() if not isinstance(v, Tensor)}
+
+    def take(self, step: int) -> Metrics:
+        """Apply one batch, or leave it out where its loss is bad and `on_bad_loss` says so.
+
+        Returns:
+            The task's metrics, `grad_norm`, `lr_factor`, and the batches `skipped` so far where
+            skipping is allowed; equal on all ranks.
+
+        Raises:
+            UserError: The loss is bad and must not be skipped, or no longer.
+        """
+        schedule = self.schedule
+        factor = cosine_with_warmup(
+            step, total_steps=schedule.steps, warmup_steps=schedule.warmup_steps
+        )
+        before = snapshot(self.task)
+        parameters = list(self.parameters.values())
+        metrics = gradients_that_fit(self.task, parameters, step, before)
+        norm = global_norm(parameters)
+        metrics |= {"grad_norm": float(norm), "lr_factor": factor}
+        trouble = self.watch.trouble_in(metrics)
+        # Ranks whose numbers differ in the last bit must still decide alike.
+        if sum_over_ranks(torch.tensor(int(trouble is not None))).item():
+            what = f"{trouble or 'a loss is bad'} at step {step + 1}; {worst_place(self.groups)}."
+            raise_on_all_ranks(lambda: self._skip_or_stop(what))
+            self.task.restore(before)
+            self.optimizer.zero_grad()
+        else:
+            with memory_explained(f"in the optimizer at step {step + 1}"):
+                update(self.optimizer, schedule.max_grad_norm, norm, factor)
+            self.watch.accept(metrics["loss"])
+        if self.training.on_bad_loss == "skip":
+            metrics["skipped"] = float(self.watch.skipped)
+        return metrics
+
+    def _skip_or_stop(self, what: str) -> None:
+        """Count a bad batch, or raise the error that ends the run."""
+        last = self.checkpoints.last()
+        saved = "There is no checkpoint yet" if last is None else f"The last good one is {last}"
+        if self.training.on_bad_loss == "stop":
+            raise UserError(
+                f"{what} {saved}. Give --on-bad-loss skip to go on without such batches, or "
+                "start again with a lower lr or max_grad_norm."
+            )
+        if self.watch.skipped_in_a_row == self.training.max_skipped:
+            raise UserError(
+                f"{what} {self.training.max_skipped} batches before it were skipped in a row, "
+                f"which is max_skipped. {saved}. Start again with a lower lr or max_grad_norm."
+            )
+        self.watch.skip()
+        if is_rank_zero():
+            logger.warning("%s The batch is skipped.", what)
+
+
+def snapshot(task: Task) -> dict[str, Any]:
+    """A copy of the task's state that later steps do not write into."""
+    state = task.state()
+    return {name: v.clone() if isinstance(v, Tensor) else v for name, v in state.items()}
+
+
+class StopRequest:
+    """Which signal has asked this process to stop, if one has."""
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._time = 0.0
+
+    def handle(self, signum: int, frame: FrameType | None) -> None:
+        """Record a signal; SIGINT after another one interrupts at once.
+
+        One Ctrl-C reaches ranks twice, from the terminal and from torchrun: there, a second one
+        counts only after three seconds.
+        """
+        now = time.monotonic()
+        if self.signum is None:
+            self.signum, self._time = signum, now
+        elif signum == signal.SIGINT and (num_ranks() == 1 or now - self._time > _SECONDS_APART):
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Inside, both signals are recorded instead of interrupting; an ignored one stays ignored.
+
+    Handlers belong to the main thread: in any other, nothing is recorded and nothing changed.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    previous = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number, handler in previous.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, request.handle)
+    try:
+        yield request
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _agree(request: StopRequest, *, is_due: bool) -> tuple[int | None, bool]:
+    """Which signal any rank has had, and whether rank 0 wants a checkpoint."""
     wishes = torch.tensor(
-        [request.signum == signal.SIGTERM, request.signum == signal.SIGINT, due and is_first()],
+        [request.signum == signal.SIGTERM, request.signum == signal.SIGINT],
         dtype=torch.int64,
     )
-    terminate, interrupt, save = sum_over_ranks(wishes).tolist()
+    due = torch.tensor([is_due and is_rank_zero()], dtype=torch.int64)
+    terminate, interrupt, save = sum_over_ranks(torch.cat([wishes, due])).tolist()
     if terminate:
         return signal.SIGTERM, bool(save)
     return (signal.SIGINT if interrupt else None), bool(save)

@@ -10,11 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe import grouped_products
-from dotmoe.moe.expert_sums import expert_sums
-from dotmoe.moe.router import soft_top_k, top_k_mask
-from dotmoe.moe.sparse_ffn import Routing, make_sparse
-from dotmoe.moe.surgery import masked_by
+from dotmoe.moe import sparse
+from dotmoe.moe.masked import masked_by
+from dotmoe.moe.router import Routing, soft_top_k, top_k_mask
+from dotmoe.moe.sparse import expert_sums, make_sparse
 
 EXPERTS, SIZE, WIDTH, NEURONS, LAYERS = 6, 16, 64, 96, 2
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "phi3")
@@ -39,10 +38,14 @@ def sparse_copy(dense, layout, surrogate="soft_top_k"):
     return twin, make_sparse(twin, layout, routing), routing
 
 
+def chosen(mask, active):
+    return mask.topk(active, dim=1).indices
+
+
 @pytest.fixture(params=["grouped", "loop"])
 def path(request, monkeypatch):
     if request.param == "loop":
-        monkeypatch.setattr(grouped_products, "runs_grouped", lambda dtype, *widths: False)
+        monkeypatch.setattr(sparse, "runs_grouped", lambda dtype, *widths: False)
     return request.param
 
 
@@ -78,18 +81,16 @@ def test_shared_experts_dense_layers_and_all_experts(options, tiny_dense):
     assert torch.equal(rows["down"], original.down.weight.T)
 
 
-@pytest.mark.parametrize("unchosen", ["zero", "mean"])
 @pytest.mark.parametrize("surrogate", ["softmax", "soft_top_k"])
-def test_gradients_equal_those_of_the_masked_dense_ffn(surrogate, unchosen, tiny_dense, path):
+def test_gradients_equal_those_of_the_masked_dense_ffn(surrogate, tiny_dense, path):
     dense = load_dense(str(tiny_dense("llama")), LoadConfig())
     layout = random_layout()
     original = dense.family.ffn(dense.family.layers(dense.model)[0])
-    _, made, routing = sparse_copy(dense, layout, surrogate)
-    routing.unchosen = unchosen
+    _, made, _ = sparse_copy(dense, layout, surrogate)
 
     def fill(grad, hard):
         known = [row[chosen > 0].mean() for row, chosen in zip(grad, hard, strict=True)]
-        return torch.stack(known)[:, None] if unchosen == "mean" else 0.0
+        return torch.stack(known)[:, None]
 
     x = torch.randn(40, WIDTH)
     direction = torch.randn(40, WIDTH)
@@ -121,8 +122,10 @@ def test_gradcheck_and_an_expert_that_nobody_chose():
     assert mask[:, 3].sum() == 0
     x = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
     weights = [torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    assert torch.autograd.gradcheck(lambda *a: expert_sums(a[0], mask, 2, *a[1:]), (x, *weights))
-    expert_sums(x, mask, 2, *weights).sum().backward()
+    assert torch.autograd.gradcheck(
+        lambda *a: expert_sums(a[0], mask, chosen(mask, 2), *a[1:]), (x, *weights)
+    )
+    expert_sums(x, mask, chosen(mask, 2), *weights).sum().backward()
     assert all(weight.grad[3].abs().sum() == 0 for weight in weights)
 
 
@@ -133,37 +136,39 @@ def test_no_token_is_dropped_where_all_choose_the_same_experts(path):
     mask[:, [1, 4]] = 1.0
     gate, up, down = (w[[1, 4]].flatten(0, 1) for w in weights)
     expected = (F.silu(x @ gate.T) * (x @ up.T)) @ down
-    torch.testing.assert_close(expert_sums(x, mask, 2, *weights), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        expert_sums(x, mask, chosen(mask, 2), *weights), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("active", [1, 3, 6])
 def test_only_chosen_experts_are_computed(active, monkeypatch):
-    monkeypatch.setattr(grouped_products, "runs_grouped", lambda dtype, *widths: False)
+    monkeypatch.setattr(sparse, "runs_grouped", lambda dtype, *widths: False)
     x = torch.randn(50, WIDTH, requires_grad=True)
     weights = [torch.randn(EXPERTS, SIZE, WIDTH, requires_grad=True) for _ in range(3)]
     mask = top_k_mask(torch.randn(50, EXPERTS), active)
     with FlopCounterMode(display=False) as counter:
-        expert_sums(x, mask, active, *weights).sum().backward()
+        expert_sums(x, mask, chosen(mask, active), *weights).sum().backward()
     forward = 3 * 2 * 50 * active * SIZE * WIDTH
     assert counter.get_total_flops() == 3 * forward
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_grouped_products_equal_the_loop(dtype, monkeypatch):
+def test_sparse_equal_the_loop(dtype, monkeypatch):
     rows, other = torch.randn(20, 16).to(dtype), torch.randn(20, 24).to(dtype)
     weight = torch.randn(5, 24, 16).to(dtype)
     ends = torch.tensor([3, 3, 7, 20, 20], dtype=torch.int32)
     grouped = [
-        grouped_products.grouped_rows(rows, weight.transpose(1, 2), ends),
-        grouped_products.grouped_rows(other, weight, ends),
-        grouped_products.grouped_outer(rows, other, ends),
+        sparse.grouped_rows(rows, weight.transpose(1, 2), ends),
+        sparse.grouped_rows(other, weight, ends),
+        sparse.grouped_outer(rows, other, ends),
     ]
-    assert grouped_products.runs_grouped(dtype, 16, 24)
-    monkeypatch.setattr(grouped_products, "runs_grouped", lambda dtype, *widths: False)
+    assert sparse.runs_grouped(dtype, 16, 24)
+    monkeypatch.setattr(sparse, "runs_grouped", lambda dtype, *widths: False)
     loop = [
-        grouped_products.grouped_rows(rows, weight.transpose(1, 2), ends),
-        grouped_products.grouped_rows(other, weight, ends),
-        grouped_products.grouped_outer(rows, other, ends),
+        sparse.grouped_rows(rows, weight.transpose(1, 2), ends),
+        sparse.grouped_rows(other, weight, ends),
+        sparse.grouped_outer(rows, other, ends),
     ]
     for one, two in zip(grouped, loop, strict=True):
         torch.testing.assert_close(one, two)

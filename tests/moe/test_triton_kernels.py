@@ -7,9 +7,9 @@ from scipy.special import expit
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from dotmoe.moe import kernels
-from dotmoe.moe.masked_activation import masked_activation
-from dotmoe.moe.router import soft_top_k, straight_through_mask
+from dotmoe.moe import masked, router
+from dotmoe.moe.masked import masked_activation
+from dotmoe.moe.router import soft_top_k, straight_through_top_k, triton_runs_on
 
 HAS_CUDA = torch.cuda.is_available()
 
@@ -21,7 +21,8 @@ def device(request, monkeypatch):
         return torch.device("cuda")
     if HAS_CUDA:
         pytest.skip("Triton compiles here, and does not interpret")
-    monkeypatch.setattr(kernels, "run_on", lambda tensor: tensor.dtype != torch.float64)
+    for module in (masked, router):
+        monkeypatch.setattr(module, "triton_runs_on", lambda tensor: tensor.dtype != torch.float64)
     return torch.device("cpu")
 
 
@@ -57,7 +58,7 @@ def test_the_masked_activation_is_that_of_float64(device, shape, scale):
 def test_in_bfloat16_the_forward_rounds_as_the_dense_ffn_does(device, monkeypatch):
     tensors = sample(4, 1_100, 11, torch.bfloat16, device)
     found = results(*tensors)
-    monkeypatch.setattr(kernels, "run_on", lambda tensor: False)
+    monkeypatch.setattr(masked, "triton_runs_on", lambda tensor: False)
     expected = results(*tensors)
     if device.type == "cuda":  # the interpreter cuts bits off where hardware rounds
         same = (found[0] == expected[0]).float().mean()
@@ -99,12 +100,12 @@ def test_soft_rows_are_the_sigmoids_whose_sum_is_k(device, experts, active):
 
 def test_all_experts_active_needs_no_kernel(device):
     logits = torch.randn(3, 6, device=device)
-    mask = straight_through_mask(logits, 6, surrogate="soft_top_k")
+    mask, _ = straight_through_top_k(logits, 6, surrogate="soft_top_k")
     assert torch.equal(mask, torch.ones_like(mask))
 
 
 def test_the_kernels_stay_away_from_the_cpu_and_from_float64():
-    assert not kernels.run_on(torch.zeros(1))
+    assert not triton_runs_on(torch.zeros(1))
     if HAS_CUDA:
-        assert kernels.run_on(torch.zeros(1, device="cuda"))
-        assert not kernels.run_on(torch.zeros(1, device="cuda", dtype=torch.float64))
+        assert triton_runs_on(torch.zeros(1, device="cuda"))
+        assert not triton_runs_on(torch.zeros(1, device="cuda", dtype=torch.float64))

@@ -1,0 +1,245 @@
+"""The objective of alignment and finetuning: batch, micro-batches, teacher, losses, gradients."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dotmoe.artifacts import DenseModel
+from dotmoe.data import TokenBlocks
+from dotmoe.distributed import full_tensor, num_ranks, rank, require_equal_shares, sum_over_ranks
+from dotmoe.errors import UserError
+from dotmoe.moe.losses import DistillationLoss, distillation_loss, next_token_labels
+from dotmoe.moe.router import Routing, Surrogate
+from dotmoe.options import HOW, above, at_least, between
+from dotmoe.training.loggers import Metrics
+from dotmoe.training.loop import Schedule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectiveConfig:
+    """What alignment and finetuning have in common."""
+
+    steps: int
+    """Optimizer steps."""
+    batch_size: Annotated[int, at_least(1)]
+    """Sequences per optimizer step, of all ranks together; they share them equally."""
+    micro_batch_size: Annotated[int, at_least(1), HOW] = 4
+    """Sequences per forward pass; gradients add up to the batch. Changes memory, and of the losses
+    load balancing alone, which counts the tokens of a micro-batch."""
+    max_epochs: Annotated[float, above(0)] = 4.0
+    """Passes over the data at most; fewer steps are taken where the data would be repeated more."""
+    lr: Annotated[float, above(0)]
+    """Peak learning rate, for whatever has no rate of its own."""
+    lr_router: Annotated[float, at_least(0)] | None = None
+    """Peak learning rate of the routers; default: lr."""
+    weight_decay: Annotated[float, at_least(0)] = 1e-4
+    """AdamW weight decay."""
+    warmup_ratio: Annotated[float, between(0, 1)]
+    """Share of the steps in which the rate rises linearly; then it falls as a cosine."""
+    max_grad_norm: Annotated[float, above(0)] = 1.0
+    """Gradients are scaled down to this norm."""
+    kl_weight: Annotated[float, at_least(0)]
+    """Weight of KL(dense || MoE)."""
+    ce_weight: Annotated[float, at_least(0)] = 1.0
+    """Weight of next-token cross-entropy."""
+    z_loss_weight: Annotated[float, at_least(0)]
+    """Weight of the router z-loss (eq:z_loss), averaged over layers."""
+    balance_weight: Annotated[float, at_least(0)]
+    """Weight of load balancing (eq:balance_loss), averaged over layers."""
+    surrogate: Surrogate = "soft_top_k"
+    """Soft mask of the router's gradient: `softmax` is the paper's, `soft_top_k` sums to k."""
+    surrogate_temperature: Annotated[float, above(0)] = 1.0
+    """Temperature of `soft_top_k`, in units of router logits."""
+    activation_checkpointing: Annotated[bool, HOW] = False
+    """Recompute each layer in the backward pass: less memory, about a third more time."""
+
+    @property
+    def router_rate(self) -> float:
+        """Peak learning rate of the routers."""
+        return self.lr if self.lr_router is None else self.lr_router
+
+    def check_together(self) -> None:
+        """Refuse weights that leave nothing to learn from."""
+        if self.kl_weight == self.ce_weight == 0:
+            raise UserError(
+                "kl_weight and ce_weight are both 0, which leaves nothing to learn from. Raise one."
+            )
+
+    def schedule(self, num_blocks: int) -> Schedule:
+        """Steps and rates of a training on that many blocks of text."""
+        steps = steps_to_take(self, num_blocks)
+        return Schedule(
+            steps=steps,
+            warmup_steps=round(self.warmup_ratio * steps),
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
+        )
+
+
+def steps_to_take(config: ObjectiveConfig, num_blocks: int) -> int:
+    """`config.steps`, or fewer where the data would be seen more than `max_epochs` times."""
+    if config.steps == 0:
+        return 0
+    return min(config.steps, max(1, int(config.max_epochs * num_blocks / config.batch_size)))
+
+
+def require_trainable(config: ObjectiveConfig, dtype: torch.dtype) -> None:
+    """Refuse what cannot be trained on these ranks in the dtype to compute in.
+
+    Raises:
+        UserError: The ranks cannot share a batch equally, or the dtype is float16.
+    """
+    require_equal_shares(config.batch_size)
+    if dtype == torch.float16:
+        raise UserError(
+            "dtype is float16, in which gradients underflow. "
+            "Train with --dtype bfloat16 or float32."
+        )
+
+
+class Taught(NamedTuple):
+    """What a teacher says of a text."""
+
+    hidden_TD: Tensor
+    """Its final hidden states."""
+    head_VD: Tensor | None = None
+    """What turns them into logits; None: the student's head."""
+
+
+class Objective:
+    """The task that the training loop runs: the gradient of eq:total_loss over a batch.
+
+    A subclass says what the student is: `begin` and `end` of a step, `hidden`, `teacher`.
+    """
+
+    def __init__(
+        self,
+        dense: DenseModel,
+        routing: Routing,
+        blocks: TokenBlocks,
+        config: ObjectiveConfig,
+        *,
+        seed: int,
+    ) -> None:
+        self.dense = dense
+        """The model that is trained, or under whose weights something is."""
+        self.routing = routing
+        self.blocks = blocks
+        self.config = config
+        self.seed = seed
+        self.micro_batch_limit: int | None = None
+        """Sequences that fitted into memory when those of the config did not."""
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences of one forward pass."""
+        size = min(self.config.micro_batch_size, self.config.batch_size)
+        return size if self.micro_batch_limit is None else min(size, self.micro_batch_limit)
+
+    def begin(self, step: int) -> dict[str, Tensor]:
+        """Prepare a step; metrics that are not losses, equal on all ranks."""
+        return {}
+
+    def end(self) -> None:
+        """Pass on gradients when all micro-batches have left theirs."""
+
+    def accumulate_gradients(self, step: int) -> Metrics:
+        """Gradient of eq:total_loss over one batch.
+
+        Every loss is the mean over the micro-batches of all ranks, weighted by their sequences: KL
+        over all tokens, cross-entropy over those with a label, z-loss over all tokens, and load
+        balancing, which counts tokens a micro-batch, over micro-batches. So ranks that have the
+        micro-batches of one rank among them have its losses and gradients too, up to the order
+        of summation.
+        """
+        size = self.config.batch_size
+        metrics = self.begin(step)
+        batch = self.blocks.batch(step, size, self.seed, rank(), num_ranks()).to(self.dense.device)
+        losses: dict[str, Tensor] = {}
+        parts = torch.split(batch, self.micro_batch_size)
+        for number, rows in enumerate(parts, 1):
+            share = len(rows) / size
+            loss, values = self.loss(self.student(rows, self.teacher(rows)))
+            self.differentiate(loss * share, is_last=number == len(parts))
+            for name, value in values.items():
+                losses[name] = losses.get(name, 0.0) + share * value.detach()
+        self.end()
+        summed = sum_over_ranks(torch.stack([value.float() for value in losses.values()]))
+        # One copy to the host a step: until here nothing has waited for the device.
+        figures = torch.cat([*(value.float().view(1) for value in metrics.values()), summed])
+        return dict(zip([*metrics, *losses], figures.tolist(), strict=True))
+
+    def teacher(self, tokens_BT: Tensor) -> Taught | None:
+        """What the dense model says, if its own weights are the student's: with routing off."""
+        self.routing.enabled = False
+        with torch.no_grad():
+            hidden_TD = hidden_states(self.dense, tokens_BT)
+        self.routing.enabled = True
+        return Taught(hidden_TD)
+
+    def student(self, tokens_BT: Tensor, taught: Taught | None) -> DistillationLoss:
+        """Losses of the model's predictions; those of its routers stay in `routing`."""
+        self.routing.want_losses()
+        return self.distil(self.hidden(tokens_BT), taught, tokens_BT)
+
+    def hidden(self, tokens_BT: Tensor) -> Tensor:
+        """Final hidden states of the model as it is now, [T, D]."""
+        return hidden_states(self.dense, tokens_BT)
+
+    def distil(
+        self, hidden_TD: Tensor, taught: Taught | None, tokens_BT: Tensor
+    ) -> DistillationLoss:
+        """KL to the teacher, if there is one, and cross-entropy."""
+        config = self.config
+        return distillation_loss(
+            hidden_TD,
+            None if taught is None else taught.hidden_TD,
+            full_tensor(self.dense.family.head(self.dense.model).weight),
+            next_token_labels(tokens_BT),
+            kl_weight=0.0 if taught is None else config.kl_weight,
+            ce_weight=config.ce_weight,
+            teacher_head_VD=None if taught is None else taught.head_VD,
+        )
+
+    def loss(self, distilled: DistillationLoss) -> tuple[Tensor, dict[str, Tensor]]:
+        """eq:total_loss of a micro-batch, and its parts by name."""
+        config = self.config
+        z, balance = self.routing.pop_losses()
+        total = distilled.total + config.z_loss_weight * z + config.balance_weight * balance
+        parts = {"loss": total, "kl": distilled.kl, "ce": distilled.ce, "z": z, "balance": balance}
+        return total, parts
+
+    def differentiate(self, loss: Tensor, *, is_last: bool) -> None:
+        """Backward of a micro-batch, the last of the step or not."""
+        torch.autograd.backward(loss)
+
+    def state(self) -> dict[str, Any]:
+        """What is known of the memory there is: the micro-batch decides the balance loss, too."""
+        return {"micro_batch_limit": self.micro_batch_limit}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Inverse of `state`; also forgets a step that was cut off."""
+        self.micro_batch_limit = state["micro_batch_limit"]
+        self.routing.losses = None
+        self.routing.enabled = True
+
+    def halve_micro_batch(self) -> int | None:
+        """Take half as many sequences a forward pass; None where one is all there is.
+
+        Gradients still add up to the batch. Load balancing counts tokens a micro-batch, so that
+        loss changes a little; the others change by the order of summation alone.
+        """
+        if self.micro_batch_size == 1:
+            return None
+        self.micro_batch_limit = self.micro_batch_size // 2
+        return self.micro_batch_limit
+
+
+def hidden_states(dense: DenseModel, tokens_BT: Tensor) -> Tensor:
+    """What the head's matrix turns into logits, [T, D]."""
+    trunk = dense.family.trunk(dense.model)
+    hidden: Tensor = trunk(input_ids=tokens_BT, use_cache=False).last_hidden_state
+    multipliers = dense.family.traits(dense.config).multipliers
+    return hidden.reshape(-1, hidden.shape[-1]) / multipliers.logits_divisor

@@ -1,0 +1,90 @@
+"""What one rank has, and what it makes of errors. Oracle: torch.chunk, which is how DTensor cuts."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dotmoe import distributed
+from dotmoe.distributed import (
+    as_divided,
+    broadcast_from_rank_zero,
+    divided,
+    full_tensor,
+    own_rows,
+    process_group,
+    raise_on_all_ranks,
+    require_equal_shares,
+    resolved_device,
+    summed_rows,
+)
+from dotmoe.errors import UserError
+
+
+@pytest.fixture
+def fake_ranks():
+    """A group of many ranks in this process, which sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def start(ranks, rank):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        return dist.device_mesh.init_device_mesh("cpu", (ranks,))
+
+    yield start
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 0), (2, 1), (3, 2), (8, 1), (8, 7)])
+def test_ranks_own_the_chunks_of_torch(ranks, rank, fake_ranks):
+    mesh = fake_ranks(ranks, rank)
+    for length in (1, 2, 5, 7, 8, 31):
+        rows = torch.arange(2.0 * length).view(length, 2)
+        chunks = [*rows.chunk(ranks), *[rows[:0]] * ranks]
+        part = divided(rows, mesh)
+        assert part.shape == rows.shape
+        assert torch.equal(part.to_local(), chunks[rank])
+        assert torch.equal(rows[own_rows(part)], chunks[rank])
+    whole = DTensor.from_local(rows, mesh, [Replicate()], run_check=False)
+    assert own_rows(whole) == slice(0, 31)
+    assert part.placements == (Shard(0),)
+
+
+def test_alone_nothing_is_divided():
+    rows = torch.rand(5, 2)
+    assert torch.equal(divided(rows, None), rows)
+    assert as_divided(rows, 5, None) is full_tensor(rows) is summed_rows(rows, None) is rows
+    assert own_rows(rows) == slice(0, 5)
+    assert broadcast_from_rank_zero(lambda: 3) == raise_on_all_ranks(lambda: 3) == 3
+    require_equal_shares(7)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        dist.DistBackendError("NCCL error: remote process exited or there was a network error"),
+        dist.DistNetworkError("The client socket has failed to connect"),
+        RuntimeError(
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed"
+        ),
+    ],
+)
+def test_a_lost_rank_is_one_line_whatever_connects_them(error, monkeypatch):
+    monkeypatch.setattr(distributed, "started_by_torchrun", lambda: True)
+    monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **options: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    with (
+        pytest.raises(UserError, match="another rank has gone"),
+        process_group(torch.device("cpu")),
+    ):
+        raise error
+    with pytest.raises(RuntimeError, match="shape"), process_group(torch.device("cpu")):
+        raise RuntimeError("shape mismatch")
+
+
+def test_devices_are_resolved_and_refused():
+    assert resolved_device("cpu") == torch.device("cpu")
+    for name, words in (("tpu", "must be auto, cpu, cuda"), ("cuda:99", "this machine does not")):
+        with pytest.raises(UserError, match=re.escape(words)):
+            resolved_device(name)
