@@ -27,7 +27,7 @@ from dotmoe.analyse.clock import Clock
 from dotmoe.analyse.overhead import mask_cost
 from dotmoe.artifacts import DenseModel
 from dotmoe.granularity import ExpertsConfig, resolve
-from dotmoe.moe import kernels
+from dotmoe.moe.router import triton_runs_on
 from dotmoe.run_folder import provenance, write_json
 from random_models import Shape
 
@@ -96,7 +96,7 @@ def main() -> None:
         "straight_through_s": straight_through_seconds(subject, dense),
         "tokens": token_table(subject, dense, TOKEN_COUNTS[settings.preset], rounds, settings.seed),
         "peak_bytes": peaks(subject, dense, settings.seed),
-        "triton_kernels": kernels.run_on(torch.zeros(1, device=dense.device)),
+        "triton_kernels": triton_runs_on(torch.zeros(1, device=dense.device)),
         "not_measured": not_measured(dense),
         "provenance": provenance(settings.seed),
     }

@@ -18,10 +18,12 @@ from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.inspection.costs import RunSize, Sizes, sizes_of
 from dotmoe.models.family import family_of
 from dotmoe.moe.assignment import AssignmentConfig
-from dotmoe.moe.surgery import masked, recomputing
+from dotmoe.moe.losses import DistillationLoss
+from dotmoe.moe.masked import masked
+from dotmoe.moe.objective import Taught
+from dotmoe.moe.units import recomputing
 from dotmoe.parameters import count_parameters
-from dotmoe.training.optimizer import adamw
-from dotmoe.transport import TransportPlan
+from dotmoe.training.loop import adamw
 from random_models import ROUTER_LOGIT_STD, Shape, llama_config
 
 AFFINITY_STD = 0.3
@@ -58,35 +60,37 @@ class TimedAlignment(Alignment):
 
     clock: Clock
 
-    def assign(self, step: int) -> tuple[TransportPlan, dict[str, Tensor]]:
+    def begin(self, step: int) -> dict[str, Tensor]:
         """See `Alignment`."""
         with self.clock.part("assignment"):
-            return super().assign(step)
+            return super().begin(step)
 
-    def pass_to_affinities(self, plan: TransportPlan) -> None:
+    def end(self) -> None:
         """See `Alignment`."""
         with self.clock.part("assignment"):
-            super().pass_to_affinities(plan)
+            super().end()
 
-    def teacher(self, tokens_BT: Tensor) -> Tensor:
+    def teacher(self, tokens_BT: Tensor) -> Taught | None:
         """See `Alignment`."""
         with self.clock.part("teacher forward"):
             return super().teacher(tokens_BT)
 
-    def student(self, tokens_BT: Tensor) -> Tensor:
+    def hidden(self, tokens_BT: Tensor) -> Tensor:
         """See `Alignment`."""
         with self.clock.part("student forward"):
-            return super().student(tokens_BT)
+            return super().hidden(tokens_BT)
 
-    def loss(self, *arguments: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def distil(
+        self, hidden_TD: Tensor, taught: Taught | None, tokens_BT: Tensor
+    ) -> DistillationLoss:
         """See `Alignment`."""
         with self.clock.part("head and losses"):
-            return super().loss(*arguments)
+            return super().distil(hidden_TD, taught, tokens_BT)
 
-    def differentiate(self, loss: Tensor) -> None:
+    def differentiate(self, loss: Tensor, *, is_last: bool) -> None:
         """See `Alignment`."""
         with self.clock.part("backward"):
-            super().differentiate(loss)
+            super().differentiate(loss, is_last=is_last)
 
 
 def random_dense(subject: Subject, seed: int) -> DenseModel:
@@ -160,7 +164,10 @@ class Step:
             dense,
             random_blocks(subject, seed),
             random_state(subject, seed),
-            subject.active,
+            resolve(
+                ExpertsConfig(experts=subject.experts, active_experts=subject.active),
+                subject.shape.ffn_width,
+            ),
             self.config,
             AssignmentConfig(),
             warmup_steps=0,
@@ -176,7 +183,7 @@ class Step:
     def ready(self) -> Iterator["Step"]:
         """Inside, the model is masked."""
         with (
-            masked(self.dense, self.task.masking),
+            masked(self.dense, self.task.routing),
             recomputing(self.dense, self.config.activation_checkpointing),
         ):
             yield self
@@ -243,8 +250,6 @@ def held_bytes(step: Step) -> int:
     tensors = [*step.dense.model.parameters(), *step.dense.model.buffers(), *step.parameters]
     for state in step.optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, Tensor)]
-    tensors += [task.masking.expert_of_neuron_LN]
-    if task.learned.potential_LE is not None:
-        tensors.append(task.learned.potential_LE)
+    tensors += [task.routing.expert_of_neuron_LN, task.assignment.potential_LE]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())

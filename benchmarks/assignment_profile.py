@@ -23,10 +23,10 @@ from dotmoe.config import RunConfig
 from dotmoe.data import documents, pack_blocks
 from dotmoe.granularity import resolve
 from dotmoe.load import load_dense
-from dotmoe.moe.surgery import masked
+from dotmoe.moe.masked import masked
 from dotmoe.recipes import recipe
 from dotmoe.run_folder import provenance, write_json
-from dotmoe.training.loop import Schedule, train
+from dotmoe.training.loop import train
 from dotmoe.transport import balanced_plan
 
 QUANTILES = 257
@@ -91,31 +91,26 @@ def profiles(config: RunConfig, wanted: list[int]) -> dict[int, dict[str, Any]]:
     initial = calibrate(
         dense, text.tokens_BT, experts.num_experts, config.calibrate, seed=config.seed
     )
-    schedule = Schedule(
-        steps=config.align.steps,
-        warmup_steps=round(config.align.warmup_ratio * config.align.steps),
-        weight_decay=config.align.weight_decay,
-        max_grad_norm=config.align.max_grad_norm,
-    )
+    schedule = config.align.schedule(text.num_blocks)
     task = Alignment(
         dense,
         text,
         initial,
-        experts.active_experts,
+        experts,
         config.align,
         config.assignment,
         warmup_steps=schedule.warmup_steps,
         seed=config.seed,
     )
-    seen = {0: task.affinity_LNE.detach().clone()}
+    seen = {0: task.assignment.affinity_LNE.detach().clone()}
 
     def keep(step: int, metrics: dict[str, float]) -> None:
         if step in wanted or step - 1 in wanted:
-            seen[step] = task.affinity_LNE.detach().clone()
+            seen[step] = task.assignment.affinity_LNE.detach().clone()
         if step % 20 == 0:
             print(f"step {step} of {schedule.steps}, loss {metrics['loss']:.3f}", flush=True)
 
-    with tempfile.TemporaryDirectory() as folder, masked(dense, task.masking):
+    with tempfile.TemporaryDirectory() as folder, masked(dense, task.routing):
         train(task, schedule, Path(folder), on_step=keep)
     tau = {step: config.assignment.tau(step, schedule.warmup_steps) for step in seen}
     return {step: profile(seen[step], seen[step + 1], tau[step], tau[step + 1]) for step in wanted}

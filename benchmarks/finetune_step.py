@@ -22,10 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.finetune import FinetuneConfig
-from dotmoe.finetune.student import Student
 from dotmoe.models.family import family_of
-from dotmoe.moe import grouped_products
+from dotmoe.moe import sparse
+from dotmoe.moe.router import Routing
 from dotmoe.run_folder import provenance, write_json
 from random_models import Shape, llama_config, random_layout
 
@@ -68,9 +67,11 @@ def main() -> None:
         "dense": lambda: dense(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
     }
     for k, student in students.items():
-        passes[str(k)] = lambda student=student: student(tokens_BT, None, FinetuneConfig()).total
+        passes[str(k)] = lambda student=student: (
+            student(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
+        )
     parameters = {"dense": list(dense.parameters())}
-    parameters |= {str(k): list(student.trained().values()) for k, student in students.items()}
+    parameters |= {str(k): list(student.parameters()) for k, student in students.items()}
     flops = {name: counted(loss) for name, loss in passes.items()}
     times = timed(passes, parameters, settings.rounds)
     rows = [row(settings, k, flops, times, passes[str(k)]) for k in counts]
@@ -100,9 +101,11 @@ def random_dense(shape: Shape, seed: int) -> DenseModel:
     )
 
 
-def student_of(shape: Shape, settings: Settings, active: int) -> Student:
+def student_of(shape: Shape, settings: Settings, active: int) -> torch.nn.Module:
     layout = random_layout(shape, settings.experts, active, settings.seed)
-    return Student(random_dense(shape, settings.seed), layout, FinetuneConfig(), seed=0)
+    dense = random_dense(shape, settings.seed)
+    sparse.make_sparse(dense, layout, Routing(active_experts=active, surrogate="soft_top_k"))
+    return dense.model.requires_grad_(True)
 
 
 def grouped_flops(a_shape: tuple, b_shape: tuple, *_: object, **__: object) -> int:
@@ -122,7 +125,7 @@ def counted(loss: Callable[[], Tensor]) -> int:
 
 def counted_by_loop(loss: Callable[[], Tensor]) -> int:
     """The same with a loop over the experts that have tokens in place of grouped products."""
-    with patch.object(grouped_products, "runs_grouped", lambda dtype, *widths: False):
+    with patch.object(sparse, "runs_grouped", lambda dtype, *widths: False):
         return counted(loss)
 
 

@@ -11,7 +11,7 @@ loss of every step. What was stopped half-way is made again from the start.
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,15 +21,19 @@ from tyro.conf import Positional
 
 from dotmoe.artifacts import DenseModel
 from dotmoe.data import TokenBlocks, write_decontaminated
+from dotmoe.distributed import fsdp_mesh
 from dotmoe.evaluate import TextConfig, packed_text, stock_nats
 from dotmoe.evaluate.perplexity import perplexity
 from dotmoe.files import write_json
-from dotmoe.finetune import Start, finetune
+from dotmoe.finetune import Finetuning
+from dotmoe.finetune.student import Student
 from dotmoe.finished_run import finished_run
-from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe.surgery import masked_by
+from dotmoe.load import LoadConfig, describe_dense, load_dense
+from dotmoe.moe.masked import masked_by
 from dotmoe.provenance import provenance
 from dotmoe.recipes import small_sft
+from dotmoe.sharded_weights import unloaded
+from dotmoe.training.loop import train
 
 HELDOUT = ("python-stdlib-heldout",)
 
@@ -71,7 +75,7 @@ def main() -> None:
     found = finished_run(settings.run)
     config = small_sft().finetune
     load = LoadConfig(dtype="float32")
-    dense, teacher = load_dense(found.weights, load), load_dense(found.weights, load)
+    dense = load_dense(found.weights, load)
     training = finished_run(settings.text_of).text.training
     text_file = settings.out / "text.safetensors"
     left_out = write_decontaminated(training, found.text.heldout, text_file)
@@ -93,20 +97,18 @@ def main() -> None:
     def on_step(step: int, metrics: Mapping[str, float]) -> None:
         recent.append(metrics["ce"])
         if step % (config.steps // settings.points) == 0:
-            add_point(step, heldout.measured())
+            add_point(step, student(heldout.measured))
 
     add_point(0, start)
-    finetune(
-        Start(dense=dense, layout=found.layout, teacher=teacher),
-        training,
-        config,
-        folder=settings.out,
-        seed=0,
-        router_dtype=torch.float32,
-        on_step=on_step,
-    )
-    for leftover in ("model", "checkpoints"):
-        shutil.rmtree(settings.out / leftover, ignore_errors=True)
+    described = describe_dense(found.weights)
+    described = replace(described, model=unloaded(described.config, torch.float32))
+    with fsdp_mesh(torch.device("cpu"), shard=False) as ranks:
+        student = Student(described, found.layout, config, ranks, seed=0)
+        heldout.dense = student.dense
+        task = Finetuning(student, dense, training, config, seed=0)
+        schedule = config.schedule(training.num_blocks)
+        train(task, schedule, settings.out, on_step=on_step)
+    shutil.rmtree(settings.out / "checkpoints", ignore_errors=True)
     record = {
         "origin": "measured",
         "points": points,

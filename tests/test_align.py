@@ -8,15 +8,16 @@ import torch
 import torch.nn.functional as F
 
 from dotmoe.align import AlignConfig, Alignment, align, steps_to_take
-from dotmoe.artifacts import AlignState
 from dotmoe.calibrate import CalibrateConfig, calibrate
 from dotmoe.data import TokenBlocks
 from dotmoe.errors import UserError
 from dotmoe.extract import extract
+from dotmoe.granularity import Granularity
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe.assignment import AssignmentConfig
-from dotmoe.moe.surgery import masked, masked_by
-from dotmoe.transport import greedy_assignment
+from dotmoe.moe.assignment import AlignState, AssignmentConfig
+from dotmoe.moe.masked import masked, masked_by
+from dotmoe.training.loop import TrainingConfig
+from dotmoe.transport import balanced_plan, greedy_assignment
 
 E, K = 12, 3
 CONFIG = AlignConfig(steps=6, batch_size=4, micro_batch_size=4, lr=1e-2, max_epochs=100.0)
@@ -43,18 +44,35 @@ def random_state(dense, scale=1.0):
     )
 
 
+def split_of(dense, active_experts=K, **options):
+    size = dense.widths.ffn // E
+    return Granularity(num_experts=E, expert_size=size, active_experts=active_experts, **options)
+
+
+def learned_by(task):
+    return task.assignment.affinity_LNE, task.assignment.router_LED
+
+
 def alignment(dense, blocks, config=CONFIG, assignment=None, active_experts=K):
     assignment = assignment or AssignmentConfig(tau_start=0.5, tau_end=0.5)
     return Alignment(
-        dense, blocks, random_state(dense), active_experts, config, assignment,
+        dense, blocks, random_state(dense), split_of(dense, active_experts), config, assignment,
         warmup_steps=1, seed=0,
     )  # fmt: skip
 
 
+def aligned(dense, blocks, folder, config=CONFIG, *, initial=None, assignment=None, split=None,
+            **options):  # fmt: skip
+    return align(
+        dense, blocks, initial or random_state(dense), split or split_of(dense), config,
+        assignment or AssignmentConfig(), folder=folder, seed=0, **options,
+    )  # fmt: skip
+
+
 def gradients(dense, task, step=0):
-    with masked(dense, task.masking):
+    with masked(dense, task.routing):
         metrics = task.accumulate_gradients(step)
-    return metrics, task.affinity_LNE.grad.clone(), task.router_LED.grad.clone()
+    return metrics, *(p.grad.clone() for p in learned_by(task))
 
 
 def unrolled_plan(affinity_NE, tau, sweeps=400):
@@ -137,14 +155,60 @@ def test_micro_batches_add_up_to_the_batch(dense, blocks):
     assert not torch.equal(affinity, whole[1]) or not torch.equal(router, whole[2])
 
 
+def test_leading_dense_layers_are_neither_trained_nor_measured(dense, blocks, tmp_path):
+    """Nor decayed: their part of the state comes back as it was, and metrics are of the others."""
+    split, initial = split_of(dense, first_dense_layers=1), random_state(dense)
+    metrics = {}
+    final = aligned(
+        dense, blocks, tmp_path, initial=initial, split=split, on_step=metrics.__setitem__
+    )
+    for before, after in ((initial.affinity_LNE, final.affinity_LNE),
+                          (initial.router_LED, final.router_LED)):  # fmt: skip
+        assert torch.equal(before[0], after[0])
+        assert not torch.equal(before[1], after[1])
+    plan = balanced_plan(initial.affinity_LNE[1], capacity=split.expert_size, tau=1.0).plan
+    hard = F.one_hot(greedy_assignment(plan, capacity=split.expert_size), E)
+    gap = float((plan - hard).abs().sum(dim=-1).mean() / 2)
+    assert metrics[1]["soft_hard_gap"] == pytest.approx(gap, abs=1e-5)
+    moved = metrics[2]["moved_fraction"] * split.ffn_width
+    assert moved == pytest.approx(round(moved), abs=1e-3)
+
+
+def test_nothing_has_moved_at_the_first_step_and_a_resumed_run_logs_the_same(
+    dense, blocks, tmp_path
+):
+    """Whatever the temperatures: before the first assignment there is none to compare with."""
+    cold = AssignmentConfig(tau_start=2.0, tau_end=0.01)
+    seen = []
+
+    def run(folder, steps_before_the_kill):
+        folder.mkdir(exist_ok=True)
+
+        def on_step(step, metrics):
+            seen.append(metrics["moved_fraction"])
+            if step == steps_before_the_kill:
+                raise KeyboardInterrupt
+
+        training = TrainingConfig(checkpoint_every=1)
+        return aligned(dense, blocks, folder, assignment=cold, training=training, on_step=on_step)
+
+    run(tmp_path / "whole", None)
+    whole, seen = seen, []
+    assert whole[0] == 0.0
+    assert sum(whole) > 0
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", 3)
+    run(tmp_path / "cut", None)
+    assert seen == whole[:3] + whole[2:]
+
+
 def test_activation_checkpointing_changes_no_gradient(dense, blocks, tmp_path):
     states = []
     for checkpointing in (False, True):
         folder = tmp_path / str(checkpointing)
         folder.mkdir()
         config = replace(CONFIG, activation_checkpointing=checkpointing)
-        states.append(align(dense, blocks, random_state(dense), K, config, AssignmentConfig(),
-                            folder=folder, seed=0))  # fmt: skip
+        states.append(aligned(dense, blocks, folder, config))
     assert torch.equal(states[0].affinity_LNE, states[1].affinity_LNE)
     assert torch.equal(states[0].router_LED, states[1].router_LED)
     assert not any(module.training for module in dense.model.modules())
@@ -159,7 +223,7 @@ def test_only_affinities_and_routers_learn_and_kl_falls(dense, blocks, tmp_path)
     before = {name: p.clone() for name, p in dense.model.named_parameters()}
     initial = random_state(dense)
     config = replace(CONFIG, steps=40, max_epochs=100.0)
-    final = align(dense, blocks, initial, K, config, AssignmentConfig(), folder=tmp_path, seed=0)
+    final = aligned(dense, blocks, tmp_path, config, initial=initial)
     assert all(torch.equal(before[name], p) for name, p in dense.model.named_parameters())
     assert all(p.grad is None for p in dense.model.parameters())
     assert not torch.equal(final.affinity_LNE, initial.affinity_LNE)
@@ -171,7 +235,7 @@ def test_only_affinities_and_routers_learn_and_kl_falls(dense, blocks, tmp_path)
 def test_a_split_that_is_not_learned_stays_while_its_router_learns(dense, blocks, tmp_path):
     initial = random_state(dense)
     config = replace(CONFIG, learn_assignment=False)
-    final = align(dense, blocks, initial, K, config, AssignmentConfig(), folder=tmp_path, seed=0)
+    final = aligned(dense, blocks, tmp_path, config, initial=initial)
     layouts = [
         extract(s, K, AssignmentConfig(), router_dtype=torch.float32) for s in (initial, final)
     ]
@@ -185,8 +249,8 @@ def test_every_solver_and_surrogate_trains(dense, blocks, tmp_path):
             folder = tmp_path / solver / surrogate
             folder.mkdir(parents=True)
             config = replace(CONFIG, steps=2, surrogate=surrogate)
-            state = align(dense, blocks, random_state(dense), K, config,
-                          AssignmentConfig(solver=solver), folder=folder, seed=0)  # fmt: skip
+            assignment = AssignmentConfig(solver=solver)
+            state = aligned(dense, blocks, folder, config, assignment=assignment)
             assert torch.isfinite(state.affinity_LNE).all()
             assert torch.isfinite(state.router_LED).all()
 
@@ -246,5 +310,4 @@ def test_bfloat16_weights_train_float32_affinities_and_routers(tiny_dense, block
 def test_float16_is_refused(tiny_dense, blocks, tmp_path):
     dense = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu", dtype="float16"))
     with pytest.raises(UserError, match=r"float16.*--dtype bfloat16"):
-        align(dense, blocks, random_state(dense), K, CONFIG, AssignmentConfig(),
-              folder=tmp_path, seed=0)  # fmt: skip
+        aligned(dense, blocks, tmp_path)

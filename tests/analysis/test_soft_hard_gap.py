@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from dotmoe.align import AlignConfig, Alignment
 from dotmoe.artifacts import AlignState
 from dotmoe.data import TokenBlocks
+from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.moe.assignment import AssignmentConfig
 from dotmoe.transport import greedy_assignment, sinkhorn
 
@@ -23,10 +24,11 @@ def logged(dense, tokens, scale):
     )
     assignment = AssignmentConfig(tau_start=TAU, tau_end=TAU)
     config = AlignConfig(batch_size=2, micro_batch_size=2)
+    split = resolve(ExpertsConfig(experts=E, active_experts=K), widths.ffn)
     task = Alignment(
-        dense, TokenBlocks(tokens), state, K, config, assignment, warmup_steps=0, seed=0
+        dense, TokenBlocks(tokens), state, split, config, assignment, warmup_steps=0, seed=0
     )
-    return state, float(task.assign(0)[1]["soft_hard_gap"])
+    return state, float(task.begin(0)["soft_hard_gap"])
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 20.0])

@@ -1,4 +1,4 @@
-"""What one rank has, and what it makes of errors. Oracle: torch.chunk, which is how DTensor cuts."""
+"""What one rank has, and what it makes of errors. Oracle: torch.chunk, as DTensor cuts."""
 
 import re
 

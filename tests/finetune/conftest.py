@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from two_ranks import unloaded_dense
 
 from dotmoe.data import TokenBlocks

@@ -24,7 +24,7 @@ from dotmoe.inspection.costs import (
 )
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.family import family_of
-from dotmoe.moe.masked_ffn import MaskedFFN, Masking
+from dotmoe.moe.masked import MaskedFFN, Masking
 from dotmoe.parameters import meta_model
 
 KINDS = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config]

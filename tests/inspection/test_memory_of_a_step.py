@@ -11,7 +11,8 @@ from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.inspection.costs import RunSize, alignment_memory, sizes_of, total
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.assignment import AssignmentConfig
-from dotmoe.moe.surgery import masked, recomputing
+from dotmoe.moe.masked import masked
+from dotmoe.moe.units import recomputing
 from dotmoe.parameters import count_parameters
 
 E, K, ROWS, LENGTH = 16, 4, 4, 128
@@ -31,15 +32,18 @@ def one_step(dense, *, checkpointing):
     )
     blocks = TokenBlocks(torch.randint(2, 258, (2 * ROWS, LENGTH), dtype=torch.int32))
     config = AlignConfig(batch_size=ROWS, micro_batch_size=ROWS)
-    task = Alignment(dense, blocks, state, K, config, AssignmentConfig(), warmup_steps=0, seed=0)
-    optimizer = torch.optim.AdamW([task.affinity_LNE, task.router_LED])
+    split = resolve(ExpertsConfig(experts=E, active_experts=K), widths.ffn)
+    task = Alignment(
+        dense, blocks, state, split, config, AssignmentConfig(), warmup_steps=0, seed=0
+    )
+    optimizer = torch.optim.AdamW([task.assignment.affinity_LNE, task.assignment.router_LED])
 
     def step(number):
         task.accumulate_gradients(number)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    with masked(dense, task.masking), recomputing(dense, checkpointing):
+    with masked(dense, task.routing), recomputing(dense, checkpointing):
         step(0)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             step(1)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from dotmoe.inspection.sizes import RunSize
 from dotmoe.inspection.step_time import ON_CPU, Efficiency, Speed, seconds
 from dotmoe.inspection.work import LOGIT_BYTES, Work, alignment_work
-from dotmoe.moe.distillation import distillation_loss
+from dotmoe.moe.losses import distillation_loss
 
 RECORD = json.loads(
     (Path(__file__).resolve().parents[2] / "results" / "planner_check.json").read_text()

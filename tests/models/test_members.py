@@ -305,13 +305,13 @@ def one_alignment_step(dense, tokens_BT, active_experts):
         dense,
         TokenBlocks(tokens_BT.int()),
         state,
-        active_experts,
+        resolve(ExpertsConfig(experts=E, active_experts=active_experts), widths.ffn),
         AlignConfig(batch_size=2, micro_batch_size=2),
         AssignmentConfig(tau_start=0.5, tau_end=0.5),
         warmup_steps=1,
         seed=0,
     )
-    with masked(dense, task.masking):
+    with masked(dense, task.routing):
         return task, task.accumulate_gradients(0)
 
 
@@ -330,7 +330,7 @@ def test_gradients_reach_routers_and_assignment_and_nothing_else(case, load, tok
     dense = load(case)
     task, metrics = one_alignment_step(dense, tokens_BT, active_experts=K)
     assert metrics["kl"] > 1e-3
-    for gradient_L in (task.router_LED.grad, task.affinity_LNE.grad):
+    for gradient_L in (task.assignment.router_LED.grad, task.assignment.affinity_LNE.grad):
         assert bool((gradient_L.abs().amax(dim=(1, 2)) > 0).all())
     assert all(parameter.grad is None for parameter in dense.model.parameters())
 

@@ -13,7 +13,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 
 from dotmoe.distributed import (
     as_divided,
@@ -105,28 +104,17 @@ def soft_plan(
         tau: Temperature.
         start_LE: Column potentials of an earlier plan; a warm start, `newton` only.
 
-    Gradient: to the affinities, implicit for `newton`; for `sinkhorn` unrolled, layer by layer, and
-    each layer's sweeps are kept only while it is differentiated.
+    Gradient: to the affinities, implicit for `newton`, unrolled for `sinkhorn`.
     """
     num_layers, num_neurons, num_experts = affinity_LNE.shape
-    capacity = num_neurons // num_experts
-    if num_layers and config.solver == "newton":
-        return balanced_plan(affinity_LNE, capacity=capacity, tau=tau, start=start_LE)
-
-    def swept(affinity_NE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        sweeps = config.sinkhorn_sweeps
-        found = sinkhorn(affinity_NE, capacity=capacity, tau=tau, num_sweeps=sweeps)
-        return found.plan, found.potential, found.marginal_error
-
-    layers = [
-        checkpoint(swept, layer, use_reentrant=False, preserve_rng_state=False)
-        for layer in affinity_LNE
-    ]
-    if not layers:
+    if not num_layers:
         nothing_LE = affinity_LNE.new_empty(0, num_experts, dtype=torch.float64)
         return TransportPlan(affinity_LNE * 1.0, nothing_LE, nothing_LE[:, 0], num_passes=0)
-    plan, potential, error = (torch.stack(parts) for parts in zip(*layers, strict=True))
-    return TransportPlan(plan, potential, error, num_passes=2 * config.sinkhorn_sweeps)
+    capacity = num_neurons // num_experts
+    if config.solver == "sinkhorn":
+        sweeps = config.sinkhorn_sweeps
+        return sinkhorn(affinity_LNE, capacity=capacity, tau=tau, num_sweeps=sweeps)
+    return balanced_plan(affinity_LNE, capacity=capacity, tau=tau, start=start_LE)
 
 
 def hard_assignment(plan: TransportPlan) -> Int[Tensor, "L N"]:
