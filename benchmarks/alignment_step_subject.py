@@ -12,12 +12,12 @@ from transformers import LlamaForCausalLM
 
 from dotmoe.align import AlignConfig, Alignment
 from dotmoe.analyse.clock import Clock
-from dotmoe.artifacts import AlignState, DenseModel
+from dotmoe.artifacts import DenseModel
 from dotmoe.data import TokenBlocks
 from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.inspection.costs import RunSize, Sizes, sizes_of
 from dotmoe.models.family import family_of
-from dotmoe.moe.assignment import AssignmentConfig
+from dotmoe.moe.assignment import AlignState, AssignmentConfig
 from dotmoe.moe.losses import DistillationLoss
 from dotmoe.moe.masked import masked
 from dotmoe.moe.objective import Taught

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from dotmoe.artifacts import AlignState
 from dotmoe.errors import UserError
 from dotmoe.extract import extract
 from dotmoe.layout import ExpertLayout
-from dotmoe.moe.assignment import AssignmentConfig
+from dotmoe.moe.assignment import AlignState, AssignmentConfig
 
 
 def layout(**changes):

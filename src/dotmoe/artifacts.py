@@ -1,5 +1,6 @@
 """The types that travel between stages, besides `ExpertLayout`."""
 
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,6 @@ import torch
 from torch import nn
 
 from dotmoe.models.family import Family, Widths, widths_of
-from dotmoe.moe.assignment import AlignState
-
-__all__ = ["AlignState", "DenseModel"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,3 +41,10 @@ class DenseModel:
     def widths(self) -> Widths:
         """Its sizes."""
         return widths_of(self.model.config)
+
+
+def __getattr__(name: str) -> Any:
+    """`AlignState` has moved to `dotmoe.moe.assignment`; here until its last callers are moved."""
+    if name != "AlignState":
+        raise AttributeError(name)
+    return importlib.import_module("dotmoe.moe.assignment").AlignState

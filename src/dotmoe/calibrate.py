@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dotmoe.artifacts import AlignState, DenseModel
+from dotmoe.artifacts import DenseModel
 from dotmoe.distributed import Division, mesh
 from dotmoe.models.traits import GatedFFN
+from dotmoe.moe.assignment import AlignState
 from dotmoe.sharded_weights import whole_weights
 from dotmoe.transport import balanced_plan, greedy_assignment
 

@@ -2,9 +2,8 @@
 
 import torch
 
-from dotmoe.artifacts import AlignState
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
-from dotmoe.moe.assignment import AssignmentConfig, hard_assignment, soft_plan
+from dotmoe.moe.assignment import AlignState, AssignmentConfig, hard_assignment, soft_plan
 
 
 @torch.no_grad()

@@ -5,10 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from dotmoe.align import AlignConfig, Alignment
-from dotmoe.artifacts import AlignState
 from dotmoe.data import TokenBlocks
 from dotmoe.granularity import ExpertsConfig, resolve
-from dotmoe.moe.assignment import AssignmentConfig
+from dotmoe.moe.assignment import AlignState, AssignmentConfig
 from dotmoe.transport import greedy_assignment, sinkhorn
 
 E, K, TAU = 12, 3, 0.5

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dotmoe.artifacts import AlignState
 from dotmoe.baselines import METHODS, Baseline, baseline, granularity_of, state_of
 from dotmoe.baselines.contract import BaselineConfig
 from dotmoe.baselines.own_router import routed_by_representatives
@@ -13,7 +12,7 @@ from dotmoe.errors import UserError
 from dotmoe.extract import extract
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ALWAYS_ON
-from dotmoe.moe.assignment import AssignmentConfig
+from dotmoe.moe.assignment import AlignState, AssignmentConfig
 from dotmoe.moe.surgery import masked_by
 from dotmoe.options import check
 from dotmoe.pipeline import settled

@@ -2,8 +2,8 @@
 
 Machines sum in other orders, and that moves single neurons, after which numbers drift apart. So two
 limits: one for the steps before that, one for all. Measured at one commit on two machines, with
-ATEN_CPU_CAPABILITY=default too: before, 8e-7 (paper) and, of a start from data whose clusters differ
-already, 2e-3 (default); at any step the losses by 0.09, perplexity by 0.02.
+ATEN_CPU_CAPABILITY=default too: before, 8e-7 (paper) and, of a start from data whose clusters
+differ already, 2e-3 (default); at any step the losses by 0.09, perplexity by 0.02.
 """
 
 import json

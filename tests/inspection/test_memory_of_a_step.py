@@ -5,12 +5,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dotmoe.align import AlignConfig, Alignment
-from dotmoe.artifacts import AlignState
 from dotmoe.data import TokenBlocks
 from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.inspection.costs import RunSize, alignment_memory, sizes_of, total
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe.assignment import AssignmentConfig
+from dotmoe.moe.assignment import AlignState, AssignmentConfig
 from dotmoe.moe.masked import masked
 from dotmoe.moe.units import recomputing
 from dotmoe.parameters import count_parameters

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
 
 from dotmoe.align import AlignConfig, Alignment
-from dotmoe.artifacts import AlignState
 from dotmoe.calibrate import CalibrateConfig, calibrate, contributions
 from dotmoe.data import TokenBlocks
 from dotmoe.export import ExportConfig, export
@@ -22,7 +21,7 @@ from dotmoe.inspection.dtypes import stored_dtype
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.models.family import FAMILIES, family_of
-from dotmoe.moe.assignment import AssignmentConfig
+from dotmoe.moe.assignment import AlignState, AssignmentConfig
 from dotmoe.moe.surgery import masked, masked_by
 from dotmoe.parameters import count_parameters
 

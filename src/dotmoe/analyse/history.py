@@ -10,10 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dotmoe.analyse.run import AnalysedRun
-from dotmoe.artifacts import AlignState
 from dotmoe.config import RunConfig
 from dotmoe.layout import ExpertLayout
-from dotmoe.moe.assignment import AssignmentConfig, hard_assignment, soft_plan
+from dotmoe.moe.assignment import AlignState, AssignmentConfig, hard_assignment, soft_plan
 from dotmoe.tables import figure
 
 Columns = dict[str, list[Any]]

@@ -14,7 +14,6 @@ from jaxtyping import Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dotmoe.artifacts import AlignState
 from dotmoe.baselines.cmoe import cmoe
 from dotmoe.baselines.co_activation import co_activation
 from dotmoe.baselines.contract import BaselineConfig, LayerSplit, Method, SplitInputs
@@ -26,6 +25,7 @@ from dotmoe.calibrate import contributions, ridge_router
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
+from dotmoe.moe.assignment import AlignState
 
 __all__ = [
     "METHODS",
