@@ -12,14 +12,14 @@ PACKAGE = ROOT / "src" / "dotmoe"
 LAYERS = [
     {"errors"},
     {"files", "options", "progress", "tables", "worker"},
-    {"transport", "layout", "models", "stdlib_text", "granularity", "device", "distributed"}
+    {"transport", "layout", "models", "stdlib_text", "granularity", "distributed"}
     | {"checksums", "sealed_json", "provenance"},
-    {"training", "llama_cpp", "run_folder"},
+    {"training", "llama_cpp", "run_folder", "device"},
     {"data", "artifacts", "parameters", "checkpoint_folder"},
     {"moe", "sharded_weights"},
     {"load", "calibrate", "align", "extract", "export", "report", "inspection"}
-    | {"self_text", "finetune"},
-    {"gguf_export", "baselines"},
+    | {"self_text"},
+    {"gguf_export", "baselines", "finetune"},
     {"config", "tokenise", "evaluate"},
     {"recipes", "finished_run"},
     {"pipeline", "reexport", "bench"},

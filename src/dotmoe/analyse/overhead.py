@@ -11,14 +11,13 @@ from dotmoe.align import AlignConfig, Alignment
 from dotmoe.analyse.clock import Clock, time_methods
 from dotmoe.analyse.run import AnalysedRun
 from dotmoe.artifacts import DenseModel
-from dotmoe.moe.assignment import AlignState
 from dotmoe.config import RunConfig
 from dotmoe.data import TokenBlocks
 from dotmoe.export.architecture import granularity_of
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import load_dense
-from dotmoe.moe.assignment import AssignmentConfig
+from dotmoe.moe.assignment import AlignState, AssignmentConfig
 from dotmoe.moe.losses import balance_loss, z_loss
 from dotmoe.moe.masked import masked, masked_activation
 from dotmoe.moe.router import Surrogate, router_logits, straight_through_top_k
