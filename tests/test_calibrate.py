@@ -1,11 +1,13 @@
 """The start from data. Oracles: planted clusters, NumPy's least squares, the dense model."""
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 
 from dotmoe.calibrate import (
     CalibrateConfig,
+    calibrate,
     cluster_affinity,
     contributions,
     ffn_inputs,
@@ -33,21 +35,38 @@ def test_hardening_is_balanced_at_any_scale_of_affinities():
         assert torch.equal(harden(affinity * scale), harden(affinity))
 
 
-def test_the_router_is_numpys_ridge_regression_up_to_scale():
+@pytest.mark.parametrize("outlier", [1.0, 1e4])
+def test_the_router_is_numpys_ridge_regression_up_to_scale(outlier):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300, 6, generator=generator)
+    x[:, 2] *= outlier  # as the channels of massive activations
     energy = torch.rand(300, 4, generator=generator)
-    router = ridge_router(x, energy, ridge=0.1).numpy()
+    router = ridge_router(x, energy, ridge=1e-7).numpy()
 
-    share = np.sqrt(energy.numpy())
+    x = x.double().numpy()
+    share = np.sqrt(energy.double().numpy())
     share = share / share.sum(axis=1, keepdims=True)
     target = share - share.mean(axis=1, keepdims=True)
-    penalty = 0.1 * np.mean(np.sum(x.numpy() ** 2, axis=0))
-    stacked = np.vstack([x.numpy(), np.sqrt(penalty) * np.eye(6)])
+    penalty = 1e-7 * np.mean(np.sum(x**2, axis=0))
+    stacked = np.vstack([x, np.sqrt(penalty) * np.eye(6)])
     oracle = np.linalg.lstsq(stacked, np.vstack([target, np.zeros((6, 4))]), rcond=None)[0].T
     oracle = oracle - oracle.mean(axis=0)
-    oracle /= (x.numpy() @ oracle.T).std(ddof=1)
-    np.testing.assert_allclose(router, oracle, atol=1e-4)
+    oracle /= (x @ oracle.T).std(ddof=1)
+    np.testing.assert_allclose(router, oracle, rtol=1e-5, atol=1e-9)
+
+
+def test_an_ffn_that_does_nothing_gets_experts_and_a_router_too(tiny_dense):
+    dense = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu"))
+    for layer in dense.model.model.layers[:1]:
+        layer.mlp.down_proj.weight.data.zero_()
+    tokens = torch.arange(2, 42).view(2, 20)
+    state = calibrate(dense, tokens, 4, CalibrateConfig(calibration_tokens=40), seed=0)
+    assert bool(torch.isfinite(state.affinity_LNE).all() & torch.isfinite(state.router_LED).all())
+    assert float(state.affinity_LNE[0].std()) == pytest.approx(0.03, rel=0.2)
+    assert float(state.affinity_LNE[1].std()) == pytest.approx(0.03)
+    for affinity in state.affinity_LNE:
+        assert torch.bincount(harden(affinity)).tolist() == [24] * 4
+    assert torch.bincount(harden(torch.zeros(12, 4))).tolist() == [3] * 4
 
 
 def test_contributions_are_the_sizes_of_the_neurons_terms(tiny_dense):

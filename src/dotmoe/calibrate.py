@@ -6,22 +6,25 @@ conversion.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.distributed import Division, mesh
+from dotmoe.distributed import num_ranks
 from dotmoe.models.traits import GatedFFN
 from dotmoe.moe.assignment import AlignState
+from dotmoe.options import above, at_least
+from dotmoe.progress import Update, no_update
 from dotmoe.sharded_weights import whole_weights
 from dotmoe.transport import balanced_plan, greedy_assignment
 
 Start = Literal["data", "random"]
-Progress = Callable[[int, int], None]
+
+_TINY = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,16 +34,16 @@ class CalibrateConfig:
     start: Start = "data"
     """`data`: balanced clusters of output contributions and a ridge-regressed router. `random`: the
     paper's."""
-    calibration_tokens: int = 8192
+    calibration_tokens: Annotated[int, at_least(1)] = 8192
     """Tokens whose activations are looked at. Only for the start from data."""
-    cluster_iterations: int = 8
+    cluster_iterations: Annotated[int, at_least(0)] = 8
     """Rounds of balanced k-means."""
-    affinity_std: float = 0.03
+    affinity_std: Annotated[float, above(0)] = 0.03
     """Standard deviation of the initial affinities."""
-    router_std: float = 0.02
+    router_std: Annotated[float, at_least(0)] = 0.02
     """Standard deviation of the random start's router entries. The start from data instead scales
     its logits to standard deviation 1."""
-    ridge: float = 0.01
+    ridge: Annotated[float, above(0)] = 0.01
     """Ridge penalty of the router regression, as a share of the mean input power."""
 
 
@@ -52,12 +55,11 @@ def calibrate(
     config: CalibrateConfig,
     *,
     seed: int,
-    on_progress: Progress = lambda done, total: None,
+    on_progress: Update = no_update,
 ) -> AlignState:
     """Initial `AlignState` for `num_experts` experts a layer.
 
-    Under torchrun every rank runs the forward pass, then each finishes some of the layers: all
-    ranks return the state that one rank alone would, bit for bit.
+    Under torchrun every rank computes all layers, and all return the state of rank 0.
 
     Args:
         dense: The dense model.
@@ -68,62 +70,60 @@ def calibrate(
         on_progress: Called with (layers done, layers).
     """
     if config.start == "random":
-        return _random_start(dense, num_experts, config, seed)
+        widths, generator = dense.widths, torch.Generator().manual_seed(seed)
+        shape = torch.Size((widths.layers, widths.ffn, num_experts))
+        affinity_LNE, router_LED = _random_start(
+            shape, widths.model, config, generator, dense.device
+        )
+        return AlignState(affinity_LNE=affinity_LNE, router_LED=router_LED, step=0)
     rows = -(-config.calibration_tokens // tokens_BT.shape[1])
     layers = dense.family.layers(dense.model)
-    division = Division(len(layers), mesh(dense.device))
-    inputs = ffn_inputs(dense, tokens_BT[:rows], division.own)
-    widths, device = dense.widths, dense.device
-    affinity_lNE = torch.empty(len(inputs), widths.ffn, num_experts, device=device)
-    router_lED = torch.empty(len(inputs), num_experts, widths.model, device=device)
-    done = 0
-    for turn, indices in enumerate(division.rounds()):
-        for index in indices:
-            with whole_weights(layers[index]):
-                if index == division.own.start + turn:
-                    found = contributions(dense.family.ffn(layers[index]), inputs[turn])
-        if turn < len(inputs):
-            layer_seed = seed + division.own.start + turn
-            affinity_lNE[turn], router_lED[turn] = _start_of_layer(
-                inputs[turn], found, num_experts, config, seed=layer_seed
-            )
-        done += len(indices)
-        on_progress(done, len(layers))
-    return AlignState(
-        affinity_LNE=division.gathered(affinity_lNE),
-        router_LED=division.gathered(router_lED),
-        step=0,
-    )
+    starts = []
+    for index, x_TD in enumerate(ffn_inputs(dense, tokens_BT[:rows])):
+        with whole_weights(layers[index]):
+            contribution_TN = contributions(dense.family.ffn(layers[index]), x_TD)
+        starts.append(_start_of_layer(x_TD, contribution_TN, num_experts, config, seed + index))
+        on_progress(index + 1, len(layers))
+    affinity_LNE, router_LED = (torch.stack(parts) for parts in zip(*starts, strict=True))
+    if num_ranks() > 1:
+        torch.distributed.broadcast(affinity_LNE, src=0)
+        torch.distributed.broadcast(router_LED, src=0)
+    return AlignState(affinity_LNE=affinity_LNE, router_LED=router_LED, step=0)
 
 
 def _start_of_layer(
-    x_TD: Tensor,
-    contribution_TN: Tensor,
-    num_experts: int,
-    config: CalibrateConfig,
-    *,
-    seed: int,
+    x_TD: Tensor, contribution_TN: Tensor, num_experts: int, config: CalibrateConfig, seed: int
 ) -> tuple[Tensor, Tensor]:
     """Affinities [N, E] and router rows [E, D] of one layer."""
     affinity_NE = cluster_affinity(contribution_TN, num_experts, config, seed=seed)
-    expert_of_neuron_N = harden(affinity_NE)
-    energy_TE = torch.zeros(len(x_TD), num_experts, device=x_TD.device)
-    energy_TE.index_add_(1, expert_of_neuron_N, contribution_TN.square())
-    router_ED = ridge_router(x_TD.float(), energy_TE, config.ridge)
-    return affinity_NE * (config.affinity_std / affinity_NE.std()), router_ED
+    spread = float(affinity_NE.std())
+    if spread == 0:  # an FFN whose contributions never change, such as a zeroed one
+        generator = torch.Generator().manual_seed(seed)
+        return _random_start(affinity_NE.shape, x_TD.shape[1], config, generator, x_TD.device)
+    energy_TE = expert_sums(contribution_TN.square(), harden(affinity_NE), num_experts)
+    router_ED = ridge_router(x_TD, energy_TE, config.ridge)
+    return affinity_NE * (config.affinity_std / spread), router_ED
 
 
-def ffn_inputs(dense: DenseModel, tokens_BT: Tensor, which: slice = slice(None)) -> list[Tensor]:
+def expert_sums(
+    values_TN: Float[Tensor, "T N"], expert_of_neuron_N: Int[Tensor, " N"], num_experts: int
+) -> Float[Tensor, "T E"]:
+    """Sum over the neurons of each expert; neurons that are always on are left out."""
+    sums_TE = values_TN.new_zeros(len(values_TN), num_experts + 1)
+    sums_TE.index_add_(1, expert_of_neuron_N % (num_experts + 1), values_TN)
+    return sums_TE[:, :num_experts]
+
+
+def ffn_inputs(dense: DenseModel, tokens_BT: Tensor) -> list[Tensor]:
     """Input of the FFN of each layer, [T, D] a layer in the model's dtype, on the model's device.
 
     Args:
         dense: The dense model; one that is sharded must be run by every rank.
         tokens_BT: Text.
-        which: Layers whose inputs are kept.
     """
     captured: list[list[Tensor]] = []
     hooks = []
-    for layer in dense.family.layers(dense.model)[which]:
+    for layer in dense.family.layers(dense.model):
         bucket: list[Tensor] = []
         captured.append(bucket)
         ffn = layer.get_submodule("mlp")
@@ -175,10 +175,12 @@ def cluster_affinity(
     return features_NT @ centres_ET.T
 
 
-def harden(affinity_NE: Tensor, relative_tau: float = 0.1) -> Tensor:
+def harden(affinity_NE: Tensor, relative_tau: float = 0.1) -> Int[Tensor, " N"]:
     """Balanced assignment of affinities of any scale: transport at a tenth of their spread."""
-    tau = float(affinity_NE.std()) * relative_tau
     capacity = affinity_NE.shape[0] // affinity_NE.shape[1]
+    tau = float(affinity_NE.std()) * relative_tau
+    if tau == 0:
+        return torch.arange(len(affinity_NE), device=affinity_NE.device) // capacity
     plan = balanced_plan(affinity_NE, capacity=capacity, tau=tau, tolerance=1e-3).plan
     return greedy_assignment(plan, capacity=capacity)
 
@@ -188,30 +190,37 @@ def ridge_router(
 ) -> Float[Tensor, "E D"]:
     """Router rows that predict each expert's share of the contribution energy of a token.
 
-    Least squares from the FFN input with a ridge penalty. Rows are centred over experts, which
-    changes no routing, and scaled so that logits have standard deviation 1.
+    Least squares from the FFN input with a ridge penalty, by normal equations in float64. Rows are
+    centred over experts, which changes no routing, and scaled so that logits have standard
+    deviation 1. Float32.
     """
-    share_TE = energy_TE.sqrt()
-    share_TE = share_TE / share_TE.sum(dim=1, keepdim=True)
+    x_TD, share_TE = x_TD.double(), energy_TE.double().sqrt()
+    share_TE = share_TE / share_TE.sum(dim=1, keepdim=True).clamp_min(_TINY)
     target_TE = share_TE - share_TE.mean(dim=1, keepdim=True)
     gram_DD = x_TD.T @ x_TD
     gram_DD.diagonal().add_(ridge * gram_DD.diagonal().mean())
     router_ED = torch.linalg.solve(gram_DD, x_TD.T @ target_TE).T
-    router_ED = router_ED - router_ED.mean(dim=0)
-    scaled: Tensor = router_ED / (x_TD @ router_ED.T).std()
-    return scaled
+    return unit_logits(router_ED, x_TD)
+
+
+def unit_logits(router_ED: Float[Tensor, "E D"], x_TD: Float[Tensor, "T D"]) -> Tensor:
+    """Rows centred over experts and scaled to logits of standard deviation 1, float32.
+
+    Neither changes which experts run.
+    """
+    centred_ED = router_ED - router_ED.mean(dim=0)
+    scaled: Tensor = centred_ED / (x_TD @ centred_ED.T).std().clamp_min(_TINY)
+    return scaled.float()
 
 
 def _random_start(
-    dense: DenseModel, num_experts: int, config: CalibrateConfig, seed: int
-) -> AlignState:
-    widths = dense.widths
-    device = next(dense.model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    affinity = torch.randn(widths.layers, widths.ffn, num_experts, generator=generator)
-    router = torch.randn(widths.layers, num_experts, widths.model, generator=generator)
-    return AlignState(
-        affinity_LNE=(affinity * config.affinity_std).to(device),
-        router_LED=(router * config.router_std).to(device),
-        step=0,
-    )
+    shape: torch.Size,
+    width: int,
+    config: CalibrateConfig,
+    generator: torch.Generator,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Normal affinities of a shape [..., N, E], and router rows [..., E, D] of a model width."""
+    affinity = torch.randn(shape, generator=generator) * config.affinity_std
+    router = torch.randn(*shape[:-2], shape[-1], width, generator=generator) * config.router_std
+    return affinity.to(device), router.to(device)

@@ -3,7 +3,6 @@
 Each file says what is the rival's and what differs; `contract.py` is what a method has to do.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -21,11 +20,12 @@ from dotmoe.baselines.llama_moe_v2 import llama_moe_v2
 from dotmoe.baselines.own_router import routed_by_representatives
 from dotmoe.baselines.random_split import contiguous_split, random_split
 from dotmoe.baselines.weight_clusters import weight_clusters
-from dotmoe.calibrate import contributions, ridge_router
+from dotmoe.calibrate import contributions, expert_sums, ridge_router, unit_logits
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.moe.assignment import AlignState
+from dotmoe.progress import Update, no_update
 
 __all__ = [
     "METHODS",
@@ -130,7 +130,7 @@ def baseline(
     inputs: SplitInputs,
     *,
     router_dtype: torch.dtype,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Update = no_update,
 ) -> Baseline:
     """Layout of a method: its experts, and its own router or a ridge regression to them.
 
@@ -147,7 +147,8 @@ def baseline(
         router_ED = made.router_ED
         if inputs.config.split_router == "ridge":
             router_ED = _fitted_router(made, inputs)
-        routers.append(_stored(router_ED, made.layer.x_TD, router_dtype))
+        router_ED = unit_logits(router_ED.float(), made.layer.x_TD)
+        routers.append(router_ED.to(router_dtype).float().cpu())
         if made.representative_E is not None:
             representatives.append(made.representative_E.cpu())
         on_progress(index + 1, inputs.dense.widths.layers)
@@ -181,19 +182,8 @@ def state_of(layout: ExpertLayout, device: torch.device) -> AlignState:
 
 def _fitted_router(made: LayerSplit, inputs: SplitInputs) -> Tensor:
     """Ridge regression to each routed expert's share of the contribution energy, as DOT-MoE's."""
-    split, layer = inputs.granularity, made.layer
+    layer = made.layer
     contribution_TN = contributions(layer.ffn, layer.x_TD.to(layer.ffn.down.weight.dtype))
-    column_N = made.expert_of_neuron_N.to(contribution_TN.device) % (split.num_experts + 1)
-    energy_TE = contribution_TN.new_zeros(len(contribution_TN), split.num_experts + 1)
-    energy_TE.index_add_(1, column_N, contribution_TN.square())
-    return ridge_router(layer.x_TD, energy_TE[:, : split.num_experts], inputs.calibrate.ridge)
-
-
-def _stored(router_ED: Tensor, x_TD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows centred over experts, scaled to logits of standard deviation 1, rounded to `dtype`.
-
-    Neither changes which experts run, but for the rounding.
-    """
-    centred_ED = router_ED.float() - router_ED.float().mean(dim=0)
-    scale = (x_TD @ centred_ED.T).std()
-    return (centred_ED / scale).to(dtype).float().cpu()
+    expert_N = made.expert_of_neuron_N.to(contribution_TN.device)
+    energy_TE = expert_sums(contribution_TN.square(), expert_N, inputs.granularity.num_experts)
+    return ridge_router(layer.x_TD, energy_TE, inputs.calibrate.ridge)
