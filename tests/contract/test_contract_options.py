@@ -19,7 +19,7 @@ def helped(command, monkeypatch, capsys):
     """What `--help` says, without colours and frames."""
     monkeypatch.setenv("COLUMNS", "100")
     with contextlib.suppress(SystemExit):
-        assert run([*command, "--help"]) == 0
+        assert run([*command, "--help-all" if command else "--help"]) == 0
     return re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", "", capsys.readouterr().out)
 
 

@@ -20,7 +20,7 @@ STAGES = {
     "checkpoint": "run/2_align/checkpoints/.step_*.partial",
     "second checkpoint": "run/2_align/checkpoints/step_*",
     "extract": "run/3_extract",
-    "export": "run/.5_export.partial",
+    "export": "run/.5_export*.partial",
     "evaluate": "run/6_evaluate",
 }
 """What appears on disk when each begins."""

@@ -43,10 +43,10 @@ class Watched:
         return any(self.align.glob("checkpoints/.step_*.partial"))
 
     def is_exporting(self):
-        return (self.folder / ".5_export.partial").exists()
+        return any(self.folder.glob(".5_export*.partial"))
 
     def is_verifying(self):
-        return any((self.folder / ".5_export.partial").glob("*.safetensors"))
+        return any(self.folder.glob(".5_export*.partial/*.safetensors"))
 
     def sign_of(self, moment):
         """Condition after which the process is killed."""

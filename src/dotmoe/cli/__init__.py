@@ -1,36 +1,74 @@
 """`dotmoe COMMAND ...`: find the command, run it, and turn every foreseeable failure into a line.
 
-Each command is a module of this package. It is imported when it is called, so that help comes at
-once and an interrupt is caught from the first moment.
+Nothing heavy is imported before a command is known, so that help comes at once and an interrupt is
+caught from the first moment.
 """
 
-import importlib
+import errno
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
+from dataclasses import dataclass
 from types import FrameType
 
-from dotmoe.errors import Interrupted, RankError, UserError
+from dotmoe import __version__
+from dotmoe.errors import Interrupted, RankError, UserError, nearest, one_line
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
 
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A row of `COMMANDS`."""
+
+    help: str
+    """One sentence."""
+    common: tuple[str, ...] = ()
+    """Options that `--help` shows; the others are in `--help-all`. None: it shows all."""
+    recipes: str | None = None
+    """The command whose recipes and config files this one starts from."""
+
+
+_TEXT = ("data", "eval-text", "seq-len")
+_TRAINING = ("steps", "batch-size", "micro-batch-size", "lr")
+_CONVERSION = ("experts", "expert-size", "active", "active-experts", *_TEXT, *_TRAINING, "device")
+
 COMMANDS = {
-    "quickstart": "Convert the small model that comes along, on this machine's own text.",
-    "inspect": "Show experts, parameters, memory, time and warnings before any cost.",
-    "convert": "Turn a dense checkpoint into an MoE checkpoint.",
-    "compare": "Convert one model by several methods on the same budget, side by side.",
-    "sweep": "Convert one model several times with one thing changed: E, k, start or method.",
-    "finetune": "Train a converted model further, to make up for what the conversion lost.",
-    "export": "Write what a finished run has learned in another format, or with another k.",
-    "edit": "Change how many experts an exported model runs per token, in place.",
-    "evaluate": "Measure a model: perplexity, benchmark tasks, fidelity to the dense one, samples.",
-    "analyse": "Look into a finished run: load and overlap of experts, their outputs, costs.",
-    "bench": "Compare the speed and memory of a dense model and its MoE.",
-    "report": "Put all that was measured of a run into one page with plots.",
+    "quickstart": Command("Convert the small bundled model, on this machine's own text."),
+    "inspect": Command("Show experts, parameters, memory, time and warnings before any cost."),
+    "convert": Command(
+        "Turn a dense checkpoint into an MoE checkpoint.",
+        common=("method", *_CONVERSION, "format"),
+        recipes="convert",
+    ),
+    "compare": Command(
+        "Convert one model by several methods on the same budget, side by side.",
+        common=("methods", "router-steps", *_CONVERSION),
+        recipes="convert",
+    ),
+    "sweep": Command(
+        "Convert one model several times with one thing changed: E, k, start or method.",
+        common=("over-experts", "over-active", "over-start", "over-methods", *_CONVERSION),
+        recipes="convert",
+    ),
+    "finetune": Command(
+        "Train a converted model further, to make up for what the conversion lost.",
+        common=("train", "kl-weight", *_TEXT, *_TRAINING, "lr-router", "format", "device"),
+        recipes="finetune",
+    ),
+    "export": Command("Write the experts of a finished run in another format, or with another k."),
+    "edit": Command("Change how many experts an exported model runs per token, in place."),
+    "evaluate": Command(
+        "Measure a model: perplexity, benchmark tasks, fidelity to the dense one, samples."
+    ),
+    "analyse": Command("Look into a finished run: load and overlap of experts, outputs, costs."),
+    "bench": Command("Compare the speed and memory of a dense model and its MoE."),
+    "report": Command("Put all that was measured of a run into one page with plots."),
 }
+"""Each is a function of that name in `dotmoe.cli.commands`."""
 
 
 def main() -> None:
@@ -42,12 +80,12 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit status instead of leaving."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, _stop)
+    name = arguments[0] if arguments else "--help"
     try:
-        _dispatch(arguments)
+        _dispatch(name, arguments[1:])
     except UserError as error:
-        _fail(str(error), only_here=isinstance(error, RankError))
-        return error.exit_code
+        return _fail(str(error), only_here=isinstance(error, RankError))
     except Interrupted as stop:
         _fail(f"{stop}; the same command goes on from there.")
         return 128 + stop.signum
@@ -57,48 +95,62 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # whoever read our output has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
-        from dotmoe.cli.failures import message_of
-
-        message = message_of(error)
+        message = _message_of(error, name)
         if message is None:
             raise
         return _fail(message)
     return 0
 
 
-def _dispatch(arguments: Sequence[str]) -> None:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_help())
+def _dispatch(name: str, arguments: Sequence[str]) -> None:
+    if name in ("-h", "--help", "--help-all"):
+        lines = ["usage: dotmoe COMMAND ...   (dotmoe COMMAND --help shows its options)", ""]
+        print("\n".join(lines + [f"  {n:<12}{command.help}" for n, command in COMMANDS.items()]))
         return
-    name, *rest = arguments
     if name == "--version":
-        from dotmoe.export.record import installed_version
-
-        print(f"dotmoe {installed_version()}")
+        print(f"dotmoe {__version__}")
         return
     if name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise UserError(f"{name} is no command. Commands: {', '.join(COMMANDS)}.{hint}")
-    from dotmoe.cli.failures import quiet_libraries
+        known = ", ".join(COMMANDS)
+        raise UserError(f"{name} is no command. Commands: {known}.{nearest(name, COMMANDS)}")
+    from dotmoe.cli import commands
 
-    with quiet_libraries():
-        importlib.import_module(f"dotmoe.cli.{name}").run(rest)
-
-
-def _help() -> str:
-    lines = ["usage: dotmoe COMMAND ...   (dotmoe COMMAND --help shows its options)", ""]
-    lines += [f"  {name:<12}{text}" for name, text in COMMANDS.items()]
-    return "\n".join(lines)
+    with commands.quiet_libraries():
+        getattr(commands, name)(commands.Line(name, tuple(arguments)))
 
 
 def _fail(message: str, *, only_here: bool = False) -> int:
-    """Print a failure; one that all ranks of torchrun know of is told by the first alone."""
+    """Print a failure; one that all ranks of torchrun know of is printed by rank zero alone."""
     is_first = os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
     if is_first or only_here:
-        print(f"dotmoe: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        print(f"dotmoe: error: {one_line(message)}", file=sys.stderr, flush=True)
     return USAGE_ERROR
 
 
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _stop(signum: int, frame: FrameType | None) -> None:
+    raise Interrupted(signum, "SIGTERM stopped it. What is finished is kept")
+
+
+def _message_of(error: Exception, command: str) -> str | None:
+    """One line for a failure that a user can cause or fix; None for a defect."""
+    import torch
+    from safetensors import SafetensorError
+
+    if isinstance(error, torch.OutOfMemoryError):
+        remedy = "Choose a smaller batch, or --device cpu."
+        if COMMANDS[command].recipes:
+            remedy = "Lower --micro-batch-size or --seq-len, or give --activation-checkpointing."
+        return f"out of GPU memory ({error}). {remedy}"
+    if not isinstance(error, OSError | SafetensorError | RuntimeError):
+        return None
+    cause: BaseException | None = error
+    while cause is not None:
+        # safetensors reports the number of the system's error only within its text
+        in_text = re.search(r"os error (\d+)", str(cause))
+        number = int(in_text[1]) if in_text else getattr(cause, "errno", None)
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return f"the disk is full ({cause}). Free space, then run the same command again."
+        if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return f"{cause}. Get permission, or choose another folder."
+        cause = cause.__cause__ or cause.__context__
+    return None

@@ -1,52 +1,125 @@
-"""Command-line options from a config dataclass, with errors in one line."""
+"""A command line -> a config: where it starts, its help, and errors in one line."""
 
+import argparse
 import io
+import os
 import re
+import shlex
 from collections.abc import Sequence
-from contextlib import redirect_stderr
-from difflib import get_close_matches
-from typing import Any, TypeVar
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from unittest.mock import patch
 
 import tyro
 
 from dotmoe.cli import COMMANDS
-from dotmoe.errors import UserError
+from dotmoe.config import FinetuneRunConfig, RunConfig
+from dotmoe.errors import UserError, nearest
+from dotmoe.files import read_json
+from dotmoe.options import check, from_values
+from dotmoe.recipes import RECIPES, recipe_of
 
 Config = TypeVar("Config")
 
+_HELP_COLUMNS = 100
 
-def parse(
-    cls: type[Config], name: str, arguments: Sequence[str], notes: str = "", **options: Any
-) -> Config:
-    """Options of a command as its config.
 
-    Args:
-        cls: A dataclass; names of nested fields must differ, since prefixes are left out.
-        name: The command.
-        arguments: What follows it on the command line.
-        notes: What `--help` says after the command's own line.
-        options: Further arguments of `tyro.cli`.
+class Line(NamedTuple):
+    """What was typed after `dotmoe`."""
 
-    Raises:
-        UserError: One line, with the nearest option or choice if there is one.
-        SystemExit: After `--help`.
-    """
-    said = io.StringIO()
-    try:
-        with redirect_stderr(said):
-            config: Config = tyro.cli(
-                cls,
-                prog=f"dotmoe {name}",
-                description=f"{COMMANDS[name]} {notes}",
-                args=list(arguments),
-                config=(tyro.conf.OmitArgPrefixes,),
-                **options,
+    name: str
+    arguments: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return shlex.join(["dotmoe", self.name, *self.arguments])
+
+    def config(self, cls: type[Config], notes: str = "") -> Config:
+        """The options as a config that is in range.
+
+        Args:
+            cls: A dataclass; names of nested fields must differ, since prefixes are left out.
+            notes: What the help says after the command's own line.
+
+        Raises:
+            UserError: One line, with the nearest option or choice if there is one.
+            SystemExit: After the help.
+        """
+        command, arguments = COMMANDS[self.name], self.arguments
+        default: dict[str, Any] = {}
+        if command.recipes:
+            start, arguments = self._start(command.recipes)
+            values = {field.name: getattr(start, field.name) for field in fields(start)}
+            if type(start) is not cls:  # a comparison or a sweep, of what is said for all runs
+                values["method"] = "dot_moe"
+            default = {"default": cls(**values)}
+            notes = (
+                f"Start from --recipe NAME ({', '.join(RECIPES[command.recipes])}) or from "
+                "--config FILE, the config.json of an earlier run; options given besides change it."
             )
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        raise UserError(f"{_in_one_line(said.getvalue())} See dotmoe {name} --help.") from stop
-    return config
+        asked = next((word for word in arguments if word in ("-h", "--help", "--help-all")), None)
+        said, out = io.StringIO(), io.StringIO()
+        try:
+            columns = {"COLUMNS": str(_HELP_COLUMNS)} if asked else {}
+            shown = redirect_stdout(out) if asked else nullcontext()
+            with patch.dict(os.environ, columns), redirect_stderr(said), shown:
+                config: Config = tyro.cli(
+                    cls,
+                    prog=f"dotmoe {self.name}",
+                    description=f"{command.help} {notes}".strip(),
+                    args=["--help"] if asked else list(arguments),
+                    config=(tyro.conf.OmitArgPrefixes,),
+                    **default,
+                )
+        except SystemExit as stop:
+            if asked:
+                is_short = asked != "--help-all" and command.common
+                print(_short_help(out.getvalue(), self.name) if is_short else out.getvalue())
+                raise
+            line = _in_one_line(said.getvalue())
+            raise UserError(f"{line} See dotmoe {self.name} --help.") from stop
+        check(config)
+        return config
+
+    def _start(self, command: str) -> tuple[Any, tuple[str, ...]]:
+        """The config that --recipe or --config names, and the other arguments."""
+        start = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        start.add_argument("--recipe", default=None)
+        start.add_argument("--config", type=Path, default=None)
+        try:
+            chosen, rest = start.parse_known_args(self.arguments)
+        except argparse.ArgumentError as error:
+            raise UserError(f"{error}. See dotmoe {self.name} --help.") from error
+        if chosen.recipe and chosen.config:
+            raise UserError("--recipe and --config both name a start. Give one of them.")
+        cls, source = (RunConfig, "model") if command == "convert" else (FinetuneRunConfig, "run")
+        if chosen.config:
+            read: Any = from_values(cls, read_json(chosen.config), str(chosen.config))
+            return read, tuple(rest)
+        recipe = recipe_of(command, chosen.recipe)
+        made_of: Any = getattr(recipe, source) or tyro.MISSING
+        return replace(recipe, **{source: made_of, "out": tyro.MISSING}), tuple(rest)
+
+
+def _short_help(text: str, name: str) -> str:
+    """Usage, description and the common options of a command, from its whole help."""
+    head, _, rest = text.partition(" positional arguments")
+    blocks: dict[str, list[str]] = {}
+    option = ""
+    for line in map(str.rstrip, rest.splitlines()):
+        if begins := re.match(r"  (?:-h, )?(--[\w-]+|[A-Z]+(?= ))", line):
+            option = begins[1]
+            blocks[option] = [line]
+        elif not line.startswith("  ") or line.startswith("  --"):
+            option = ""
+        elif option:
+            blocks[option].append(line)
+    names = [word for word in blocks if not word.startswith("--")]
+    names += (f"--{word}" for word in COMMANDS[name].common)
+    shown = [line for word in names for line in blocks.get(word, [])]
+    number = sum(word.startswith("--") for word in blocks)
+    return "\n".join([head.rstrip(), "", *shown, f"  {'--help-all':<24} show all {number} options"])
 
 
 def _in_one_line(box: str) -> str:
@@ -61,5 +134,5 @@ def _in_one_line(box: str) -> str:
     text = sections[0].strip().rstrip(".")
     offered = next((s for s in sections if "Perhaps you meant" in s), "")
     wrong, *choices = re.findall(r"'([^']*)'", text) or [""]
-    near = re.findall(r"(?<=\s)--[a-z][\w-]*", offered) or get_close_matches(wrong, choices, n=1)
-    return f"{text}. Did you mean {near[0]}?" if near else f"{text}."
+    near: Sequence[str] = re.findall(r"(?<=\s)--[a-z][\w-]*", offered)
+    return f"{text}.{f' Did you mean {near[0]}?' if near else nearest(wrong, choices)}"
