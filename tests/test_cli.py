@@ -63,7 +63,7 @@ def test_wrong_use_is_one_line(arguments, words, command):
     ],
 )
 def test_failures_of_the_machine_are_one_line_and_defects_are_not(name, error, words):
-    message = cli._message_of(error, name)
+    message = cli.message_of(error, name)
     assert message is None if words is None else words in message
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from toy_tasks import EVERY_5, SCHEDULE, Regression, warnings_in
 
-from dotmoe.cli.failures import message_of
+from dotmoe.cli import message_of
 from dotmoe.errors import UserError
 from dotmoe.training.loop import checkpoints_in, train
 

@@ -95,7 +95,7 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # whoever read our output has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
-        message = _message_of(error, name)
+        message = message_of(error, name)
         if message is None:
             raise
         return _fail(message)
@@ -131,7 +131,7 @@ def _stop(signum: int, frame: FrameType | None) -> None:
     raise Interrupted(signum, "SIGTERM stopped it. What is finished is kept")
 
 
-def _message_of(error: Exception, command: str) -> str | None:
+def message_of(error: Exception, command: str = "convert") -> str | None:
     """One line for a failure that a user can cause or fix; None for a defect."""
     import torch
     from safetensors import SafetensorError
