@@ -1,0 +1,156 @@
+"""Commands on a finished run: export, edit and evaluate, and what they refuse in one line."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dotmoe.layout import ExpertLayout
+from dotmoe.load import LoadConfig, load_dense
+from dotmoe.moe.surgery import masked_by
+
+QUICK = {"scale_tokens": 256, "verify_tokens": 128}
+
+
+@pytest.fixture
+def evaluated(command):
+    """Runs `dotmoe evaluate`: its JSON, and what it shows beside."""
+
+    def run(*positional, **options):
+        outcome = command("evaluate", *positional, **options)
+        assert outcome.status == 0, outcome.err
+        return json.loads(outcome.out), outcome.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "model_type", "active_experts"),
+    [
+        ({"format": "mixtral", "active_experts": 5}, "mixtral", 5),
+        ({"format": "granitemoe"}, "granitemoe", 3),
+        ({"export_dtype": "bfloat16", "active_experts": 12}, "glm4_moe", 12),
+    ],
+)
+def test_a_run_is_exported_again(
+    options, model_type, active_experts, finished, command, tokens_BT, tmp_path
+):
+    before, out = finished.contents(), tmp_path / "again"
+    assert command("export", finished.folder, out, **options, **QUICK).status == 0
+    assert json.loads((out / "config.json").read_text())["model_type"] == model_type
+    assert finished.contents() == before
+    dense = load_dense(str(finished.source), LoadConfig())
+    layout = ExpertLayout.load(finished.folder / "3_extract/layout.safetensors")
+    exported = AutoModelForCausalLM.from_pretrained(out)
+    with torch.no_grad(), masked_by(dense, layout.with_active_experts(active_experts)):
+        expected = dense.model(input_ids=tokens_BT).logits
+        found = exported(input_ids=tokens_BT).logits.float()
+    difference = (found - expected).abs().mean(dim=-1).median() / expected.std()
+    assert float(difference) < (0.05 if "export_dtype" in options else 5e-3)
+
+
+@pytest.mark.parametrize("name", ["gguf_glm4moe", "gguf_llama", "gguf_dense"])
+def test_a_run_becomes_a_gguf_of_the_same_perplexity(
+    name, finished, command, evaluated, text_file, tmp_path
+):
+    pytest.importorskip("llama_cpp")
+    out, options = tmp_path / name, {"text": text_file, "max_tokens": 1024, "window": 64}
+    made = command("export", finished.folder, out, format=name, gguf_type="f32", **QUICK)
+    assert made.status == 0, made.err
+    stock = finished.source if name == "gguf_dense" else finished.folder
+    expected, found = (evaluated(model, **options)[0]["perplexity"] for model in (stock, out))
+    # Near-ties may be routed otherwise.
+    assert found == pytest.approx(expected, rel=1e-4 if name == "gguf_dense" else 2e-2)
+
+
+def test_the_curve_is_the_perplexity_of_the_edited_export(
+    finished, command, evaluated, text_file, tmp_path
+):
+    made = finished.copied_to(tmp_path / "run")
+    options = {"text": text_file, "max_tokens": 600, "window": 64}
+    curve, _ = evaluated(made.folder, **options, curve=[2, 5])
+    by_k = {point["active_experts"]: point["perplexity"] for point in curve["points"]}
+    assert list(by_k) == [2, 5, 12]
+    for active_experts, expected in by_k.items():
+        assert command("edit", made.folder, active_experts=active_experts).status == 0
+        found, _ = evaluated(made.folder / "5_export", **options)
+        assert found["perplexity"] == pytest.approx(expected, rel=1e-5)
+    dense, _ = evaluated(made.source, **options)
+    assert by_k[12] == pytest.approx(dense["perplexity"], rel=1e-3)
+
+
+def test_a_curve_without_numbers_is_a_ladder_up_to_all_experts(finished, evaluated, text_file):
+    options = {"text": text_file, "max_tokens": 300, "window": 64, "curve": []}
+    curve, _ = evaluated(finished.folder, **options)
+    found = [point["active_experts"] for point in curve["points"]]
+    assert {3, 12} <= set(found)
+    assert len(found) > 4
+    assert found == sorted(found)
+
+
+def test_each_measurement_is_printed_and_kept(finished, evaluated, tmp_path):
+    text = tmp_path / "short.txt"
+    text.write_text("The crow ate seven figs and went on. " * 20)
+    folder, model, kept = finished.folder, finished.source, tmp_path / "kept"
+    fidelity, said = evaluated(folder, "--fidelity", text=text, window=64, out=kept)
+    assert "before the LM head" in said
+    assert fidelity["against"] == str(model)
+    assert fidelity["command"].startswith(f"dotmoe evaluate {folder} --fidelity")
+    assert json.loads((kept / "fidelity.json").read_text()) == fidelity
+
+    words, said = evaluated(folder, against=model, word_perplexity=[32, 64], text=text)
+    windows = {row["window"]: row["word_perplexity"] for row in words["model"]["windows"]}
+    assert list(windows) == [32, 64]
+    assert f"{windows[64]:.3f}" in said
+    assert words["against"]["windows"][0]["word_perplexity"] != windows[32]
+    whole, _ = evaluated(folder, "--word-perplexity", text=text)
+    assert [row["window"] for row in whole["model"]["windows"]] == [256]
+
+    made, said = evaluated(folder, against=model, generate=5, prompts=["The crow", "Line"])
+    assert made["model"]["prompts"] == ["The crow", "Line"]
+    assert "rep-2" in said
+
+    both, said = evaluated(folder, against=model, text=text, window=64)
+    alone, _ = evaluated(model, text=text, window=64)
+    assert both["against"]["perplexity"] == alone["perplexity"]
+    assert f"{alone['perplexity']:.3f}" in said
+
+
+REFUSED = {
+    "edit RUN --active-experts 13": "Choose 1 to 12",
+    "edit RUN --active-experts 0": "Choose 1 to 12",
+    "edit TEXT --active-experts 2": "text.txt",
+    "export RUN OUT --format mixtrel": "Did you mean mixtral?",
+    "export RUN OUT --format qwen3_moe": "Formats that can hold it: glm4_moe, mixtral",
+    "export RUN OUT --active-experts 13": "Choose 1 to 12",
+    "export RUN OUT --format gguf_lama": "gguf_lama",
+    "export RUN OUT --format gguf --gguf-type q2": "q2",
+    "convert MODEL OUT --data TEXT --format gguf": "dotmoe export RUN",
+    "evaluate RUN --text TEXT --curve 99": "Choose 1 to 12",
+    "evaluate RUN --text TEXT --plot curve.svg": "--curve is not given",
+    "evaluate RUN --text TEXT --curve --plot curve.txt": ".svg",
+    "evaluate MODEL --fidelity --generate 3": "--fidelity and --generate ask for two measurements",
+    "evaluate MODEL --fidelity": "--text names no file",
+    "evaluate MODEL --word-perplexity 512 --text TEXT": "must lie in 1 to 256",
+    "evaluate MODEL --word-perplexity --text TEXT --max-tokens 9": "--max-tokens cuts",
+    "evaluate MODEL --generate 3": "nothing to continue",
+    "evaluate GGUF --text TEXT": "model.gguf is no whole GGUF file",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_wrong_use_is_refused_in_one_line(line, finished, command, text_file, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    names = {"RUN": finished.folder, "MODEL": finished.source, "OUT": tmp_path / "out"}
+    names |= {"TEXT": text_file, "GGUF": tmp_path / "model.gguf"}
+    before = (finished.folder / "5_export/config.json").read_bytes()
+    assert REFUSED[line] in command(*[names.get(word, word) for word in line.split()]).refusal()
+    assert not (tmp_path / "out").exists()
+    assert (finished.folder / "5_export/config.json").read_bytes() == before
+
+
+def test_a_k_folded_into_weights_is_refused_with_the_way_out(finished, command, tmp_path):
+    out = tmp_path / "twin"
+    assert command("export", finished.folder, out, format="mixtral", **QUICK).status == 0
+    assert "dotmoe export" in command("edit", out, active_experts=2).refusal()
