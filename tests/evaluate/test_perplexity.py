@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from dotmoe.data import Continuation, DataConfig, documents
 from dotmoe.errors import UserError
 from dotmoe.evaluate import EvaluateConfig, TextConfig, evaluate, scoring
-from dotmoe.evaluate.perplexity import joined_text, packed_text, perplexity
+from dotmoe.evaluate.perplexity import packed_text, perplexity
 from dotmoe.evaluate.scoring import row_nats, stock_nats
 from dotmoe.load import LoadConfig, load_dense
 
@@ -39,7 +39,7 @@ class FixedChances:
 
 
 def text_of(dense, texts=TEXTS, **options):
-    return joined_text(texts, dense.tokenizer, TextConfig(**options))
+    return packed_text(TextConfig(**options), dense.tokenizer, texts)
 
 
 def ids_of(dense, texts=TEXTS):
@@ -144,22 +144,6 @@ def test_the_gptq_number_is_that_of_the_scripts_of_the_literature(family, tiny_d
     assert found.bits_per_byte == pytest.approx(in_bytes)
     with pytest.raises(UserError, match="fill no window of 4000"):
         perplexity(nats, joined, 4000)
-
-
-def test_wikitext_has_the_rows_of_the_data_set(shared_data):
-    """4,358 rows, as `wikitext-2-raw-v1` states for its test split."""
-    path = shared_data / "text/wikitext2/wiki.test.raw.txt.gz"
-    seen = []
-
-    class Tokenizer:
-        def __call__(self, text, verbose):
-            seen.append(text)
-            return type("Encoding", (), {"input_ids": [1, 2]})
-
-    packed_text(TextConfig(text=(str(path),), protocol="gptq"), Tokenizer())
-    lines = "".join(documents(DataConfig(data=(str(path),)))).splitlines(keepends=True)
-    assert len(lines) == 4358
-    assert seen[0] == "\n\n".join(line if line.strip() else "" for line in lines)
 
 
 def test_max_tokens_is_the_most_that_is_read_and_the_window_fits_the_context(llama):

@@ -22,7 +22,6 @@ from dotmoe.evaluate.task_sets import (
     main_metric,
     require_known,
     sets_with,
-    write_definition,
 )
 
 pytest.importorskip("lm_eval")
@@ -306,19 +305,3 @@ def test_stand_ins_are_told(tmp_path):
     assert local_files(tmp_path, "hellaswag", 10).notes == ()
     assert local_files(tmp_path, "sciq", 0).notes == ()
     assert "test" in local_files(tmp_path, "sciq", 0).files
-
-
-def test_a_definition_changes_nothing_but_the_source_of_the_rows(tmp_path):
-    put(tmp_path, "sciq/validation.jsonl")
-    write_definition(tmp_path, "sciq", tmp_path / "own.yaml", local_files(tmp_path, "sciq", 0))
-    assert json.loads((tmp_path / "sciq.yaml").read_text()) == {
-        "include": str(tmp_path / "own.yaml"),
-        "task": "sciq",
-        "tag": [],
-        "dataset_path": "json",
-        "dataset_name": None,
-        "dataset_kwargs": {"data_files": {"validation": str(tmp_path / "sciq/validation.jsonl")}},
-        "training_split": None,
-        "validation_split": "validation",
-        "test_split": None,
-    }

@@ -11,17 +11,11 @@ from torch import Tensor, nn
 
 from dotmoe.errors import UserError
 from dotmoe.evaluate.config import EvaluateConfig
-from dotmoe.evaluate.models import (
-    StockModel,
-    dense_of,
-    export_record,
-    loaded,
-    model_folder,
-    named_folders,
-)
+from dotmoe.evaluate.models import StockModel, dense_of, loaded, model_folder, named_folders
 from dotmoe.evaluate.perplexity import packed_text
 from dotmoe.evaluate.scoring import chunks, hidden_states, logits
 from dotmoe.export import ExportRecord, output_named
+from dotmoe.export.record import RECORD_FILE
 from dotmoe.models.family import family_of
 from dotmoe.progress import Progress, Update, no_update
 
@@ -97,7 +91,13 @@ def fidelity(
     Raises:
         UserError: Another vocabulary or width.
     """
-    _require_alike(dense, model)
+    for key in ("vocab_size", "hidden_size"):
+        ours, theirs = getattr(model.config, key), getattr(dense.config, key)
+        if ours != theirs:
+            raise UserError(
+                f"{key} is {ours} in the model and {theirs} in the one to compare it with, so one "
+                "was not made from the other. Name the dense model with --against."
+            )
     window = min(window, tokens.numel())
     rows = tokens[: tokens.numel() // window * window].view(-1, window)
     before, after, by_layer = Closeness(), Closeness(), {layer: Closeness() for layer in ffns}
@@ -148,16 +148,6 @@ def _comparing(ffns: FFNs, sums: Mapping[int, Closeness]) -> Iterator[None]:
             hook.remove()
 
 
-def _require_alike(dense: Any, model: Any) -> None:
-    for key in ("vocab_size", "hidden_size"):
-        ours, theirs = getattr(model.config, key), getattr(dense.config, key)
-        if ours != theirs:
-            raise UserError(
-                f"{key} is {ours} in the model and {theirs} in the one to compare it with, so one "
-                "was not made from the other. Name the dense model with --against."
-            )
-
-
 def measure_fidelity(config: EvaluateConfig, progress: Progress) -> dict[str, Any]:
     """Compare a model with its dense model on `config.corpus.text`.
 
@@ -166,7 +156,8 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> dict[str, An
     """
     config.corpus.require_text()
     folders = named_folders(config)
-    record = export_record(folders["model"])
+    has_record = (folders["model"] / RECORD_FILE).is_file()
+    record = ExportRecord.load(folders["model"]) if has_record else None
     if config.against is None and record is None:
         raise UserError(
             f"{config.model} is no export of dotmoe, which would name its dense model. Name that "

@@ -13,7 +13,6 @@ from dotmoe.device import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.evaluate.config import EvaluateConfig
 from dotmoe.export import ExportRecord, require_intact
-from dotmoe.export.record import RECORD_FILE
 from dotmoe.load import LoadConfig, resolved_dtype
 from dotmoe.run_folder import STAGES, RunFolder, export_folder
 
@@ -120,11 +119,6 @@ def by_side(
         return {"name": config.names[label], "dtype": stock.dtype, **measure(stock)}
 
     return {label: measured(label, folder) for label, folder in named_folders(config).items()}
-
-
-def export_record(folder: Path) -> ExportRecord | None:
-    """The record of an export of dotmoe; None for another checkpoint."""
-    return ExportRecord.load(folder) if (folder / RECORD_FILE).is_file() else None
 
 
 def dense_of(record: ExportRecord) -> tuple[str, bool]:

@@ -123,35 +123,27 @@ def perplexity(
     )
 
 
-def packed_text(config: TextConfig, tokenizer: Any) -> Text:
-    """Tokens of `config.text`, joined as `config.protocol` says.
-
-    Raises:
-        UserError: A source that is missing, damaged or empty.
-    """
-    return joined_text(documents(DataConfig(data=config.text)), tokenizer, config)
-
-
-def joined_text(pieces: Iterable[str], tokenizer: Any, config: TextConfig) -> Text:
-    r"""`packed_text` of documents as `dotmoe.data.documents` streams them.
+def packed_text(config: TextConfig, tokenizer: Any, pieces: Iterable[str] | None = None) -> Text:
+    r"""Tokens of `config.text`, joined as `config.protocol` says.
 
     packed: joined as for training, see `dotmoe.data.pack`. gptq: `"\n\n".join(lines)` tokenised
     whole with the tokenizer's own special tokens. There a line keeps its line end, and a blank one
     is empty: these are the rows of the data set `wikitext-2-raw-v1`, which the quantisation
     literature joins, made again from the file they were cut from.
 
+    Args:
+        config: Sources, protocol and limit.
+        tokenizer: A Hugging Face tokenizer.
+        pieces: What to read instead of the sources, as `dotmoe.data.documents` streams it.
+
     Raises:
-        UserError: There is no text.
+        UserError: A source that is missing, damaged or empty.
     """
+    pieces = documents(DataConfig(data=config.text)) if pieces is None else pieces
     if config.protocol == "packed":
-        packed = pack(pieces, tokenizer, config.max_tokens)
+        tokens, per_byte = pack(pieces, tokenizer, config.max_tokens)
         joined = f"Documents joined ({separator_of(tokenizer)})"
-        return Text(
-            tokens=packed.tokens,
-            tokens_per_byte=packed.tokens_per_byte,
-            names=config.text,
-            joined=joined,
-        )
+        return Text(tokens=tokens, tokens_per_byte=per_byte, names=config.text, joined=joined)
     text = "".join(pieces)
     lines = text.removesuffix("\n").split("\n")
     rows = "\n\n".join(line + "\n" if line.strip() else "" for line in lines)

@@ -28,46 +28,33 @@ class Task:
     definition: str
     """The harness's YAML of the task, below its folder of tasks."""
     scored: tuple[str, ...]
-    """Local files that may be scored; the name begins with that of their split."""
-    train: tuple[str, ...] = ()
-    """Local files of solved examples."""
+    """Local files that may be scored; the name begins with that of their split. Solved examples
+    are those of `train` beside them, or its stand-in."""
 
+    @property
+    def train(self) -> tuple[str, ...]:
+        """Local files of solved examples."""
+        name = f"{self.scored[0].rpartition('/')[0]}/train"
+        return (name, *(path for path in STAND_INS if path.startswith(name)))
+
+
+def _in(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{folder}/{name}" for name in names)
+
+
+_BOOLQ, _ARC = "super_glue/boolq/default.yaml", "ai2_arc/ARC"
 
 TASKS = {
-    "boolq": Task(
-        "acc", 32, "super_glue/boolq/default.yaml", ("boolq/validation",), ("boolq/train",)
-    ),
-    "sciq": Task("acc", 0, "sciq/sciq.yaml", ("sciq/test", "sciq/validation"), ("sciq/train",)),
-    "piqa": Task("acc", 0, "piqa/piqa.yaml", ("piqa/validation",), ("piqa/train",)),
-    "winogrande": Task(
-        "acc",
-        5,
-        "winogrande/default.yaml",
-        ("winogrande_xl/validation",),
-        ("winogrande_xl/train",),
-    ),
+    "boolq": Task("acc", 32, _BOOLQ, _in("boolq", "validation")),
+    "sciq": Task("acc", 0, "sciq/sciq.yaml", _in("sciq", "test", "validation")),
+    "piqa": Task("acc", 0, "piqa/piqa.yaml", _in("piqa", "validation")),
+    "winogrande": Task("acc", 5, "winogrande/default.yaml", _in("winogrande_xl", "validation")),
     "arc_challenge": Task(
-        "acc_norm",
-        25,
-        "arc/arc_challenge.yaml",
-        ("ai2_arc/ARC-Challenge/test",),
-        ("ai2_arc/ARC-Challenge/train",),
+        "acc_norm", 25, "arc/arc_challenge.yaml", _in(f"{_ARC}-Challenge", "test")
     ),
-    "hellaswag": Task(
-        "acc_norm",
-        10,
-        "hellaswag/hellaswag.yaml",
-        ("hellaswag/validation",),
-        ("hellaswag/train", "hellaswag/train_fewshot_11"),
-    ),
+    "hellaswag": Task("acc_norm", 10, "hellaswag/hellaswag.yaml", _in("hellaswag", "validation")),
     # The paper does not state the shots of ARC-E.
-    "arc_easy": Task(
-        "acc_norm",
-        0,
-        "arc/arc_easy.yaml",
-        ("ai2_arc/ARC-Easy/test",),
-        ("ai2_arc/ARC-Easy/train",),
-    ),
+    "arc_easy": Task("acc_norm", 0, "arc/arc_easy.yaml", _in(f"{_ARC}-Easy", "test")),
     "wikitext": Task(
         "", None, "wikitext/wikitext.yaml", ("wikitext/test", "wikitext2/test_documents")
     ),
@@ -205,7 +192,7 @@ def local_files(folder: Path, name: str, shots: int) -> LocalFiles:
             files[split] = taken[1]
             notes += [STAND_INS[taken[0]]] if taken[0] in STAND_INS and is_needed else []
         elif is_needed:
-            wanted = " or ".join(f"{path}{SUFFIXES[0]}" for path in paths or (f"{name}/train",))
+            wanted = " or ".join(f"{path}{SUFFIXES[0]}" for path in paths)
             raise UserError(
                 f"{name} needs {wanted} below {folder} (also as {', '.join(SUFFIXES[1:])}), and it "
                 "is not there. Put it there, or leave out --task-data to take it from the hub."
