@@ -23,8 +23,7 @@ import tyro
 
 from alignment_step_subject import Step, Subject, peak_bytes, random_dense
 from alignment_step_summary import show, summary
-from dotmoe.analyse.clock import Clock
-from dotmoe.analyse.overhead import mask_cost
+from dotmoe.analyse.overhead import Clock, mask_cost
 from dotmoe.artifacts import DenseModel
 from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.moe.router import triton_runs_on

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM
 
 from dotmoe.align import AlignConfig, Alignment
-from dotmoe.analyse.clock import Clock
+from dotmoe.analyse.overhead import Clock
 from dotmoe.artifacts import DenseModel
 from dotmoe.data import TokenBlocks
 from dotmoe.granularity import ExpertsConfig, resolve

@@ -1,23 +1,25 @@
 """What an alignment step spends its time on (app:training_overhead)."""
 
-from dataclasses import dataclass
-from statistics import median
-from typing import Any
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from dotmoe.align import AlignConfig, Alignment
-from dotmoe.analyse.clock import Clock, time_methods
+from dotmoe.align import Alignment
 from dotmoe.analyse.run import AnalysedRun
 from dotmoe.artifacts import DenseModel
 from dotmoe.config import RunConfig
-from dotmoe.data import TokenBlocks
 from dotmoe.export.architecture import granularity_of
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import load_dense
-from dotmoe.moe.assignment import AlignState, AssignmentConfig
+from dotmoe.moe.assignment import AlignState
 from dotmoe.moe.losses import balance_loss, z_loss
 from dotmoe.moe.masked import masked, masked_activation
 from dotmoe.moe.router import Surrogate, router_logits, straight_through_top_k
@@ -44,43 +46,60 @@ MEAN_LR_FACTOR = 0.5
 _ROUNDS = 5
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MaskCost:
-    """Seconds that routing, masks and their estimators add to one FFN, beyond the dense one."""
-
-    forward_s: float
-    backward_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProfiledRun:
-    """The alignment whose steps are taken."""
-
-    blocks: TokenBlocks
-    state: AlignState
-    """Where it starts: what the run has learned, so that plans are as sharp as they get."""
-    granularity: Granularity
-    align: AlignConfig
-    assignment: AssignmentConfig
-    seed: int
-
-
 def values(run: AnalysedRun) -> dict[str, Any]:
-    """`overhead_profile` of the run's alignment, from what it has learned."""
+    """Mean seconds and shares of the parts of a step, from a few steps of the run's own config.
+
+    Steps start from what the run has learned, so that plans are as sharp as they get: temperature
+    `tau_end`, half the peak rate. One more is taken first and not counted. `straight-through` is
+    what masks, routers and estimators add to the FFNs, measured on one layer alone and taken out of
+    `student forward` and `backward`; all parts and `other` make up the step.
+
+    Returns:
+        `step_s`, `seconds` and `shares` by part, `overhead`: time of `OF_THE_METHOD` over that of
+        everything else in the step, `steps`, `tokens_a_step`, `clock`.
+    """
     folder = run.aligned
-    assert folder is not None
+    assert folder is not None  # `Analysis.lack` says otherwise
     config = folder.config(RunConfig)
-    layout = ExpertLayout.load(folder.verified("extract") / "layout.safetensors")
     dense = load_dense(config.model, run.config.load) if run.is_finetuned else run.dense
-    profiled = ProfiledRun(
-        blocks=Text.load(folder.verified("data")).training,
-        state=AlignState.load(folder.verified("align") / "state.safetensors", dense.device),
-        granularity=granularity_of(layout),
-        align=config.align,
-        assignment=config.assignment,
+    split = granularity_of(ExpertLayout.load(folder.verified("extract") / "layout.safetensors"))
+    task = Alignment(
+        dense,
+        Text.load(folder.verified("data")).training,
+        AlignState.load(folder.verified("align") / "state.safetensors", dense.device),
+        split,
+        config.align,
+        config.assignment,
+        warmup_steps=0,
         seed=config.seed,
     )
-    return overhead_profile(dense, profiled, run.config.profile_steps)
+    clock = Clock(dense.device)
+    samples = _step_seconds(task, run.config.profile_steps, clock)
+    seconds = {part: fmean(each.get(part, 0.0) for each in samples) for part in samples[0]}
+    step = seconds.pop("step")
+    tokens = task.micro_batch_size * task.blocks.seq_len
+    cost = mask_cost(dense, split, tokens, config.align.surrogate, clock)
+    times = -(-config.align.batch_size // task.micro_batch_size)
+    times *= dense.widths.layers - split.first_dense_layers
+    # The forward pass runs again in the backward pass where activations are recomputed.
+    again = cost.forward_s if config.align.activation_checkpointing else 0.0
+    forward = min(cost.forward_s * times, seconds["student forward"])
+    backward = min((cost.backward_s + again) * times, seconds["backward"])
+    seconds["student forward"] -= forward
+    seconds["backward"] -= backward
+    seconds[STRAIGHT_THROUGH] = forward + backward
+    seconds["other"] = max(0.0, step - sum(seconds.values()))
+    of_method = sum(seconds.get(part, 0.0) for part in OF_THE_METHOD)
+    return {
+        "step_s": step,
+        "seconds": seconds,
+        "shares": {part: value / step for part, value in seconds.items()},
+        "overhead": of_method / (step - of_method),
+        "overhead_parts": [part for part in OF_THE_METHOD if part in seconds],
+        "steps": len(samples),
+        "tokens_a_step": config.align.batch_size * task.blocks.seq_len,
+        "clock": clock.kind,
+    }
 
 
 def says(values: dict[str, Any]) -> list[str]:
@@ -94,72 +113,16 @@ def says(values: dict[str, Any]) -> list[str]:
     ]
 
 
-def overhead_profile(dense: DenseModel, run: ProfiledRun, num_steps: int) -> dict[str, Any]:
-    """Mean seconds and shares of the parts of a step, from a few steps of a run's own config.
-
-    Steps are those after the warm-up: temperature `tau_end`, half the peak rate. One more is taken
-    first and not counted. `straight-through` is what masks, routers and estimators add to the FFNs,
-    measured on one layer alone and taken out of `student forward` and `backward`; all parts and
-    `other` make up the step.
-
-    Args:
-        dense: The dense model; left as it is.
-        run: Text, state and config of the run; the state is left as it is.
-        num_steps: Steps that are counted, 1 or more.
-
-    Returns:
-        `step_s`, `seconds` and `shares` by part, `overhead`: time of `OF_THE_METHOD` over that of
-        everything else in the step, `steps`, `tokens_a_step`, `clock`.
-    """
-    config = run.align
-    clock = Clock(dense.device)
-    samples = _step_seconds(dense, run, num_steps, clock)
-    mean = {part: sum(s.get(part, 0.0) for s in samples) / num_steps for part in samples[0]}
-    step = mean.pop("step")
-    cost = mask_cost(
-        dense,
-        run.granularity,
-        min(config.micro_batch_size, config.batch_size) * run.blocks.seq_len,
-        config.surrogate,
-        clock,
-    )
-    seconds = _with_masks_apart(mean, cost, run, dense.widths.layers)
-    seconds["other"] = max(0.0, step - sum(seconds.values()))
-    of_method = sum(seconds.get(part, 0.0) for part in OF_THE_METHOD)
-    return {
-        "step_s": step,
-        "seconds": seconds,
-        "shares": {part: value / step for part, value in seconds.items()},
-        "overhead": of_method / (step - of_method),
-        "overhead_parts": [part for part in OF_THE_METHOD if part in seconds],
-        "steps": num_steps,
-        "tokens_a_step": config.batch_size * run.blocks.seq_len,
-        "clock": clock.kind,
-    }
-
-
-def _step_seconds(
-    dense: DenseModel, run: ProfiledRun, num_steps: int, clock: Clock
-) -> list[dict[str, float]]:
+def _step_seconds(task: Alignment, num_steps: int, clock: "Clock") -> list[dict[str, float]]:
     """Seconds of each part in each step."""
-    config = run.align
-    task = Alignment(
-        dense,
-        run.blocks,
-        run.state,
-        run.granularity,
-        config,
-        run.assignment,
-        warmup_steps=0,
-        seed=run.seed,
-    )
+    config = task.config
     time_methods(task, OF_TASK, clock)
     time_methods(task.assignment, OF_ASSIGNMENT, clock)
     groups = task.parameter_groups()
     parameters = [p for group in groups for p in group.parameters.values()]
     optimizer = adamw(groups, weight_decay=config.weight_decay)
     samples = []
-    with masked(dense, task.routing), recomputing(dense, config.activation_checkpointing):
+    with masked(task.dense, task.routing), recomputing(task.dense, config.activation_checkpointing):
         for step in range(num_steps + 1):
             with clock.part("step"):
                 task.accumulate_gradients(step)
@@ -170,26 +133,15 @@ def _step_seconds(
     return samples[1:]
 
 
-def _with_masks_apart(
-    mean: dict[str, float], cost: MaskCost, run: ProfiledRun, num_layers: int
-) -> dict[str, float]:
-    """The parts of a step with the cost of the masks taken out of forward and backward."""
-    config = run.align
-    passes = -(-config.batch_size // min(config.micro_batch_size, config.batch_size))
-    times = passes * (num_layers - run.granularity.first_dense_layers)
-    forward, backward = cost.forward_s * times, cost.backward_s * times
-    if config.activation_checkpointing:  # the forward pass runs again in the backward pass
-        backward += forward
-    forward, backward = min(forward, mean["student forward"]), min(backward, mean["backward"])
-    return mean | {
-        "student forward": mean["student forward"] - forward,
-        "backward": mean["backward"] - backward,
-        STRAIGHT_THROUGH: forward + backward,
-    }
+class MaskCost(NamedTuple):
+    """Seconds that routing, masks and their estimators add to one FFN, beyond the dense one."""
+
+    forward_s: float
+    backward_s: float
 
 
 def mask_cost(
-    dense: DenseModel, split: Granularity, tokens: int, surrogate: Surrogate, clock: Clock
+    dense: DenseModel, split: Granularity, tokens: int, surrogate: Surrogate, clock: "Clock"
 ) -> MaskCost:
     """What masks and their estimators cost one FFN in one pass, by running it with and without.
 
@@ -228,8 +180,71 @@ def mask_cost(
         for tensor in inputs:
             tensor.grad = None
         rounds.append(clock.seconds())
-    added = {
-        way: median(one[f"masked {way}"] - one[f"plain {way}"] for one in rounds[1:])
+    forward, backward = (
+        median(one[f"masked {way}"] - one[f"plain {way}"] for one in rounds[1:])
         for way in ("forward", "backward")
-    }
-    return MaskCost(forward_s=max(0.0, added["forward"]), backward_s=max(0.0, added["backward"]))
+    )
+    return MaskCost(max(0.0, forward), max(0.0, backward))
+
+
+class Clock:
+    """Seconds of named parts.
+
+    On CUDA by events, so that nothing waits inside a step. Of one CPU thread, the processor's
+    seconds: what other processes do meanwhile is not counted. Of several threads, the wall's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+        one_thread = torch.get_num_threads() == 1
+        self._read = time.process_time if one_thread else time.perf_counter
+        self.kind = "CUDA events" if self.on_cuda else "processor" if one_thread else "wall"
+        self._spans: dict[str, list[Any]] = defaultdict(list)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What happens inside belongs to `name`."""
+        start = self._now()
+        yield
+        self._spans[name].append((start, self._now()))
+
+    def seconds(self) -> dict[str, float]:
+        """Of each part since the last call; waits for the device."""
+        if self.on_cuda:
+            torch.cuda.synchronize()
+        found = {name: sum(map(self._between, spans)) for name, spans in self._spans.items()}
+        self._spans.clear()
+        return found
+
+    def _now(self) -> Any:
+        if not self.on_cuda:
+            return self._read()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _between(self, span: tuple[Any, Any]) -> float:
+        start, end = span
+        seconds: float = start.elapsed_time(end) / 1e3 if self.on_cuda else end - start
+        return seconds
+
+
+def time_methods(owner: Any, parts: Mapping[str, str], clock: Clock) -> None:
+    """From here on each call of a method of this one object belongs to a part of the clock.
+
+    Args:
+        owner: Any object whose class has no `__slots__`.
+        parts: Part of the clock by name of the method.
+        clock: Takes the time.
+    """
+
+    def timed(method: Callable[..., Any], part: str) -> Callable[..., Any]:
+        @wraps(method)
+        def run(*arguments: Any, **options: Any) -> Any:
+            with clock.part(part):
+                return method(*arguments, **options)
+
+        return run
+
+    for method, part in parts.items():
+        setattr(owner, method, timed(getattr(owner, method), part))
