@@ -17,7 +17,7 @@ from dotmoe.export import ExportConfig, export
 from dotmoe.export.dense_tensors import EMBEDDING, HEAD, DenseTensors
 from dotmoe.export.tensor_specs import NORM, PROJECTIONS, carried_names
 from dotmoe.granularity import ExpertsConfig, resolve
-from dotmoe.inspection.dtypes import stored_dtype
+from dotmoe.inspection import stored_dtype
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.models.family import FAMILIES, family_of

@@ -1,15 +1,24 @@
 """Where and how a conversion would run: does it fit, sharded or not, how fast, how long."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from dotmoe.errors import UserError
-from dotmoe.inspection.accelerators import ACCELERATORS, Accelerator, GPUName
-from dotmoe.inspection.placement import Placement
-from dotmoe.inspection.sizes import Item, RunSize, Sizes, total
-from dotmoe.inspection.step_time import ON_GPU, Speed, seconds
-from dotmoe.inspection.tasks import Alignment, Finetuning
+from dotmoe.inspection.memory import Placement, alignment_memory, finetune_memory
+from dotmoe.inspection.sizes import (
+    FLOAT32,
+    FinetuneSize,
+    GPUName,
+    Items,
+    Machines,
+    RunSize,
+    Sizes,
+)
+from dotmoe.inspection.step_time import (
+    ACCELERATORS,
+    Accelerator,
+    alignment_work,
+    finetune_work,
+    share_of,
+)
 
 USABLE_SHARE = 0.9
 """Of a GPU's memory; the rest is for the framework, the allocator and an error of the estimate."""
@@ -19,36 +28,8 @@ LINK_SHARE = 0.7
 """Of a link's rate that collectives are assumed to reach."""
 MOST_GPUS = 1_024
 """Beyond which no number of GPUs is looked for."""
-
-Kind = Literal["align", "finetune"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machines:
-    """GPUs to plan for."""
-
-    task: Kind = "align"
-    """What they are to do: the alignment, or fine-tuning of what it gave."""
-    gpu: GPUName | None = None
-    """GPU type. Left out: each of them."""
-    gpus: int | None = None
-    """GPUs of one node. Left out: 1 and 8."""
-    nodes: int = 1
-    """Nodes of so many GPUs, joined by InfiniBand."""
-
-    def __post_init__(self) -> None:
-        """Refuse counts below one."""
-        for name, value in (("gpus", self.gpus), ("nodes", self.nodes)):
-            if value is not None and value < 1:
-                raise UserError(f"{name} is {value}, but it must be at least 1.")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Timed:
-    """A part of a step and its seconds."""
-
-    part: str
-    seconds: float
+ASSIGNMENT_ENTRY = 8
+"""Bytes of the expert number of a neuron."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,11 +43,11 @@ class Choice:
     fits: bool
     micro_batch_size: int
     """Sequences in memory at once on each GPU: the most that fit; 1 where none do."""
-    memory: tuple[Item, ...]
+    memory: Items
     """Bytes on each GPU."""
-    parts: tuple[Timed, ...]
-    """Of one step; of communication, only what computing does not hide."""
-    communication: tuple[Timed, ...]
+    parts: dict[str, float]
+    """Seconds of one step; of communication, only what computing does not hide."""
+    communication: dict[str, float]
     """All of a step's, hidden or not."""
     tokens_per_s: float
     """Of all GPUs together."""
@@ -74,7 +55,12 @@ class Choice:
     @property
     def step_s(self) -> float:
         """Seconds of one optimizer step."""
-        return sum(part.seconds for part in self.parts)
+        return sum(self.parts.values())
+
+    @property
+    def way(self) -> str:
+        """How it divides memory, in two words."""
+        return ("sharded" if self.sharded else "whole") + ", ckpt" * self.checkpointing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +71,7 @@ class Plan:
     gpus: int
     """Of one node."""
     nodes: int
-    task: Kind
+    task: str
     origin: str
     """Of the GPU's figures."""
     tokens: int
@@ -114,8 +100,59 @@ class Plan:
         return None if self.hours is None else self.hours * self.gpus * self.nodes
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """What runs on one GPU: an alignment, or the fine-tuning of `size`."""
+
+    sizes: Sizes
+    run: RunSize
+    size: FinetuneSize | None = None
+
+    def memory(self, placement: Placement, micro_batch: int, *, checkpointing: bool) -> Items:
+        """Peak of one step, bytes."""
+        run = replace(self.run, micro_batch_size=micro_batch)
+        if self.size is None:
+            return alignment_memory(self.sizes, run, placement, checkpointing=checkpointing)
+        return finetune_memory(
+            self.sizes, run, placement, size=self.size, checkpointing=checkpointing
+        )
+
+    def seconds(
+        self, gpu: Accelerator, placement: Placement, micro_batch: int, *, checkpointing: bool
+    ) -> dict[str, float]:
+        """Time of one step by part, without communication."""
+        run = replace(self.run, micro_batch_size=micro_batch)
+        if self.size is None:
+            work = alignment_work(self.sizes, run, placement, checkpointing=checkpointing)
+        else:
+            work = finetune_work(
+                self.sizes, run, placement, size=self.size, checkpointing=checkpointing
+            )
+        return {part: gpu.seconds(each) for part, each in work.items()}
+
+    def traffic(self, placement: Placement, micro_batch: int) -> tuple[int, int]:
+        """Bytes that one GPU exchanges in a step: weights gathered, and gradients reduced.
+
+        Sharded layers are gathered for teacher, student and backward of every micro-batch, or for
+        forward and backward. An alignment reduces the plan's gradient to the owner of each layer,
+        which tells all the assignment; gradients of routers are summed everywhere. Fine-tuning
+        sums gradients on every GPU; those of sharded weights, to their owner only, but of every
+        micro-batch.
+        """
+        sizes, size = self.sizes, self.size
+        micro_batches = share_of(replace(self.run, micro_batch_size=micro_batch), placement)[1]
+        passes = micro_batches * placement.sharded * (3 if size is None else 2)
+        gathered = passes * sizes.held * sizes.widths.layers * sizes.layer_parameters
+        if size is None:
+            assignment = ASSIGNMENT_ENTRY * sizes.moe_layers * sizes.widths.ffn
+            routers = 2 * FLOAT32 * sizes.counts.routers
+            return gathered, FLOAT32 * sizes.affinities + assignment + routers
+        owned = placement.sharded and size.train == "everything"
+        return gathered, FLOAT32 * sizes.trained(size) * (micro_batches if owned else 2)
+
+
 def plans(
-    sizes: Sizes, run: RunSize, machines: Machines, task: Alignment | Finetuning
+    sizes: Sizes, run: RunSize, machines: Machines, finetune: FinetuneSize | None = None
 ) -> tuple[Plan, ...]:
     """A plan for each GPU type and count that is asked for, with 16-bit weights.
 
@@ -123,132 +160,79 @@ def plans(
         sizes: Of model and split.
         run: Of batch and sequences; the micro-batch is chosen here.
         machines: Which GPUs.
-        task: What runs on them.
+        finetune: What is fine-tuned; None: the run is an alignment.
     """
-    names: Iterable[GPUName] = ACCELERATORS if machines.gpu is None else (machines.gpu,)
+    names: list[GPUName] = list(ACCELERATORS) if machines.gpu is None else [machines.gpu]
     counts = (1, 8) if machines.gpus is None else (machines.gpus,)
-    held, there = replace(sizes, bytes_held=2), replace(run, device="cuda")
+    task = Task(sizes=replace(sizes, held=2), run=replace(run, device="cuda"), size=finetune)
     return tuple(
-        _Setting(
-            sizes=held,
-            run=there,
-            gpu=ACCELERATORS[name],
-            gpus=count,
-            nodes=machines.nodes,
-            task=task,
-        ).plan()
-        for name in names
-        for count in counts
+        _plan(task, ACCELERATORS[name], count, machines.nodes) for name in names for count in counts
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Setting:
-    """All but the way to run, which is chosen."""
-
-    sizes: Sizes
-    run: RunSize
-    gpu: Accelerator
-    gpus: int
-    nodes: int
-    task: Alignment | Finetuning
-
-    def placement(self, *, sharded: bool) -> Placement:
-        return Placement(ranks=self.gpus * self.nodes, sharded=sharded)
-
-    def plan(self) -> Plan:
-        weights = (False, True) if self.gpus * self.nodes > 1 else (False,)
-        choices = tuple(
-            self._choice(self.placement(sharded=sharded), checkpointing)
-            for checkpointing in (False, True)
-            for sharded in weights
-        )
-        return Plan(
-            gpu=self.gpu.name,
-            gpus=self.gpus,
-            nodes=self.nodes,
-            task=self.task.kind,
-            origin=self.gpu.origin,
-            tokens=self.run.tokens,
-            choices=choices,
-            recommended=_best(choices),
-            gpus_needed=self._gpus_needed(),
-        )
-
-    def _choice(self, placement: Placement, checkpointing: bool) -> Choice:
-        size = self._largest_micro_batch(placement, checkpointing)
-        run = replace(self.run, micro_batch_size=max(1, size))
-        parts, communication = self._timed(run, placement, checkpointing)
-        step_s = sum(part.seconds for part in parts)
-        return Choice(
-            sharded=placement.sharded,
-            checkpointing=checkpointing,
-            fits=size > 0,
-            micro_batch_size=run.micro_batch_size,
-            memory=self.task.memory(self.sizes, run, placement, checkpointing=checkpointing),
-            parts=parts,
-            communication=communication,
-            tokens_per_s=run.batch_size * run.seq_len / step_s,
-        )
-
-    def _largest_micro_batch(self, placement: Placement, checkpointing: bool) -> int:
-        """Sequences that fit at once, 0 to those of one GPU: memory grows with them."""
-        for size in range(-(-self.run.batch_size // placement.ranks), 0, -1):
-            if self._fits(size, placement, checkpointing):
-                return size
-        return 0
-
-    def _gpus_needed(self) -> int | None:
-        """Least number on which one sequence fits, in the way that takes the least memory."""
-        for ranks in range(1, MOST_GPUS + 1):
-            if self._fits(1, Placement(ranks=ranks, sharded=True), checkpointing=True):
-                return ranks
-        return None
-
-    def _fits(self, micro_batch_size: int, placement: Placement, checkpointing: bool) -> bool:
-        run = replace(self.run, micro_batch_size=micro_batch_size)
-        needed = self.task.memory(self.sizes, run, placement, checkpointing=checkpointing)
-        return total(needed) <= USABLE_SHARE * self.gpu.memory_bytes
-
-    def _timed(
-        self, run: RunSize, placement: Placement, checkpointing: bool
-    ) -> tuple[tuple[Timed, ...], tuple[Timed, ...]]:
-        """Parts of a step, and all its communication, hidden by computing or not."""
-        speed = Speed(
-            flops_per_s=self.gpu.peak_flops_per_s,
-            bytes_per_s=self.gpu.memory_bytes_per_s,
-            efficiency=ON_GPU,
-        )
-        work = self.task.work(self.sizes, run, placement, checkpointing=checkpointing)
-        computing = [Timed(part=part.part, seconds=seconds(part, speed)) for part in work]
-        traffic = self.task.traffic(self.sizes, run, placement)
-        gathering, reducing = (
-            self._collective(amount) for amount in (traffic.gathered, traffic.reduced)
-        )
-        beside, after = (gathering, reducing) if traffic.at_end else (gathering + reducing, 0.0)
-        waiting = after + max(0.0, beside - sum(part.seconds for part in computing))
-        return (
-            (*computing, Timed(part="waiting for communication", seconds=waiting)),
-            (
-                Timed(part="gathering weights", seconds=gathering),
-                Timed(part="reducing gradients", seconds=reducing),
-            ),
-        )
-
-    def _collective(self, amount: int) -> float:
-        """Seconds until each GPU has so many bytes, of which it has its own part.
-
-        Between nodes all GPUs of a node receive for each other, so their links add up.
-        """
-        rate = self.gpu.link_bytes_per_s
-        if self.nodes > 1:
-            rate = min(rate, self.gpus * self.gpu.network_bytes_per_s)
-        return amount * (1 - 1 / (self.gpus * self.nodes)) / (LINK_SHARE * rate)
+def _plan(task: Task, gpu: Accelerator, gpus: int, nodes: int) -> Plan:
+    ways = (False, True) if gpus * nodes > 1 else (False,)
+    choices = tuple(
+        _choice(task, gpu, gpus, nodes, sharded=sharded, checkpointing=checkpointing)
+        for checkpointing in (False, True)
+        for sharded in ways
+    )
+    fitting = [index for index, choice in enumerate(choices) if choice.fits]
+    fastest = max((choices[index].tokens_per_s for index in fitting), default=0.0)
+    good = (index for index in fitting if choices[index].tokens_per_s >= AS_FAST * fastest)
+    needed = (
+        ranks
+        for ranks in range(1, MOST_GPUS + 1)
+        if _fits(task, gpu, Placement(ranks=ranks, sharded=True), 1, checkpointing=True)
+    )
+    return Plan(
+        gpu=gpu.name,
+        gpus=gpus,
+        nodes=nodes,
+        task="align" if task.size is None else "finetune",
+        origin=gpu.origin,
+        tokens=task.run.tokens,
+        choices=choices,
+        recommended=next(good, None),
+        gpus_needed=next(needed, None),
+    )
 
 
-def _best(choices: tuple[Choice, ...]) -> int | None:
-    fastest = max((choice.tokens_per_s for choice in choices if choice.fits), default=None)
-    if fastest is None:
-        return None
-    good = (c.fits and c.tokens_per_s >= AS_FAST * fastest for c in choices)
-    return list(good).index(True)
+def _fits(
+    task: Task, gpu: Accelerator, placement: Placement, micro_batch: int, *, checkpointing: bool
+) -> bool:
+    needed = task.memory(placement, micro_batch, checkpointing=checkpointing)
+    return sum(needed.values()) <= USABLE_SHARE * gpu.memory_bytes
+
+
+def _choice(
+    task: Task, gpu: Accelerator, gpus: int, nodes: int, *, sharded: bool, checkpointing: bool
+) -> Choice:
+    placement = Placement(ranks=gpus * nodes, sharded=sharded)
+    most = placement.part(task.run.batch_size)
+    fitting = (
+        size
+        for size in range(most, 0, -1)
+        if _fits(task, gpu, placement, size, checkpointing=checkpointing)
+    )
+    fits = next(fitting, 0)
+    micro_batch = max(1, fits)
+    parts = task.seconds(gpu, placement, micro_batch, checkpointing=checkpointing)
+    # Between nodes all GPUs of a node receive for each other, so their links add up.
+    rate = gpu.link_bytes_per_s
+    rate = min(rate, gpus * gpu.network_bytes_per_s) if nodes > 1 else rate
+    share = (1 - 1 / placement.ranks) / (LINK_SHARE * rate)
+    gathering, reducing = (share * each for each in task.traffic(placement, micro_batch))
+    # The alignment reduces after its last micro-batch; fine-tuning beside each layer's backward.
+    beside, after = (gathering, reducing) if task.size is None else (gathering + reducing, 0.0)
+    parts["waiting for communication"] = after + max(0.0, beside - sum(parts.values()))
+    return Choice(
+        sharded=sharded,
+        checkpointing=checkpointing,
+        fits=fits > 0,
+        micro_batch_size=micro_batch,
+        memory=task.memory(placement, micro_batch, checkpointing=checkpointing),
+        parts=parts,
+        communication={"gathering weights": gathering, "reducing gradients": reducing},
+        tokens_per_s=task.run.batch_size * task.run.seq_len / sum(parts.values()),
+    )
