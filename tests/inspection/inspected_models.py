@@ -1,18 +1,23 @@
 """Configs of models, and what is inspected of them, for all tests here."""
 
 import torch
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dotmoe.granularity import ExpertsConfig, resolve
-from dotmoe.inspection.device_time import DeviceRates
-from dotmoe.inspection.inspect_model import inspect_model
-from dotmoe.inspection.sizes import RunSize, sizes_of
+from dotmoe.inspection import RunSize, inspect_model
+from dotmoe.inspection.sizes import sizes_of
+from dotmoe.inspection.step_time import ON_CPU, Accelerator
 from dotmoe.models.family import family_of
-from dotmoe.parameters import count_parameters
+from dotmoe.moe.masked import MaskedFFN, Masking
 
-RATES = DeviceRates(device="a test", dtype="float32", flops_per_s=1e12, bytes_per_s=1e10)
-
-
+HERE = Accelerator(
+    name="this CPU",
+    dtype="float32",
+    flops_per_s=1e12,
+    bytes_per_s=1e10,
+    efficiency=ON_CPU,
+    origin="measured",
+)
 TINY = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -23,57 +28,54 @@ TINY = {
     "head_dim": 32,
     "max_position_embeddings": 2_048,
 }
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 4_096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8_192,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
 
 
 def tiny(kind=LlamaConfig, **changes):
     return kind(**{**TINY, "tie_word_embeddings": False, "sliding_window": None, **changes})
 
 
-def llama_3_8b():
-    return LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4_096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8_192,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
+def llama_3_8b(**changes):
+    return LlamaConfig(**{**LLAMA_3_8B, **changes})
 
 
-def inspection(
-    config,
-    run=None,
-    *,
-    stored=torch.bfloat16,
-    export_dtype="source",
-    rates=RATES,
-    machines=None,
-    **experts,
-):
+def inspection(config, run=None, *, stored=torch.bfloat16, here=HERE, **options):
+    names = ("export_dtype", "machines", "finetune")
+    others = {name: options.pop(name) for name in names if name in options}
+    run = run or RunSize(bytes_per_weight=2)
+    experts = ExpertsConfig(**options)
     return inspect_model(
-        config,
-        family_of(config),
-        ExpertsConfig(**experts),
-        run or RunSize(bytes_per_weight=2),
-        stored=stored,
-        export_dtype=export_dtype,
-        rates=rates,
-        machines=machines,
+        config, family_of(config), experts, run, stored=stored, here=here, **others
     )
 
 
-def sizes(config, *, bytes_held=2, written=torch.bfloat16, **experts):
-    family = family_of(config)
+def sizes(config, *, held=2, written=torch.bfloat16, **experts):
     split = resolve(ExpertsConfig(**experts), config.intermediate_size)
-    return sizes_of(
-        config,
-        family.traits(config),
-        split,
-        count_parameters(config, family, split),
-        stored=torch.bfloat16,
-        written=written,
-        bytes_held=bytes_held,
+    stored = torch.bfloat16
+    return sizes_of(config, family_of(config), split, stored=stored, written=written, held=held)
+
+
+def masked_model(config, dtype, num_experts):
+    family, layers, neurons = family_of(config), config.num_hidden_layers, config.intermediate_size
+    model = AutoModelForCausalLM.from_config(config).to(dtype).requires_grad_(False).eval()
+    masking = Masking(
+        expert_of_neuron_LN=(torch.arange(neurons) % num_experts).repeat(layers, 1),
+        router_LED=torch.nn.Parameter(torch.randn(layers, num_experts, config.hidden_size)),
+        active_experts=num_experts // 4,
+        plan_LNE=torch.rand(layers, neurons, num_experts).requires_grad_(),
+        surrogate="soft_top_k",
     )
+    for index, layer in enumerate(family.layers(model)):
+        layer.mlp = MaskedFFN(layer.mlp, family.ffn(layer), masking, index)
+    return model

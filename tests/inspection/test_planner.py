@@ -7,49 +7,42 @@ from inspected_models import inspection, llama_3_8b, sizes, tiny
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dotmoe.errors import UserError
-from dotmoe.inspection.finetuning import FinetuneSize, adapter_parameters
-from dotmoe.inspection.placement import (
+from dotmoe.inspection import FinetuneSize, Machines, RunSize
+from dotmoe.inspection.memory import (
     Placement,
     affinity_entries,
     frozen_bytes,
     gathered_parameters,
-    layer_parameters,
 )
-from dotmoe.inspection.planner import USABLE_SHARE, Machines, plans
-from dotmoe.inspection.sizes import RunSize, total
-from dotmoe.inspection.tasks import Alignment, Finetuning
+from dotmoe.inspection.planner import USABLE_SHARE, Task, plans
+from dotmoe.inspection.step_time import finetune_work
 from dotmoe.models.family import family_of
 from dotmoe.parameters import meta_model
 
 RANKS = 8
 
 
-def planned(config, *, task=None, run=None, **machines):
-    return plans(sizes(config), run or RunSize(), Machines(**machines), task or Alignment())
+def planned(config, *, finetune=None, run=None, **machines):
+    return plans(sizes(config), run or RunSize(), Machines(**machines), finetune)
 
 
 def test_a_shard_is_as_large_as_that_of_fsdp():
     config = llama_3_8b()
     model = meta_model(config).to(torch.bfloat16)
+    layers = family_of(config).layers(model)
+    found = sizes(config)
+    assert found.layer_parameters == sum(p.numel() for p in layers[0].parameters())
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
-        for layer in family_of(config).layers(model):
+        for layer in layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         real = sum(parameter.to_local().nbytes for parameter in model.parameters())
     finally:
         dist.destroy_process_group()
-    found = sizes(config)
     held = frozen_bytes(found, Placement(ranks=RANKS, sharded=True))
     assert held - 2 * gathered_parameters(found) == real
-
-
-def test_a_layer_has_the_parameters_of_the_module():
-    config = llama_3_8b()
-    layer = family_of(config).layers(meta_model(config))[0]
-    assert layer_parameters(sizes(config)) == sum(p.numel() for p in layer.parameters())
 
 
 @pytest.mark.parametrize(("ranks", "layers"), [(1, 2), (2, 1), (3, 1)])
@@ -78,7 +71,7 @@ def test_published_dense_training_is_predicted_within_25_percent(
     found = sizes(llama_3_8b(), experts=2, active_experts=2)
     run = RunSize(steps=1, batch_size=batch_size, micro_batch_size=1, seq_len=8_192)
     machines = Machines(gpu=gpu, gpus=gpus, nodes=nodes)
-    (plan,) = plans(found, run, machines, Finetuning(size=FinetuneSize()))
+    (plan,) = plans(found, run, machines, FinetuneSize())
     speeds = {c.checkpointing: c.tokens_per_s / gpus / nodes for c in plan.choices if c.sharded}
     assert 0.75 * speeds[True] < published < 1.25 * speeds[False]
     assert speeds[False] < 2 * speeds[True]
@@ -86,10 +79,8 @@ def test_published_dense_training_is_predicted_within_25_percent(
 
 def test_a_model_that_fits_is_whole_and_a_larger_one_is_sharded():
     (small,) = planned(llama_3_8b(), gpu="h100", gpus=8)
-    assert not small.choice.sharded
-    assert not small.choice.checkpointing
-    wide = llama_3_8b()
-    wide.num_hidden_layers = 320
+    assert small.choice.way == "whole"
+    wide = llama_3_8b(num_hidden_layers=320)
     (large,) = planned(wide, gpu="h100", gpus=8)
     assert large.choice.sharded
     (alone,) = planned(wide, gpu="h100", gpus=1)
@@ -101,21 +92,17 @@ def test_a_model_that_fits_is_whole_and_a_larger_one_is_sharded():
     assert fewer.choice is None
 
 
-@pytest.mark.parametrize("task", [Alignment(), Finetuning(size=FinetuneSize())])
-def test_the_micro_batch_is_the_largest_that_fits(task):
-    config, run = llama_3_8b(), RunSize(batch_size=512, micro_batch_size=1)
-    found = sizes(config)
-    (plan,) = planned(config, task=task, run=run, gpu="h100", gpus=8)
-    room = USABLE_SHARE * 80e9
-    for choice in plan.choices:
-        if choice.fits:
-            assert total(choice.memory) <= room
-            placement = Placement(ranks=8, sharded=choice.sharded)
-            more = RunSize(
-                batch_size=512, micro_batch_size=choice.micro_batch_size + 1, device="cuda"
-            )
-            needed = task.memory(found, more, placement, checkpointing=choice.checkpointing)
-            assert total(needed) > room or choice.micro_batch_size == 64
+@pytest.mark.parametrize("size", [None, FinetuneSize()])
+def test_the_micro_batch_is_the_largest_that_fits(size):
+    config, run = llama_3_8b(), RunSize(batch_size=512, micro_batch_size=1, device="cuda")
+    (plan,) = planned(config, finetune=size, run=run, gpu="h100", gpus=8)
+    task, room = Task(sizes=sizes(config), run=run, size=size), USABLE_SHARE * 80e9
+    for choice in (choice for choice in plan.choices if choice.fits):
+        assert sum(choice.memory.values()) <= room
+        placement = Placement(ranks=8, sharded=choice.sharded)
+        more = choice.micro_batch_size + 1
+        needed = task.memory(placement, more, checkpointing=choice.checkpointing)
+        assert sum(needed.values()) > room or choice.micro_batch_size == 64
 
 
 def test_more_gpus_and_faster_ones_take_less_time_and_slow_links_cost():
@@ -124,17 +111,15 @@ def test_more_gpus_and_faster_ones_take_less_time_and_slow_links_cost():
     assert hours == sorted(hours, reverse=True)
     assert planned(config, gpu="b200", gpus=8)[0].hours < hours[-1]
     one, two = (planned(config, gpu="h100", gpus=8 // n, nodes=n)[0] for n in (1, 2))
-    reducing = [plan.choice.communication[1].seconds for plan in (one, two)]
+    reducing = [plan.choice.communication["reducing gradients"] for plan in (one, two)]
     assert 0 < reducing[0] < reducing[1]
-    assert all(
-        part.seconds == 0 for part in planned(config, gpu="h100", gpus=1)[0].choice.communication
-    )
+    assert not any(planned(config, gpu="h100", gpus=1)[0].choice.communication.values())
 
 
 def test_communication_by_hand():
     (plan,) = planned(llama_3_8b(), gpu="h100", gpus=8)
     sharded = plan.choices[1]
-    gathering, reducing = (part.seconds for part in sharded.communication)
+    gathering, reducing = sharded.communication.values()
     layers = 2 * (8_030_261_248 - 2 * 128_256 * 4_096 - 4_096)
     micro_batches = -(-8 // sharded.micro_batch_size)
     assert gathering == pytest.approx(3 * micro_batches * layers * 7 / 8 / (0.7 * 450e9))
@@ -143,34 +128,14 @@ def test_communication_by_hand():
     assert reducing == pytest.approx(said * 7 / 8 / (0.7 * 450e9))
 
 
-def test_what_is_trained_decides_the_memory_of_finetuning_by_hand():
-    found, placement = sizes(llama_3_8b()), Placement()
-    run = RunSize(batch_size=128, micro_batch_size=1, device="cuda")
-    routers = 32 * 112 * 4_096
-    adapters = 32 * 16 * (4 * 4_096 + 2 * (4_096 + 1_024) + 3 * 112 * (4_096 + 128))
-    assert adapter_parameters(found, 16) == adapters
-    trained = {"everything": 8_030_261_248 + routers, "router": routers, "lora": routers + adapters}
-    for name, count in trained.items():
-        task = Finetuning(size=FinetuneSize(train=name))
-        items = task.memory(found, run, placement, checkpointing=False)
-        states = next(i.amount for i in items if i.name == "trained weights, gradients, Adam")
-        assert states == 16 * count
-
-
 def test_only_active_experts_cost_products_in_finetuning():
-    run, placement = RunSize(batch_size=1, micro_batch_size=1), Placement()
-    task = Finetuning(size=FinetuneSize(train="router"))
+    run, size = RunSize(batch_size=1, micro_batch_size=1), FinetuneSize(train="router")
     quarter, half = (
-        task.work(sizes(llama_3_8b(), active=a), run, placement, checkpointing=False)[0].products
+        finetune_work(sizes(llama_3_8b(), active=a), run, size=size, checkpointing=False)
         for a in (0.25, 0.5)
     )
-    assert half - quarter == 2 * 2_048 * 3 * 4_096 * 14_336 * 32 // 4
-
-
-@pytest.mark.parametrize("counts", [{"gpus": 0}, {"nodes": 0}])
-def test_no_gpus_are_refused_in_one_line(counts):
-    with pytest.raises(UserError, match="is 0, but it must be at least 1"):
-        Machines(**counts)
+    more = half["forward"].products - quarter["forward"].products
+    assert more == 2 * 2_048 * 3 * 4_096 * 14_336 * 32 // 4
 
 
 def test_finetuning_has_its_own_budget():

@@ -5,16 +5,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from inspected_models import sizes, tiny
-from test_costs import masked_model
+from inspected_models import masked_model, sizes, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from dotmoe.inspection.sizes import RunSize
-from dotmoe.inspection.step_time import ON_CPU, Efficiency, Speed, seconds
-from dotmoe.inspection.work import LOGIT_BYTES, Work, alignment_work
+from dotmoe.inspection import RunSize
+from dotmoe.inspection.step_time import (
+    LOGIT_BYTES,
+    ON_CPU,
+    Accelerator,
+    Efficiency,
+    Work,
+    alignment_work,
+    measured_here,
+)
 from dotmoe.moe.losses import distillation_loss
 
 RECORD = json.loads(
@@ -75,10 +81,9 @@ def per_layer(dtype, tokens, *, masked, **changes):
 
 
 def works(config, *, dtype, tokens, checkpointing=False):
-    found = sizes(config, bytes_held=dtype.itemsize, experts=EXPERTS)
+    found = sizes(config, held=dtype.itemsize, experts=EXPERTS)
     run = RunSize(steps=1, batch_size=1, micro_batch_size=1, seq_len=tokens, device="cpu")
-    parts = alignment_work(found, run, checkpointing=checkpointing)
-    return {part.part: part for part in parts}
+    return alignment_work(found, run, checkpointing=checkpointing)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -142,13 +147,14 @@ def test_checkpointing_adds_one_forward_of_the_student():
 
 
 def test_seconds_add_up_over_kinds_of_work():
-    speed = Speed(
+    speed = Accelerator(
+        name="some",
         flops_per_s=100.0,
         bytes_per_s=10.0,
         efficiency=Efficiency(products=0.5, attention=0.25, moved=0.2, logits=0.1, origin="said"),
     )
-    work = Work(part="a step", products=100, attention=50, moved=4, logits=3)
-    assert seconds(work, speed) == pytest.approx(2 + 2 + 2 + 3)
+    work = Work(products=100, attention=50, moved=4, logits=3)
+    assert speed.seconds(work) == pytest.approx(2 + 2 + 2 + 3)
 
 
 def predicted(row):
@@ -165,7 +171,7 @@ def predicted(row):
             max_position_embeddings=shape.get("context", 4_096),
             tie_word_embeddings=False,
         ),
-        bytes_held=4,
+        held=4,
         experts=subject["experts"],
         active_experts=subject["active"],
     )
@@ -176,13 +182,14 @@ def predicted(row):
         micro_batch_size=subject["micro_batch"],
         device="cpu",
     )
-    speed = Speed(
+    speed = Accelerator(
+        name="some",
         flops_per_s=row["matmul_flops_per_s"],
         bytes_per_s=row["copy_bytes_per_s"],
         efficiency=ON_CPU,
     )
     parts = alignment_work(found, run, checkpointing=row["checkpointing"])
-    return sum(seconds(part, speed) for part in parts)
+    return sum(map(speed.seconds, parts.values()))
 
 
 @pytest.mark.parametrize(
@@ -192,3 +199,10 @@ def test_measured_steps_are_predicted_within_25_percent(row):
     assert predicted(row) == pytest.approx(row["seconds"]["step"], rel=0.25)
     # The file is of this model of a step: python benchmarks/planner_check.py --predict-only
     assert sum(row["predicted_s"].values()) == pytest.approx(predicted(row), rel=1e-6)
+
+
+def test_the_rate_of_this_machine_is_measured():
+    rates = measured_here(torch.device("cpu"), torch.float32, seconds=0.01)
+    assert (rates.name, rates.dtype, rates.origin) == ("this CPU", "float32", "measured")
+    assert 1e8 < rates.flops_per_s < 1e14
+    assert 1e8 < rates.bytes_per_s < 1e13

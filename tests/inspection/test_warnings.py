@@ -8,7 +8,7 @@ from transformers import MistralConfig, Qwen2Config
 
 from dotmoe.export.glm4_moe import Glm4Moe
 from dotmoe.granularity import GROUPED_MATMUL_BYTES
-from dotmoe.inspection.sizes import RunSize
+from dotmoe.inspection import RunSize
 from dotmoe.load import LoadConfig, load_dense
 
 SILENT = {"num_hidden_layers": 1, "intermediate_size": 1_024}
