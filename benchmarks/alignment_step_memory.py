@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 
 from alignment_step_subject import Step, Subject, peak_bytes, random_dense, run_size, sizes
-from dotmoe.inspection.costs import alignment_memory, total
+from dotmoe.inspection.memory import alignment_memory
 from dotmoe.run_folder import provenance, write_json
 from random_models import Shape
 
@@ -85,10 +85,10 @@ def compared(subject: Subject, seed: int, *, checkpointing: bool) -> dict[str, A
     items = alignment_memory(sizes(subject, dense), run_size(subject), checkpointing=checkpointing)
     return {
         "subject": asdict(subject),
-        "predicted_bytes": total(items),
+        "predicted_bytes": sum(items.values()),
         "measured_bytes": measured,
-        "ratio": total(items) / measured,
-        "items": {item.name: item.amount for item in items},
+        "ratio": sum(items.values()) / measured,
+        "items": dict(items),
     }
 
 

@@ -15,14 +15,13 @@ from dotmoe.analyse.overhead import Clock
 from dotmoe.artifacts import DenseModel
 from dotmoe.data import TokenBlocks
 from dotmoe.granularity import ExpertsConfig, resolve
-from dotmoe.inspection.costs import RunSize, Sizes, sizes_of
+from dotmoe.inspection.sizes import RunSize, Sizes, sizes_of
 from dotmoe.models.family import family_of
 from dotmoe.moe.assignment import AlignState, AssignmentConfig
 from dotmoe.moe.losses import DistillationLoss
 from dotmoe.moe.masked import masked
 from dotmoe.moe.objective import Taught
 from dotmoe.moe.units import recomputing
-from dotmoe.parameters import count_parameters
 from dotmoe.training.loop import adamw
 from random_models import ROUTER_LOGIT_STD, Shape, llama_config
 
@@ -124,12 +123,11 @@ def sizes(subject: Subject, dense: DenseModel) -> Sizes:
     )
     return sizes_of(
         dense.config,
-        dense.family.traits(dense.config),
+        dense.family,
         split,
-        count_parameters(dense.config, dense.family, split),
         stored=dtype,
         written=dtype,
-        bytes_held=dtype.itemsize,
+        held=dtype.itemsize,
     )
 
 

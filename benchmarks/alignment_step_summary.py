@@ -8,7 +8,7 @@ from rich.table import Table
 
 from alignment_step_subject import Subject, run_size, sizes
 from dotmoe.artifacts import DenseModel
-from dotmoe.inspection.costs import alignment_flops
+from dotmoe.inspection.step_time import alignment_work
 
 PARTS = (
     "teacher forward",
@@ -23,8 +23,8 @@ PARTS = (
 def summary(record: dict[str, Any], subject: Subject, dense: DenseModel) -> dict[str, Any]:
     """Medians over rounds of seconds and of the ratios within each round."""
     rounds = record["steps"]
-    flops = alignment_flops(sizes(subject, dense), run_size(subject))[:3]
-    unavoidable = sum(item.amount for item in flops)
+    work = alignment_work(sizes(subject, dense), run_size(subject), checkpointing=False)
+    unavoidable = sum(part.products + part.attention for part in work.values())
     rate = max(one["flops_per_s"] for one in rounds["matmul"])
     bounds = [unavoidable / one["flops_per_s"] for one in rounds["matmul"]]
     plain, again, dense_s = (

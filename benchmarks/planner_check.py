@@ -19,8 +19,7 @@ import tyro
 from rich.console import Console
 
 from alignment_step_subject import Clock, Step, Subject, random_dense, run_size, sizes
-from dotmoe.inspection.step_time import ON_CPU, Speed, seconds
-from dotmoe.inspection.work import alignment_work
+from dotmoe.inspection.step_time import ON_CPU, Accelerator, alignment_work
 from dotmoe.run_folder import provenance, write_json
 from random_models import Shape
 
@@ -195,13 +194,14 @@ def predicted(row: dict[str, Any]) -> dict[str, float]:
     subject = Subject(**{**said, "shape": Shape(**said["shape"])})
     # On the meta device: only the config and the shapes are read.
     found = sizes(subject, random_dense(replace(subject, device="meta"), seed=0))
-    speed = Speed(
+    here = Accelerator(
+        name="this CPU",
         flops_per_s=row["matmul_flops_per_s"],
         bytes_per_s=row["copy_bytes_per_s"],
         efficiency=ON_CPU,
     )
     parts = alignment_work(found, run_size(subject), checkpointing=row["checkpointing"])
-    return {part.part: seconds(part, speed) for part in parts}
+    return {part: here.seconds(work) for part, work in parts.items()}
 
 
 def matmul_rate() -> float:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dotmoe.run_folder import provenance, write_json
-from rendering import write_readmes
+from readmes import readmes
 from specification import Experiment, Run, all_experiments, all_runs, folder_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,7 +43,8 @@ def main() -> int:
             made = make(experiment, start=not arguments.collect)
             if made:
                 return made
-    write_readmes()
+    for file, text in readmes().items():
+        file.write_text(text, encoding="utf-8")
     return 0
 
 

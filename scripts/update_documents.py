@@ -4,7 +4,7 @@
     python scripts/update_documents.py --check    # exit 1 if a document is not current
 
 A part lies between `<!-- generated: NAME -->` and `<!-- end -->`; `PARTS` says what makes it. The
-README files under experiments/ are made as a whole, by experiments/rendering.py.
+README files under experiments/ are made as a whole, by experiments/readmes.py.
 """
 
 import importlib
@@ -12,7 +12,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,32 @@ from transformers import LlamaConfig, Qwen2Config
 
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.inspection import Machines, RunSize, inspect_model
-from dotmoe.inspection.device_time import DeviceRates
-from dotmoe.inspection.plan_tables import way
-from dotmoe.inspection.sizes import total
+from dotmoe.inspection.step_time import ON_CPU, Accelerator
 from dotmoe.models.family import family_of
-from dotmoe.report import quickstart_summary
+from dotmoe.report import curve_table, quickstart_summary
+from dotmoe.tables import Table, in_bytes, table_of, to_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "serving.md", ROOT / "docs" / "planning.md")
 PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
+Row = Any
+
 
 def result(name: str) -> dict[str, Any]:
     value: dict[str, Any] = json.loads((ROOT / "results" / name).read_text(encoding="utf-8"))
     return value
+
+
+def part(table: Table, record: Mapping[str, Any] | None = None, name: str = "") -> str:
+    """A table, and where it comes from."""
+    if record is None:
+        return to_markdown(table)
+    made = record["provenance"]
+    return (
+        f"{to_markdown(table)}\n\nMeasured at commit `{made['commit']}` on {made['hardware']}, "
+        f"{made['threads']} threads, torch {made['versions']['torch']}; results/{name}."
+    )
 
 
 def quickstart() -> str:
@@ -70,101 +82,95 @@ def embedded() -> str:
 
 def stories() -> str:
     """A foreign checkpoint, converted with the defaults and with the recipe for small models."""
-    rows = ["| run | k of E | dense | MoE | steps |", "|---|---|---|---|---|"]
-    for name in ("stories260K_default", "stories260K_small"):
-        record = result(f"{name}.json")
-        split = record["granularity"]
-        rows.append(
-            f"| {name.split('_')[1]} | {split['active_experts']} of {split['num_experts']} | "
-            f"{record['dense']['perplexity']:.3f} | {record['moe']['perplexity']:.3f} | "
-            f"{record['steps']} |"
-        )
-    return "\n".join(rows)
+
+    def active(row: Row) -> str:
+        split = row[1]["granularity"]
+        return f"{split['active_experts']} of {split['num_experts']}"
+
+    columns: dict[str, Callable[[Row], str]] = {
+        "run": lambda row: row[0],
+        "k of E": active,
+        "dense": lambda row: f"{row[1]['dense']['perplexity']:.3f}",
+        "MoE": lambda row: f"{row[1]['moe']['perplexity']:.3f}",
+        "steps": lambda row: str(row[1]["steps"]),
+    }
+    rows = [(name, result(f"stories260K_{name}.json")) for name in ("default", "small")]
+    return part(table_of(rows, columns))
 
 
 def active_experts() -> str:
     """Quality of the quickstart's export against k."""
     record = result("quickstart_active_experts.json")
-    rows = ["| k | active parameters | perplexity | nats above dense |", "|---|---|---|---|"]
-    for point in record["points"]:
-        name = str(point["active_experts"])
-        name += " (as exported)" * (point["active_experts"] == record["active_experts"])
-        rows.append(
-            f"| {name} | {point['active_parameters'] / 1e6:.2f}M | {point['perplexity']:.2f} | "
-            f"{point['loss_above_all_experts']:.3f} |"
-        )
-    return "\n".join([*rows, "", source(record, "quickstart_active_experts.json")])
+    return part(curve_table(record), record, "quickstart_active_experts.json")
 
 
 def gguf() -> str:
     """Perplexity in llama.cpp by number format, dense and MoE."""
     record = result("gguf_parity.json")
     rows = [
-        "| model | run by | type | dense | MoE | MiB, dense / MoE |",
-        "|---|---|---|---|---|---|",
+        (name, kind, found)
+        for name, model in record.items()
+        for kind, found in model["perplexity"].items()
+        if "dense" in str(found)
     ]
-    for name, model in record.items():
-        types = {key: value for key, value in model["perplexity"].items() if "dense" in str(value)}
-        for kind, found in types.items():
-            sizes = [found[side].get("bytes") for side in ("dense", "moe")]
-            cells = [f"{found[side]['perplexity']:.3f}" for side in ("dense", "moe")]
-            size = "" if None in sizes else " / ".join(f"{n / 2**20:.2f}" for n in sizes)
-            runtime = "Transformers" if kind == "transformers" else "llama.cpp"
-            shown = "float32" if kind == "transformers" else kind
-            rows.append(f"| {name} | {runtime} | {shown} | {cells[0]} | {cells[1]} | {size} |")
-    first = next(iter(record.values()))
-    return "\n".join([*rows, "", source(first, "gguf_parity.json")])
+
+    def size(row: Row) -> str:
+        sizes = [row[2][side].get("bytes") for side in ("dense", "moe")]
+        return "" if None in sizes else " / ".join(f"{n / 2**20:.2f}" for n in sizes)
+
+    stock = "transformers"
+    columns: dict[str, Callable[[Row], str]] = {
+        "model": lambda row: row[0],
+        "run by": lambda row: "Transformers" if row[1] == stock else "llama.cpp",
+        "type": lambda row: "float32" if row[1] == stock else row[1],
+        "dense": lambda row: f"{row[2]['dense']['perplexity']:.3f}",
+        "MoE": lambda row: f"{row[2]['moe']['perplexity']:.3f}",
+        "MiB, dense / MoE": size,
+    }
+    return part(table_of(rows, columns, words=3), next(iter(record.values())), "gguf_parity.json")
 
 
 def speed() -> str:
     """Decode and prefill of the d 1024 model, MoE over dense."""
-    record = result("serving_speed.json")
-    rows = [
-        "| runtime and type, context | measure | dense, tokens/s | MoE, tokens/s | ratio | ideal | "
-        "share of ideal |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, case in record["cases"].items():
-        for point in case["points"]:
-            what = point["point"]
-            shown = "prefill" if what["name"] == "prefill" else f"decode x {what['batch']}"
-            rows.append(
-                f"| {name} | {shown} | {point['dense']['tokens_per_s']:,.1f} | "
-                f"{point['moe']['tokens_per_s']:,.1f} | {point['speed_ratio']:.2f} | "
-                f"{point['ideal_ratio']:.2f} | {point['share_of_ideal']:.0%} |"
-            )
-    return "\n".join([*rows, "", source(case, "serving_speed.json")])
+    cases = result("serving_speed.json")["cases"]
+    rows = [(name, point) for name, case in cases.items() for point in case["points"]]
+
+    def work(row: Row) -> str:
+        what = row[1]["point"]
+        return "prefill" if what["name"] == "prefill" else f"decode x {what['batch']}"
+
+    columns: dict[str, Callable[[Row], str]] = {
+        "runtime and type, context": lambda row: row[0],
+        "measure": work,
+        "dense, tokens/s": lambda row: f"{row[1]['dense']['tokens_per_s']:,.1f}",
+        "MoE, tokens/s": lambda row: f"{row[1]['moe']['tokens_per_s']:,.1f}",
+        "ratio": lambda row: f"{row[1]['speed_ratio']:.2f}",
+        "ideal": lambda row: f"{row[1]['ideal_ratio']:.2f}",
+        "share of ideal": lambda row: f"{row[1]['share_of_ideal']:.0%}",
+    }
+    last = list(cases.values())[-1]
+    return part(table_of(rows, columns, words=2), last, "serving_speed.json")
 
 
 def streaming() -> str:
     """Peak memory and time of exports whose weights stay on disk."""
     record = result("streaming_memory.json")
-    rows = [
-        "| layers | checkpoint, GB | peak, GB | of which libraries | bound, GB | seconds |",
-        "|---|---|---|---|---|---|",
-    ]
-    for model in record["models"]:
-        sizes = ("checkpoint_bytes", "peak_bytes", "libraries_bytes", "bound_bytes")
-        cells = [f"{model[name] / 1e9:.2f}" for name in sizes]
-        rows.append(f"| {model['layers']} | {' | '.join(cells)} | {model['wall_s']:.0f} |")
-    return "\n".join([*rows, "", source(record, "streaming_memory.json")])
-
-
-def source(record: dict[str, Any], name: str) -> str:
-    """Where a table comes from."""
-    made = record["provenance"]
-    return (
-        f"Measured at commit `{made['commit']}` on {made['hardware']}, {made['threads']} threads, "
-        f"torch {made['versions']['torch']}; results/{name}."
-    )
+    columns: dict[str, Callable[[Row], str]] = {
+        "layers": lambda row: str(row["layers"]),
+        "checkpoint, GB": lambda row: f"{row['checkpoint_bytes'] / 1e9:.2f}",
+        "peak, GB": lambda row: f"{row['peak_bytes'] / 1e9:.2f}",
+        "of which libraries": lambda row: f"{row['libraries_bytes'] / 1e9:.2f}",
+        "bound, GB": lambda row: f"{row['bound_bytes'] / 1e9:.2f}",
+        "seconds": lambda row: f"{row['wall_s']:.0f}",
+    }
+    table = table_of(record["models"], columns, words=0)
+    return part(table, record, "streaming_memory.json")
 
 
 def planner() -> str:
     """Plans for the paper's models on its machine; estimates, no measurement."""
-    rows = [
-        "| model | task | weights | sequences at once | memory of a GPU | tokens/s | hours |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    no_machine = Accelerator(name="", flops_per_s=1, bytes_per_s=1, efficiency=ON_CPU)
+    rows = []
     for name, config in planned_models().items():
         for task in ("align", "finetune"):
             found = inspect_model(
@@ -173,28 +179,33 @@ def planner() -> str:
                 ExpertsConfig(expert_size=128),
                 RunSize(device="cpu"),
                 stored=torch.bfloat16,
-                rates=DeviceRates(device="", dtype="float32", flops_per_s=1.0, bytes_per_s=1.0),
+                here=no_machine,
                 machines=Machines(task=task, gpu="h100", gpus=8),
             )
-            (plan,) = found.plans
-            choice = plan.choice
-            assert choice is not None
-            memory = total(choice.memory) / 2**30
-            rows.append(
-                f"| {name} | {task} | {way(choice)} | {choice.micro_batch_size} | "
-                f"{memory:.1f} GiB | {choice.tokens_per_s:,.0f} | {plan.hours:.1f} |"
-            )
-    return "\n".join(rows)
+            rows.append((name, found.plans[0], found.plans[0].choice))
+    columns: dict[str, Callable[[Row], str]] = {
+        "model": lambda row: row[0],
+        "task": lambda row: row[1].task,
+        "weights": lambda row: row[2].way,
+        "sequences at once": lambda row: str(row[2].micro_batch_size),
+        "memory of a GPU": lambda row: in_bytes(sum(row[2].memory.values())),
+        "tokens/s": lambda row: f"{row[2].tokens_per_s:,.0f}",
+        "hours": lambda row: f"{row[1].hours:.1f}",
+    }
+    return part(table_of(rows, columns, words=3))
 
 
 def planned_models() -> dict[str, Any]:
     """Configs of the paper's models; their sizes are public."""
-    llama = {"tie_word_embeddings": False, "num_hidden_layers": 32, "hidden_size": 4_096}
-    heads = {"num_attention_heads": 32}
+    common = {"tie_word_embeddings": False}
+    llama = common | {
+        "num_hidden_layers": 32,
+        "hidden_size": 4_096,
+        "num_attention_heads": 32,
+    }
     return {
         "LLaMA-2-7B": LlamaConfig(
             **llama,
-            **heads,
             vocab_size=32_000,
             intermediate_size=11_008,
             num_key_value_heads=32,
@@ -202,14 +213,13 @@ def planned_models() -> dict[str, Any]:
         ),
         "LLaMA-3-8B": LlamaConfig(
             **llama,
-            **heads,
             vocab_size=128_256,
             intermediate_size=14_336,
             num_key_value_heads=8,
             max_position_embeddings=8_192,
         ),
         "Qwen2.5-7B": Qwen2Config(
-            tie_word_embeddings=False,
+            **common,
             num_hidden_layers=28,
             hidden_size=3_584,
             num_attention_heads=28,
@@ -224,40 +234,42 @@ def planned_models() -> dict[str, Any]:
 def planner_check() -> str:
     """Predicted beside measured steps."""
     record = result("planner_check.json")
-    rows = ["| shape | checkpointing | measured, s | predicted / measured |", "|---|---|---|---|"]
-    for row in record["rows"]:
-        name = row["name"] + " (unseen)" * row["unseen"]
-        rows.append(
-            f"| {name} | {'yes' if row['checkpointing'] else 'no'} | "
-            f"{row['seconds']['step']:.3f} | {row['ratio']:.2f} |"
-        )
-    return "\n".join([*rows, "", source(record, "planner_check.json")])
+    columns: dict[str, Callable[[Row], str]] = {
+        "shape": lambda row: row["name"] + " (unseen)" * row["unseen"],
+        "checkpointing": lambda row: "yes" if row["checkpointing"] else "no",
+        "measured, s": lambda row: f"{row['seconds']['step']:.3f}",
+        "predicted / measured": lambda row: f"{row['ratio']:.2f}",
+    }
+    return part(table_of(record["rows"], columns, words=2), record, "planner_check.json")
 
 
 def experiments() -> str:
     """A row an experiment of the paper."""
-    return str(rendering().overview("experiments/"))
+    return str(readmes().overview("experiments/"))
 
 
-def rendering() -> Any:
-    """experiments/rendering.py, whose folder is no package."""
+def readmes() -> Any:
+    """experiments/readmes.py, whose folder is no package."""
     folder = str(ROOT / "experiments")
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    return importlib.import_module("rendering")
+    return importlib.import_module("readmes")
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "experiments": experiments,
-    "planner": planner,
-    "planner_check": planner_check,
-    "quickstart": quickstart,
-    "embedded": embedded,
-    "stories": stories,
-    "active_experts": active_experts,
-    "gguf": gguf,
-    "speed": speed,
-    "streaming": streaming,
+    make.__name__: make
+    for make in (
+        experiments,
+        planner,
+        planner_check,
+        quickstart,
+        embedded,
+        stories,
+        active_experts,
+        gguf,
+        speed,
+        streaming,
+    )
 }
 
 
@@ -268,7 +280,7 @@ def rendered(text: str) -> str:
 
 def main() -> int:
     texts = {document: rendered(document.read_text(encoding="utf-8")) for document in DOCUMENTS}
-    for document, after in (texts | rendering().readmes()).items():
+    for document, after in (texts | readmes().readmes()).items():
         before = document.read_text(encoding="utf-8") if document.exists() else ""
         if "--check" in sys.argv[1:] and after != before:
             print(

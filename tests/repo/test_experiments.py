@@ -15,7 +15,7 @@ from dotmoe.load import LoadConfig, load_dense
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "experiments"))
 
-rendering = importlib.import_module("rendering")
+readmes = importlib.import_module("readmes")
 runner = importlib.import_module("run")
 specification = importlib.import_module("specification")
 
@@ -99,7 +99,7 @@ def test_results_are_those_of_the_experiments_file(experiment):
 
 
 def test_every_readme_is_current():
-    for file, text in rendering.readmes().items():
+    for file, text in readmes.readmes().items():
         assert file.read_text(encoding="utf-8") == text, (
             f"python scripts/update_documents.py: {file}"
         )

@@ -17,8 +17,7 @@ LAYERS = [
     {"training", "llama_cpp", "run_folder", "device"},
     {"data", "artifacts", "parameters", "checkpoint_folder"},
     {"moe", "sharded_weights"},
-    {"load", "calibrate", "align", "extract", "export", "report", "inspection"}
-    | {"self_text"},
+    {"load", "calibrate", "align", "extract", "export", "report", "inspection"} | {"self_text"},
     {"gguf_export", "baselines", "finetune"},
     {"config", "tokenise", "evaluate"},
     {"recipes", "finished_run"},

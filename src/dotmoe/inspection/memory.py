@@ -7,7 +7,7 @@ operating system come on top.
 from dataclasses import dataclass
 
 from dotmoe.inspection.sizes import FLOAT32, FinetuneSize, Items, RunSize, Sizes
-from dotmoe.moe.distillation import chunk_rows
+from dotmoe.moe.losses import chunk_rows
 
 TRAINABLE_BYTES = 3 * FLOAT32
 """Value and two Adam moments; there between steps too."""

@@ -1,9 +1,9 @@
 """README.md of every experiment, and the table of all, from experiment.toml and the results."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dotmoe.tables import Table, to_markdown
 from specification import HERE, STATUSES, Experiment, all_experiments
 
 HEAD = """# Experiments
@@ -23,11 +23,6 @@ Unless said otherwise, everything here is the model that comes along: 3.1M param
 """
 
 
-def write_readmes() -> None:
-    for file, text in readmes().items():
-        file.write_text(text, encoding="utf-8")
-
-
 def readmes() -> dict[Path, str]:
     """Text of every README of this folder, as it should be."""
     experiments = all_experiments()
@@ -42,14 +37,14 @@ def overview(where: str = "") -> str:
     Args:
         where: Path from the document to this folder, with a slash.
     """
-    rows = ["| label | what | status | the paper's finding at small scale |", "|---|---|---|---|"]
+    rows = []
     for one in all_experiments():
-        result = one.result()
-        shows = [] if result is None else result["shows"]
+        shows = (one.result() or {"shows": []})["shows"]
         found = "; ".join(f"{entry['text']}: {yes(entry['shows'])}" for entry in shows)
         link = f"[`{one.label}`]({where}{one.name}/README.md)"
-        rows.append(f"| {link} | {one.title} | {one.status} | {found} |")
-    return "\n".join(rows)
+        rows.append((link, one.title, one.status, found))
+    columns = ("label", "what", "status", "the paper's finding at small scale")
+    return to_markdown(Table(columns=columns, rows=rows, words=4))
 
 
 def yes(shows: bool) -> str:
@@ -67,7 +62,8 @@ def readme(experiment: Experiment) -> str:
     ]
     quoted, result = experiment.quoted(), experiment.result()
     if quoted is not None:
-        parts.append(f"## The paper's values (quoted)\n\n{grid(quoted['rows'], str)}")
+        values = grid(quoted["rows"], "", digits=False)
+        parts.append(f"## The paper's values (quoted)\n\n{values}")
         parts += [quoted["note"]] * bool(quoted["note"])
     if result is not None:
         parts += measured(experiment, result)
@@ -78,22 +74,26 @@ def readme(experiment: Experiment) -> str:
 def measured(experiment: Experiment, result: dict[str, Any]) -> list[str]:
     """Sections about what was measured here."""
     parts = ["## Measured here"]
-    for table in result["tables"]:
-        parts += [table["title"]] * bool(table["title"]) + [grid(table["rows"])]
+    parts += [grid(table["rows"], table["title"]) for table in result["tables"]]
     if result["shows"]:
-        lines = ["| finding | numbers, each to be below the next | here |", "|---|---|---|"]
-        for one in result["shows"]:
-            numbers = " < ".join(shown(number) for number in one["numbers"])
-            lines.append(f"| {one['text']} | {numbers} | {yes(one['shows'])} |")
-        parts.append("\n".join(lines))
+        rows = [
+            (one["text"], " < ".join(map(shown, one["numbers"])), yes(one["shows"]))
+            for one in result["shows"]
+        ]
+        columns = ("finding", "numbers, each to be below the next", "here")
+        parts.append(to_markdown(Table(columns=columns, rows=rows, words=3)))
     if result["expected"]:
-        lines = ["| expected of a repeat | value | tolerance | last run |", "|---|---|---|---|"]
-        for one in result["expected"]:
-            lines.append(
-                f"| {one['row']}, {one['column']} | {shown(one['expected'])} | "
-                f"{one['tolerance']:.0%} | {shown(one['value'])} |"
+        rows = [
+            (
+                f"{one['row']}, {one['column']}",
+                shown(one["expected"]),
+                f"{one['tolerance']:.0%}",
+                shown(one["value"]),
             )
-        parts.append("\n".join(lines))
+            for one in result["expected"]
+        ]
+        columns = ("expected of a repeat", "value", "tolerance", "last run")
+        parts.append(to_markdown(Table(columns=columns, rows=rows)))
     made = result["provenance"]
     runs = ", ".join(f"`{name}`" for name in result["runs"])
     of_runs = f" Runs: {runs} (`experiments/runs.toml`)." * bool(runs)
@@ -104,14 +104,12 @@ def measured(experiment: Experiment, result: dict[str, Any]) -> list[str]:
     return parts
 
 
-def grid(rows: dict[str, dict[str, Any]], show: Callable[[Any], str] | None = None) -> str:
+def grid(rows: dict[str, dict[str, Any]], title: str, *, digits: bool = True) -> str:
     """Rows of named values as a Markdown table; a value that a row lacks is left empty."""
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
-    for name, row in rows.items():
-        cells = [(show or shown)(row[column]) if column in row else "" for column in columns]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    show = shown if digits else str
+    cells = [[name, *(show(row.get(c, "")) for c in columns)] for name, row in rows.items()]
+    return to_markdown(Table(title=title, columns=("", *columns), rows=cells))
 
 
 def shown(value: Any) -> str:
