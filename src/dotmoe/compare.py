@@ -1,20 +1,20 @@
 """Several methods on one model: the same budget, data, seed and measurement, side by side."""
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
 from dotmoe.baselines import METHODS, MethodName
-from dotmoe.config import RunConfig
+from dotmoe.config import FinetuneRunConfig, RunConfig
 from dotmoe.errors import UserError
+from dotmoe.granularity import Granularity
 from dotmoe.pipeline import convert
 from dotmoe.progress import Progress
 from dotmoe.run_folder import RunFolder, provenance, write_json, write_text
-from dotmoe.tables import percent
+from dotmoe.tables import Table, percent, to_markdown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,49 +31,34 @@ class CompareConfig(RunConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """One run of a comparison."""
+class Point:
+    """One conversion of a comparison or of a sweep."""
 
     name: str
-    """Subfolder of the comparison."""
-    method: MethodName
-    training: str
-    """What of it is trained, in words."""
+    """Subfolder of the whole."""
+    value: int | float | str
+    """Of what changes: the method, or what is swept."""
     config: RunConfig
-
-
-def entries(config: CompareConfig) -> list[Entry]:
-    """The runs of a comparison, in the order of its table.
-
-    Raises:
-        UserError: A method named twice, or no text to measure on that all runs share.
-    """
-    if len(set(config.methods)) < len(config.methods):
-        raise UserError("methods names one of them twice. Name each once.")
-    if not config.eval_text:
-        raise UserError(
-            "eval_text names no text. A comparison needs one that no method is trained on, the "
-            "same for all: give --eval-text."
-        )
-    names = [field.name for field in dataclasses.fields(RunConfig)]
-    plain = RunConfig(**{name: getattr(config, name) for name in names})
-    return [entry for method in config.methods for entry in _entries_of(method, plain)]
+    trained: str = ""
+    """What of it is trained, in words."""
+    finetunes: tuple[FinetuneRunConfig, ...] = ()
+    """What is done with the conversion afterwards, the shortest first."""
 
 
 def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     """Make every run that is not finished yet, and write `compare.json` and `compare.md`.
 
     Raises:
-        UserError: As `entries` and `convert`; runs that were finished before are kept.
+        UserError: As `points_of` and `convert`; runs that were finished before are kept.
     """
     rows: list[dict[str, Any]] = []
-    for entry in entries(config):
-        progress.log(f"{entry.name}:")
-        results = convert(entry.config, progress).results
+    for point in points_of(config):
+        progress.log(f"{point.name}:")
+        results = convert(point.config, progress).results
         if not rows:
-            rows.append(_row("dense", "dense", "-", "-", results["dense"], results["dense"]))
-            rows[0] |= {"active_fraction": 1.0, "parameters": results["parameters"]["dense"]}
-        rows.extend(_rows(entry, results))
+            words = {"method": "dense", "router": "-", "trained": "-"}
+            rows.append(dense_row(results) | words | {"shared_fraction": 0.0, "seconds": None})
+        rows.extend(_rows(point, results))
     summary = {
         "origin": "measured",
         "model": config.model,
@@ -85,55 +70,104 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
         "steps": config.baseline.router_steps,
         "provenance": provenance(config.seed),
     }
-    out = Path(config.out)
-    write_json(out / "compare.json", summary)
-    write_text(out / "compare.md", as_markdown(summary))
+    write_summary(config.out, "compare", summary, [table(summary)])
     return summary
 
 
-def as_markdown(summary: dict[str, Any]) -> str:
-    """The table of a comparison, with its protocol below."""
-    header = "| " + " | ".join(COLUMNS) + " |"
-    lines = [header, "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(cells(row)) + " |" for row in summary["rows"]]
-    return "\n".join([*lines, "", f"{', '.join(summary['text'])}: {summary['protocol']}", ""])
-
-
-COLUMNS = (
-    "method",
-    "router",
-    "trained",
-    "perplexity",
-    "nats above dense",
-    "active",
-    "shared",
-    "seconds",
-)
-
-
-def cells(row: dict[str, Any]) -> list[str]:
-    """One row of the table as text, by `COLUMNS`."""
-    seconds = row["seconds"]
-    return [
-        row["method"],
-        row["router"],
-        row["trained"],
-        f"{row['perplexity']:.2f}",
-        f"{row['loss_above_dense']:.3f}",
-        percent(row["active_fraction"]),
-        percent(row["shared_fraction"]),
-        "-" if seconds is None else f"{seconds:.0f}",
+def table(summary: dict[str, Any]) -> Table:
+    """The rows of a comparison."""
+    columns = ("method", "router", "trained", "perplexity", "nats above dense", "active", "shared",
+               "seconds")  # fmt: skip
+    rows = [
+        (
+            row["method"],
+            row["router"],
+            row["trained"],
+            f"{row['perplexity']:.2f}",
+            f"{row['loss_above_dense']:.3f}",
+            percent(row["active_fraction"]),
+            percent(row["shared_fraction"]),
+            None if row["seconds"] is None else f"{row['seconds']:.0f}",
+        )
+        for row in summary["rows"]
     ]
+    return Table(columns=columns, rows=rows, words=3)
 
 
-def _entries_of(method: MethodName, plain: RunConfig) -> Iterator[Entry]:
+def points_of(config: CompareConfig) -> list[Point]:
+    """The runs of a comparison, in the order of its table.
+
+    Raises:
+        UserError: A method named twice, or no text to measure on that all runs share.
+    """
+    if len(set(config.methods)) < len(config.methods):
+        raise UserError("methods names one of them twice. Name each once.")
+    plain = plain_run(config)
+    return [point for method in config.methods for point in _points_of(method, plain)]
+
+
+def plain_run(config: RunConfig) -> RunConfig:
+    """The config of a conversion that the config of a comparison or of a sweep holds.
+
+    Raises:
+        UserError: It names no text to measure on.
+    """
+    if not config.eval_text:
+        raise UserError(
+            "eval_text names no text. Runs are compared on one that none of them is trained on, "
+            "the same for all: give --eval-text."
+        )
+    return RunConfig(**{field.name: getattr(config, field.name) for field in fields(RunConfig)})
+
+
+def dense_row(results: dict[str, Any]) -> dict[str, Any]:
+    """What a run measured of the dense model."""
+    return {
+        "run": "dense",
+        "value": "dense",
+        "active_fraction": 1.0,
+        "parameters": results["parameters"]["dense"],
+        **measured(results["dense"], results["dense"]),
+    }
+
+
+def moe_row(point: Point, results: dict[str, Any]) -> dict[str, Any]:
+    """What a run measured of its export."""
+    split = Granularity(**results["granularity"])
+    folder = RunFolder(Path(point.config.out))
+    return {
+        "run": point.name,
+        "value": point.value,
+        **asdict(split),
+        "active_fraction": split.active_fraction,
+        "shared_fraction": split.shared_size / split.ffn_width,
+        "parameters": results["parameters"]["active"],
+        "steps": results["steps"],
+        "seconds": folder.seconds("calibrate", "align", "extract"),
+        **measured(results["moe"], results["dense"]),
+    }
+
+
+def measured(result: dict[str, Any], dense: dict[str, Any]) -> dict[str, Any]:
+    """A perplexity, and how far it is from the dense model's."""
+    kept = {name: result[name] for name in ("perplexity", "loss", "tokens", "window")}
+    return kept | {"loss_above_dense": result["loss"] - dense["loss"]}
+
+
+def write_summary(out: str, name: str, summary: dict[str, Any], tables: list[Table]) -> None:
+    """Write `NAME.json`, and `NAME.md` with the tables and the protocol below."""
+    protocol = f"{', '.join(summary['text'])}: {summary['protocol']}\n"
+    write_json(Path(out) / f"{name}.json", summary)
+    write_text(Path(out) / f"{name}.md", "\n\n".join([*map(to_markdown, tables), protocol]))
+
+
+def _points_of(method: MethodName, plain: RunConfig) -> Iterator[Point]:
     steps = plain.baseline.router_steps
-    out = Path(plain.out)
 
-    def entry(variant: str, training: str, config: RunConfig) -> Entry:
+    def point(variant: str, trained: str, config: RunConfig) -> Point:
         name = f"{method}-{variant}"
-        config = replace(config, method=method, out=str(out / name))
-        return Entry(name=name, method=method, training=training, config=config)
+        config = replace(config, method=method, out=str(Path(plain.out) / name))
+        return Point(name=name, value=method, trained=trained, config=config)
 
     # What a method does not read must not make it another run.
     options = replace(plain.baseline, router_steps=0)
@@ -142,76 +176,29 @@ def _entries_of(method: MethodName, plain: RunConfig) -> Iterator[Entry]:
         options = replace(options, shared_experts=None)
     if method == "dot_moe":
         free = replace(plain, baseline=options, align=replace(plain.align, steps=0))
-        yield entry("untrained", "nothing", free)
-        for variant, training, learns in (
+        yield point("untrained", "nothing", free)
+        for variant, trained, learns in (
             ("router", "router", False),
             ("trained", "router and experts", True),
         ):
             if steps:
                 align = replace(plain.align, steps=steps, learn_assignment=learns)
-                yield entry(variant, training, replace(free, align=align))
+                yield point(variant, trained, replace(free, align=align))
         return
     for router in ("own", "ridge"):
         baseline = replace(options, split_router=router)
-        yield entry(router, "nothing", replace(plain, baseline=baseline))
+        yield point(router, "nothing", replace(plain, baseline=baseline))
     if steps and not has_shared_expert:
         baseline = replace(options, split_router="ridge", router_steps=steps)
-        yield entry("trained", "router", replace(plain, baseline=baseline))
+        yield point("trained", "router", replace(plain, baseline=baseline))
 
 
-def _rows(entry: Entry, results: dict[str, Any]) -> list[dict[str, Any]]:
+def _rows(point: Point, results: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Rows of a run: what was exported, and what its method's own router would be worth."""
-    dense, options = results["dense"], entry.config.baseline
-    router: str = "ridge" if entry.method == "dot_moe" else options.split_router
+    row = moe_row(point, results) | {"method": point.value, "trained": point.trained}
+    router: str = point.config.baseline.split_router if point.value != "dot_moe" else "ridge"
     exact = results.get("moe_own_router")
+    yield row | {"router": router if exact is None else "linear fit to own"}
     if exact is not None:
-        router = "linear fit to own"
-    common = {
-        "run": entry.name,
-        "active_fraction": _active_fraction(results["granularity"]),
-        "shared_fraction": _shared_fraction(results["granularity"]),
-        "parameters": results["parameters"]["active"],
-        "steps": results["steps"],
-        "seconds": RunFolder(Path(entry.config.out)).seconds("calibrate", "align", "extract"),
-    }
-    rows = [_row(entry.name, entry.method, router, entry.training, results["moe"], dense) | common]
-    if exact is not None:
-        name = "own, not exportable"
-        rows.append(_row(entry.name, entry.method, name, entry.training, exact, dense) | common)
-    return rows
-
-
-def _row(
-    run: str,
-    method: str,
-    router: str,
-    trained: str,
-    result: dict[str, Any],
-    dense: dict[str, Any],
-) -> dict[str, Any]:
-    return {
-        "run": run,
-        "method": method,
-        "router": router,
-        "trained": trained,
-        "perplexity": result["perplexity"],
-        "loss": result["loss"],
-        "loss_above_dense": result["loss"] - dense["loss"],
-        "tokens": result["tokens"],
-        "window": result["window"],
-        "shared_fraction": 0.0,
-        "seconds": None,
-    }
-
-
-def _active_fraction(split: dict[str, int]) -> float:
-    active = split["shared_size"] + split["active_experts"] * split["expert_size"]
-    return active / _width(split)
-
-
-def _shared_fraction(split: dict[str, int]) -> float:
-    return split["shared_size"] / _width(split)
-
-
-def _width(split: dict[str, int]) -> int:
-    return split["shared_size"] + split["num_experts"] * split["expert_size"]
+        own = measured(exact, results["dense"])
+        yield row | own | {"router": "own, not exportable"}

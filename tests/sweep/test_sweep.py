@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from dotmoe.cli import run
 from dotmoe.config import RunConfig
@@ -31,11 +32,21 @@ def own(out, name):
     return json.loads((out / name / "6_evaluate" / "results.json").read_text())
 
 
-def test_granularity_keeps_the_share_and_goes_on(start, tmp_path, capsys):
+def test_granularity_keeps_the_share_and_goes_on(start, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     sweep = [*start, "--active", "0.5", "--steps", "1", "--over-experts"]
     assert run([*sweep, "4"]) == 0
     before = (out / "experts-4" / "manifest.json").read_bytes()
+    loaded = []
+    from_pretrained = AutoModelForCausalLM.from_pretrained
+
+    def counted(folder, *arguments, **options):
+        loaded.append(str(folder))
+        return from_pretrained(folder, *arguments, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", counted)
+    assert run([*sweep, "4"]) == 0
+    assert not loaded
     assert run([*sweep, "4", "12"]) == 0
     assert (out / "experts-4" / "manifest.json").read_bytes() == before
     found = written(out)

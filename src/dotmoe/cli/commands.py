@@ -25,7 +25,7 @@ from dotmoe.progress import Progress
 from dotmoe.quickstart import QuickstartConfig
 from dotmoe.reexport import ReexportConfig
 from dotmoe.run_folder import export_folder
-from dotmoe.tables import Table, to_rich
+from dotmoe.tables import to_rich
 
 __all__ = ["Line", "quiet_libraries"]
 
@@ -107,12 +107,11 @@ def _show_run(made: pipeline.Conversion) -> None:
 
 def compare(line: Line) -> None:
     """`dotmoe compare MODEL OUT`."""
-    from dotmoe.compare import COLUMNS, CompareConfig, cells, compare
+    from dotmoe.compare import CompareConfig, compare, table
 
     config = line.config(CompareConfig)
     summary = compare(config, Progress())
-    rows = [list(cells(row)) for row in summary["rows"]]
-    _show(to_rich(Table(columns=COLUMNS, rows=rows, words=3)))
+    _show(to_rich(table(summary)))
     _show(f"{', '.join(summary['text'])}: {summary['protocol']}")
     _show(f"runs, compare.json, compare.md in {config.out}")
 
@@ -123,7 +122,7 @@ def sweep(line: Line) -> None:
 
     config = line.config(SweepConfig)
     summary = sweep(config, Progress())
-    _show(*(to_rich(Table(columns=made.columns, rows=made.rows)) for made in tables(summary)))
+    _show(*map(to_rich, tables(summary)))
     _show(f"{', '.join(summary['text'])}: {summary['protocol']}")
     _show(f"runs, sweep.json, sweep.md in {config.out}")
 
