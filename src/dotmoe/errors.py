@@ -15,6 +15,12 @@ class UserError(ValueError):
     """Exit status of the command."""
 
 
+class VerificationError(UserError):
+    """An export does not compute what it should; it is kept, and named unverified."""
+
+    exit_code = 3
+
+
 class RankError(UserError):
     """A `UserError` of one rank alone, which prints it; rank zero prints those of all ranks."""
 

@@ -1,0 +1,120 @@
+"""A checkpoint's tensors, read one at a time from its files, exactly as they are stored."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dotmoe.checkpoint.folder import tensor_files
+from dotmoe.errors import UserError, one_line
+from dotmoe.models.dense import DenseModel
+from dotmoe.models.traits import TensorPart
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+"""Floating-point dtypes by their name in a safetensors header."""
+
+EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
+
+class Tensors:
+    """Named tensors of a safetensors checkpoint; nothing is read until it is asked for.
+
+    Every family answers to the names of LLaMA's form, and to its own. A tied matrix answers to both
+    its names, whichever of the two is stored. The tensor read last is kept, so that slices of one
+    matrix taken in a row cost one read.
+    """
+
+    def __init__(
+        self, folder: Path, *, tied: bool, part_of: Callable[[str], TensorPart] = TensorPart
+    ) -> None:
+        """List the tensors of `folder`.
+
+        Raises:
+            UserError: The folder has no safetensors weights, or a file of them is missing.
+        """
+        self.folder = folder
+        self._part_of = part_of
+        self._file_of = tensor_files(folder)
+        self._alias: dict[str, str] = {}
+        if tied:
+            stored = EMBEDDING if EMBEDDING in self._file_of else HEAD
+            self._alias = {EMBEDDING: stored, HEAD: stored}
+        self._last: tuple[str, Tensor] | None = None
+
+    @classmethod
+    def of(cls, dense: DenseModel) -> "Tensors":
+        """The files of a dense model."""
+        config, family = dense.config, dense.family
+        return cls(
+            dense.folder,
+            tied=bool(config.tie_word_embeddings),
+            part_of=lambda name: family.stored(config, name),
+        )
+
+    @property
+    def names(self) -> set[str]:
+        """Names as stored, without aliases."""
+        return set(self._file_of)
+
+    def stored_name(self, name: str) -> str:
+        """Name in the files of the tensor that holds `name`.
+
+        Raises:
+            UserError: The checkpoint lacks it.
+        """
+        part = self._part_of(name).stored
+        stored = self._alias.get(part, part)
+        if stored not in self._file_of:
+            raise UserError(
+                f"{name} is missing from the safetensors files of {self.folder}, but its config "
+                "calls for it. Fetch the checkpoint again."
+            )
+        return stored
+
+    def describe(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype, from the file's header alone."""
+        stored = self.stored_name(name)
+        with safe_open(self._file_of[stored], framework="pt") as file:
+            view = file.get_slice(stored)
+            shape, dtype = tuple(view.get_shape()), view.get_dtype()
+        if dtype not in DTYPES:
+            raise UserError(
+                f"{name} in {self.folder} is stored as {dtype}, but weights must be one of "
+                f"{', '.join(DTYPES)}. Choose a checkpoint that is not quantised."
+            )
+        rows = self._part_of(name).rows
+        if rows is not None:
+            shape = (rows[1] - rows[0], *shape[1:])
+        return shape, DTYPES[dtype]
+
+    def read(self, name: str) -> Tensor:
+        """The tensor on the CPU, in the dtype it is stored in."""
+        whole = self._read_stored(self.stored_name(name))
+        rows = self._part_of(name).rows
+        return whole if rows is None else whole[slice(*rows)]
+
+    def forget(self) -> None:
+        """Let go of the tensor read last."""
+        self._last = None
+
+    def _read_stored(self, stored: str) -> Tensor:
+        if self._last is None or self._last[0] != stored:
+            self._last = None  # free the old tensor before the new one is read
+            try:
+                with safe_open(self._file_of[stored], framework="pt") as file:
+                    self._last = (stored, file.get_tensor(stored))
+            except (OSError, SafetensorError) as error:
+                raise UserError(
+                    f"{self._file_of[stored]} cannot be read ({one_line(error)}). Fetch the "
+                    "checkpoint again."
+                ) from error
+        return self._last[1]
