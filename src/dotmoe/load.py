@@ -1,8 +1,6 @@
 """Stage load: a folder or hub name -> `DenseModel`, frozen, with every weight accounted for."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,20 +12,14 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
-from dotmoe.artifacts import DenseModel
-from dotmoe.checkpoint_folder import (
-    TOKENIZER_FILES,
-    checkpoint_folder,
-    dense_tensor_files,
-    is_local,
-    json_object,
-    one_line,
-)
+from dotmoe.checkpoint.folder import TOKENIZER_FILES, checkpoint_folder, is_local, tensor_files
+from dotmoe.checkpoint.on_disk import quiet_transformers
 from dotmoe.device import resolved_device
 from dotmoe.distributed import mesh, num_ranks, on_every_rank
-from dotmoe.errors import UserError
+from dotmoe.errors import UserError, one_line
+from dotmoe.files import read_json
+from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import FAMILIES, family_of
 from dotmoe.options import HOW
 from dotmoe.parameters import meta_model
@@ -39,7 +31,6 @@ logger = logging.getLogger(__name__)
 __all__ = [
     "LoadConfig",
     "dense_config",
-    "dense_tensor_files",
     "describe_dense",
     "load_dense",
     "resolved_dtype",
@@ -95,7 +86,7 @@ def load_dense(source: str, config: LoadConfig) -> DenseModel:
 def _whole(
     dense: DenseModel, device: torch.device, dtype: torch.dtype | Literal["auto"]
 ) -> DenseModel:
-    with _quiet_transformers():
+    with quiet_transformers():
         model = _load_weights(dense.folder, dense.config, dtype)
     _require_finite(model, dense.folder)
     return replace(dense, model=model.to(device))
@@ -104,7 +95,7 @@ def _whole(
 def _sharded(
     dense: DenseModel, ranks: DeviceMesh, device: torch.device, dtype: torch.dtype
 ) -> DenseModel:
-    with _quiet_transformers():
+    with quiet_transformers():
         model = load_sharded(dense.config, dense.family, dense.folder, ranks, device, dtype)
     _require_finite(model, dense.folder)
     return replace(dense, model=model)
@@ -132,8 +123,8 @@ def describe_dense(source: str) -> DenseModel:
     hf_config, _ = dense_config(source)
     family = family_of(hf_config)
     folder = checkpoint_folder(source)
-    dense_tensor_files(folder)
-    with _quiet_transformers():
+    tensor_files(folder)
+    with quiet_transformers():
         tokenizer = _load_tokenizer(folder)
     model = meta_model(hf_config)
     _require_tokenizer_fits(tokenizer, model, folder)
@@ -157,7 +148,7 @@ def dense_config(source: str) -> tuple[Any, Path]:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{folder} holds no config.json. Name a Hugging Face checkpoint folder.")
-    plain = json_object(path)
+    plain = read_json(path)
     model_type = str(plain.get("model_type", ""))
     if model_type not in FAMILIES:
         family_of(SimpleNamespace(**plain | {"model_type": model_type}))
@@ -184,7 +175,7 @@ def _load_tokenizer(folder: Path) -> Any:
         raise UserError(f"{folder} holds no {' or '.join(TOKENIZER_FILES)}. Copy the tokenizer.")
     for name in present:
         if name.endswith(".json"):
-            json_object(folder / name)
+            read_json(folder / name)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
@@ -225,21 +216,6 @@ def _load_weights(folder: Path, hf_config: Any, dtype: torch.dtype | Literal["au
         logger.warning("%d tensors of %s are not used, such as %s", len(extra), folder, extra[0])
     frozen: nn.Module = model.requires_grad_(False).eval()
     return frozen
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No progress bars and no load report, which `_load_weights` says itself; then as before."""
-    verbosity = transformers_logging.get_verbosity()
-    had_bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if had_bars:
-            transformers_logging.enable_progress_bar()
 
 
 def _require_finite(model: nn.Module, folder: Path) -> None:

@@ -1,84 +1,66 @@
-"""STAGE export: a dense checkpoint and an `ExpertLayout` become a stock MoE checkpoint."""
+"""STAGE export: the files of a dense checkpoint and an `ExpertLayout` become a servable model."""
 
-import difflib
-import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from dotmoe.artifacts import DenseModel
-from dotmoe.errors import UserError
-from dotmoe.export.architecture import (
-    Conversion,
-    OutputArchitecture,
-    granularity_of,
-    require_fit,
+from dotmoe.checkpoint.on_disk import on_disk
+from dotmoe.checkpoint.tensors import Tensors
+from dotmoe.errors import UserError, VerificationError, nearest
+from dotmoe.export import edit
+from dotmoe.export.architectures import (
+    FlexOlmo,
+    Glm4Moe,
+    GraniteMoe,
+    Mixtral,
+    Qwen2Moe,
+    Qwen3Moe,
 )
-from dotmoe.export.dense_tensors import DenseTensors
-from dotmoe.export.edit import require_free_k, set_active_experts
-from dotmoe.export.flex_olmo import FlexOlmo
-from dotmoe.export.glm4_moe import Glm4Moe
-from dotmoe.export.granitemoe import GraniteMoe
-from dotmoe.export.intact import checksums_of, config_sha256, require_intact
-from dotmoe.export.mixtral import Mixtral
-from dotmoe.export.model_card import write_model_card
-from dotmoe.export.qwen2_moe import Qwen2Moe
-from dotmoe.export.qwen3_moe import Qwen3Moe
-from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of
-from dotmoe.export.reference import sample_tokens
-from dotmoe.export.router_scale import router_scales
-from dotmoe.export.routing_limits import RoutingLimits, require_routable
-from dotmoe.export.shard_writer import WrittenShards, write_shards
-from dotmoe.export.staging import require_new, staging
-from dotmoe.export.verify import (
-    VerificationError,
-    VerificationRecord,
-    VerifyConfig,
-    judge,
-    limits_of,
-    verify,
-)
+from dotmoe.export.card import write_model_card
+from dotmoe.export.edit import require_free_k
+from dotmoe.export.format import Conversion, Format, granularity_of
+from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of, require_intact
+from dotmoe.export.routers import routing_notes, routing_problems, scale_routers
+from dotmoe.export.server_limits import limits_met
+from dotmoe.export.transformers_format import TransformersFormat
+from dotmoe.export.verify import Verification, sample_tokens
+from dotmoe.files import complete_folder
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ExpertLayout
+from dotmoe.models.dense import DenseModel
+from dotmoe.options import above, at_least
 
 __all__ = [
-    "OUTPUTS",
+    "FORMATS",
     "ExportConfig",
     "ExportRecord",
+    "Verification",
     "VerificationError",
-    "VerificationRecord",
-    "VerifyConfig",
     "export",
-    "export_dtype",
-    "output_for",
-    "output_named",
+    "format_for",
+    "format_named",
     "require_exportable",
     "require_free_k",
     "require_intact",
     "set_active_experts",
-    "verify",
     "write_model_card",
 ]
 
-OUTPUTS: dict[str, OutputArchitecture] = {
-    "glm4_moe": Glm4Moe(),
-    "mixtral": Mixtral(),
-    "qwen2_moe": Qwen2Moe(),
-    "qwen3_moe": Qwen3Moe(),
-    "granitemoe": GraniteMoe(),
-    "flex_olmo": FlexOlmo(),
+FORMATS: dict[str, TransformersFormat] = {
+    form.name: form
+    for form in (Glm4Moe(), Mixtral(), Qwen2Moe(), Qwen3Moe(), GraniteMoe(), FlexOlmo())
 }
 """In order of preference: the first that can hold a model is its default."""
-
 AUTO = "auto"
-
 UNVERIFIED = "_unverified"
 """Ending of the folder of an export that failed its verification."""
+DISAGREES = 0.9
+"""Share of equal top tokens below which a note says that near-ties change the model's texts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,58 +72,55 @@ class ExportConfig:
     or auto: glm4_moe where it can hold the model, else the family's native twin. From a finished
     run `dotmoe export` also writes gguf, gguf_glm4moe, gguf_llama and gguf_dense."""
     export_dtype: Literal["source", "float32", "bfloat16"] = "source"
-    """Dtype of the written weights. `source` keeps the dense checkpoint's, bit for bit; float16
+    """Dtype of the written weights. `source` keeps that of every dense tensor, bit for bit; float16
     cannot hold the scaled routers and must be given another."""
-    max_shard_gib: float = 4.0
+    max_shard_gib: Annotated[float, above(0)] = 4.0
     """Largest weight file, in GiB, above 0."""
-    scale_tokens: int = 2048
+    scale_tokens: Annotated[int, at_least(1)] = 2048
     """Tokens of text from which the scale of the routers is chosen, at least 1."""
-    verify_tokens: int = 512
+    verify_tokens: Annotated[int, at_least(1)] = 512
     """Tokens of text on which the export is compared with the masked dense model, at least 1."""
 
 
 def explained() -> str:
-    """A line for each format: who runs it, whether k stays free, and what is exact."""
+    """A line for each format: who runs it, and whether k stays free."""
     lines = [
-        f"{name}: runs in {', '.join(output.servers)}; k "
-        f"{'can be edited' if output.active_experts_editable else 'is fixed'}; {output.exactness}."
-        for name, output in OUTPUTS.items()
+        f"{name}: runs in {', '.join(form.servers)}; k "
+        f"{'can be edited' if form.active_experts_editable else 'is fixed'}."
+        for name, form in FORMATS.items()
     ]
     return "\n\n".join(lines)
 
 
-def output_named(name: str) -> OutputArchitecture:
-    """The output architecture of that name.
+def format_named(name: str) -> TransformersFormat:
+    """The format of that name.
 
     Raises:
         UserError: There is none; the nearest name is given.
     """
-    if name not in OUTPUTS:
+    if name not in FORMATS:
         if name.startswith("gguf"):
             raise UserError(
                 f"export format {name} is written from a finished run: convert to a Transformers "
                 f"format first, then dotmoe export RUN OUT --format {name}."
             )
-        near = difflib.get_close_matches(name, OUTPUTS, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
         raise UserError(
             f"export format is {name!r}, which dotmoe cannot write. "
-            f"Formats: {AUTO}, {', '.join(OUTPUTS)}.{hint}"
+            f"Formats: {AUTO}, {', '.join(FORMATS)}.{nearest(name, FORMATS)}"
         )
-    return OUTPUTS[name]
+    return FORMATS[name]
 
 
-def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
-    """Dtype in which weights will be written, from the checkpoint's files; cheap.
-
-    The extract stage rounds routers to it.
+def _stored_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
+    """Dtype of routers and experts, from the checkpoint's files.
 
     Raises:
         UserError: The checkpoint's dtype cannot be kept.
     """
     if config.export_dtype != "source":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.export_dtype]
-    _, stored = DenseTensors.of(dense).describe(dense.family.ffn_tensor(0, "gate"))
+        dtype: torch.dtype = getattr(torch, config.export_dtype)
+        return dtype
+    _, stored = Tensors.of(dense).describe(dense.family.ffn_tensor(0, "gate"))
     if stored not in (torch.float32, torch.bfloat16):
         raise UserError(
             f"The weights in {dense.folder} are {stored}, whose range cannot hold the scaled "
@@ -150,26 +129,19 @@ def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
     return stored
 
 
-def require_exportable(
-    dense: DenseModel, granularity: Granularity, config: ExportConfig
-) -> torch.dtype:
+def require_exportable(dense: DenseModel, granularity: Granularity, config: ExportConfig) -> None:
     """Refuse what export would refuse, before anything is trained; cheap.
-
-    Returns:
-        `export_dtype`.
 
     Raises:
         UserError: Unknown format, or a model, split or dtype that it cannot hold exactly.
     """
-    dtype = export_dtype(dense, config)
-    output_for(dense, granularity, config.format, dtype)
-    return dtype
+    format_for(dense, granularity, config.format, _stored_dtype(dense, config))
 
 
-def output_for(
+def format_for(
     dense: DenseModel, granularity: Granularity, name: str, dtype: torch.dtype
-) -> OutputArchitecture:
-    """The output architecture of that name, or for `auto` the first that can hold the model.
+) -> Format:
+    """The format of that name, or for `auto` the first that can hold the model.
 
     Raises:
         UserError: None can; or that one cannot, and then those that can are named.
@@ -180,16 +152,32 @@ def output_for(
             f"{dense.widths.layers} layers, of which at least one must be split. "
             f"Choose 0 to {dense.widths.layers - 1}."
         )
-    refusals = {each: output.refusal(dense, granularity, dtype) for each, output in OUTPUTS.items()}
+    refusals = {each: form.refusal(dense, granularity, dtype) for each, form in FORMATS.items()}
     able = [each for each, refusal in refusals.items() if refusal is None]
     if name == AUTO and able:
-        return OUTPUTS[able[0]]
-    output = OUTPUTS["glm4_moe"] if name == AUTO else output_named(name)
-    refusal = refusals[output.name]
+        return FORMATS[able[0]]
+    form = FORMATS["glm4_moe"] if name == AUTO else format_named(name)
+    refusal = refusals[form.name]
     if refusal is not None:
         others = f" Formats that can hold it: {', '.join(able)}." if able else ""
         raise UserError(refusal + others)
-    return output
+    return form
+
+
+def require_fit(dense: DenseModel, layout: ExpertLayout) -> None:
+    """Refuse a layout of another model.
+
+    Raises:
+        UserError: Layers, FFN neurons or model width differ.
+    """
+    widths = dense.widths
+    expected = (widths.layers, widths.ffn, widths.model)
+    found = (layout.num_layers, layout.num_neurons, layout.router_LED.shape[2])
+    if expected != found:
+        raise UserError(
+            f"The layout is for {found} layers, FFN neurons and model width, but {dense.source} "
+            f"has {expected}. Use the layout of this model."
+        )
 
 
 def export(
@@ -198,18 +186,24 @@ def export(
     out: Path,
     config: ExportConfig,
     token_ids: Int[Tensor, "B T"],
+    *,
+    source: str | None = None,
+    revision: str | None = None,
 ) -> ExportRecord:
-    """Scale the routers, write the checkpoint, verify it, and only then give it its name.
+    """Scale the routers, write the folder, verify it, and only then give it its name.
 
-    Weights are read from `dense.folder` and written tensor by tensor: writing needs memory for one
-    dense tensor. Verifying needs more, see `verify`.
+    Weights are read from the files of `dense.folder`, whatever `dense.model` holds, and written
+    tensor by tensor: writing needs memory for one dense tensor. Verifying needs more, see `verify`.
 
     Args:
-        dense: The dense model; not changed.
-        layout: Experts, routers and k. Router entries must be exact in the written dtype.
+        dense: The dense model, loaded or only described; it says where to compute.
+        layout: Experts, routers and k. Routers are rounded to the written dtype.
         out: Folder to create; must not exist, or be empty.
         config: See `ExportConfig`.
         token_ids: Real text, to scale the routers and to verify with.
+        source: Name of the dense model that the work began with, where `dense` is what training
+            made of it; None: `dense.source` and its revision.
+        revision: Its commit.
 
     Returns:
         What was done and measured; also written as `dotmoe.json`.
@@ -221,70 +215,88 @@ def export(
         On any other exception nothing is left behind.
     """
     require_fit(dense, layout)
-    dtype = export_dtype(dense, config)
-    output = output_for(dense, granularity_of(layout), config.format, dtype)
-    calibration_BT = sample_tokens(token_ids, config.scale_tokens, output.context(dense))
-    gating = output.gating(granularity_of(layout))
-    scales = router_scales(dense, layout, calibration_BT, gating, dtype)
+    if source is None:
+        source, revision = dense.source, dense.revision
+    dtype = _stored_dtype(dense, config)
+    form = format_for(dense, granularity_of(layout), config.format, dtype)
+    layout = replace(layout, router_LED=layout.router_LED.to(dtype).float())
+    device = dense.device if dense.device.type != "meta" else torch.device("cpu")
+    exact = on_disk(dense, device, torch.float32)
+    sample_BT = sample_tokens(token_ids, config.scale_tokens, form.context(dense))
+    gating = form.gating(granularity_of(layout))
+    routers = scale_routers(exact, layout, sample_BT, gating, dtype, form.exponent)
     conversion = Conversion(
-        dense=dense,
-        tensors=DenseTensors.of(dense),
+        dense=exact,
+        tensors=Tensors.of(dense),
         layout=layout,
-        exponents={
-            layer: scale.exponent for layer, scale in zip(layout.moe_layers, scales, strict=True)
-        },
+        exponents={scale.layer: scale.exponent for scale in routers},
         dtype=dtype,
+        keeps_dtypes=config.export_dtype == "source",
     )
-    require_new(out)
-    unverified = out.with_name(out.name + UNVERIFIED)
-    if (unverified / RECORD_FILE).is_file():  # of an earlier try
-        shutil.rmtree(unverified)
-    verification, problem = None, None
-    with staging(unverified) as folder:
-        shards = _write(conversion, output, folder, config)
+    problems = routing_problems(routers, sample_BT.numel())
+    unverified = _place_for(out)
+    verification = None
+    with complete_folder(unverified) as folder:
+        files = form.write(conversion, folder, config)
         try:
-            limits = VerifyConfig(tokens=config.verify_tokens)
-            verification = verify(dense, layout, folder, token_ids, limits, output)
-            require_routable(layout.moe_layers, scales, calibration_BT.numel(), RoutingLimits())
-            judge(verification, limits_of(output, limits))
+            tokens_BT = sample_tokens(token_ids, config.verify_tokens, form.context(dense))
+            verification, found = form.check(conversion, folder, tokens_BT)
+            problems += found
         except VerificationError as error:
-            problem = str(error)
-        record = replace(
-            record_of(
-                out.name if problem is None else unverified.name,
-                conversion,
-                output,
-                shards,
-                scales,
-                verification,
-                problem,
-            ),
-            checksums=checksums_of(folder),
-            config_sha256=config_sha256(folder, output.active_experts_key),
+            problems.append(str(error))
+        record = record_of(
+            conversion,
+            form,
+            folder,
+            name=unverified.name if problems else out.name,
+            source=source,
+            revision=revision,
+            files=files,
+            routers=routers,
+            verification=verification,
+            problems=problems,
+            notes=[
+                *form.notes(conversion),
+                *routing_notes(routers),
+                *_agreement_notes(verification),
+                *limits_met(form.header(conversion)),
+            ],
         )
         (folder / RECORD_FILE).write_text(record.to_json())
         write_model_card(folder, record)
-    if problem is not None:
-        raise VerificationError(f"{problem} The export is kept, unverified, as {unverified}.")
+    if problems:
+        more = f" ({len(problems)} such figures)" if len(problems) > 1 else ""
+        raise VerificationError(
+            f"{problems[0]}{more} The export is kept, unverified, as {unverified}."
+        )
     if out.exists():
         out.rmdir()
     unverified.rename(out)
     return record
 
 
-def _write(
-    conversion: Conversion, output: OutputArchitecture, folder: Path, config: ExportConfig
-) -> WrittenShards:
-    dense = conversion.dense
-    (folder / "config.json").write_text(json.dumps(output.config(conversion), indent=2) + "\n")
-    dense.tokenizer.save_pretrained(folder)
-    generation = dense.folder / "generation_config.json"
-    if generation.is_file():
-        shutil.copyfile(generation, folder / generation.name)
-    shards = write_shards(
-        output.tensors(conversion),
-        folder,
-        max_shard_bytes=int(config.max_shard_gib * 2**30),
-    )
-    conversion.tensors.forget()
-    return shards
+def _place_for(out: Path) -> Path:
+    """Where an export lies until it is verified; what an earlier try left there is removed."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out} exists already. Remove it, or export to another folder.")
+    unverified = out.with_name(out.name + UNVERIFIED)
+    if (unverified / RECORD_FILE).is_file():
+        shutil.rmtree(unverified)
+    return unverified
+
+
+def _agreement_notes(found: Verification | None) -> list[str]:
+    if found is None or found.own_routes_top1_agreement >= DISAGREES:
+        return []
+    return [
+        f"Where the export and the masked dense model each route for themselves, "
+        f"{found.own_routes_top1_agreement:.0%} of the most likely next tokens are the same: many "
+        "router logits lie at near-ties of the k-th place, and another rounding of the same "
+        "numbers chooses otherwise. Runtimes and number formats will differ from each other alike."
+    ]
+
+
+def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
+    """Change how many experts of an exported folder run; see `edit.set_active_experts`."""
+    form = FORMATS[ExportRecord.load(folder).format]
+    return edit.set_active_experts(folder, active_experts, form)

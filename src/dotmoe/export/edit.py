@@ -1,30 +1,29 @@
-"""k of an exported checkpoint, changed in place."""
+"""k of an exported folder, changed in place."""
 
-import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from dotmoe.checkpoint_folder import json_object
 from dotmoe.errors import UserError
-from dotmoe.export.intact import CONFIG_FILE, require_config
-from dotmoe.export.model_card import card_text
-from dotmoe.export.record import RECORD_FILE, ExportRecord
-from dotmoe.export.staging import DISK_FULL, full_disk
-
-CARD_FILE = "README.md"
+from dotmoe.export.card import CARD_FILE, card_text
+from dotmoe.export.format import Format
+from dotmoe.export.record import CONFIG_FILE, RECORD_FILE, ExportRecord, require_config
+from dotmoe.files import DISK_FULL, full_disk, read_json, write_text
 
 
-def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
+def set_active_experts(folder: Path, active_experts: int, form: Format) -> ExportRecord:
     """Change how many experts of an exported folder run; its weights stay as they are.
 
-    `config.json`, which alone decides what a runtime does, is replaced last and in one step: a
-    process that is killed leaves a model with the old k or one with the new, and the same call
-    finishes what it left. After an error in the course of it all files are the old ones. The
-    card's perplexities, measured with the old k, are left out of the new one.
+    What decides what a runtime does is replaced last and in one step: a process that is killed
+    leaves a model with the old k or one with the new, and the same call finishes what it left.
+    After an error in the course of it all files are the old ones. The card's perplexities, measured
+    with the old k, are left out of the new one.
 
     Args:
-        folder: An export of `dotmoe.export.export`.
+        folder: An export.
         active_experts: k, 1 to E.
+        form: Its format.
 
     Returns:
         The new record.
@@ -36,23 +35,41 @@ def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
     record = ExportRecord.load(folder)
     require_free_k(folder, record, active_experts)
     require_config(folder, record)
-    config = json_object(folder / CONFIG_FILE)
-    if record.active_experts_key not in config:
+    if record.active_experts_key not in read_json(folder / CONFIG_FILE):
         raise UserError(
             f"{folder / CONFIG_FILE} lacks {record.active_experts_key}, where an export of "
             f"{record.format} holds k. Export again."
         )
-    config[record.active_experts_key] = active_experts
     changed = record.with_active_experts(active_experts)
-    _replace_all(
-        folder,
-        {
-            CARD_FILE: card_text(changed),
-            RECORD_FILE: changed.to_json(),
-            CONFIG_FILE: json.dumps(config, indent=2) + "\n",
-        },
-    )
+    with _restored_on_error(folder / CARD_FILE, folder / RECORD_FILE):
+        write_text(folder / CARD_FILE, card_text(changed))
+        write_text(folder / RECORD_FILE, changed.to_json())
+        form.write_active_experts(folder, active_experts)
     return changed
+
+
+@contextmanager
+def _restored_on_error(*paths: Path) -> Iterator[None]:
+    """On an exception files become what they were before, which takes no room on the disk."""
+    old = {path: path.with_name(f".{path.name}.old") for path in paths}
+    for path, kept in old.items():
+        kept.unlink(missing_ok=True)  # left by a process that was killed
+        if path.exists():
+            os.link(path, kept)
+    try:
+        yield
+    except BaseException as error:
+        for path, kept in old.items():
+            if kept.exists():
+                kept.replace(path)
+            else:
+                path.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            raise full_disk(path.parent, error) from error
+        raise
+    finally:
+        for kept in old.values():
+            kept.unlink(missing_ok=True)
 
 
 def require_free_k(folder: Path, record: ExportRecord, active_experts: int) -> None:
@@ -72,44 +89,3 @@ def require_free_k(folder: Path, record: ExportRecord, active_experts: int) -> N
             f"{record.format} are made for it. Export the run again: dotmoe export RUN OUT "
             f"--format {record.format} --active-experts {active_experts}."
         )
-
-
-def _replace_all(folder: Path, texts: dict[str, str]) -> None:
-    """Replace files in the given order; on an exception all of them are as before."""
-    old = {
-        name: (folder / name).read_bytes() if (folder / name).exists() else None for name in texts
-    }
-    replaced: list[str] = []
-    try:
-        for name, text in texts.items():
-            _write(_beside(folder, name), text.encode())
-        for name in texts:
-            os.replace(_beside(folder, name), folder / name)
-            replaced.append(name)
-    except BaseException as error:
-        for name in texts:
-            _beside(folder, name).unlink(missing_ok=True)
-        for name in replaced:
-            _restore(folder, name, old[name])
-        if isinstance(error, OSError) and error.errno in DISK_FULL:
-            raise full_disk(folder, error) from error
-        raise
-
-
-def _restore(folder: Path, name: str, content: bytes | None) -> None:
-    if content is None:
-        (folder / name).unlink()
-        return
-    _write(_beside(folder, name), content)
-    os.replace(_beside(folder, name), folder / name)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _beside(folder: Path, name: str) -> Path:
-    return folder / f".{name}.partial"

@@ -1,32 +1,32 @@
-"""What an export leaves on record, beside the weights."""
+"""What an export leaves on record beside the weights, and whether its files are still as written."""
 
+import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from dotmoe.checksums import FileSum
 from dotmoe.errors import UserError
-from dotmoe.export.architecture import Conversion, OutputArchitecture
-from dotmoe.export.layer_check import LayerCheck
-from dotmoe.export.router_scale import RouterScale
-from dotmoe.export.runtime_routers import RuntimeRouting
-from dotmoe.export.server_limits import limits_met
-from dotmoe.export.shard_writer import WrittenShards
-from dotmoe.export.verify import VerificationRecord
+from dotmoe.export.format import Conversion, Format
+from dotmoe.export.routers import RouterScale, RuntimeRouting
+from dotmoe.export.verify import LayerCheck, Verification
+from dotmoe.files import (
+    Checksum,
+    DamagedError,
+    checksums,
+    damage_in,
+    read_json,
+    read_with_checksum,
+    with_checksum,
+)
 from dotmoe.parameters import count_parameters
-from dotmoe.sealed_json import SEAL, DamagedError, any_object, require_seal, sealed
 
 RECORD_FILE = "dotmoe.json"
 """Where the record lies in an exported folder."""
-
-REMEDY = (
-    "Export again; the export of a run by deleting export and evaluate in its finished/ and "
-    "repeating the command."
-)
-"""What to do about a damaged export."""
-
+CONFIG_FILE = "config.json"
+_REMEDY = "Export the run again: dotmoe export RUN OUT."
 _EDITED = "k was changed after export"
 
 
@@ -37,13 +37,13 @@ class ExportRecord:
     name: str
     """Name of the exported folder."""
     format: str
-    """Output architecture, a key of `OUTPUTS`."""
+    """A key of `FORMATS`."""
     servers: list[str]
     """Software that runs it without further code."""
     exactness: str
     """What is exact and what is not, in a clause."""
     source: str
-    """Dense model: hub name or folder."""
+    """Dense model that the conversion began with: hub name or folder."""
     revision: str | None
     """Commit of a hub model."""
     dotmoe_version: str
@@ -75,19 +75,19 @@ class ExportRecord:
     files: list[str]
     """Weight files."""
     total_bytes: int
-    """Bytes of all tensors, with the architecture's own extras."""
+    """Bytes of all weight files."""
     routers: list[RouterScale]
-    """Scaling of each layer's router."""
-    verification: VerificationRecord | None
+    """Scaling of each split layer's router."""
+    verification: Verification | None
     """None: stock Transformers could not load it."""
-    problem: str | None
-    """Why it failed its verification; None: it did not."""
+    problems: list[str]
+    """Why it failed its verification; none: it did not."""
     notes: list[str]
     """What a user of the model must know."""
-    checksums: dict[str, FileSum] = field(default_factory=dict)
-    """Size and SHA-256 of the files beside it but config and card; none in earlier versions."""
-    config_sha256: str = ""
-    """SHA-256 of what the config says besides k; none in earlier versions."""
+    checksums: dict[str, Checksum]
+    """Size and SHA-256 of the files beside it but config and card."""
+    config_sha256: str
+    """SHA-256 of what the config says besides k."""
 
     @classmethod
     def load(cls, folder: Path) -> "ExportRecord":
@@ -102,18 +102,23 @@ class ExportRecord:
                 f"{folder} holds no {RECORD_FILE}, so it is no export of dotmoe. Name the folder "
                 "of one."
             )
-        values = _whole(path)
         try:
-            verification = values.pop("verification")
-            if verification is not None:
-                layers = [LayerCheck(**layer) for layer in verification.pop("layers")]
-                verification = VerificationRecord(**verification, layers=layers)
-            values["routers"] = [_router_scale(router) for router in values["routers"]]
-            return cls(**values, verification=verification)
+            values = read_with_checksum(path)
+        except DamagedError as error:
+            raise UserError(f"{error}. {_REMEDY}") from error
+        try:
+            check = values["verification"]
+            if check is not None:
+                layers = [LayerCheck(**layer) for layer in check.pop("layers")]
+                values["verification"] = Verification(**check, layers=layers)
+            for router in values["routers"]:
+                router["runtimes"] = [RuntimeRouting(**row) for row in router["runtimes"]]
+            values["routers"] = [RouterScale(**router) for router in values["routers"]]
+            return cls(**values)
         except (KeyError, TypeError) as error:
             raise UserError(
                 f"{path} is no record of a Transformers export by dotmoe {installed_version()} "
-                f"({error}). Export again."
+                f"({error}). {_REMEDY}"
             ) from error
 
     def with_active_experts(self, active_experts: int) -> "ExportRecord":
@@ -142,47 +147,45 @@ class ExportRecord:
             notes=notes,
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """As plain types, for JSON."""
-        return asdict(self)
-
     def to_json(self) -> str:
         """As indented JSON with its own checksum."""
-        return sealed(self.as_dict())
+        return with_checksum(asdict(self))
 
 
-def record_of(
-    name: str,
+def record_of(  # noqa: PLR0913
     conversion: Conversion,
-    output: OutputArchitecture,
-    shards: WrittenShards,
-    scales: Sequence[RouterScale],
-    verification: VerificationRecord | None,
-    problem: str | None = None,
+    form: Format,
+    folder: Path,
+    *,
+    name: str,
+    source: str,
+    revision: str | None,
+    files: Sequence[str],
+    routers: Sequence[RouterScale],
+    verification: Verification | None,
+    problems: Sequence[str],
+    notes: Sequence[str],
 ) -> ExportRecord:
-    """The record of a finished export."""
-    dense, layout = conversion.dense, conversion.layout
-    counts = count_parameters(dense.config, dense.family, conversion.granularity)
+    """The record of a written folder, whose files are read for their checksums."""
+    dense, layout, split = conversion.dense, conversion.layout, conversion.granularity
+    counts = count_parameters(dense.config, dense.family, split)
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != CONFIG_FILE]
     return ExportRecord(
         name=name,
-        format=output.name,
-        servers=list(output.servers),
-        exactness=output.exactness,
-        source=dense.source,
-        revision=dense.revision,
+        format=form.name,
+        servers=list(form.servers),
+        exactness=form.exactness(conversion),
+        source=source,
+        revision=revision,
         dotmoe_version=installed_version(),
         dtype=str(conversion.dtype).removeprefix("torch."),
         num_layers=layout.num_layers,
-        first_dense_layers=layout.first_dense_layers,
         model_width=dense.widths.model,
-        num_experts=layout.num_experts,
-        expert_size=layout.expert_size,
-        shared_size=layout.shared_size,
-        active_experts=layout.active_experts,
+        **asdict(split),
         active_fraction=layout.active_fraction,
         verified_active_experts=layout.active_experts,
-        active_experts_key=output.active_experts_key,
-        active_experts_editable=output.active_experts_editable,
+        active_experts_key=form.active_experts_key,
+        active_experts_editable=form.active_experts_editable,
         parameters={
             "dense": counts.dense_total,
             "stored": counts.stored,
@@ -190,12 +193,14 @@ def record_of(
             "active_with_routers": counts.active_with_routers,
             "active_without_embeddings": counts.active_without_embeddings,
         },
-        files=shards.files,
-        total_bytes=shards.total_bytes,
-        routers=list(scales),
+        files=list(files),
+        total_bytes=sum(spec.num_bytes for spec in form.tensors(conversion)),
+        routers=list(routers),
         verification=verification,
-        problem=problem,
-        notes=[*output.notes(dense, layout), *limits_met(output.config(conversion))],
+        problems=list(problems),
+        notes=list(notes),
+        checksums=checksums(folder, [path.relative_to(folder).as_posix() for path in paths]),
+        config_sha256=_config_sha256(folder, form.active_experts_key),
     )
 
 
@@ -207,17 +212,59 @@ def installed_version() -> str:
         return "source tree"
 
 
-def _whole(path: Path) -> dict[str, Any]:
-    try:
-        values = any_object(path)
-        if SEAL in values or "checksums" in values:  # earlier versions have neither
-            require_seal(path, values)
-    except DamagedError as error:
-        raise UserError(f"{error}. {REMEDY}") from error
-    values.pop(SEAL, None)
-    return values
+# --- intact or not ----------------------------------------------------------------------------
 
 
-def _router_scale(values: dict[str, Any]) -> RouterScale:
-    runtimes = [RuntimeRouting(**routing) for routing in values["runtimes"]]
-    return RouterScale(**{**values, "runtimes": runtimes})
+def require_intact(folder: Path, *, read_weights: bool = True) -> None:
+    """Refuse an exported folder of which a file is not as the export left it.
+
+    A folder without a record passes: it is not ours. The cost is that of SHA-256 over the
+    checkpoint; wrong sizes are found first.
+
+    Args:
+        folder: A checkpoint folder.
+        read_weights: False compares only the size of weight files, for who does not use them.
+
+    Raises:
+        UserError: A file is missing, truncated or altered, or k is not that of the record.
+    """
+    if not (folder / RECORD_FILE).is_file():
+        if folder.name == "5_export":
+            raise UserError(f"{folder / RECORD_FILE} is missing. {_REMEDY}")
+        return
+    record = ExportRecord.load(folder)
+    sums = record.checksums
+    small = {name: each for name, each in sums.items() if not name.endswith(".safetensors")}
+    damage = damage_in(folder, sums, contents=False)
+    damage = damage or damage_in(folder, sums if read_weights else small)
+    if damage is not None:
+        raise UserError(f"{damage}. {_REMEDY}")
+    require_config(folder, record)
+    active_experts = read_json(folder / CONFIG_FILE).get(record.active_experts_key)
+    if active_experts != record.active_experts:
+        raise UserError(
+            f"{folder / CONFIG_FILE} runs {active_experts} experts per token, but {RECORD_FILE} "
+            f"says {record.active_experts}. Set what is right: dotmoe edit {folder} "
+            "--active-experts K."
+        )
+
+
+def require_config(folder: Path, record: ExportRecord) -> None:
+    """Refuse an exported folder whose config is another than the export wrote, but for k.
+
+    Raises:
+        UserError: It is missing, truncated or altered.
+    """
+    if _config_sha256(folder, record.active_experts_key) != record.config_sha256:
+        raise UserError(
+            f"{folder / CONFIG_FILE} has been altered: its SHA-256 without "
+            f"{record.active_experts_key} is not that of what was written. {_REMEDY}"
+        )
+
+
+def _config_sha256(folder: Path, active_experts_key: str) -> str:
+    """SHA-256 of what an exported folder's config says besides k."""
+    config: dict[str, Any] = read_json(folder / CONFIG_FILE)
+    config.pop(active_experts_key, None)
+    text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,221 +1,382 @@
-"""Reload an exported folder with plain Transformers and compare it with the masked dense model."""
+"""An exported folder, reloaded by plain Transformers, beside the masked dense model.
 
-import json
-from dataclasses import dataclass, replace
+Both compute in float32 from weights as they were written. Figures are quantiles over tokens;
+outlier tokens, which every language model has, are counted and left out of those of a block.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Int
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
-from dotmoe.artifacts import DenseModel
-from dotmoe.export.architecture import OutputArchitecture
-from dotmoe.export.dense_tensors import DenseTensors
-from dotmoe.export.layer_check import LayerCheck, LayerReference, checked_run
-from dotmoe.export.reference import (
-    logits_error,
-    logits_of,
-    reference_logits,
-    sample_tokens,
-    top1_agreement,
-)
-from dotmoe.export.stock_loading import exported_on_disk
-from dotmoe.export.verification_error import VerificationError
-from dotmoe.layout import ExpertLayout
+from dotmoe.checkpoint.on_disk import exported_on_disk, on_disk
+from dotmoe.errors import UserError, VerificationError
+from dotmoe.export.format import Conversion
+from dotmoe.export.routers import outliers_in, shortfall
+from dotmoe.files import read_json
+from dotmoe.layout import ALWAYS_ON, ExpertLayout
+from dotmoe.models.dense import DenseModel
+from dotmoe.moe.surgery import masked_by
 
-__all__ = [
-    "VerificationError",
-    "VerificationRecord",
-    "VerifyConfig",
-    "check_folder",
-    "judge",
-    "limits_of",
-    "verify",
-]
+if TYPE_CHECKING:
+    from dotmoe.export.transformers_format import TransformersFormat
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VerifyConfig:
-    """How much text, and what is tolerated."""
-
-    tokens: int = 512
-    """Tokens of real text to compare on, at least 1."""
-    block_error: float | None = None
-    """Float32: largest median relative error of a block; None: the architecture's own limit. At
-    the recommended scale glm4_moe has 3e-4 for random routers, and 1e-3 where an expert of high
-    logit dominates, as in the start from data."""
-    block_tail_ratio: float = 5.0
-    """Largest 99th percentile of the block errors, in those allowed for the median."""
-    misrouted: float = 1e-2
-    """Largest share of misrouted tokens in a layer, beyond that of the unscaled router in the
-    dtype in which the runtimes compute logits, and beyond four standard errors of the sample."""
-    logits_error: float = 5e-3
-    """Float32: largest mean |difference| of logits, in standard deviations of the reference."""
-    top1_agreement: float = 0.99
-    """Float32: smallest share of tokens with the same most likely next token."""
-    dense_error: float = 1e-3
-    """Float32: largest `logits_error` against the dense model at k = E, for up to 4 layers; grows
-    with the root of their number beyond, as every layer adds its own deviation of the gates."""
-    block_ratio: float | None = None
-    """Below float32: largest block error, in those of the masked FFN in the same dtype; None: the
-    architecture's own limit."""
-    logits_ratio: float = 1.5
-    """Below float32: largest logits error, in those of the masked model in the same dtype."""
+CLOSE = 2.0**-8
+"""Logits closer than this share of their standard deviation may fall into one float32 score: at the
+recommended scale a sigmoid resolves 2^-11.3 of it, and its own error is a few times that."""
+FOLDED = 2.0**-8
+"""Relative error of a block whose down projections were rounded to bfloat16 with their factor."""
+WRONG_EXPERT = 0.1
+"""Error of a block's output that only another computation explains."""
+MISROUTED = 5e-2
+"""Largest share of misrouted tokens of a layer, beyond four standard errors of the sample."""
+LOGITS, DENSE_LOGITS = 5e-3, 2e-3
+"""Largest median error of a token's logits for up to 4 layers, at k and at k = E. They grow with
+the root of the number of layers, as every layer adds its own deviation of the gates."""
+DISAGREEMENT = 1e-2
+"""Largest share of tokens with another most likely next token, beyond four standard errors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VerificationRecord:
-    """What was compared and how far apart it was. Errors are against float32 references."""
+class LayerCheck:
+    """One exported block against the binary-gate FFN (eq:moe_output) on identical inputs.
+
+    Outputs are compared for the experts that the block chose; its choice is judged apart.
+    """
+
+    layer: int
+    """Number of the layer in the model."""
+    block_error: float
+    """Median over typical tokens of the relative L2 error of the block's output."""
+    block_error_tail: float
+    """95th percentile of the same."""
+    block_error_99: float
+    """99th percentile of the same: a single wrong expert shows here, not in the median."""
+    misrouted: float
+    """Share of tokens for which an expert left out has a larger exact logit than one chosen."""
+    misrouted_far: float
+    """Share for which it is larger by more than 2^-8 of the logits' standard deviation."""
+    outliers: float
+    """Share of outlier tokens, which the figures above leave out."""
+    outlier_error: float
+    """Largest relative error of the block's output for one of them; 0 where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """What was compared and how far apart it was."""
 
     loaded_class: str
-    dtype: str
     tokens: int
     layers: list[LayerCheck]
     logits_error: float
-    """Mean |difference| from the masked dense model, in standard deviations of its logits, with
-    every token sent where the exported model sent it. Routing itself is judged by layer."""
-    logits_floor: float
-    """The same of the masked dense model run in the exported dtype; 0 for float32."""
+    """Median over tokens of the mean |difference| from the masked dense model, in standard
+    deviations of its logits, with every token sent where the exported model sent it. Routing itself
+    is judged by layer."""
+    logits_error_tail: float
+    """95th percentile of the same."""
     top1_agreement: float
     """Share of tokens with the masked dense model's most likely next token, routes as above."""
-    own_routes_error: float
-    """`logits_error` where both models route for themselves. Not judged: one near-tie that falls
-    the other way changes all later tokens."""
     own_routes_top1_agreement: float
-    """`top1_agreement` where both models route for themselves."""
+    """The same where both models route for themselves. A near-tie that falls the other way changes
+    all later tokens."""
     dense_error: float | None
-    """`logits_error` against the dense model at k = E; None: the architecture's k is not free."""
-    dense_floor: float
-    """The same of the dense model run in the exported dtype; 0 for float32."""
+    """`logits_error` against the dense model at k = E; None: the format's k is not free."""
 
 
 @torch.no_grad()
 def verify(
-    dense: DenseModel,
-    layout: ExpertLayout,
+    form: "TransformersFormat",
+    conversion: Conversion,
     folder: Path,
-    token_ids: Int[Tensor, "B T"],
-    config: VerifyConfig,
-    output: OutputArchitecture,
-) -> VerificationRecord:
+    tokens_BT: Int[Tensor, "B T"],
+) -> tuple[Verification, list[str]]:
     """Check an exported folder block by block, at its own k, and at k = E.
 
-    Weights of the reference come from the dense checkpoint's files; routing and sums are exact.
-    Weights of both models stay on disk, whatever `dense` does with its own. Memory holds one part
-    at a time, whatever the depth: an exported layer, as stored and with its experts stacked, beside
-    one projection of the dense FFN; or a dense layer in float32; or the embedding or head as stored
-    and in float32. Of the text it holds activations and up to seven times the logits. Only models
-    of up to `weights_on_disk.KEPT_BYTES` are held whole.
+    Weights of both models stay on disk. Memory holds one part at a time in float32, whatever the
+    depth: an exported layer with its experts stacked beside one projection of the dense FFN; or a
+    dense layer; or the embedding or head. Of the text it holds activations and up to five times the
+    logits. Only models of up to `on_disk.KEPT_BYTES` are held whole.
 
     Args:
-        dense: The model that was exported; not changed.
-        layout: What was exported.
+        form: The format of the folder.
+        conversion: What was exported.
         folder: The exported folder.
-        token_ids: Real text; cut to `config.tokens` and to the exported context.
-        config: See `VerifyConfig`.
-        output: The architecture of the folder.
-
-    Raises:
-        VerificationError: Transformers cannot load the folder. Figures are left to `judge`.
-        UserError: There is no text, or the model in memory is not the one in its folder.
-    """
-    dtype = check_folder(folder, output)
-    tensors = DenseTensors.of(dense)
-    tokens_BT = sample_tokens(token_ids, config.tokens, output.context(dense)).to(dense.device)
-    model = exported_on_disk(folder, dense.device, dtype)
-    blocks = LayerReference(dense=dense, tensors=tensors, layout=layout, output=output, dtype=dtype)
-    run = checked_run(model, blocks, tokens_BT)
-    at_full_TV = None
-    if output.active_experts_editable:
-        output.set_active_experts(model, layout.with_active_experts(layout.num_experts))
-        at_full_TV = logits_of(model, tokens_BT)
-    loaded_class = f"{type(model).__module__}.{type(model).__qualname__}"
-    reference = reference_logits(dense, tensors, layout, tokens_BT, run.routes, dtype)
-    return VerificationRecord(
-        loaded_class=loaded_class,
-        dtype=str(dtype).removeprefix("torch."),
-        tokens=tokens_BT.numel(),
-        layers=run.layers,
-        logits_error=logits_error(run.logits_TV, reference.same_routes_TV),
-        logits_floor=reference.masked_floor,
-        top1_agreement=top1_agreement(run.logits_TV, reference.same_routes_TV),
-        own_routes_error=logits_error(run.logits_TV, reference.own_routes_TV),
-        own_routes_top1_agreement=top1_agreement(run.logits_TV, reference.own_routes_TV),
-        dense_error=(None if at_full_TV is None else logits_error(at_full_TV, reference.dense_TV)),
-        dense_floor=reference.dense_floor,
-    )
-
-
-def limits_of(output: OutputArchitecture, config: VerifyConfig) -> VerifyConfig:
-    """The same limits with the architecture's own where none is given."""
-    return replace(
-        config,
-        block_error=config.block_error or output.block_error,
-        block_ratio=config.block_ratio or output.block_ratio,
-    )
-
-
-def judge(record: VerificationRecord, config: VerifyConfig) -> None:
-    """Raise on the first figure beyond its limit; none of the limits may be None."""
-    assert config.block_error is not None
-    assert config.block_ratio is not None
-    in_float32 = record.dtype == "float32"
-    for index, layer in enumerate(record.layers):
-        place = f"layer {index}"
-        block = config.block_error if in_float32 else config.block_ratio * layer.block_floor
-        _at_most(layer.misrouted_far, 0.0, f"{place}: share of tokens misrouted by a clear margin")
-        share = config.misrouted + layer.misrouted_floor
-        share += 4 * (share / record.tokens) ** 0.5
-        _at_most(layer.misrouted, share, f"{place}: share of misrouted tokens")
-        _at_most(layer.block_error, block, f"{place}: median relative block error")
-        tail = config.block_tail_ratio * block
-        _at_most(layer.block_error_tail, tail, f"{place}: 99th percentile of the block error")
-    logits = config.logits_error
-    at_full = config.dense_error * max(1.0, len(record.layers) / 4) ** 0.5
-    if in_float32:
-        disagreement = 1 - config.top1_agreement
-        # Four standard errors of the sample, as for misrouted tokens.
-        disagreement += 4 * (disagreement / record.tokens) ** 0.5
-        _at_most(1 - record.top1_agreement, disagreement, "top-1 disagreement")
-    else:
-        # The slack is the float32 limit: gates are as far from 1 here as there.
-        logits += config.logits_ratio * record.logits_floor
-        at_full += config.logits_ratio * record.dense_floor
-    _at_most(record.logits_error, logits, "mean logit error")
-    if record.dense_error is not None:
-        _at_most(record.dense_error, at_full, "mean logit error at k = E against the dense model")
-
-
-def check_folder(folder: Path, output: OutputArchitecture) -> torch.dtype:
-    """Check what needs no model: config keys, k and E, and no tensor without elements.
+        tokens_BT: Real text, rows no longer than the context.
 
     Returns:
-        The dtype that the config states.
+        All figures, and a sentence for each that is beyond its limit.
+
+    Raises:
+        VerificationError: The folder is not what was to be written, or Transformers cannot load it.
     """
-    config = json.loads((folder / "config.json").read_text())
-    missing = [key for key in output.required_keys if key not in config]
-    if missing:
-        raise VerificationError(f"config.json in {folder} lacks {missing[0]}. Export again.")
-    experts, active = config[output.experts_key], config[output.active_experts_key]
-    if not 1 <= active <= experts:
-        raise VerificationError(
-            f"{output.active_experts_key} is {active} in {folder}/config.json, but there are "
-            f"{experts} experts. Choose 1 to {experts}."
-        )
+    _require_as_written(form, conversion, folder)
+    dense, layout = conversion.dense, conversion.layout
+    exported = exported_on_disk(folder, dense.device, torch.float32)
+    layers, routes, logits_TV = _checked_run(form, exported, conversion, tokens_BT)
+    at_full_TV = None
+    if form.active_experts_editable:
+        form.run_active_experts(exported, layout.moe_layers, layout.num_experts)
+        at_full_TV = logits_of(exported, tokens_BT)
+    loaded_class = f"{type(exported).__module__}.{type(exported).__qualname__}"
+    del exported
+    rounded_to = None if conversion.keeps_dtypes else conversion.dtype
+    exact = on_disk(dense, dense.device, torch.float32, rounded_to=rounded_to)
+    with routed(exact, layout, routes):
+        same_routes_TV = logits_of(exact.model, tokens_BT)
+    with masked_by(exact, layout):
+        own_routes_TV = logits_of(exact.model, tokens_BT)
+    error_T = logits_error(logits_TV, same_routes_TV)
+    found = Verification(
+        loaded_class=loaded_class,
+        tokens=tokens_BT.numel(),
+        layers=layers,
+        logits_error=float(error_T.median()),
+        logits_error_tail=float(error_T.quantile(0.95)),
+        top1_agreement=top1_agreement(logits_TV, same_routes_TV),
+        own_routes_top1_agreement=top1_agreement(logits_TV, own_routes_TV),
+        dense_error=(
+            None
+            if at_full_TV is None
+            else float(logits_error(at_full_TV, logits_of(exact.model, tokens_BT)).median())
+        ),
+    )
+    is_folded = conversion.dtype != torch.float32 and form.name != "glm4_moe"
+    return found, problems(found, form.block_error, FOLDED if is_folded else 0.0)
+
+
+def problems(found: Verification, block_error: float, rounding: float) -> list[str]:
+    """A sentence for each figure beyond its limit.
+
+    Args:
+        found: What was measured.
+        block_error: The format's own limit for a block in float32.
+        rounding: Error that rounding of folded weights adds.
+    """
+    grows = max(1.0, len(found.layers) / 4) ** 0.5
+    block = block_error + rounding
+    logits = (LOGITS + rounding) * grows
+    figures: list[tuple[str, float, float]] = []
+    for each in found.layers:
+        place = f"layer {each.layer}"
+        figures += [
+            (f"{place}: share misrouted by a clear margin", each.misrouted_far, 0.0),
+            (
+                f"{place}: share of misrouted tokens",
+                each.misrouted,
+                _share(MISROUTED, found.tokens),
+            ),
+            (f"{place}: median relative block error", each.block_error, block),
+            (f"{place}: 95th percentile of the block error", each.block_error_tail, 5 * block),
+            (f"{place}: 99th percentile of the block error", each.block_error_99, WRONG_EXPERT),
+        ]
+    disagreement = _share(DISAGREEMENT + rounding * grows, found.tokens)
+    figures += [
+        ("top-1 disagreement", 1 - found.top1_agreement, disagreement),
+        ("median logit error", found.logits_error, logits),
+        ("95th percentile of the logit error", found.logits_error_tail, 5 * logits),
+    ]
+    if found.dense_error is not None:
+        at_full = (DENSE_LOGITS + rounding) * grows
+        what = "median logit error at k = E against the dense model"
+        figures.append((what, found.dense_error, at_full))
+    return [
+        f"The exported model differs from the masked dense model: {what} is {value:.3g}, "
+        f"limit {limit:.3g}."
+        for what, value, limit in figures
+        if not value <= limit  # so that NaN fails too
+    ]
+
+
+def _share(expected: float, tokens: int) -> float:
+    """A share of a sample of tokens, with four standard errors."""
+    return expected + 4 * float((expected / tokens) ** 0.5)
+
+
+def _require_as_written(form: "TransformersFormat", conversion: Conversion, folder: Path) -> None:
+    """Check what needs no model: config.json, and that no tensor is without elements."""
+    if read_json(folder / "config.json") != form.header(conversion):
+        raise VerificationError(f"config.json in {folder} is not what was written. Export again.")
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 if 0 in file.get_slice(name).get_shape():
                     raise VerificationError(f"{name} in {path} has no elements. Export again.")
-    return cast(torch.dtype, getattr(torch, config["dtype"]))
 
 
-def _at_most(value: float, limit: float, what: str) -> None:
-    # Written so that NaN fails too.
-    if not value <= limit:
-        raise VerificationError(
-            f"The exported model differs from the masked dense model: {what} is {value:.3g}, "
-            f"limit {limit:.3g}. Report this as a defect of dotmoe."
+def _checked_run(
+    form: "TransformersFormat",
+    model: nn.Module,
+    conversion: Conversion,
+    tokens_BT: Int[Tensor, "B T"],
+) -> tuple[list[LayerCheck], dict[int, Tensor], Tensor]:
+    """Run an exported model once: a check of every block, the experts they chose, and logits."""
+    layers, routes = [], {}
+
+    def watch(layer: int, block: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        def compare(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+            x_TD = arguments[0].reshape(-1, arguments[0].shape[-1])
+            chosen_TK = form.chosen_experts(module, x_TD)
+            layers.append(_check(form, conversion, layer, chosen_TK, x_TD, output.view_as(x_TD)))
+            routes[layer] = chosen_TK.cpu()
+
+        return block.register_forward_hook(compare)
+
+    blocks = form.blocks(model)
+    hooks = [watch(layer, blocks[layer]) for layer in conversion.layout.moe_layers]
+    try:
+        logits_TV = logits_of(model, tokens_BT)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return layers, routes, logits_TV
+
+
+def _check(
+    form: "TransformersFormat",
+    conversion: Conversion,
+    layer: int,
+    chosen_TK: Tensor,
+    x_TD: Tensor,
+    actual_TD: Tensor,
+) -> LayerCheck:
+    layout = conversion.layout
+    logits_TE = x_TD.double() @ layout.router_LED[layer].to(x_TD.device).double().T
+    outliers_T = outliers_in(logits_TE)
+    short_T = shortfall(logits_TE, chosen_TK)[~outliers_T]
+    mask_TN = neuron_mask(chosen_TK, layout, layer)
+    if not form.block_has_shared:
+        mask_TN[:, layout.shared_neurons(layer).to(mask_TN.device)] = False
+    exact_TD = binary_gate_ffn(x_TD, mask_TN, _weights(conversion, layer, x_TD))
+    error_T = relative_error(actual_TD, exact_TD)
+    typical_T, others_T = error_T[~outliers_T], error_T[outliers_T]
+    close = CLOSE * float(logits_TE[~outliers_T].std())
+    return LayerCheck(
+        layer=layer,
+        block_error=float(typical_T.median()),
+        block_error_tail=float(typical_T.quantile(0.95)),
+        block_error_99=float(typical_T.quantile(0.99)),
+        misrouted=float((short_T > 0).double().mean()),
+        misrouted_far=float((short_T > close).double().mean()),
+        outliers=float(outliers_T.double().mean()),
+        outlier_error=float(others_T.max()) if len(others_T) else 0.0,
+    )
+
+
+def _weights(conversion: Conversion, layer: int, like: Tensor) -> Iterator[Tensor]:
+    """Gate, up and down of a dense layer as exported; each is read when it is taken."""
+    for projection in ("gate", "up", "down"):
+        weight = conversion.tensors.read(conversion.dense.family.ffn_tensor(layer, projection))
+        rounded = weight if conversion.keeps_dtypes else weight.to(conversion.dtype)
+        yield rounded.to(like.device, like.dtype)
+    conversion.tensors.forget()
+
+
+def binary_gate_ffn(
+    x_TD: Float[Tensor, "T D"], mask_TN: Bool[Tensor, "T N"], weights: Iterator[Tensor]
+) -> Float[Tensor, "T D"]:
+    """(SiLU(x W_gate) * (x W_up) * mask) W_down.
+
+    Args:
+        x_TD: Inputs.
+        mask_TN: Which neurons run.
+        weights: Gate [N, D], up [N, D] and down [D, N]; each is taken when it is needed.
+    """
+    hidden_TN = F.silu(F.linear(x_TD, next(weights)))
+    hidden_TN = hidden_TN * F.linear(x_TD, next(weights))
+    return F.linear(hidden_TN * mask_TN, next(weights))
+
+
+def neuron_mask(
+    chosen_TK: Int[Tensor, "T K"], layout: ExpertLayout, layer: int
+) -> Bool[Tensor, "T N"]:
+    """Which neurons of a layer run for each token: R M^T as true and false (eq:moe_output).
+
+    A last column of R stands for the neurons that are always on.
+    """
+    shape = (len(chosen_TK), layout.num_experts + 1)
+    runs_TE = torch.zeros(shape, dtype=torch.bool, device=chosen_TK.device)
+    runs_TE.scatter_(1, chosen_TK, True)
+    runs_TE[:, ALWAYS_ON] = True
+    return runs_TE[:, layout.expert_of_neuron_LN[layer].to(chosen_TK.device)]
+
+
+@contextmanager
+def routed(
+    dense: DenseModel, layout: ExpertLayout, routes: Mapping[int, Int[Tensor, "T K"]]
+) -> Iterator[None]:
+    """Inside, `dense.model` runs the experts that `routes` names for each token; nothing is routed.
+
+    Where two logits are as good as equal, two exact implementations may choose differently, and a
+    single other choice changes every later token. With the routes given, all the rest of two models
+    can be compared closely.
+    """
+
+    def masks_hidden(layer: int) -> Any:
+        def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> Tensor:
+            mask_TN = neuron_mask(routes[layer].to(arguments[0].device), layout, layer)
+            return arguments[0] * mask_TN.view_as(arguments[0])
+
+        return hook
+
+    layers = dense.family.layers(dense.model)
+    hooks = [
+        dense.family.ffn(layers[index]).down.register_forward_pre_hook(masks_hidden(index))
+        for index in routes
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def logits_of(model: Any, tokens_BT: Int[Tensor, "B T"]) -> Float[Tensor, "T V"]:
+    """Logits of all tokens, row after row, float32 on the CPU."""
+    device = next(model.parameters()).device
+    logits: Tensor = model(input_ids=tokens_BT.to(device), use_cache=False).logits
+    return logits.flatten(0, 1).float().cpu()
+
+
+def logits_error(
+    logits_TV: Float[Tensor, "T V"], reference_TV: Float[Tensor, "T V"]
+) -> Float[Tensor, " T"]:
+    """Mean |difference| of each token, in standard deviations of the reference logits."""
+    return (logits_TV - reference_TV).abs().mean(dim=1) / reference_TV.std()
+
+
+def top1_agreement(logits_TV: Float[Tensor, "T V"], reference_TV: Float[Tensor, "T V"]) -> float:
+    """Share of tokens with the same most likely next token."""
+    return float((logits_TV.argmax(dim=1) == reference_TV.argmax(dim=1)).double().mean())
+
+
+def relative_error(
+    actual_TD: Float[Tensor, "T D"], exact_TD: Float[Tensor, "T D"]
+) -> Float[Tensor, " T"]:
+    """|actual - exact| / |exact| of each token."""
+    difference_T = (actual_TD.float() - exact_TD).norm(dim=1)
+    size_T = exact_TD.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+    error_T: Tensor = difference_T / size_T
+    return error_T
+
+
+def sample_tokens(tokens_BT: Int[Tensor, "B T"], limit: int, context: int) -> Tensor:
+    """At most `limit` tokens, in rows no longer than the context.
+
+    Raises:
+        UserError: There are no tokens, or `limit` is below 1.
+    """
+    if limit < 1 or tokens_BT.numel() == 0:
+        raise UserError(
+            f"{min(limit, tokens_BT.numel())} tokens are left for verification, but an export is "
+            "never written unverified. Give text, and at least 1 token."
         )
+    length = min(tokens_BT.shape[1], context, limit)
+    return tokens_BT[: max(1, limit // length), :length]

@@ -3,9 +3,15 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+from huggingface_hub import ModelCardData
 
 from dotmoe.export.record import ExportRecord
+from dotmoe.export.verify import Verification
+from dotmoe.tables import Table, figure, percent, to_markdown
+
+CARD_FILE = "README.md"
+_FOLDER = "path/to/this/folder"
 
 Row = Mapping[str, str | int | float]
 
@@ -18,43 +24,18 @@ def write_model_card(folder: Path, record: ExportRecord, results: Sequence[Row] 
         record: What was exported.
         results: Rows of a table, all with the same columns; none: no table.
     """
-    (folder / "README.md").write_text(card_text(record, results), encoding="utf-8")
+    (folder / CARD_FILE).write_text(card_text(record, results), encoding="utf-8")
 
 
 def card_text(record: ExportRecord, results: Sequence[Row] = ()) -> str:
     """The content of `README.md`; arguments as for `write_model_card`."""
-    sections = [
-        front_matter(record),
-        _introduction(record),
-        _sizes(record),
-        _usage(record),
-        _verification(record),
-        _routing(record),
-    ]
+    sections = [_front_matter(record), _introduction(record), _sizes(record), _usage(record)]
+    sections += [_verification(record), _routing(record)]
     if results:
         sections.append("## Results\n\n" + markdown_table(results))
     if record.notes:
         sections.append("## Notes\n\n" + "\n".join(f"- {note}" for note in record.notes))
     return "\n\n".join(sections) + "\n"
-
-
-def front_matter(record: ExportRecord) -> str:
-    """YAML head of the card. A JSON string is a YAML string, so quoting is JSON's.
-
-    `base_model` must be a hub name; it is left out for a local folder.
-    """
-    lines = ["---"]
-    if record.revision is not None:
-        lines.append(f"base_model: {json.dumps(record.source)}")
-        lines.append("base_model_relation: finetune")
-    lines += [
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "tags:",
-        *(f"- {tag}" for tag in ("dotmoe", "mixture-of-experts", "moe", record.format)),
-        "---",
-    ]
-    return "\n".join(lines)
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
@@ -63,20 +44,28 @@ def markdown_table(rows: Sequence[Row]) -> str:
     Example:
         >>> print(markdown_table([{"k": 4, "perplexity": 12.3456}]))
         | k | perplexity |
-        |---|---|
+        | --- | ---: |
         | 4 | 12.35 |
     """
-    columns = list(rows[0])
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(_cell(row[name]) for name in columns) + " |" for row in rows]
-    return "\n".join(lines)
+    cells = [[_cell(value) for value in row.values()] for row in rows]
+    return to_markdown(Table(columns=list(rows[0]), rows=cells))
 
 
 def _cell(value: str | int | float) -> str:
-    if isinstance(value, int):
-        return f"{value:,}"
-    text = f"{value:.4g}" if isinstance(value, float) else value
-    return text.replace("|", "\\|").replace("\n", " ")
+    text = f"{value:,}" if isinstance(value, int) else figure(value)
+    return text.replace("\n", " ")
+
+
+def _front_matter(record: ExportRecord) -> str:
+    """YAML head of the card. `base_model` must be a hub name, so a local folder is left out."""
+    data = ModelCardData(
+        base_model=record.source if record.revision is not None else None,
+        base_model_relation="finetune" if record.revision is not None else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["dotmoe", "mixture-of-experts", "moe", record.format],
+    )
+    return f"---\n{data.to_yaml()}\n---"
 
 
 def _introduction(record: ExportRecord) -> str:
@@ -95,7 +84,7 @@ def _introduction(record: ExportRecord) -> str:
 
 
 def _sizes(record: ExportRecord) -> str:
-    rows: list[dict[str, str | int | float]] = [
+    rows = [
         {"parameters": name.replace("_", " "), "count": count}
         for name, count in record.parameters.items()
     ]
@@ -110,74 +99,57 @@ def _sizes(record: ExportRecord) -> str:
 
 
 def _usage(record: ExportRecord) -> str:
-    name = record.name
+    folder = json.dumps(_FOLDER)
     text = (
         "## Use\n\n"
         f"An ordinary `{record.format}` checkpoint; no code besides the runtime's is needed.\n\n"
         "```python\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f"model = AutoModelForCausalLM.from_pretrained({json.dumps(name)})\n"
-        f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)})\n"
+        f"model = AutoModelForCausalLM.from_pretrained({folder})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({folder})\n"
         "```"
     )
     if "vLLM" in record.servers:
-        text += f"\n\n```\nvllm serve {name}\n```"
+        text += f"\n\n```\nvllm serve {_FOLDER} --dtype {record.dtype}\n```"
     if record.active_experts_editable:
         text += (
             f"\n\nAny number of experts from 1 to {record.num_experts} may run, and "
             f"{record.num_experts} give back the dense model. "
-            f"`dotmoe edit {name} --active-experts K` changes it for every runtime, with this card "
-            f"and `dotmoe.json`. For one model in memory, give `from_pretrained` the keyword "
+            f"`dotmoe edit {_FOLDER} --active-experts K` changes it for every runtime, with this "
+            "card and `dotmoe.json`. For one model in memory, give `from_pretrained` the keyword "
             f"`{record.active_experts_key}=K`."
         )
     return text
 
 
 def _verification(record: ExportRecord) -> str:
+    warning = "".join(f"**Unverified.** {problem}\n\n" for problem in record.problems)
     check = record.verification
-    warning = f"**Unverified: {record.problem}**\n\n" if record.problem else ""
     if check is None:
         return f"## Verification\n\n{warning}".rstrip()
-    layers = check.layers
-    rows: list[dict[str, Any]] = [
-        {
-            "comparison": "worst median relative error of a block",
-            "value": max(layer.block_error for layer in layers),
-        },
-        {
-            "comparison": "worst share of misrouted tokens in a layer",
-            "value": max(layer.misrouted for layer in layers),
-        },
-        {
-            "comparison": "mean logit error against the masked dense model",
-            "value": check.logits_error,
-        },
-        {"comparison": "share of tokens with the same top token", "value": check.top1_agreement},
-        {
-            "comparison": "the same where each model routes for itself",
-            "value": check.own_routes_top1_agreement,
-        },
-    ]
-    if check.dense_error is not None:
-        rows.append(
-            {
-                "comparison": "mean logit error against the dense model, all experts on",
-                "value": check.dense_error,
-            }
-        )
-    if check.dtype != "float32":
-        rows.append(
-            {
-                "comparison": f"mean logit error of the masked dense model itself in {check.dtype}",
-                "value": check.logits_floor,
-            }
-        )
     return (
         f"## Verification\n\n{warning}"
-        f"Reloaded as `{check.loaded_class}` and compared on {check.tokens} tokens with float32 "
-        f"references at k = {record.verified_active_experts}; logit errors are in standard "
-        "deviations of the logits.\n\n" + markdown_table(rows)
+        f"Reloaded as `{check.loaded_class}` and compared in float32 on {check.tokens} tokens at "
+        f"k = {record.verified_active_experts}; logit errors are medians over tokens, in standard "
+        "deviations of the logits.\n\n" + markdown_table(_compared(check))
     )
+
+
+def _compared(check: Verification) -> list[Row]:
+    layers = check.layers
+    values = {
+        "worst median relative error of a block": max(layer.block_error for layer in layers),
+        "worst 95th percentile of it": max(layer.block_error_tail for layer in layers),
+        "largest for an outlier token": max(layer.outlier_error for layer in layers),
+        "largest share of outlier tokens": max(layer.outliers for layer in layers),
+        "worst share of misrouted tokens in a layer": max(layer.misrouted for layer in layers),
+        "logit error against the masked dense model": check.logits_error,
+        "share of tokens with the same top token": check.top1_agreement,
+        "the same where each model routes for itself": check.own_routes_top1_agreement,
+        "logit error against the dense model, all experts on": check.dense_error,
+    }
+    rows = values.items()
+    return [{"comparison": name, "value": value} for name, value in rows if value is not None]
 
 
 def _routing(record: ExportRecord) -> str:
@@ -185,21 +157,17 @@ def _routing(record: ExportRecord) -> str:
     rows = [
         {
             "router as in": groups[0].runtime,
-            "misrouted tokens": f"{max(each.misrouted for each in groups):.2%}",
-            "tied by rounding": f"{max(each.tied for each in groups):.2%}",
+            "misrouted tokens": percent(max(each.misrouted for each in groups)),
+            "tied by rounding": percent(max(each.tied for each in groups)),
             "gate deviation (95 % of tokens)": max(each.gate_deviation for each in groups),
             "of the worst token": max(each.largest_gate_deviation for each in groups),
-            "mean gain error": max((each.gain_error for each in groups), key=abs),
+            "common factor, less 1": max((each.gain_error for each in groups), key=abs),
         }
         for groups in zip(*(router.runtimes for router in record.routers), strict=True)
     ]
-    misrouted = max(router.expected_misrouted for router in record.routers)
-    deviation = max(router.expected_gate_deviation for router in record.routers)
     return (
         "## Routing in other runtimes\n\n"
         "Routers are written as 2^-p W_r, so that the weights of the chosen experts are all but "
-        "equal. What runtimes make of that was emulated on calibration text; figures are those of "
-        f"the worst layer. By the rule for p, {misrouted:.2%} misrouted tokens in the weakest "
-        f"runtime and a typical gate deviation of {deviation:.1g} were to be expected.\n\n"
-        + markdown_table(rows)
+        "equal. What runtimes make of that was imitated on calibration text; figures are those of "
+        "the worst layer.\n\n" + markdown_table(rows)
     )

@@ -1,18 +1,15 @@
 """The tensors of an export, each described before it is made."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from dotmoe.artifacts import DenseModel
+from dotmoe.checkpoint.tensors import EMBEDDING, HEAD, NORM
 from dotmoe.errors import UserError
-from dotmoe.export.architecture import Conversion, TensorSpec
-from dotmoe.export.dense_tensors import EMBEDDING, HEAD
-from dotmoe.export.router_scale import scaled_router
-
-NORM = "model.norm.weight"
+from dotmoe.export.format import STORED, Conversion, TensorSpec
+from dotmoe.models.dense import DenseModel
 
 PROJECTIONS = ("gate", "up", "down")
 
@@ -35,13 +32,13 @@ def carried_names(dense: DenseModel, layer: int) -> list[str]:
 
 
 def carried(conversion: Conversion, name: str) -> TensorSpec:
-    """A tensor that keeps its name and content."""
+    """A dense tensor that keeps its name and content."""
     shape, _ = conversion.tensors.describe(name)
     return TensorSpec(
         name=name,
         shape=shape,
-        dtype=conversion.dtype,
-        make=lambda: conversion.tensors.read(name).to(conversion.dtype),
+        stored=STORED[conversion.dtype_of(name)],
+        make=lambda: conversion.tensors.read(name),
     )
 
 
@@ -52,15 +49,14 @@ def dense_ffn(conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
 
 
 def router(conversion: Conversion, layer: int, name: str) -> TensorSpec:
-    """Router rows times 2^-p, [E, D]."""
-    rows_ED = scaled_router(
-        conversion.layout.router_LED[layer],
-        conversion.exponents[layer],
-        conversion.dtype,
-        layer=layer,
-    )
+    """Router rows times 2^-p, [E, D]; exact, since the layout's rows are so in the dtype."""
+    scale = 2.0 ** -conversion.exponents[layer]
+    rows_ED = conversion.layout.router_LED[layer].cpu().double() * scale
     return TensorSpec(
-        name=name, shape=tuple(rows_ED.shape), dtype=conversion.dtype, make=lambda: rows_ED
+        name=name,
+        shape=tuple(rows_ED.shape),
+        stored=STORED[conversion.dtype],
+        make=lambda: rows_ED,
     )
 
 
@@ -88,43 +84,58 @@ def neurons(
     source = conversion.dense.family.ffn_tensor(layer, projection)
     shape, _ = conversion.tensors.describe(source)
     axis = 1 if projection == "down" else 0
+    missing = 0 if size is None else size - len(neurons_S)
     sizes = list(shape)
-    sizes[axis] = len(neurons_S) if size is None else size
-    make = partial(_slice, conversion, source, axis, neurons_S.cpu(), factor, sizes[axis])
-    return TensorSpec(name=name, shape=tuple(sizes), dtype=conversion.dtype, make=make)
+    sizes[axis] = len(neurons_S) + missing
+
+    def make() -> Tensor:
+        part = conversion.tensors.read(source).index_select(axis, neurons_S.cpu())
+        if factor != 1.0:
+            part = part.double() * factor
+        return pad(part, (0, missing) if axis else (0, 0, 0, missing)) if missing else part
+
+    stored = STORED[conversion.dtype_of(source)]
+    return TensorSpec(name=name, shape=tuple(sizes), stored=stored, make=make)
 
 
 def experts(
     conversion: Conversion, layer: int, name_of: Callable[[int, str], str], *, factor: float
 ) -> Iterator[TensorSpec]:
     """The projections of each expert as tensors of their own; down times `factor`."""
-    neurons_ES = conversion.layout.neurons_of_expert(layer).cpu()
+    neurons_ES = conversion.layout.neurons_of_expert(layer)
     # Projection outside, expert inside: the slices of one dense matrix follow each other.
     for projection in PROJECTIONS:
         for expert, neurons_S in enumerate(neurons_ES):
-            yield neurons(
-                conversion,
-                layer,
-                projection,
-                neurons_S,
-                name_of(expert, projection),
-                factor=factor if projection == "down" else 1.0,
-            )
+            name = name_of(expert, projection)
+            times = factor if projection == "down" else 1.0
+            yield neurons(conversion, layer, projection, neurons_S, name, factor=times)
 
 
-def zeros(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> TensorSpec:
-    """Zeros."""
-    return constant(name, shape, dtype, 0.0)
+def stacked_experts(
+    conversion: Conversion, layer: int, projection: str, neurons_ES: Tensor, *, factor: float = 1.0
+) -> TensorSpec:
+    """One projection of all experts as one tensor: [E, S, D], or [E, D, S] for down."""
+    num_experts, size = neurons_ES.shape
+    flat = neurons(conversion, layer, projection, neurons_ES.flatten(), "", factor=factor)
+    width = conversion.dense.widths.model
+
+    def make() -> Tensor:
+        if projection == "down":
+            return flat.make().view(width, num_experts, size).transpose(0, 1)
+        return flat.make().view(num_experts, size, width)
+
+    shape = (num_experts, width, size) if projection == "down" else (num_experts, size, width)
+    return TensorSpec(name="", shape=shape, stored=flat.stored, make=make)
 
 
 def constant(name: str, shape: tuple[int, ...], dtype: torch.dtype, value: float) -> TensorSpec:
     """One value throughout."""
     return TensorSpec(
-        name=name, shape=shape, dtype=dtype, make=lambda: torch.full(shape, value, dtype=dtype)
+        name=name, shape=shape, stored=STORED[dtype], make=lambda: torch.full(shape, value)
     )
 
 
-def require_no_strangers(conversion: Conversion, format_name: str) -> None:
+def require_no_others(conversion: Conversion, format_name: str) -> None:
     """Refuse a checkpoint with weights that would be left behind.
 
     Raises:
@@ -132,29 +143,17 @@ def require_no_strangers(conversion: Conversion, format_name: str) -> None:
     """
     dense, tensors = conversion.dense, conversion.tensors
     known = {EMBEDDING, NORM, HEAD}
-    for layer in range(conversion.layout.num_layers):
+    for layer in range(dense.widths.layers):
         known.update(carried_names(dense, layer))
         known.update(dense.family.ffn_tensor(layer, name) for name in PROJECTIONS)
     reached = {tensors.stored_name(name) for name in known} | {EMBEDDING, HEAD}
-    strangers = sorted(
+    others = sorted(
         name
         for name in tensors.names - reached
         if not name.endswith("rotary_emb.inv_freq")  # old checkpoints store this constant
     )
-    if strangers:
+    if others:
         raise UserError(
-            f"{strangers[0]} is stored in {tensors.folder}, but {format_name} has no place "
-            f"for it ({len(strangers)} such tensors). Choose a plain checkpoint of its family."
+            f"{others[0]} is stored in {tensors.folder}, but {format_name} has no place "
+            f"for it ({len(others)} such tensors). Choose a plain checkpoint of its family."
         )
-
-
-def _slice(
-    conversion: Conversion, source: str, axis: int, neurons_S: Tensor, factor: float, size: int
-) -> Tensor:
-    part = conversion.tensors.read(source).index_select(axis, neurons_S)
-    if factor != 1.0:
-        part = (part.double() * factor).to(conversion.dtype)
-    missing = size - len(neurons_S)
-    if missing:
-        part = torch.nn.functional.pad(part, (0, missing) if axis else (0, 0, 0, missing))
-    return part.to(conversion.dtype)
