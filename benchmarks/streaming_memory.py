@@ -24,10 +24,10 @@ import torch
 import tyro
 from transformers import LlamaConfig
 
+from dotmoe.checkpoint.on_disk import on_disk
 from dotmoe.export import ExportConfig, export
-from dotmoe.export.architecture import TensorSpec
-from dotmoe.export.shard_writer import write_shards
-from dotmoe.export.weights_on_disk import on_disk
+from dotmoe.export.format import TensorSpec
+from dotmoe.export.safetensors_file import write_checkpoint
 from dotmoe.load import describe_dense
 from dotmoe.parameters import meta_model
 from dotmoe.run_folder import provenance, write_json
@@ -69,7 +69,7 @@ def main() -> None:
     for depth in settings.depths:
         with tempfile.TemporaryDirectory() as scratch:
             shape = replace(settings.shape, layers=depth)
-            model_bytes = write_checkpoint(shape, Path(scratch), settings.max_shard_gib)
+            model_bytes = write_dense(shape, Path(scratch), settings.max_shard_gib)
             figures = in_new_process(settings, depth, scratch)
         bound = {"libraries": figures["libraries_bytes"]} | bound_of(shape, settings.tokens)
         models.append(
@@ -125,7 +125,7 @@ def bound_of(shape: Shape, tokens: int) -> dict[str, int]:
     }
 
 
-def write_checkpoint(shape: Shape, folder: Path, max_shard_gib: float) -> int:
+def write_dense(shape: Shape, folder: Path, max_shard_gib: float) -> int:
     """Write a random dense model tensor by tensor, and a tiny one; bytes of the large one."""
     tiny = Shape(width=64, ffn_width=512, layers=1, heads=4, kv_heads=4)
     write_random_dense(tiny, folder / "tiny", torch.bfloat16, SEED)
@@ -151,13 +151,13 @@ def write_checkpoint(shape: Shape, folder: Path, max_shard_gib: float) -> int:
         TensorSpec(
             name=name,
             shape=tuple(parameter.shape),
-            dtype=torch.bfloat16,
+            stored="BF16",
             make=lambda size=parameter.shape: random_weight(size, generator),
         )
         for name, parameter in meta_model(config).named_parameters()
     ]
-    shards = write_shards(specs, dense, max_shard_bytes=int(max_shard_gib * 2**30))
-    return shards.total_bytes
+    write_checkpoint(specs, dense, int(max_shard_gib * 2**30))
+    return sum(spec.num_bytes for spec in specs)
 
 
 def random_weight(size: torch.Size, generator: torch.Generator) -> torch.Tensor:

@@ -24,6 +24,7 @@ from dotmoe.baselines import (
     state_of,
 )
 from dotmoe.calibrate import calibrate
+from dotmoe.checkpoint.on_disk import on_disk
 from dotmoe.checkpoint_folder import checkpoint_folder, fingerprint
 from dotmoe.config import AnyRunConfig, FinetuneRunConfig, RunConfig
 from dotmoe.data import DataConfig
@@ -43,15 +44,14 @@ from dotmoe.evaluate.perplexity import perplexity
 from dotmoe.export import (
     ExportConfig,
     ExportRecord,
-    VerificationRecord,
+    Verification,
     export,
     export_dtype,
     require_exportable,
     require_intact,
     write_model_card,
 )
-from dotmoe.export.architecture import granularity_of as granularity_of_layout
-from dotmoe.export.weights_on_disk import on_disk
+from dotmoe.export.format import granularity_of as granularity_of_layout
 from dotmoe.extract import extract
 from dotmoe.files import read_json, write_json
 from dotmoe.finetune import LAYOUT, MODEL, divides_training, require_peft
@@ -177,7 +177,7 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             return run.conversion()
         model = str(run.folder.stage("finetune") / MODEL)
         record = run.export(
-            lambda: _for_one_rank(model, config, dense), layout, config.export, text
+            lambda: _for_one_rank(model, config, dense), layout, config.export, text, dense
         )
         steps = steps_to_take(config.finetune, text.training.num_blocks)
 
@@ -261,8 +261,9 @@ class _Run:
         layout: ExpertLayout,
         config: ExportConfig,
         text: Text,
+        origin: DenseModel | None = None,
     ) -> ExportRecord:
-        """The checkpoint, verified."""
+        """The checkpoint, verified; `origin` as for `dotmoe.export.export`."""
 
         def load(at: Path) -> ExportRecord:
             require_intact(at)
@@ -270,7 +271,7 @@ class _Run:
 
         def make(at: Path) -> ExportRecord:
             self.progress.log("export and verify")
-            return export(dense(), layout, at, config, text.heldout.tokens_BT)
+            return export(dense(), layout, at, config, text.heldout.tokens_BT, origin=origin)
 
         return self.stage("export", load, make)
 
@@ -606,7 +607,7 @@ def _log_fewer_steps(run: _Run, steps: int, asked: int, max_epochs: float) -> No
         )
 
 
-def _verification(record: VerificationRecord | None) -> dict[str, Any]:
+def _verification(record: Verification | None) -> dict[str, Any]:
     """The export's verification in a few numbers: the worst layer, and the whole model."""
     assert record is not None
     return {

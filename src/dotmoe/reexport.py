@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import Positional
 
-from dotmoe.artifacts import DenseModel
+from dotmoe.checkpoint.on_disk import on_disk
 from dotmoe.data import TokenBlocks
 from dotmoe.device import resolved_device
-from dotmoe.export import ExportConfig, ExportRecord, export, export_dtype
-from dotmoe.export.weights_on_disk import on_disk
-from dotmoe.finished_run import finished_run
+from dotmoe.errors import UserError
+from dotmoe.export import ExportConfig, ExportRecord, export
+from dotmoe.finished_run import FinishedRun, finished_run
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, describe_dense, resolved_dtype
+from dotmoe.models.dense import DenseModel
 from dotmoe.options import check
 
 if TYPE_CHECKING:
@@ -67,10 +68,17 @@ def reexport(config: ReexportConfig) -> "ExportRecord | GgufRecord":
         layout = layout.with_active_experts(config.active_experts)
     if config.export.format in GGUF_FORMATS:
         return _as_gguf(config, dense, layout, heldout)
-    # As the extract stage does: router entries must be exact in the dtype that is written.
-    dtype = export_dtype(dense, config.export)
-    layout = replace(layout, router_LED=layout.router_LED.to(dtype).float())
-    return export(dense, layout, Path(config.out), config.export, heldout.tokens_BT)
+    origin = _origin(run, described) if run.is_finetuned else None
+    out = Path(config.out)
+    return export(dense, layout, out, config.export, heldout.tokens_BT, origin=origin)
+
+
+def _origin(run: FinishedRun, finetuned: DenseModel) -> DenseModel:
+    """The dense model that a finetuned run began with; its files need not be there any more."""
+    try:
+        return describe_dense(run.model)
+    except UserError:
+        return replace(finetuned, source=run.model, revision=None)
 
 
 def _as_gguf(

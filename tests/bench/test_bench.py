@@ -30,7 +30,7 @@ from dotmoe.bench.runners import (
 from dotmoe.bench.sources import sources
 from dotmoe.bench.work import Work, causal_keys, expected_experts
 from dotmoe.errors import UserError
-from dotmoe.export import OUTPUTS, ExportConfig, export
+from dotmoe.export import FORMATS, ExportConfig, export
 from dotmoe.tables import to_markdown
 from dotmoe.worker import Worker
 
@@ -312,7 +312,7 @@ def test_a_tied_head_is_read_whole_and_once(tiny_dense):
 
 
 def test_distinct_experts_are_counted_at_the_router(pair):
-    model, output = loaded(pair / "glm4_moe"), OUTPUTS["glm4_moe"]
+    model, output = loaded(pair / "glm4_moe"), FORMATS["glm4_moe"]
     blocks, inputs = output.blocks(model), []
     for block in blocks:
         block.register_forward_pre_hook(lambda module, args: inputs.append(args[0].flatten(0, 1)))

@@ -6,10 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dotmoe.errors import UserError
+from dotmoe.errors import UserError, VerificationError
 from dotmoe.evaluate.scoring import row_nats, stock_nats
 from dotmoe.export import ExportConfig, export
-from dotmoe.export.verify import VerificationError
 from dotmoe.gguf_export import (
     GGUF_OUTPUTS,
     GgufConfig,

@@ -7,9 +7,8 @@ import torch
 from gguf import GGUFReader, quants
 from safetensors.torch import load_file
 
-from dotmoe.errors import UserError
-from dotmoe.export.architecture import granularity_of
-from dotmoe.export.verify import VerificationError
+from dotmoe.errors import UserError, VerificationError
+from dotmoe.export.format import granularity_of
 from dotmoe.gguf_export import (
     GgufConfig,
     GgufRecord,

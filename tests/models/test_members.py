@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Mis
 
 from dotmoe.align import AlignConfig, Alignment
 from dotmoe.calibrate import CalibrateConfig, calibrate, contributions
+from dotmoe.checkpoint.tensors import EMBEDDING, HEAD, NORM, Tensors
 from dotmoe.data import TokenBlocks
 from dotmoe.export import ExportConfig, export
-from dotmoe.export.dense_tensors import EMBEDDING, HEAD, DenseTensors
-from dotmoe.export.tensor_specs import NORM, PROJECTIONS, carried_names
+from dotmoe.export.tensors import PROJECTIONS, carried_names
 from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.inspection import stored_dtype
 from dotmoe.layout import ExpertLayout
@@ -202,7 +202,7 @@ def test_the_window_is_on_every_layer(family, load, tokens_BT):
 def test_the_names_in_llamas_form_reach_every_stored_row_once(case, load):
     dense = load(case)
     stored = load_file(dense.folder / "model.safetensors")
-    tensors = DenseTensors.of(dense)
+    tensors = Tensors.of(dense)
     names = [EMBEDDING, NORM] + [HEAD] * (not dense.config.tie_word_embeddings)
     for layer in range(dense.widths.layers):
         names += carried_names(dense, layer)
@@ -221,7 +221,7 @@ def test_the_names_in_llamas_form_reach_every_stored_row_once(case, load):
 @every_case
 def test_a_family_answers_to_its_own_names_too(case, load):
     dense = load(case)
-    tensors = DenseTensors.of(dense)
+    tensors = Tensors.of(dense)
     for name, parameter in dense.model.named_parameters():
         assert torch.equal(tensors.read(name), parameter)
 
@@ -230,7 +230,7 @@ def test_a_family_answers_to_its_own_names_too(case, load):
 def test_phi3_in_llamas_form_is_the_same_model(config, load, tokens_BT):
     fused = load(("phi3", config))
     assert type(fused.model).__module__ == "transformers.models.phi3.modeling_phi3"
-    tensors, sizes = DenseTensors.of(fused), fused.config.to_dict()
+    tensors, sizes = Tensors.of(fused), fused.config.to_dict()
     stock = MistralForCausalLM(MistralConfig(**{key: sizes[key] for key in KEYS_OF_PHI3})).eval()
     stock.load_state_dict({name: tensors.read(name) for name in stock.state_dict()})
     split = replace(fused, model=stock, family=FAMILIES["mistral"])

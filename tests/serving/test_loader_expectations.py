@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from dotmoe.export import OUTPUTS, ExportConfig, export
+from dotmoe.export import FORMATS, ExportConfig, export
 from dotmoe.export.server_limits import limits_met as told_limits
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
@@ -75,7 +75,7 @@ VARIANTS = {
     "flex_olmo": ("flex_olmo", "olmo2", {}, {}, set()),
     "flex_olmo of biases": ("flex_olmo", "olmo2", {"attention_bias": True}, {}, set()),
 }  # fmt: skip
-PLAIN = [name for name in VARIANTS if name in OUTPUTS] + ["granitemoe, shared expert"]
+PLAIN = [name for name in VARIANTS if name in FORMATS] + ["granitemoe, shared expert"]
 
 
 def random_layout(dense, *, shared=0, dense_layers=0, size=8):
@@ -198,7 +198,7 @@ def all_limits():
 
 def test_every_format_is_held_against_the_table():
     formats = {variant[0] for variant in VARIANTS.values()}
-    assert formats == {name for name in OUTPUTS if not name.startswith("gguf")}
+    assert formats == {name for name in FORMATS if not name.startswith("gguf")}
     assert formats <= set(VARIANTS), "each format needs a plain variant"
 
 

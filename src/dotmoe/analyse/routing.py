@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dotmoe.artifacts import DenseModel
 from dotmoe.calibrate import contributions
-from dotmoe.export.router_scale import at_routers
+from dotmoe.export.routers import at_routers
 from dotmoe.layout import ExpertLayout
 from dotmoe.moe.router import router_logits
 from dotmoe.progress import Update, no_update

@@ -66,7 +66,7 @@ def on_disk(
                 f"{name} has shape {shape} in {tensors.folder}, but its config.json asks for "
                 f"{tuple(parameter.shape)}. Mend the config."
             )
-    known: set[str] = set()
+    known: set[tuple[str, str]] = set()
 
     def read(part: str, names: Iterable[str]) -> dict[str, Tensor]:
         weights = {}

@@ -1,15 +1,14 @@
 """What another k does to the quality of an export: one checkpoint, loaded once, at several k."""
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from dotmoe.errors import UserError
 from dotmoe.evaluate.config import EvaluateConfig, TextConfig
 from dotmoe.evaluate.models import dense_of, gguf_file, loaded, model_folder
 from dotmoe.evaluate.perplexity import Perplexity, packed_text, perplexity
 from dotmoe.evaluate.scoring import stock_nats
-from dotmoe.export import OUTPUTS, ExportRecord, output_named, require_free_k
-from dotmoe.export.stock_moe import StockMoe
+from dotmoe.export import FORMATS, ExportRecord, format_named, require_free_k
 from dotmoe.load import LoadConfig
 from dotmoe.progress import Progress, Update, no_update
 
@@ -52,7 +51,7 @@ def active_experts_curve(
     """
     record = ExportRecord.load(folder)
     if not record.active_experts_editable:
-        free = [name for name, output in OUTPUTS.items() if output.active_experts_editable]
+        free = [name for name, output in FORMATS.items() if output.active_experts_editable]
         raise UserError(
             f"{folder} is a {record.format}, whose k is fixed at {record.active_experts}, so it "
             f"has no curve. Export the run as {' or '.join(free)}."
@@ -65,7 +64,7 @@ def active_experts_curve(
     stock = loaded(folder, load)
     text = packed_text(config, stock.tokenizer)
     window = config.window_in(stock.context)
-    output = cast(StockMoe, output_named(record.format))
+    output = format_named(record.format)
     layers = range(record.first_dense_layers, record.num_layers)
     results: dict[int, Perplexity] = {}
     for index, active in enumerate(ks):

@@ -14,7 +14,7 @@ from dotmoe.evaluate.config import EvaluateConfig
 from dotmoe.evaluate.models import StockModel, dense_of, loaded, model_folder, named_folders
 from dotmoe.evaluate.perplexity import packed_text
 from dotmoe.evaluate.scoring import chunks, hidden_states, logits
-from dotmoe.export import ExportRecord, output_named
+from dotmoe.export import ExportRecord, format_named
 from dotmoe.export.record import RECORD_FILE
 from dotmoe.models.family import family_of
 from dotmoe.progress import Progress, Update, no_update
@@ -197,7 +197,7 @@ def _ffns(
     """Pairs of FFNs by layer, or why there are none."""
     if record is None:
         return {}, "the model is no export of dotmoe, so that its FFNs are not known"
-    output = output_named(record.format)
+    output = format_named(record.format)
     if record.shared_size and not output.block_has_shared:
         return {}, f"{record.format} keeps its shared expert outside of the MoE block"
     layers = family_of(dense.model.config).layers(dense.model)

@@ -42,6 +42,7 @@ __all__ = [
     "Verification",
     "VerificationError",
     "export",
+    "export_dtype",
     "format_for",
     "format_named",
     "require_exportable",
@@ -111,7 +112,7 @@ def format_named(name: str) -> TransformersFormat:
     return FORMATS[name]
 
 
-def _stored_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
+def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
     """Dtype of routers and experts, from the checkpoint's files.
 
     Raises:
@@ -129,13 +130,20 @@ def _stored_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
     return stored
 
 
-def require_exportable(dense: DenseModel, granularity: Granularity, config: ExportConfig) -> None:
+def require_exportable(
+    dense: DenseModel, granularity: Granularity, config: ExportConfig
+) -> torch.dtype:
     """Refuse what export would refuse, before anything is trained; cheap.
+
+    Returns:
+        `export_dtype`.
 
     Raises:
         UserError: Unknown format, or a model, split or dtype that it cannot hold exactly.
     """
-    format_for(dense, granularity, config.format, _stored_dtype(dense, config))
+    dtype = export_dtype(dense, config)
+    format_for(dense, granularity, config.format, dtype)
+    return dtype
 
 
 def format_for(
@@ -187,8 +195,7 @@ def export(
     config: ExportConfig,
     token_ids: Int[Tensor, "B T"],
     *,
-    source: str | None = None,
-    revision: str | None = None,
+    origin: DenseModel | None = None,
 ) -> ExportRecord:
     """Scale the routers, write the folder, verify it, and only then give it its name.
 
@@ -201,9 +208,8 @@ def export(
         out: Folder to create; must not exist, or be empty.
         config: See `ExportConfig`.
         token_ids: Real text, to scale the routers and to verify with.
-        source: Name of the dense model that the work began with, where `dense` is what training
-            made of it; None: `dense.source` and its revision.
-        revision: Its commit.
+        origin: The dense model that the work began with, where `dense` is what training made of
+            it; None: `dense`.
 
     Returns:
         What was done and measured; also written as `dotmoe.json`.
@@ -215,9 +221,7 @@ def export(
         On any other exception nothing is left behind.
     """
     require_fit(dense, layout)
-    if source is None:
-        source, revision = dense.source, dense.revision
-    dtype = _stored_dtype(dense, config)
+    dtype = export_dtype(dense, config)
     form = format_for(dense, granularity_of(layout), config.format, dtype)
     layout = replace(layout, router_LED=layout.router_LED.to(dtype).float())
     device = dense.device if dense.device.type != "meta" else torch.device("cpu")
@@ -249,8 +253,7 @@ def export(
             form,
             folder,
             name=unverified.name if problems else out.name,
-            source=source,
-            revision=revision,
+            origin=origin or dense,
             files=files,
             routers=routers,
             verification=verification,

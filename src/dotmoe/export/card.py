@@ -154,7 +154,7 @@ def _compared(check: Verification) -> list[Row]:
 
 def _routing(record: ExportRecord) -> str:
     """The worst layer of each runtime."""
-    rows = [
+    rows: list[Row] = [
         {
             "router as in": groups[0].runtime,
             "misrouted tokens": percent(max(each.misrouted for each in groups)),

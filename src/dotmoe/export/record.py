@@ -1,4 +1,4 @@
-"""What an export leaves on record beside the weights, and whether its files are still as written."""
+"""What an export leaves on record beside the weights, and whether its files are as written."""
 
 import hashlib
 import json
@@ -21,6 +21,7 @@ from dotmoe.files import (
     read_with_checksum,
     with_checksum,
 )
+from dotmoe.models.dense import DenseModel
 from dotmoe.parameters import count_parameters
 
 RECORD_FILE = "dotmoe.json"
@@ -152,14 +153,13 @@ class ExportRecord:
         return with_checksum(asdict(self))
 
 
-def record_of(  # noqa: PLR0913
+def record_of(
     conversion: Conversion,
     form: Format,
     folder: Path,
     *,
     name: str,
-    source: str,
-    revision: str | None,
+    origin: DenseModel,
     files: Sequence[str],
     routers: Sequence[RouterScale],
     verification: Verification | None,
@@ -175,8 +175,8 @@ def record_of(  # noqa: PLR0913
         format=form.name,
         servers=list(form.servers),
         exactness=form.exactness(conversion),
-        source=source,
-        revision=revision,
+        source=origin.source,
+        revision=origin.revision,
         dotmoe_version=installed_version(),
         dtype=str(conversion.dtype).removeprefix("torch."),
         num_layers=layout.num_layers,

@@ -74,6 +74,8 @@ class Verification:
     """What was compared and how far apart it was."""
 
     loaded_class: str
+    dtype: str
+    """Of the written weights; both models compute in float32."""
     tokens: int
     layers: list[LayerCheck]
     logits_error: float
@@ -136,6 +138,7 @@ def verify(
     error_T = logits_error(logits_TV, same_routes_TV)
     found = Verification(
         loaded_class=loaded_class,
+        dtype=str(conversion.dtype).removeprefix("torch."),
         tokens=tokens_BT.numel(),
         layers=layers,
         logits_error=float(error_T.median()),

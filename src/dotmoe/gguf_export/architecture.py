@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.export.architecture import Conversion
+from dotmoe.export.format import Conversion
 from dotmoe.gguf_export.decoder import DecoderForm, Metadata
 from dotmoe.gguf_export.tensor_plan import GgufTensor
 from dotmoe.granularity import Granularity

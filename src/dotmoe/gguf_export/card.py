@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from dotmoe.export.model_card import Row, markdown_table
+from dotmoe.export.card import Row, markdown_table
 from dotmoe.gguf_export.record import GgufRecord
 
 

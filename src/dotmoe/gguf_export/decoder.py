@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.export.decoder_config import exported_context
-from dotmoe.export.dense_tensors import EMBEDDING, HEAD, DenseTensors
-from dotmoe.export.tensor_specs import NORM, carried_names
+from dotmoe.checkpoint.tensors import EMBEDDING, HEAD, NORM, Tensors
+from dotmoe.export.format import exported_context
+from dotmoe.export.tensors import carried_names
 from dotmoe.gguf_export.rope import (
     FACTORS,
     frequency_factors,
@@ -104,7 +104,7 @@ def decoder_metadata(dense: DenseModel, form: DecoderForm) -> Metadata:
     }
 
 
-def outer_tensors(dense: DenseModel, tensors: DenseTensors, form: DecoderForm) -> list[GgufTensor]:
+def outer_tensors(dense: DenseModel, tensors: Tensors, form: DecoderForm) -> list[GgufTensor]:
     """Embedding, final norm, head, and frequency factors where the model has them.
 
     A tied head is left out: llama.cpp then takes the embedding, and stores the matrix once.
@@ -123,7 +123,7 @@ def outer_tensors(dense: DenseModel, tensors: DenseTensors, form: DecoderForm) -
 
 
 def layer_tensors(
-    dense: DenseModel, tensors: DenseTensors, form: DecoderForm, layer: int
+    dense: DenseModel, tensors: Tensors, form: DecoderForm, layer: int
 ) -> Iterator[GgufTensor]:
     """Norms and attention of one layer."""
     for source in carried_names(dense, layer):

@@ -6,9 +6,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from dotmoe.artifacts import DenseModel
+from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.errors import UserError
-from dotmoe.export.dense_tensors import DenseTensors
-from dotmoe.export.staging import staging
+from dotmoe.files import complete_folder
 from dotmoe.gguf_export.config import GgufConfig
 from dotmoe.gguf_export.decoder import (
     DecoderForm,
@@ -47,13 +47,13 @@ def write_dense_gguf(
     reason = decoder_refusal(dense, form, NAME)
     if reason is not None:
         raise UserError(reason)
-    tensors = DenseTensors.of(dense)
+    tensors = Tensors.of(dense)
     plan = outer_tensors(dense, tensors, form)
     for layer in range(dense.widths.layers):
         plan += layer_tensors(dense, tensors, form, layer)
         plan += dense_ffn_tensors(dense, tensors, layer)
     keys = {**decoder_metadata(dense, form), "feed_forward_length": dense.widths.ffn}
-    with staging(out) as folder:
+    with complete_folder(out) as folder:
         written = write_and_read_back(folder, dense, None, form, keys, plan, config)
         return put_on_record(
             written,

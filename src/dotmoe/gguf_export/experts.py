@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.export.architecture import Conversion
-from dotmoe.export.dense_tensors import DenseTensors
-from dotmoe.export.tensor_specs import PROJECTIONS
+from dotmoe.checkpoint.tensors import Tensors
+from dotmoe.export.format import Conversion
+from dotmoe.export.tensors import PROJECTIONS
 from dotmoe.gguf_export.tensor_plan import GgufTensor, carried, down, gate_or_up
 from dotmoe.granularity import Granularity
 from dotmoe.llama_cpp import most_active_experts_of
@@ -60,7 +60,7 @@ def expert_tensors(conversion: Conversion, layer: int) -> Iterator[GgufTensor]:
         )
 
 
-def dense_ffn_tensors(dense: DenseModel, tensors: DenseTensors, layer: int) -> Iterator[GgufTensor]:
+def dense_ffn_tensors(dense: DenseModel, tensors: Tensors, layer: int) -> Iterator[GgufTensor]:
     """The FFN of a layer that is not split."""
     for projection in PROJECTIONS:
         source = dense.family.ffn_tensor(layer, projection)

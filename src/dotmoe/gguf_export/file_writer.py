@@ -9,7 +9,7 @@ import numpy as np
 from gguf import GGUFValueType, GGUFWriter
 
 from dotmoe.errors import UserError
-from dotmoe.export.staging import DISK_FULL, full_disk, require_free
+from dotmoe.files import DISK_FULL, full_disk, require_free
 from dotmoe.gguf_export.tensor_plan import GgufTensor
 from dotmoe.gguf_export.weight_types import FILE_TYPES, WeightType, encode
 

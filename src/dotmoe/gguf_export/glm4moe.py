@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.export.architecture import Conversion
-from dotmoe.export.router_scale import scaled_router
-from dotmoe.export.tensor_specs import PROJECTIONS
+from dotmoe.export.format import Conversion
+from dotmoe.export.tensors import PROJECTIONS
 from dotmoe.gguf_export.decoder import DecoderForm, Metadata, decoder_refusal
 from dotmoe.gguf_export.experts import expert_tensors, experts_refusal
 from dotmoe.gguf_export.tensor_plan import GgufTensor, down, gate_or_up, whole
@@ -71,9 +70,7 @@ class GgufGlm4Moe:
     def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[GgufTensor]:
         """See `GgufArchitecture.moe_tensors`."""
         layout = conversion.layout
-        router_ED = scaled_router(
-            layout.router_LED[layer], conversion.exponents[layer], torch.float32, layer=layer
-        )
+        router_ED = layout.router_LED[layer].cpu() * 2.0 ** -conversion.exponents[layer]
         yield whole(f"blk.{layer}.ffn_gate_inp.weight", router_ED)
         yield whole(f"blk.{layer}.exp_probs_b.bias", torch.zeros(layout.num_experts))
         yield from expert_tensors(conversion, layer)

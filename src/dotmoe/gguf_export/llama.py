@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.export.architecture import Conversion
-from dotmoe.export.router_scale import scaled_router
+from dotmoe.export.format import Conversion
 from dotmoe.gguf_export.decoder import DecoderForm, Metadata, decoder_refusal
 from dotmoe.gguf_export.experts import expert_tensors, experts_refusal
 from dotmoe.gguf_export.tensor_plan import GgufTensor, whole
@@ -67,9 +66,7 @@ class GgufLlama:
     def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[GgufTensor]:
         """See `GgufArchitecture.moe_tensors`."""
         layout = conversion.layout
-        router_ED = scaled_router(
-            layout.router_LED[layer], conversion.exponents[layer], torch.float32, layer=layer
-        )
+        router_ED = layout.router_LED[layer].cpu() * 2.0 ** -conversion.exponents[layer]
         yield whole(f"blk.{layer}.ffn_gate_inp.weight", router_ED)
         yield from expert_tensors(conversion, layer)
         scale_E = torch.full((layout.num_experts,), float(layout.active_experts))

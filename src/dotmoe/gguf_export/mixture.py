@@ -8,13 +8,13 @@ from jaxtyping import Int
 from torch import Tensor
 
 from dotmoe.artifacts import DenseModel
+from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.errors import UserError
-from dotmoe.export.architecture import Conversion, granularity_of, require_fit
-from dotmoe.export.decoder_config import exported_context
-from dotmoe.export.dense_tensors import DenseTensors
-from dotmoe.export.reference import sample_tokens
-from dotmoe.export.staging import staging
-from dotmoe.export.tensor_specs import require_no_strangers
+from dotmoe.export import require_fit
+from dotmoe.export.format import Conversion, exported_context, granularity_of
+from dotmoe.export.tensors import require_no_others
+from dotmoe.export.verify import sample_tokens
+from dotmoe.files import complete_folder
 from dotmoe.gguf_export.architecture import GgufArchitecture
 from dotmoe.gguf_export.config import AUTO, GgufConfig
 from dotmoe.gguf_export.decoder import decoder_metadata, layer_tensors, outer_tensors
@@ -101,15 +101,15 @@ def export_gguf(
     routers = check_routers(dense, layout, output, tokens_BT)
     conversion = Conversion(
         dense=dense,
-        tensors=DenseTensors.of(dense),
+        tensors=Tensors.of(dense),
         layout=layout,
         exponents=exponents_of(routers),
         dtype=torch.float32,
     )
-    require_no_strangers(conversion, output.name)
+    require_no_others(conversion, output.name)
     keys = {**decoder_metadata(dense, output.form), **output.metadata(conversion)}
     plan = _tensors(conversion, output)
-    with staging(out) as folder:
+    with complete_folder(out) as folder:
         written = write_and_read_back(folder, dense, layout, output.form, keys, plan, config)
         check_moe_values(GgufFile(written.path), conversion, output)
         exact = output.exponent is not None

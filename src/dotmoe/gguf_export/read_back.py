@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.export.architecture import Conversion
-from dotmoe.export.dense_tensors import EMBEDDING, HEAD, DenseTensors
-from dotmoe.export.tensor_specs import NORM, PROJECTIONS, carried_names
-from dotmoe.export.verify import VerificationError
+from dotmoe.checkpoint.tensors import EMBEDDING, HEAD, NORM, Tensors
+from dotmoe.errors import VerificationError
+from dotmoe.export.format import Conversion
+from dotmoe.export.tensors import PROJECTIONS, carried_names
 from dotmoe.gguf_export.architecture import GgufArchitecture
 from dotmoe.gguf_export.decoder import OUTER, DecoderForm, rotated_heads
 from dotmoe.gguf_export.gguf_file import GgufFile
@@ -71,7 +71,7 @@ def check_dense_values(
         VerificationError: A weight is further off than its number format explains.
     """
     worst = 0.0
-    tensors = DenseTensors.of(dense)
+    tensors = Tensors.of(dense)
     for name in dense_names(dense):
         exact = tensors.read(name).float()
         stored = rebuilt(name, file.tensor, dense, form, layout)

@@ -7,14 +7,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.export.router_scale import at_routers, router_exponent, shortfall
-from dotmoe.export.routing_limits import RoutingLimits
-from dotmoe.export.verify import VerificationError
+from dotmoe.errors import VerificationError
+from dotmoe.export.routers import at_routers, router_exponent, shortfall
 from dotmoe.gguf_export.architecture import GgufArchitecture
 from dotmoe.layout import ExpertLayout
 from dotmoe.moe.router import router_logits
 
-LIMITS = RoutingLimits()
+MISROUTED, GATE_DEVIATION = 1e-2, 2.0**-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,9 +86,9 @@ def _check(
 
 
 def _require(check: RouterCheck, num_tokens: int) -> None:
-    most_misrouted = LIMITS.misrouted + 4 * (LIMITS.misrouted / num_tokens) ** 0.5
+    most_misrouted = MISROUTED + 4 * (MISROUTED / num_tokens) ** 0.5
     limits = {
-        "difference of an expert's weight from 1": (check.gate_deviation, LIMITS.gate_deviation),
+        "difference of an expert's weight from 1": (check.gate_deviation, GATE_DEVIATION),
         "share of tokens sent to other experts": (check.misrouted, most_misrouted),
     }
     for what, (value, limit) in limits.items():

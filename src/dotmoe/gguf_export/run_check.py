@@ -1,7 +1,7 @@
 """Run a written file in llama.cpp, where it is installed, beside float32 Transformers."""
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -9,9 +9,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.export.dense_tensors import DenseTensors
-from dotmoe.export.reference import copy_from_files, logits_of, top1_agreement
-from dotmoe.export.verify import VerificationError
+from dotmoe.checkpoint.on_disk import empty_model
+from dotmoe.checkpoint.tensors import Tensors
+from dotmoe.errors import VerificationError
+from dotmoe.export.verify import logits_of, top1_agreement
 from dotmoe.gguf_export.active_experts import set_active_experts
 from dotmoe.gguf_export.decoder import DecoderForm
 from dotmoe.gguf_export.gguf_file import GgufFile
@@ -111,7 +112,7 @@ def check_run(
     with LlamaCppModel(path, context=tokens_BT.shape[1]) as runtime:
         version, actual_TV = runtime.version, _logits(runtime, tokens_BT)
         tokenized = 0 if tokenizer.model == "none" else _check_tokenizer(runtime, dense, tokenizer)
-    twin = copy_from_files(dense, DenseTensors.of(dense), torch.float32)
+    twin = _in_memory(dense)
     exact_TV = _reference(twin, layout, tokens_BT)
     _take_weights_of(GgufFile(path), twin, form, layout)
     stored_TV = _reference(twin, layout, tokens_BT)
@@ -138,6 +139,14 @@ def check_run(
     )
     _judge(path, check, weights, exact_gates=exact_gates)
     return check
+
+
+def _in_memory(dense: DenseModel) -> DenseModel:
+    """The dense model in float32, with the weights of its files."""
+    tensors, model = Tensors.of(dense), empty_model(dense.config, dense.device, torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.data = tensors.read(name).to(parameter.device, torch.float32)
+    return replace(dense, model=model)
 
 
 def _judge(path: Path, check: RunCheck, weights: WeightType, *, exact_gates: bool) -> None:

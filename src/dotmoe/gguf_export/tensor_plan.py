@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType
 from jaxtyping import Int
 from torch import Tensor
 
-from dotmoe.export.dense_tensors import DenseTensors
+from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.gguf_export.weight_types import Role, WeightType, stored_bytes, stored_type
 
 _BLOCK_WEIGHTS = 1 << 24
@@ -48,7 +48,7 @@ def whole(name: str, tensor: Tensor, role: Role = "exact") -> GgufTensor:
 
 
 def carried(
-    tensors: DenseTensors,
+    tensors: Tensors,
     source: str,
     name: str,
     role: Role,
@@ -70,7 +70,7 @@ def carried(
 
 
 def gate_or_up(
-    tensors: DenseTensors,
+    tensors: Tensors,
     source: str,
     name: str,
     neurons: Int[Tensor, "..."],
@@ -99,7 +99,7 @@ def gate_or_up(
 
 
 def down(
-    tensors: DenseTensors,
+    tensors: Tensors,
     source: str,
     name: str,
     neurons: Int[Tensor, "..."],

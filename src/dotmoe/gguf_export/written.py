@@ -9,10 +9,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from dotmoe.artifacts import DenseModel
-from dotmoe.export.architecture import granularity_of
-from dotmoe.export.decoder_config import exported_context
+from dotmoe.export.format import exported_context, granularity_of
 from dotmoe.export.record import RECORD_FILE, installed_version
-from dotmoe.export.reference import sample_tokens
+from dotmoe.export.verify import sample_tokens
 from dotmoe.gguf_export.card import write_card
 from dotmoe.gguf_export.config import GgufConfig
 from dotmoe.gguf_export.decoder import DecoderForm, Metadata

@@ -1,0 +1,178 @@
+"""Weights that stay on disk: the same numbers, one part in memory."""
+
+import math
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from dotmoe.checkpoint import on_disk as module
+from dotmoe.checkpoint.on_disk import exported_on_disk, is_finite, on_disk, parts_of
+from dotmoe.errors import UserError, VerificationError
+from dotmoe.export import ExportConfig, export
+from dotmoe.load import describe_dense
+from dotmoe.models.family import FAMILIES
+
+CPU = torch.device("cpu")
+TARGETS = {
+    "llama": "glm4_moe",
+    "mistral": "mixtral",
+    "qwen2": "qwen2_moe",
+    "qwen3": "qwen3_moe",
+    "granite": "granitemoe",
+    "olmo2": "flex_olmo",
+}
+
+
+@pytest.fixture
+def nothing_is_kept(monkeypatch):
+    """Tiny models would stay in memory once they are read."""
+    monkeypatch.setattr(module, "KEPT_BYTES", 0)
+
+
+@pytest.fixture
+def filled(monkeypatch):
+    """How many parts were in memory after each was read."""
+    now, counts = set(), []
+    part = module._Part
+    fill, empty = part._fill, part._empty
+
+    def count_in(self, *arguments):
+        fill(self, *arguments)
+        now.add((id(self), self._name))
+        counts.append(len(now))
+
+    def count_out(self, *arguments):
+        empty(self, *arguments)
+        now.discard((id(self), self._name))
+
+    monkeypatch.setattr(part, "_fill", count_in)
+    monkeypatch.setattr(part, "_empty", count_out)
+    return counts
+
+
+def logits_of(model, tokens_BT):
+    with torch.no_grad():
+        return model(input_ids=tokens_BT, use_cache=False).logits
+
+
+def change(folder, name, how):
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = how(tensors.get(name))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("family", TARGETS)
+def test_an_export_runs_from_disk_as_stock_transformers_runs_it(
+    family, keeps, dense_of, layout_of, tokens_BT, tmp_path, monkeypatch
+):
+    if not keeps:
+        monkeypatch.setattr(module, "KEPT_BYTES", 0)
+    dense = dense_of(family)
+    out = tmp_path / "out"
+    export(dense, layout_of(dense), out, ExportConfig(format=TARGETS[family]), tokens_BT)
+    stock = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    ours = exported_on_disk(out, CPU, torch.float32)
+    assert type(ours) is type(stock)
+    for _ in range(2):
+        assert torch.equal(logits_of(ours, tokens_BT), logits_of(stock, tokens_BT))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_dense_model_runs_from_disk_as_it_runs_in_memory(
+    family, dtype, dense_of, tokens_BT, nothing_is_kept
+):
+    dense = dense_of(family, dtype=dtype, tied=dtype == "float32", load_dtype=dtype)
+    from_disk = on_disk(describe_dense(dense.source), CPU, "auto")
+    assert from_disk.device == CPU
+    for _ in range(2):
+        expected = logits_of(dense.model, tokens_BT)
+        assert torch.equal(logits_of(from_disk.model, tokens_BT), expected)
+    held = sum(parameter.untyped_storage().nbytes() for parameter in from_disk.model.parameters())
+    assert held < 8 * len(list(from_disk.model.parameters()))
+
+
+def test_a_tied_matrix_stored_as_the_head_is_read_for_both(dense_of, tokens_BT, nothing_is_kept):
+    dense = dense_of("llama", head_only=True)
+    from_disk = on_disk(describe_dense(dense.source), CPU, torch.float32)
+    expected = logits_of(dense.model, tokens_BT)
+    assert torch.equal(logits_of(from_disk.model, tokens_BT), expected)
+
+
+def test_no_more_than_one_part_is_in_memory_throughout_an_export(
+    tiny_dense, layout_of, tokens_BT, tmp_path, nothing_is_kept, filled
+):
+    dense = describe_dense(str(tiny_dense("llama", num_hidden_layers=5)))
+    record = export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), tokens_BT)
+    assert record.problems == []
+    assert max(filled) == 1
+    assert len(filled) > 5 * len(parts_of(dense.model))
+
+
+def test_a_part_that_fails_lets_go_of_its_weights(tiny_dense, tokens_BT, nothing_is_kept, filled):
+    dense = on_disk(describe_dense(str(tiny_dense("llama"))), CPU, torch.float32)
+
+    def fail(*arguments):
+        raise RuntimeError("planted")
+
+    hook = dense.model.get_submodule("model.layers.1.mlp").register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        logits_of(dense.model, tokens_BT)
+    hook.remove()
+    logits_of(dense.model, tokens_BT)
+    assert max(filled) == 1
+
+
+@pytest.mark.gpu
+def test_weights_are_streamed_to_a_gpu(tiny_dense, layout_of, tokens_BT, tmp_path, nothing_is_kept):
+    source = describe_dense(str(tiny_dense("llama", dtype="bfloat16")))
+    dense = on_disk(source, torch.device("cuda"), "auto")
+    record = export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), tokens_BT)
+    assert record.problems == []
+    assert dense.device.type == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(0.0, True), (math.nan, False), (math.inf, False), (-math.inf, False)]
+)
+def test_finite_means_every_entry(value, expected):
+    tensor = torch.randn(40, 30)
+    tensor[17, 3] = value
+    assert is_finite(tensor) is expected
+
+
+def test_damaged_dense_files_are_named(tiny_dense, tmp_path, tokens_BT):
+    name = "model.layers.1.mlp.up_proj.weight"
+    broken, narrow = tmp_path / "broken", tmp_path / "narrow"
+    for folder in (broken, narrow):
+        shutil.copytree(tiny_dense("llama"), folder)
+    change(narrow, name, lambda tensor: tensor[:-8].clone())
+    with pytest.raises(UserError, match=rf"{name} has shape \(88, 64\) .* asks for \(96, 64\)"):
+        on_disk(describe_dense(str(narrow)), CPU, torch.float32)
+    change(broken, name, lambda tensor: tensor.index_fill(0, torch.tensor([5]), math.inf))
+    dense = on_disk(describe_dense(str(broken)), CPU, torch.float32)
+    with pytest.raises(UserError, match=f"{name} in .* contains NaN or infinity"):
+        logits_of(dense.model, tokens_BT)
+
+
+@pytest.mark.parametrize(
+    ("stray", "problem"),
+    [
+        ("model.layers.1.mlp.experts.12.up_proj.weight", "cannot load layer 1 of"),
+        ("model.layers.1.mlp.extra.weight", "unexpected_keys in layer 1 of"),
+        ("model.layers.7.mlp.gate.weight", "unexpected_keys in"),
+        ("model.extra.weight", "unexpected_keys in"),
+    ],
+)
+def test_a_tensor_too_many_is_found_wherever_it_is(
+    stray, problem, dense_of, layout_of, tokens_BT, tmp_path
+):
+    dense = dense_of("llama")
+    export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), tokens_BT)
+    change(tmp_path / "out", stray, lambda tensor: torch.zeros(8, 64))
+    with pytest.raises(VerificationError, match=problem):
+        logits_of(exported_on_disk(tmp_path / "out", CPU, torch.float32), tokens_BT)

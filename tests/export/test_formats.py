@@ -1,0 +1,438 @@
+"""Every family in every format that holds it. Oracles: the masked model, and stock Transformers."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from dotmoe.errors import UserError
+from dotmoe.export import FORMATS, ExportConfig, export, format_named, require_exportable
+from dotmoe.granularity import Granularity
+from dotmoe.layout import ALWAYS_ON
+from dotmoe.load import LoadConfig, describe_dense, load_dense
+from dotmoe.models.family import FAMILIES
+from dotmoe.moe.surgery import masked_by
+
+TARGETS = {
+    "llama": ("glm4_moe", "mixtral", "granitemoe"),
+    "mistral": ("glm4_moe", "mixtral", "granitemoe"),
+    "phi3": ("glm4_moe", "mixtral", "granitemoe"),
+    "qwen2": ("glm4_moe", "qwen2_moe"),
+    "qwen3": ("glm4_moe", "qwen3_moe"),
+    "granite": ("granitemoe",),
+    "olmo2": ("flex_olmo",),
+}
+"""Formats that can hold a plain model of each family, the default first."""
+PAIRS = [(family, target) for family, targets in TARGETS.items() for target in targets]
+GRANITE_FACTORS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
+}
+ROPES = {
+    "llama3": {
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64},
+}
+
+
+def settings(family):
+    return GRANITE_FACTORS if family == "granite" else {}
+
+
+def with_always_on(layout, *, shared=24, dense_layers=0, num_experts=12):
+    """The same layout with some neurons of each layer, or all of the first layers', always on."""
+    size = (layout.num_neurons - shared) // num_experts
+    row = torch.cat(
+        [torch.full((shared,), ALWAYS_ON), torch.arange(num_experts).repeat_interleave(size)]
+    )
+    assignment = torch.stack([row[torch.randperm(len(row))] for _ in range(layout.num_layers)])
+    assignment[:dense_layers] = ALWAYS_ON
+    return replace(layout, expert_of_neuron_LN=assignment)
+
+
+def stored_tensors(folder):
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors
+
+
+def logits_by_transformers(folder, tokens, **overrides):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **overrides)
+    with torch.no_grad():
+        return model(input_ids=tokens).logits
+
+
+def masked_logits(dense, layout, tokens):
+    with torch.no_grad(), masked_by(dense, layout):
+        return dense.model(input_ids=tokens).logits
+
+
+def relative_error(actual, reference):
+    # Of the median token: a near-tie that falls the other way changes all later tokens of its row.
+    per_token = (actual - reference).abs().mean(dim=-1).flatten()
+    return float(per_token.median() / reference.std())
+
+
+def test_every_family_has_its_formats_here():
+    assert set(TARGETS) == set(FAMILIES)
+    assert {name for names in TARGETS.values() for name in names} == set(FORMATS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "target"), PAIRS)
+def test_stock_transformers_computes_the_masked_model(
+    family, target, dtype, dense_of, layout_of, tokens_BT, tmp_path
+):
+    dense = dense_of(family, dtype=dtype, tied=dtype == "float32", **settings(family))
+    layout = layout_of(dense, dtype=getattr(torch, dtype))
+    record = export(dense, layout, tmp_path / "out", ExportConfig(format=target), tokens_BT)
+    assert record.verification.loaded_class.startswith(f"transformers.models.{target}.")
+    assert (record.verification.dtype, record.problems) == (dtype, [])
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    reference = masked_logits(dense, layout, tokens_BT)
+    error = relative_error(logits_by_transformers(tmp_path / "out", tokens_BT), reference)
+    assert error < (3e-3 if dtype == "float32" else 8e-3)
+    if record.active_experts_editable:
+        with torch.no_grad():
+            reference = dense.model(input_ids=tokens_BT).logits
+        full = logits_by_transformers(
+            tmp_path / "out", tokens_BT, **{record.active_experts_key: layout.num_experts}
+        )
+        assert relative_error(full, reference) < (3e-3 if dtype == "float32" else 8e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "target"),
+    [(family, target) for family in TARGETS for target in FORMATS if (family, target) not in PAIRS],
+)
+def test_a_format_that_cannot_hold_a_model_says_why_and_which_can(family, target, tiny_dense):
+    dense = describe_dense(str(tiny_dense(family, **settings(family))))
+    split = Granularity(num_experts=12, expert_size=8, active_experts=3)
+    with pytest.raises(UserError, match=rf"but {target} .*{TARGETS[family][0]}|which {target}"):
+        require_exportable(dense, split, ExportConfig(format=target))
+
+
+def test_refused_biases_are_compared_with_all_that_a_format_takes(tiny_dense):
+    dense = describe_dense(str(tiny_dense("qwen2")))
+    split = Granularity(num_experts=12, expert_size=8, active_experts=3)
+    with pytest.raises(UserError, match="qwen3_moe has those of kind 'none' or 'qkvo'"):
+        require_exportable(dense, split, ExportConfig(format="qwen3_moe"))
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "loaded"),
+    [
+        ("llama", "glm4_moe", "Glm4MoeForCausalLM"),
+        ("qwen2", "qwen2_moe", "Qwen2MoeForCausalLM"),
+        ("granite", "granitemoe", "GraniteMoeSharedForCausalLM"),
+    ],
+)
+def test_neurons_that_are_always_on_become_the_shared_expert(
+    family, target, loaded, dense_of, layout_of, tokens_BT, tmp_path
+):
+    dense = dense_of(family, dtype="bfloat16", intermediate_size=120, **settings(family))
+    layout = with_always_on(layout_of(dense, dtype=torch.bfloat16))
+    record = export(dense, layout, tmp_path / "out", ExportConfig(format=target), tokens_BT)
+    assert (record.shared_size, record.expert_size) == (24, 8)
+    assert record.verification.loaded_class.endswith(loaded)
+
+
+@pytest.mark.parametrize(
+    ("family", "target"), [("llama", "glm4_moe"), ("qwen2", "qwen2_moe"), ("qwen3", "qwen3_moe")]
+)
+def test_leading_layers_can_stay_dense_and_the_others_keep_their_numbers(
+    family, target, dense_of, layout_of, tokens_BT, tmp_path
+):
+    dense = dense_of(family, num_hidden_layers=3)
+    layout = with_always_on(layout_of(dense), shared=0, dense_layers=1)
+    record = export(dense, layout, tmp_path / "out", ExportConfig(format=target), tokens_BT)
+    assert [check.layer for check in record.verification.layers] == [1, 2]
+    assert [scale.layer for scale in record.routers] == [1, 2]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config.get("first_k_dense_replace") == 1 or config["mlp_only_layers"] == [0]
+
+
+@pytest.mark.parametrize("target", ["mixtral", "qwen3_moe", "granitemoe", "flex_olmo"])
+def test_what_a_format_has_no_place_for_is_refused(target, tiny_dense):
+    family = next(name for name, targets in TARGETS.items() if target in targets)
+    dense = describe_dense(str(tiny_dense(family, num_hidden_layers=3, **settings(family))))
+    plain = Granularity(num_experts=12, expert_size=8, active_experts=3)
+    splits = {
+        "shared expert": replace(plain, expert_size=6, shared_size=24),
+        "leading layers dense": replace(plain, first_dense_layers=1),
+    }
+    allowed = {"qwen3_moe": "leading layers dense", "granitemoe": "shared expert"}
+    for words, split in splits.items():
+        if allowed.get(target) != words:
+            with pytest.raises(UserError, match=words):
+                require_exportable(dense, split, ExportConfig(format=target))
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_scaled_rotary_embeddings_survive(rope, dense_of, layout_of, tokens_BT, tmp_path):
+    parameters = {"rope_type": rope, **ROPES[rope]}
+    dense = dense_of("llama", num_key_value_heads=1, head_dim=24, rope_parameters=parameters)
+    export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), tokens_BT)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["rope_theta"] == parameters["rope_theta"]
+    assert config["rope_scaling"]["factor"] == parameters["factor"]
+    assert config["rope_scaling"]["original_max_position_embeddings"] < 256
+    assert config["rope_parameters"]["partial_rotary_factor"] == 1.0
+
+
+def test_a_dynamic_rope_with_a_window_is_refused_only_where_the_context_is_cut(tiny_dense):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    folder = tiny_dense("mistral", sliding_window=40, rope_parameters=rope)
+    dense = describe_dense(str(folder))
+    split = Granularity(num_experts=12, expert_size=8, active_experts=3)
+    with pytest.raises(UserError, match=r"'dynamic' together with a sliding window.*mixtral"):
+        require_exportable(dense, split, ExportConfig(format="glm4_moe"))
+    require_exportable(dense, split, ExportConfig(format="mixtral"))
+
+
+@pytest.mark.parametrize(
+    ("family", "window"),
+    [
+        ("mistral", {"sliding_window": 40}),
+        ("qwen3", {"sliding_window": 40, "use_sliding_window": True, "max_window_layers": 1}),
+    ],
+)
+def test_a_sliding_window_becomes_the_context_limit(
+    family, window, dense_of, layout_of, tokens_BT, tmp_path
+):
+    dense = dense_of(family, **window)
+    layout = layout_of(dense)
+    record = export(dense, layout, tmp_path / "out", ExportConfig(), tokens_BT)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["max_position_embeddings"] == 40
+    assert any("sliding window of 40" in note for note in record.notes)
+    short = tokens_BT[:, :40]
+    reference = masked_logits(dense, layout, short)
+    assert relative_error(logits_by_transformers(tmp_path / "out", short), reference) < 1e-3
+    # The limit is needed: beyond the window the two models differ.
+    longer = masked_logits(dense, layout, tokens_BT)
+    assert relative_error(logits_by_transformers(tmp_path / "out", tokens_BT), longer) > 0.02
+
+
+def test_mixtral_keeps_the_sliding_window(dense_of, layout_of, tokens_BT, tmp_path):
+    dense = dense_of("mistral", sliding_window=24)
+    config = ExportConfig(format="mixtral")
+    record = export(dense, layout_of(dense), tmp_path / "out", config, tokens_BT)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["sliding_window"], written["max_position_embeddings"]) == (24, 256)
+    # Verified on rows of 96 tokens, four times the window.
+    assert record.verification.own_routes_top1_agreement > 0.9
+
+
+def test_the_2_of_glm4_moe_is_in_its_weights_for_servers_that_drop_it_in_float16(
+    dense_of, layout_of, tokens_BT, tmp_path
+):
+    """vLLM in float16 multiplies by no routed_scaling_factor: it gave perplexity 70 for 25."""
+    dense = dense_of("qwen2", tied=True, dtype="bfloat16")
+    layout = layout_of(dense, dtype=torch.bfloat16)
+    record = export(dense, layout, tmp_path / "out", ExportConfig(), tokens_BT)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    expected = {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "torch_dtype": "bfloat16",
+        "dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "n_routed_experts": 12,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "partial_rotary_factor": 1.0,
+        "attention_bias": True,
+        "rope_scaling": None,
+        "eos_token_id": dense.config.eos_token_id,
+    }
+    assert {key: config[key] for key in expected} == expected
+    assert config["rope_parameters"]["rope_theta"] == config["rope_theta"]
+    assert "down projections times two (exact)" in record.exactness
+    before, after = stored_tensors(dense.folder), stored_tensors(tmp_path / "out")
+    for layer in range(layout.num_layers):
+        prefix = f"model.layers.{layer}.mlp"
+        for expert, neurons in enumerate(layout.neurons_of_expert(layer)):
+            for name in ("gate", "up", "down"):
+                rows = before[f"{prefix}.{name}_proj.weight"]
+                sliced = 2 * rows[:, neurons] if name == "down" else rows[neurons]
+                assert torch.equal(after[f"{prefix}.experts.{expert}.{name}_proj.weight"], sliced)
+    carried = [name for name in before if ".mlp." not in name]
+    assert all(torch.equal(before[name], after[name]) for name in carried)
+    assert torch.equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
+
+
+def test_source_keeps_the_dtype_of_every_tensor(tiny_dense, layout_of, tokens_BT, tmp_path):
+    folder = shutil.copytree(tiny_dense("llama", dtype="bfloat16"), tmp_path / "dense")
+    tensors = load_file(folder / "model.safetensors")
+    fine = {name: 1 + 1e-4 * torch.randn(64) for name in tensors if name.endswith("norm.weight")}
+    save_file(tensors | fine, folder / "model.safetensors", metadata={"format": "pt"})
+    dense = describe_dense(str(folder))
+    export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), tokens_BT)
+    after = stored_tensors(tmp_path / "out")
+    assert all(torch.equal(after[name], tensor) for name, tensor in fine.items())
+    assert after["model.embed_tokens.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("target", ["glm4_moe", "mixtral"])
+def test_another_dtype_is_not_called_bit_for_bit(target, dense_of, layout_of, tokens_BT, tmp_path):
+    dense = dense_of("llama")
+    config = ExportConfig(format=target, export_dtype="bfloat16")
+    record = export(dense, layout_of(dense), tmp_path / "out", config, tokens_BT)
+    assert "rounded" in record.exactness
+    assert {t.dtype for n, t in stored_tensors(tmp_path / "out").items() if "bias" not in n} == {
+        torch.bfloat16
+    }
+
+
+def test_routers_are_rounded_to_the_written_dtype(dense_of, layout_of, tokens_BT, tmp_path):
+    dense = dense_of("llama", dtype="bfloat16")
+    layout = layout_of(dense)
+    record = export(dense, layout, tmp_path / "out", ExportConfig(), tokens_BT)
+    router = stored_tensors(tmp_path / "out")["model.layers.1.mlp.gate.weight"]
+    expected = layout.router_LED[1].bfloat16().double() * 2.0 ** -record.routers[1].exponent
+    assert torch.equal(router.double(), expected)
+
+
+def test_the_folder_is_complete_and_small_shards_load(dense_of, layout_of, tokens_BT, tmp_path):
+    folder = shutil.copytree(dense_of("mistral").folder, tmp_path / "dense")
+    generation = {"bos_token_id": 0, "eos_token_id": 1, "max_new_tokens": 7}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    dense = load_dense(str(folder), LoadConfig(device="cpu"))
+    out = tmp_path / "made/below/out"
+    config = ExportConfig(max_shard_gib=40_000 / 2**30)
+    record = export(dense, layout_of(dense), out, config, tokens_BT)
+    assert len(record.files) > 3
+    assert record.files[0] == f"model-00001-of-{len(record.files):05d}.safetensors"
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    tensors = stored_tensors(out)
+    assert set(index["weight_map"]) == set(tensors)
+    assert record.total_bytes == sum(t.numel() * t.element_size() for t in tensors.values())
+    assert GenerationConfig.from_pretrained(out).max_new_tokens == 7
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer("three crows").input_ids == dense.tokenizer("three crows").input_ids
+    assert type(record).load(out) == record
+
+
+RELOAD = """
+import sys
+sys.modules["dotmoe"] = None  # makes every import of it fail, installed or not
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+prompt = AutoTokenizer.from_pretrained(sys.argv[1])("Once", return_tensors="pt").input_ids
+made = model.generate(prompt, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+assert made.shape[1] == prompt.shape[1] + 5
+print(type(model).__name__)
+"""
+
+
+def test_the_export_loads_where_dotmoe_cannot_be_imported(dense_of, layout_of, tokens_BT, tmp_path):
+    dense = dense_of("qwen3")
+    export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), tokens_BT)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", RELOAD, str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["Glm4MoeForCausalLM"]
+
+
+def test_more_layers_than_glm_has_are_all_loaded(dense_of, layout_of, tokens_BT, tmp_path):
+    # Transformers ignores surplus tensors of layers 46 and 92 of glm4_moe; ours are not surplus.
+    dense = dense_of("llama", num_hidden_layers=48, intermediate_size=32)
+    layout = layout_of(dense, num_experts=4, active_experts=4)
+    config = ExportConfig(scale_tokens=64, verify_tokens=64)
+    record = export(dense, layout, tmp_path / "out", config, tokens_BT)
+    assert len(record.verification.layers) == 48
+
+
+def test_a_real_checkpoint_verifies(shared_data, layout_of, tmp_path):
+    folder = shared_data / "models/stories260K"
+    if not folder.is_dir():
+        pytest.skip(f"no checkpoint at {folder}")
+    dense = load_dense(str(folder), LoadConfig(device="cpu"))
+    text = "Once upon a time, there was a little girl named Lily. She loved to play outside. " * 20
+    ids = torch.tensor(dense.tokenizer(text).input_ids[:512]).view(2, 256)
+    # bfloat16 needs expert sizes that are multiples of 8, and 172 neurons have no such divisor.
+    layout = layout_of(dense, num_experts=43, active_experts=11)
+    with pytest.raises(UserError, match="multiples of 8"):
+        export(dense, layout, tmp_path / "out", ExportConfig(export_dtype="bfloat16"), ids)
+    record = export(dense, layout, tmp_path / "out", ExportConfig(), ids)
+    assert record.verification.top1_agreement >= 0.99
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+def test_a_float16_checkpoint_needs_a_dtype_to_be_asked_for(tiny_dense):
+    dense = describe_dense(str(tiny_dense("llama", dtype="float16")))
+    split = Granularity(num_experts=12, expert_size=8, active_experts=3)
+    with pytest.raises(UserError, match=r"torch.float16.*Set --export-dtype to float32"):
+        require_exportable(dense, split, ExportConfig())
+    assert require_exportable(dense, split, ExportConfig(export_dtype="float32")) == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "words"),
+    [(6, "source", r"expert_size is 6.*multiples of 4"), (4, "bfloat16", r"4, but in bf.*of 8")],
+)
+def test_experts_that_stock_kernels_cannot_run_are_refused(size, dtype, words, tiny_dense):
+    dense = describe_dense(str(tiny_dense("llama")))
+    split = Granularity(num_experts=96 // size, expert_size=size, active_experts=4)
+    with pytest.raises(UserError, match=words):
+        require_exportable(dense, split, ExportConfig(export_dtype=dtype))
+
+
+def test_a_layout_of_another_model_and_one_expert_are_refused(
+    dense_of, layout_of, tokens_BT, tmp_path
+):
+    dense = dense_of("llama")
+    other = layout_of(dense_of("llama", num_hidden_layers=3))
+    with pytest.raises(UserError, match=r"\(3, 96, 64\).*\(2, 96, 64\)"):
+        export(dense, other, tmp_path / "out", ExportConfig(), tokens_BT)
+    whole = layout_of(dense, num_experts=1, active_experts=1)
+    with pytest.raises(UserError, match="at least 2"):
+        export(dense, whole, tmp_path / "out", ExportConfig(), tokens_BT)
+
+
+def test_weights_that_have_no_place_are_refused(tiny_dense, layout_of, tokens_BT, tmp_path):
+    folder = shutil.copytree(tiny_dense("llama"), tmp_path / "dense")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.o_proj.bias"] = torch.ones(64)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    dense = describe_dense(str(folder))
+    with pytest.raises(UserError, match=r"o_proj.bias is stored .* no place"):
+        export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), tokens_BT)
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_an_existing_folder_no_text_and_an_unknown_format_are_refused(
+    dense_of, layout_of, tokens_BT, tmp_path
+):
+    dense = dense_of("llama")
+    (tmp_path / "mine.txt").write_text("keep")
+    with pytest.raises(UserError, match="exists already"):
+        export(dense, layout_of(dense), tmp_path, ExportConfig(), tokens_BT)
+    empty = torch.zeros(0, 16, dtype=torch.long)
+    with pytest.raises(UserError, match="never written unverified"):
+        export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), empty)
+    with pytest.raises(UserError, match="Did you mean glm4_moe"):
+        format_named("glm4-moe")
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine.txt"]
