@@ -304,17 +304,11 @@ def test_a_tie_at_the_first_token_of_every_text_takes_another_p(
     dense = dense_of("llama")
     gating = gating_of(name, num_experts=12, active_experts=3)
     plain = scale_routers(dense, layout_of(dense), tokens_BT, gating, torch.float32)[0]
-    gaps = [2.0**-exponent for exponent in range(8, 22)]
-    scales = [
-        scale_routers(
-            dense,
-            with_a_tie_at_the_first_token(dense, layout_of(dense), gap),
-            tokens_BT,
-            gating,
-            torch.float32,
-        )[0]
-        for gap in gaps
-    ]
+    gaps = [2.0 ** -(0.5 + each) for each in range(8, 22)]
+    scales = []
+    for gap in gaps:
+        layout = with_a_tie_at_the_first_token(dense, layout_of(dense), gap)
+        scales.append(scale_routers(dense, layout, tokens_BT, gating, torch.float32)[0])
     exponents = [scale.exponent for scale in scales]
     assert exponents[0] == plain.exponent
     assert not scales[0].first_token_is_tied

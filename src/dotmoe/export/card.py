@@ -84,7 +84,7 @@ def _introduction(record: ExportRecord) -> str:
 
 
 def _sizes(record: ExportRecord) -> str:
-    rows = [
+    rows: list[Row] = [
         {"parameters": name.replace("_", " "), "count": count}
         for name, count in record.parameters.items()
     ]

@@ -39,6 +39,8 @@ where logits lie closest, to 4 %: near-ties. A scale that is wrong misroutes eve
 GATE_DEVIATION = 2.0**-6
 """Largest `RuntimeRouting.gate_deviation`; beside it, the runtime's common factor is 2^-5 from 1 at
 most. Rounding of weights to bfloat16 is up to 2^-8, of their sum, in vLLM on a CPU, 2^-5.6."""
+LOG2_RESOLVED = -20
+"""Logits 2^(p - 20) apart get different scores in every runtime, whatever the error of its exp."""
 EXP_ERROR = 2
 """Largest error of another machine's float32 exp, in units of the last place."""
 
@@ -208,8 +210,8 @@ class RouterScale:
     outliers: float
     """Share of outlier tokens, whose logits are 8 times those of the median token."""
     first_token_is_tied: bool
-    """Some runtime sends the first token of every text to other experts, at this p and at each of
-    the next smaller ones."""
+    """Some runtime may send the first token of every text to other experts, and a p that tells them
+    apart would spoil the gates."""
     runtimes: list[RuntimeRouting]
     """What each runtime makes of it."""
 
@@ -258,7 +260,8 @@ def scale_routers(
     """The scale of every split layer's router, from what it sees in the masked model.
 
     The first token of every text, where the tokenizer puts one, is looked at by itself: all later
-    tokens attend to it, so a tie there spoils a whole text. p goes down by up to 3 to resolve it.
+    tokens attend to it, so a tie there spoils a whole text. p is lowered until it is resolved, as
+    long as gates allow.
 
     Args:
         dense: A dense model that can run, in float32.
@@ -274,20 +277,22 @@ def scale_routers(
     def measure(layer: int, x_TD: Tensor) -> None:
         router_ED, k = layout.router_LED[layer].to(x_TD.device), layout.active_experts
         logits_TE = router_logits(x_TD, router_ED)
-        start = router_exponent(logits_TE) if exponent is None else exponent
-        tries = range(start, start - (4 if exponent is None else 1), -1)
-        resolved = [
-            p for p in tries if not _is_tied(first.get(layer), router_ED, p, k, gating, dtype)
-        ]
-        p = resolved[0] if resolved else start
+        p = start = router_exponent(logits_TE) if exponent is None else exponent
+        if exponent is None and layer in first:
+            p = min(start, _resolving_exponent(first[layer], router_ED, k, gating, dtype))
+        rows = runtime_routing(x_TD, router_ED, p, k, gating, dtype)
+        worst = max(max(row.gate_deviation, abs(row.gain_error) / 2) for row in rows)
+        is_tied = p < start and worst > GATE_DEVIATION
+        if is_tied:
+            p, rows = start, runtime_routing(x_TD, router_ED, start, k, gating, dtype)
         scales.append(
             RouterScale(
                 layer=layer,
                 exponent=p,
                 logit_std=typical_std(logits_TE),
                 outliers=_share(outliers_in(logits_TE)),
-                first_token_is_tied=not resolved,
-                runtimes=runtime_routing(x_TD, router_ED, p, k, gating, dtype),
+                first_token_is_tied=is_tied,
+                runtimes=rows,
             )
         )
 
@@ -298,18 +303,21 @@ def scale_routers(
     return scales
 
 
-def _is_tied(
-    x_TD: Tensor | None,
-    router_ED: Tensor,
-    exponent: int,
-    active_experts: int,
-    gating: Gating,
-    dtype: torch.dtype,
-) -> bool:
-    if x_TD is None:
-        return False
-    rows = runtime_routing(x_TD, router_ED, exponent, active_experts, gating, dtype)
-    return any(row.misrouted > 0 for row in rows)
+def _resolving_exponent(
+    x_1D: Tensor, router_ED: Tensor, active_experts: int, gating: Gating, dtype: torch.dtype
+) -> int:
+    """The largest p at which every runtime tells the k-th logit of one token from the next."""
+    if active_experts == len(router_ED):
+        return LARGEST_EXPONENT
+    if gating.logits_in_model_dtype:
+        logits_1E = (x_1D.to(dtype) @ router_ED.to(dtype).T).float()
+    else:
+        logits_1E = router_logits(x_1D, router_ED)
+    largest = logits_1E[0].topk(active_experts + 1).values
+    gap = float(largest[-2] - largest[-1])
+    if gap == 0:  # a tie without the scale, too
+        return LARGEST_EXPONENT
+    return math.floor(math.log2(gap)) - LOG2_RESOLVED
 
 
 def runtime_routing(
