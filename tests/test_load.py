@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging as transformers_logging
 
+from dotmoe.checkpoint.folder import tensor_files
 from dotmoe.errors import UserError
-from dotmoe.load import LoadConfig, dense_config, dense_tensor_files, load_dense
+from dotmoe.load import LoadConfig, dense_config, load_dense
 from dotmoe.models.family import FAMILIES
 
 GATE = "model.layers.0.mlp.gate_proj.weight"
@@ -121,13 +122,13 @@ def test_shards_load_as_the_single_file_does(copied):
     weight_map = in_two_shards(copied)
     split = load_dense(str(copied), LoadConfig()).model.state_dict()
     assert all(torch.equal(whole[name], split[name]) for name in whole)
-    files = dense_tensor_files(copied)
+    files = tensor_files(copied)
     assert files == {name: copied / shard for name, shard in weight_map.items()}
 
 
 def test_tensor_files_of_one_file(tiny_dense):
     folder = tiny_dense("llama")
-    files = dense_tensor_files(folder)
+    files = tensor_files(folder)
     assert set(files) == set(load_file(folder / "model.safetensors"))
     assert set(files.values()) == {folder / "model.safetensors"}
 
@@ -177,7 +178,7 @@ def test_refuses_a_file_in_place_of_a_folder(copied):
     [
         (None, "holds no config.json"),
         ("{not json", "config.json is not JSON"),
-        ("[1, 2]", "config.json is not a JSON object"),
+        ("[1, 2]", "config.json must hold one JSON object"),
         ('{"hidden_size": 8}', "model_type is ''"),
         ('{"model_type": "lama"}', "Did you mean llama?"),
         ('{"model_type": ["llama"]}', "model_type is \"['llama']\", which dotmoe cannot convert"),

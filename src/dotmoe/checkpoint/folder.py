@@ -60,8 +60,8 @@ def _local_folder(source: str) -> Path:
 
 
 def _nearest(path: Path) -> str:
-    beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-    return nearest(path.name, beside)
+    beside = [str(item) for item in path.parent.iterdir()] if path.parent.is_dir() else []
+    return nearest(str(path), beside)
 
 
 def _downloaded(source: str, wanted: list[str]) -> Path:
