@@ -16,7 +16,7 @@ from dotmoe.export import ExportConfig, ExportRecord, export, set_active_experts
 from dotmoe.files import with_checksum
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ALWAYS_ON
-from dotmoe.moe.surgery import masked_by
+from dotmoe.moe.masked import masked_by
 from dotmoe.parameters import count_parameters
 
 FILES = ("README.md", "dotmoe.json", "config.json")

@@ -17,7 +17,7 @@ from dotmoe.granularity import Granularity
 from dotmoe.layout import ALWAYS_ON
 from dotmoe.load import LoadConfig, describe_dense, load_dense
 from dotmoe.models.family import FAMILIES
-from dotmoe.moe.surgery import masked_by
+from dotmoe.moe.masked import masked_by
 
 TARGETS = {
     "llama": ("glm4_moe", "mixtral", "granitemoe"),

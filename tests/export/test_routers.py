@@ -28,7 +28,7 @@ from dotmoe.export.routers import (
     shortfall,
 )
 from dotmoe.granularity import Granularity
-from dotmoe.moe.surgery import masked_by
+from dotmoe.moe.masked import masked_by
 
 EXPERTS, ACTIVE, WIDTH = 24, 5, 64
 STOCK_ROUTERS = {

@@ -20,8 +20,8 @@ from dotmoe.export.verify import (
     routed,
     sample_tokens,
 )
+from dotmoe.moe.masked import masked_by
 from dotmoe.moe.router import router_logits
-from dotmoe.moe.surgery import masked_by
 
 
 @pytest.fixture

@@ -15,7 +15,9 @@ LAYERS = [
     {"transport", "layout", "models", "stdlib_text", "granularity", "distributed"}
     | {"checksums", "sealed_json", "provenance"},
     {"training", "llama_cpp", "run_folder", "device"},
-    {"data", "artifacts", "parameters", "checkpoint_folder"},
+    {"data", "artifacts", "parameters"},
+    {"checkpoint"},
+    {"checkpoint_folder"},
     {"moe", "sharded_weights"},
     {"load", "calibrate", "align", "extract", "export", "report", "inspection"} | {"self_text"},
     {"gguf_export", "baselines", "finetune"},

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from dotmoe.export.format import Gating
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.dense import DenseModel
+from dotmoe.moe.masked import masked_by
 from dotmoe.moe.router import router_logits
-from dotmoe.moe.surgery import masked_by
 
 LOG2_SCALED_STD = -10.7
 """Target of log2(std(logits) 2^-p)."""

@@ -23,7 +23,7 @@ from dotmoe.export.routers import outliers_in, shortfall
 from dotmoe.files import read_json
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.models.dense import DenseModel
-from dotmoe.moe.surgery import masked_by
+from dotmoe.moe.masked import masked_by
 
 if TYPE_CHECKING:
     from dotmoe.export.transformers_format import TransformersFormat

@@ -21,7 +21,7 @@ from dotmoe.gguf_export.tokenizer import TokenizerMetadata
 from dotmoe.gguf_export.weight_types import WeightType
 from dotmoe.layout import ExpertLayout
 from dotmoe.llama_cpp import LlamaCppModel
-from dotmoe.moe.surgery import masked_by
+from dotmoe.moe.masked import masked_by
 from dotmoe.worker import WorkerDiedError
 
 EXACT_GATES_ERROR, SOFTMAX_GATES_ERROR = 1e-4, 5e-3
