@@ -15,12 +15,7 @@ from dotmoe.align import Alignment
 from dotmoe.analyse.run import AnalysedRun
 from dotmoe.artifacts import DenseModel
 from dotmoe.config import RunConfig
-<<<<<<< HEAD
-from dotmoe.export.architecture import granularity_of
-=======
-from dotmoe.data import TokenBlocks
 from dotmoe.export.format import granularity_of
->>>>>>> 176d570 (One idea of a format: header, tensors, container, check)
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import load_dense
