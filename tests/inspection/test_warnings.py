@@ -3,10 +3,10 @@ from functools import partial
 
 import pytest
 import torch
-from dotmoe.export.glm4_moe import Glm4Moe
 from inspected_models import inspection, tiny
 from transformers import MistralConfig, Qwen2Config
 
+from dotmoe.export.architectures import Glm4Moe
 from dotmoe.granularity import GROUPED_MATMUL_BYTES
 from dotmoe.inspection import RunSize
 from dotmoe.load import LoadConfig, load_dense
