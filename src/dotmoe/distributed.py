@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -229,12 +228,6 @@ def _text(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def wait_for_all() -> None:
-    """Return when every rank has come here."""
-    if num_ranks() > 1:
-        dist.barrier()
-
-
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -286,81 +279,6 @@ def summed_rows(whole: Tensor, ranks: DeviceMesh | None) -> Tensor:
         return whole
     partial = DTensor.from_local(whole, ranks, [Partial()], run_check=False)
     return partial.redistribute(placements=[Shard(0)]).to_local()
-
-
-@dataclass(frozen=True, slots=True)
-class Division:
-    """Which of `length` layers belong to which rank, and tensors with a row for each of them.
-
-    The first rank owns the first layers, and so on: equal numbers, as `torch.chunk` and DTensor's
-    `Shard(0)` cut them, the last ranks fewer or none.
-    """
-
-    length: int
-    mesh: DeviceMesh | None
-    """The ranks; None: one, which owns everything."""
-
-    @property
-    def num_ranks(self) -> int:
-        """How many share the layers."""
-        return 1 if self.mesh is None else self.mesh.size()
-
-    def owned_by(self, rank: int) -> slice:
-        """Layers of a rank."""
-        size = -(-self.length // self.num_ranks)
-        return slice(min(rank * size, self.length), min((rank + 1) * size, self.length))
-
-    @property
-    def own(self) -> slice:
-        """Layers of this rank."""
-        return self.owned_by(0 if self.mesh is None else self.mesh.get_local_rank())
-
-    def rounds(self) -> Iterator[list[int]]:
-        """Layers that the ranks can work on at the same time: one of each rank."""
-        owned = [range(self.length)[self.owned_by(number)] for number in range(self.num_ranks)]
-        for turn in range(len(owned[0])):
-            yield [layers[turn] for layers in owned if turn < len(layers)]
-
-    def divided(self, whole: Tensor) -> Tensor:
-        """A copy of the own layers, see `known`."""
-        return self.known(whole[self.own].clone())
-
-    def known(self, part: Tensor) -> Tensor:
-        """The own layers as a DTensor that knows itself to be part of a whole; alone, as it is."""
-        if self.mesh is None:
-            return part
-        whole = torch.empty(self.length, *part.shape[1:], device="meta")
-        return DTensor.from_local(
-            part,
-            self.mesh,
-            [Shard(0)],
-            run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
-        )
-
-    def gathered(self, part: Tensor) -> Tensor:
-        """Every rank's layers together, the same bits on every rank; alone, `part` itself."""
-        if self.mesh is None:
-            return part
-        whole = part.new_empty(self.length, *part.shape[1:])
-        whole[self.own] = part
-        for owner, layers in self._owners():
-            dist.broadcast(whole[layers], src=owner)
-        return whole
-
-    def summed(self, whole: Tensor) -> Tensor:
-        """The own layers of the sum over ranks. `whole` is used up; alone, it is the result."""
-        for owner, layers in self._owners():
-            dist.reduce(whole[layers], dst=owner)
-        return whole[self.own]
-
-    def _owners(self) -> list[tuple[int, slice]]:
-        """Ranks with layers, and their layers; none where one rank needs no other."""
-        if self.mesh is None:
-            return []
-        slices = ((rank, self.owned_by(rank)) for rank in range(self.num_ranks))
-        return [(rank, layers) for rank, layers in slices if layers.start < layers.stop]
 
 
 # Names of before, until their last callers are moved.

@@ -15,11 +15,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from dotmoe.checkpoint_folder import dense_tensor_files, one_line
-from dotmoe.distributed import Division
+from dotmoe.distributed import local_part, own_rows
 from dotmoe.errors import UserError
 from dotmoe.models.family import Family
 from dotmoe.parameters import compute_constants
@@ -81,7 +81,7 @@ def load_sharded(
     compute_constants(model, device)
     head.weight = embedding.weight if is_tied else _empty_shard(head.weight, mesh, device)
     for name, parameter in model.named_parameters():
-        _fill(parameter, *source[name], name)
+        fill_own_rows(parameter, *source[name])
     return model
 
 
@@ -156,21 +156,15 @@ def source_of(model: nn.Module, folder: Path) -> Mapping[str, tuple[Path, str]]:
 
 
 def _empty_shard(weight: Tensor, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
-    rows = Division(len(weight), mesh).own
-    part = torch.empty(rows.stop - rows.start, *weight.shape[1:], dtype=weight.dtype, device=device)
-    whole = DTensor.from_local(
-        part, mesh, [Shard(0)], run_check=False, shape=weight.shape, stride=weight.stride()
-    )
-    return nn.Parameter(whole, requires_grad=False)
+    shard = distribute_tensor(weight, mesh, [Shard(0)])  # on the meta device: nothing is sent
+    return nn.Parameter(torch.empty_like(shard, device=device), requires_grad=False)
 
 
-def _fill(parameter: Tensor, file: Path, stored: str, name: str) -> None:
+@torch.no_grad()
+def fill_own_rows(parameter: Tensor, file: Path, stored: str) -> None:
     """Read this rank's rows of one tensor."""
-    if not isinstance(parameter, DTensor):
-        raise TypeError(f"{name} is in no part that is sharded")
-    rows = Division(len(parameter), parameter.device_mesh).own
     with stored_tensor(file, stored) as tensor:
-        parameter.to_local().copy_(tensor[rows])
+        local_part(parameter).copy_(tensor[own_rows(parameter)])
 
 
 @contextmanager

@@ -21,14 +21,14 @@ from dotmoe.layout import ExpertLayout
 from dotmoe.moe.router import Routing
 from dotmoe.moe.sparse import SparseFFN, make_sparse
 from dotmoe.parameters import compute_constants
-from dotmoe.sharded_weights import checkpoint_dtype, source_of, stored_tensor
+from dotmoe.sharded_weights import checkpoint_dtype, fill_own_rows, source_of, stored_tensor
 
 if TYPE_CHECKING:
     from dotmoe.finetune import FinetuneConfig
 
 
 class Student(nn.Module):
-    """A model whose split FFNs are experts, under FSDP2, read from the dense model's files.
+    """A model whose split FFNs are experts, read from the dense model's files under FSDP2.
 
     A rank holds its rows of every tensor (experts are rows), or all of them where it is a group of
     one. What is trained is float32 as stored, and computed with in the dtype of the model: at the
@@ -71,7 +71,7 @@ class Student(nn.Module):
             surrogate_temperature=config.surrogate_temperature,
         )
         self._dense = (dense,)  # in a tuple: its model is registered below
-        self.model = dense.model
+        self.model: Any = dense.model
         self.ffns = tuple(make_sparse(dense, layout, self.routing))
         self.tuner: Any = None
         self.model.requires_grad_(False)
@@ -81,11 +81,9 @@ class Student(nn.Module):
             self.model.requires_grad_(True).float()
         for ffn in self.ffns:
             ffn.router.requires_grad_(True)
-        self._divide(ranks, dtype)
-        # As nn.Module.to_empty does, which would empty buffers and routers, too.
-        self._apply(  # type: ignore[no-untyped-call]
-            lambda t: torch.empty_like(t, device=device) if t.is_meta else t
-        )
+        if ranks.size() > 1 or dtype != torch.float32:  # else there is nothing to divide or to cast
+            self._divide(ranks, dtype)
+        self._allocate(device)
         with torch.no_grad():
             self._read(files, layout)
         if self.tuner is not None:
@@ -106,7 +104,8 @@ class Student(nn.Module):
 
     def set_requires_all_reduce(self, wanted: bool) -> None:
         """Whether the next backward pass adds up the gradients of replicas."""
-        FSDPModule.set_requires_all_reduce(self, wanted)  # type: ignore[arg-type]
+        if isinstance(self, FSDPModule):
+            FSDPModule.set_requires_all_reduce(self, wanted)
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -137,13 +136,23 @@ class Student(nn.Module):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo has nothing else
 
+    def _allocate(self, device: torch.device) -> None:
+        """Make room for this rank's rows of what is on the meta device."""
+        head, embedding = self.dense.family.head(self.model), self.model.get_input_embeddings()
+        is_tied = head.weight is embedding.weight
+        # As nn.Module.to_empty does, which would empty buffers and routers, too.
+        self._apply(  # type: ignore[no-untyped-call]
+            lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+        )
+        if is_tied:
+            head.weight = embedding.weight
+
     def _read(self, files: Any, layout: ExpertLayout) -> None:
         """Read this rank's rows; of an FFN projection, any neuron of which may be one, all."""
         for name, parameter in self.model.named_parameters():
             name = name.replace(ADAPTED, "")
             if name in files:
-                with stored_tensor(*files[name]) as tensor:
-                    local_part(parameter).copy_(tensor[own_rows(parameter)])
+                fill_own_rows(parameter, *files[name])
         family, config = self.dense.family, self.dense.config
         for layer, ffn in zip(layout.moe_layers, self.ffns, strict=True):
             for projection, experts, shared in ffn.weights():

@@ -84,8 +84,7 @@ def router_logits(x_TD: Float[Tensor, "T D"], router_ED: Float[Tensor, "E D"]) -
     Returns:
         Logits [T, E], float32. Gradient: through both arguments.
     """
-    with torch.autocast(x_TD.device.type, enabled=False):
-        return x_TD.float() @ router_ED.float().T
+    return x_TD.float() @ router_ED.float().T
 
 
 def top_k_mask(logits_TE: Float[Tensor, "T E"], active_experts: int) -> Float[Tensor, "T E"]:
@@ -216,22 +215,9 @@ def straight_through_top_k(
         soft = _SoftTopK.apply(  # type: ignore[no-untyped-call]
             logits_TE, largest.values, active_experts, temperature
         )
-    mask_TE: Tensor = _StraightThrough.apply(  # type: ignore[no-untyped-call]
-        _marked(logits_TE.detach(), chosen_TK), soft
-    )
+    # What is added is exactly 0, and has the gradient of the surrogate.
+    mask_TE = _marked(logits_TE.detach(), chosen_TK) + (soft - soft.detach())
     return Routed(mask_TE, chosen_TK)
-
-
-class _StraightThrough(torch.autograd.Function):
-    """The first argument forward, the second one's gradient backward."""
-
-    @staticmethod
-    def forward(ctx: Any, hard_TE: Tensor, soft_TE: Tensor) -> Tensor:
-        return hard_TE
-
-    @staticmethod
-    def backward(ctx: Any, grad_TE: Tensor) -> tuple[None, Tensor]:
-        return None, grad_TE
 
 
 def triton_runs_on(tensor: Tensor) -> bool:
