@@ -20,7 +20,7 @@ from torch import Tensor
 from dotmoe.align import Alignment
 from dotmoe.calibrate import calibrate
 from dotmoe.config import RunConfig
-from dotmoe.data import documents, pack_blocks
+from dotmoe.data import TokenBlocks, documents, pack
 from dotmoe.granularity import resolve
 from dotmoe.load import load_dense
 from dotmoe.moe.masked import masked
@@ -85,9 +85,9 @@ def profiles(config: RunConfig, wanted: list[int]) -> dict[int, dict[str, Any]]:
     dense = load_dense(config.model, config.load)
     experts = resolve(config.experts, dense.widths.ffn)
     tokens = config.align.steps * config.align.batch_size * config.data.seq_len
-    text = pack_blocks(
-        documents(config.data), dense.tokenizer, config.data.seq_len, max_tokens=tokens
-    )
+    packed = pack(documents(config.data), dense.tokenizer, tokens).tokens
+    whole = len(packed) // config.data.seq_len * config.data.seq_len
+    text = TokenBlocks(packed[:whole].view(-1, config.data.seq_len))
     initial = calibrate(
         dense, text.tokens_BT, experts.num_experts, config.calibrate, seed=config.seed
     )

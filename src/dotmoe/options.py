@@ -108,8 +108,12 @@ def check(config: Any) -> None:
 
 
 def values_of(config: Any) -> dict[str, Any]:
-    """A config, defaults included, as plain JSON values; with its command, if it has one."""
-    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    """A config, defaults included, as plain JSON values; with its command, if it has one.
+
+    Infinity, for which JSON has no number, is the text `inf`.
+    """
+    text = json.dumps(dataclasses.asdict(config))
+    values: dict[str, Any] = json.loads(text, parse_constant=lambda name: "inf")
     command = getattr(config, COMMAND, None)
     return values if command is None else {COMMAND: command, **values}
 
@@ -187,6 +191,8 @@ def _value_of(kind: Any, value: Any, name: str, place: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return from_values(typing.cast(type[Any], kind), value, f"{name} of {place}")
     plain = tuple(value) if isinstance(value, list) else value
+    if plain == "inf" and kind is float:
+        return math.inf
     if not _fits(plain, kind):
         shown = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
         raise UserError(f"{name} in {place} is {value!r}, which is not {shown}.")

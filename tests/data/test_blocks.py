@@ -1,15 +1,13 @@
 """Blocks: what a step gets, and what is on disk."""
 
-import hashlib
 import resource
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from written_text import TEXTS
 
-from dotmoe.data import TokenBlocks, pack, pack_blocks
+from dotmoe.data import TokenBlocks, split_off_tail
 from dotmoe.errors import UserError
 
 
@@ -17,23 +15,6 @@ def numbered_blocks(num_blocks, seq_len=4):
     return TokenBlocks(
         torch.arange(num_blocks * seq_len, dtype=torch.int32).view(num_blocks, seq_len)
     )
-
-
-def test_blocks_are_the_packed_text_cut_in_order(with_bos):
-    tokens = pack(TEXTS, with_bos).tokens
-    blocks = pack_blocks(TEXTS, with_bos, 16)
-    assert blocks.num_blocks == len(tokens) // 16
-    assert (blocks.seq_len, blocks.num_tokens) == (16, 16 * blocks.num_blocks)
-    assert torch.equal(blocks.tokens_BT.flatten(), tokens[: blocks.num_tokens])
-
-
-def test_refuses_text_shorter_than_a_block(with_bos):
-    with pytest.raises(UserError, match="the text has 6 tokens, but one block of 16"):
-        pack_blocks(["12345"], with_bos, 16)
-    with pytest.raises(UserError, match="12 tokens of the text are asked for, but one block of 16"):
-        pack_blocks(TEXTS, with_bos, 16, max_tokens=12)
-    with pytest.raises(UserError, match="seq_len is 1"):
-        pack_blocks(TEXTS, with_bos, 1)
 
 
 @pytest.mark.parametrize(("num_blocks", "batch_size"), [(7, 3), (8, 4), (5, 12), (1, 2)])
@@ -70,24 +51,6 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     assert max(Counter(order[0] for order in orders).values()) <= 3
 
 
-def test_a_saved_file_loads_as_it_was(tmp_path, with_bos):
-    blocks = pack_blocks(TEXTS, with_bos, 8)
-    path = tmp_path / "blocks.safetensors"
-    blocks.save(path)
-    loaded = TokenBlocks.load(path)
-    assert torch.equal(loaded.tokens_BT, blocks.tokens_BT)
-    assert loaded.sha256 == blocks.sha256
-    assert torch.equal(loaded.batch(5, 3, 0), blocks.batch(5, 3, 0))
-    assert [item.name for item in tmp_path.iterdir()] == ["blocks.safetensors"]
-
-
-def test_the_fingerprint_is_of_length_and_little_endian_tokens():
-    blocks = numbered_blocks(6)
-    content = np.arange(24, dtype="<i4").tobytes()
-    assert blocks.sha256 == hashlib.sha256(b"4:" + content).hexdigest()
-    assert blocks.sha256 != numbered_blocks(3, 8).sha256
-
-
 def test_saving_replaces_and_a_failed_save_keeps_the_old_file(tmp_path):
     path = tmp_path / "blocks.safetensors"
     numbered_blocks(3).save(path)
@@ -103,7 +66,7 @@ def test_saving_replaces_and_a_failed_save_keeps_the_old_file(tmp_path):
     assert TokenBlocks.load(path).num_blocks == 5
 
 
-@pytest.mark.parametrize("place", [-1, 30, None])
+@pytest.mark.parametrize("place", [30, None])
 def test_refuses_a_damaged_or_missing_file_of_blocks(tmp_path, place):
     path = tmp_path / "blocks.safetensors"
     if place is not None:
@@ -113,6 +76,18 @@ def test_refuses_a_damaged_or_missing_file_of_blocks(tmp_path, place):
         path.write_bytes(content)
     with pytest.raises(UserError, match=r"blocks.safetensors .*Delete it to tokenise again"):
         TokenBlocks.load(path)
+
+
+def test_a_tail_is_split_off_in_place(tmp_path):
+    path, tail = tmp_path / "a.safetensors", tmp_path / "tail.safetensors"
+    blocks = numbered_blocks(10)
+    blocks.save(path)
+    split_off_tail(path, tail, 9)
+    expected = blocks.without_tail(9)
+    for file, part in zip((path, tail), expected, strict=True):
+        assert torch.equal(TokenBlocks.load(file).tokens_BT, part.tokens_BT)
+        part.save(tmp_path / "same")
+        assert file.read_bytes() == (tmp_path / "same").read_bytes()
 
 
 def test_the_tail_is_kept_apart_in_whole_blocks():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from written_text import TEXTS, read, write
 
-from dotmoe.data import pack, pack_blocks
+from dotmoe.data import pack
 from dotmoe.errors import UserError
 from dotmoe.load import LoadConfig, load_dense
 
@@ -91,9 +91,7 @@ def test_real_stories_pack_and_read_back(shared_data):
     text = "".join(read(path))
     assert len(text.encode()) == 941_894
     dense = load_dense(str(shared_data / "models/stories260K"), LoadConfig(device="cpu"))
-    blocks = pack_blocks(read(path), dense.tokenizer, 512, max_tokens=20_000)
-    assert blocks.num_blocks == 39
-    flat = blocks.tokens_BT.flatten()
+    flat = pack(read(path), dense.tokenizer, 20_000).tokens
     assert flat[0] == dense.tokenizer.bos_token_id
     decoded = dense.tokenizer.decode(flat[1:], skip_special_tokens=True)
     assert text.startswith(decoded.strip()[:-4])

@@ -14,7 +14,7 @@ def test_every_format_gives_the_texts_it_was_written_from(tmp_path, ending):
     text_file = write(tmp_path / f"a.txt{ending}", TEXTS[2])
     line_file = write(tmp_path / f"b.jsonl{ending}", jsonl(rows) + "\n\n")
     table = {"id": [0, 1, 2], "text": TEXTS}
-    parquet_file = write(tmp_path / f"c.parquet{ending}", parquet_bytes(table))
+    parquet_file = write(tmp_path / "c.parquet", parquet_bytes(table))
     assert read(text_file) == [TEXTS[2]]
     assert read(line_file) == TEXTS
     assert read(parquet_file) == TEXTS

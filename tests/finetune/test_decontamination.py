@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dotmoe.data import TokenBlocks, decontamination, write_decontaminated
-from dotmoe.data.block_file import BlockWriter
+from dotmoe.data.blocks import BlockWriter
 from dotmoe.errors import UserError
 
 

@@ -1,7 +1,6 @@
 """Text sources -> documents -> packed, resumable blocks of tokens."""
 
-from dotmoe.data.block_file import BlockWriter
-from dotmoe.data.blocks import TokenBlocks, pack_blocks, split_off_tail
+from dotmoe.data.blocks import BlockWriter, TokenBlocks, split_off_tail
 from dotmoe.data.decontamination import write_decontaminated
 from dotmoe.data.mixing import PackedSources, TextRecord, boundaries, pack_sources, shares_in_words
 from dotmoe.data.packing import Packed, pack
@@ -19,7 +18,6 @@ __all__ = [
     "boundaries",
     "documents",
     "pack",
-    "pack_blocks",
     "pack_sources",
     "shares_in_words",
     "sources_of",

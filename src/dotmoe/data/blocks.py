@@ -1,22 +1,28 @@
-"""TokenBlocks: packed text whose every batch is a pure function of the step."""
+"""TokenBlocks: packed text whose every batch is a pure function of the step; and its files."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+import json
+import os
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dotmoe.data.block_file import BlockWriter, mapped_blocks
-from dotmoe.data.packing import pack
 from dotmoe.errors import UserError
 
 MORE_TEXT = "Give more text, or lower seq_len."
 """What to do about a text that fills no block."""
 
+FORMAT = "dotmoe-blocks-1"
+
+_HEADER_BYTES = 512
+_FLUSHED_TOKENS = 1 << 18
 _SAVED_TOKENS = 1 << 20
 
 
@@ -41,13 +47,6 @@ class TokenBlocks:
     def num_tokens(self) -> int:
         """Tokens of all blocks."""
         return self.tokens_BT.numel()
-
-    @cached_property
-    def sha256(self) -> str:
-        """Fingerprint of block length and tokens."""
-        digest = hashlib.sha256(f"{self.seq_len}:".encode())
-        digest.update(self.tokens_BT.contiguous().numpy().astype("<i4", copy=False).data)
-        return digest.hexdigest()
 
     def batch(self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1) -> Tensor:
         """A rank's blocks of one step: int64, [batch_size / ranks, seq_len].
@@ -106,14 +105,117 @@ class TokenBlocks:
 
     @classmethod
     def load(cls, path: Path) -> "TokenBlocks":
-        """Map a file written by `save` or `BlockWriter` into memory, after comparing its checksum.
-
-        What is not looked at takes no memory, and what is can be dropped again by the system.
+        """Map a file of blocks into memory: the system reads what is looked at.
 
         Raises:
             UserError: The file is missing, damaged or not one of blocks.
         """
-        return cls(mapped_blocks(path))
+        try:
+            with safe_open(path, framework="pt") as file:
+                if (file.metadata() or {}).get("format") != FORMAT:
+                    raise UserError(f"{path} holds no token blocks. Delete it to tokenise again.")
+                return cls(file.get_tensor("tokens"))
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{path} cannot be read as token blocks ({error}). Delete it to tokenise again."
+            ) from error
+
+
+class BlockWriter:
+    """Appends tokens to a safetensors file of blocks; memory does not grow with the file.
+
+    Room for the header is kept free and filled last. The file has a temporary name until `finish`,
+    and is removed if the `with` block ends before: a file of the right name is whole.
+    """
+
+    def __init__(self, path: Path, seq_len: int) -> None:
+        """Begin a file.
+
+        Args:
+            path: What the file will be called; one that is there stays until `finish`.
+            seq_len: Tokens of a block.
+
+        Raises:
+            UserError: No permission, or no such folder.
+        """
+        self.path = path
+        self.seq_len = seq_len
+        self.num_tokens = 0
+        """Appended so far; the last of them may fill no block."""
+        self._partial = path.with_name(path.name + ".partial")
+        self._pending = array("i")
+        try:
+            self._file = self._partial.open("wb", buffering=0)
+        except OSError as error:
+            raise self._failure(error) from error
+        self._file.seek(_HEADER_BYTES)
+
+    def __enter__(self) -> "BlockWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+    def append(self, tokens: Sequence[int] | Tensor) -> None:
+        """Write token ids after those before, as int32.
+
+        Raises:
+            UserError: The disk is full.
+        """
+        if isinstance(tokens, Tensor):
+            self._pending.frombytes(tokens.int().contiguous().numpy().tobytes())
+        else:
+            self._pending.extend(tokens)
+        self.num_tokens += len(tokens)
+        if len(self._pending) >= max(_FLUSHED_TOKENS, self.seq_len):
+            self._flush()
+
+    def finish(self) -> int:
+        """Complete the file and give it its name; tokens that fill no block are dropped.
+
+        Returns:
+            Blocks in the file.
+
+        Raises:
+            UserError: The disk is full.
+        """
+        self._flush()
+        num_blocks = self.num_tokens // self.seq_len
+        self._file.seek(0)
+        self._write(_header(num_blocks, self.seq_len))
+        try:
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._partial.replace(self.path)
+        except OSError as error:
+            raise self._failure(error) from error
+        return num_blocks
+
+    def _flush(self) -> None:
+        whole = len(self._pending) // self.seq_len * self.seq_len
+        content = self._pending[:whole].tobytes()
+        self._write(content)
+        del self._pending[:whole]
+
+    def _write(self, content: bytes) -> None:
+        view = memoryview(content)
+        try:
+            while view:
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> UserError:
+        return UserError(
+            f"{self.path} cannot be written after {4 * self.num_tokens:,} bytes "
+            f"({error.strerror or error}). Make room or choose another folder."
+        )
 
 
 def split_off_tail(path: Path, tail: Path, num_tokens: int) -> None:
@@ -122,43 +224,25 @@ def split_off_tail(path: Path, tail: Path, num_tokens: int) -> None:
     Raises:
         UserError: There is only one block, or no room.
     """
-    whole = path.with_name("whole.safetensors")
-    path.rename(whole)
-    for part, file in zip(
-        TokenBlocks.load(whole).without_tail(num_tokens), (path, tail), strict=True
-    ):
-        part.save(file)
-    whole.unlink()
+    head, last = TokenBlocks.load(path).without_tail(num_tokens)
+    last.save(tail)
+    with path.open("r+b") as file:
+        file.truncate(_HEADER_BYTES + 4 * head.num_tokens)
+        file.write(_header(head.num_blocks, head.seq_len))
 
 
-def pack_blocks(
-    documents: Iterable[str],
-    tokenizer: Any,
-    seq_len: int,
-    max_tokens: int | None = None,
-    on_progress: Callable[[int], None] | None = None,
-    name: str = "the text",
-    remedy: str = MORE_TEXT,
-) -> TokenBlocks:
-    """Tokenise, join (see `pack`) and cut into blocks; the tail that fills no block is dropped.
-
-    Args:
-        documents: Texts, as `documents` streams them.
-        tokenizer: A Hugging Face tokenizer.
-        seq_len: Tokens of a block, 2 or more.
-        max_tokens: Tokenise no more than this.
-        on_progress: Told the number of tokens so far.
-        name: What to call the text in an error.
-        remedy: What to do where there is too little of it.
-
-    Raises:
-        UserError: The text, or `max_tokens`, is shorter than one block.
-    """
-    require_room_for_a_block(seq_len, max_tokens, name, remedy)
-    tokens = pack(documents, tokenizer, max_tokens, on_progress).tokens
-    num_blocks = tokens.numel() // seq_len
-    require_a_block(tokens.numel(), seq_len, name, remedy)
-    return TokenBlocks(tokens[: num_blocks * seq_len].view(num_blocks, seq_len))
+def _header(num_blocks: int, seq_len: int) -> bytes:
+    """A safetensors header: its length and JSON, which may end in blanks."""
+    content = {
+        "__metadata__": {"format": FORMAT},
+        "tokens": {
+            "dtype": "I32",
+            "shape": [num_blocks, seq_len],
+            "data_offsets": [0, 4 * num_blocks * seq_len],
+        },
+    }
+    text = json.dumps(content).encode().ljust(_HEADER_BYTES - 8)
+    return (_HEADER_BYTES - 8).to_bytes(8, "little") + text
 
 
 def require_room_for_a_block(

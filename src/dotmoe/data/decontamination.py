@@ -5,8 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dotmoe.data.block_file import BlockWriter
-from dotmoe.data.blocks import TokenBlocks
+from dotmoe.data.blocks import BlockWriter, TokenBlocks
 from dotmoe.errors import UserError
 
 RUN_TOKENS = 64

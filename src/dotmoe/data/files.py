@@ -3,19 +3,17 @@
 import codecs
 import gzip
 import json
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from shutil import copyfileobj
 from typing import IO, Any, cast
 
 import pyarrow
 import pyarrow.parquet
 
-from dotmoe.errors import UserError
+from dotmoe.errors import UserError, one_line
 
 PIECE_CHARACTERS = 1 << 16
 """Longest piece of a document that is tokenised at once."""
@@ -41,7 +39,9 @@ def file_documents(path: Path, text_field: str | None) -> Iterator[str]:
     """
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
     if suffix not in _READERS:
-        raise UserError(f"{path} is none of {', '.join(FORMATS)} (also .gz). Convert it to one.")
+        raise UserError(
+            f"{path} is none of {', '.join(FORMATS)} (.txt and .jsonl also .gz). Convert it to one."
+        )
     with _opened(path) as file:
         yield from _READERS[suffix](path, file, text_field)
 
@@ -145,7 +145,7 @@ def _jsonl_rows(path: Path, file: IO[bytes], text_field: str | None) -> Iterator
         try:
             row = json.loads(text)
         except json.JSONDecodeError as error:
-            raise UserError(f"{path} line {number} is not JSON ({error}). Mend it.") from error
+            raise UserError(f"{path} line {number} is not JSON ({error}). Fix it.") from error
         if not isinstance(row, dict):
             raise UserError(
                 f"{path} line {number} is not a JSON object. One object a line, please."
@@ -154,24 +154,22 @@ def _jsonl_rows(path: Path, file: IO[bytes], text_field: str | None) -> Iterator
 
 
 def _parquet_rows(path: Path, file: IO[bytes], text_field: str | None) -> Iterator[str]:
-    with tempfile.TemporaryFile() as unpacked:
-        if path.suffix == ".gz":  # parquet is read from its end, which gzip cannot seek to
-            copyfileobj(file, unpacked)
-            file = unpacked
-        try:
-            table = pyarrow.parquet.ParquetFile(file)
-            number = 0
-            # One column is read, so the empty row tells which are there.
-            names = dict.fromkeys(table.schema_arrow.names)
-            text_of_row(names, text_field, str(path))
-            field = text_field or next(name for name in FIELDS if name in names)
-            for batch in table.iter_batches(batch_size=256, columns=[field]):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield text_of_row(row, field, f"{path} row {number}")
-        except (pyarrow.ArrowException, OSError) as error:
-            cause = " ".join(str(error).split())[:160].rstrip(".")
-            raise UserError(f"{path} is no whole parquet file ({cause}). Get it again.") from error
+    if path.suffix == ".gz":  # parquet is compressed inside, and is read from its end
+        raise UserError(f"{path} is a parquet file within gzip. Unpack it with gunzip.")
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        number = 0
+        # One column is read, so the empty row tells which are there.
+        names = dict.fromkeys(table.schema_arrow.names)
+        text_of_row(names, text_field, str(path))
+        field = text_field or next(name for name in FIELDS if name in names)
+        for batch in table.iter_batches(batch_size=256, columns=[field]):
+            for row in batch.to_pylist():
+                number += 1
+                yield text_of_row(row, field, f"{path} row {number}")
+    except (pyarrow.ArrowException, OSError) as error:
+        cause = one_line(error)[:160].rstrip(".")
+        raise UserError(f"{path} is no whole parquet file ({cause}). Get it again.") from error
 
 
 _READERS: dict[str, Callable[[Path, IO[bytes], str | None], Iterator[str]]] = {

@@ -4,8 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dotmoe.data.block_file import BlockWriter
-from dotmoe.data.blocks import MORE_TEXT, TokenBlocks, require_a_block, require_room_for_a_block
+from dotmoe.data.blocks import (
+    MORE_TEXT,
+    BlockWriter,
+    TokenBlocks,
+    require_a_block,
+    require_room_for_a_block,
+)
 from dotmoe.data.packing import Piece, end_of_document, separator, separator_of, tokenised
 from dotmoe.data.sources import DataConfig, opened, sources_of
 

@@ -3,15 +3,14 @@
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any
+from typing import Annotated
 
 from dotmoe.data.files import FORMATS, Continuation, file_documents, text_of_row
 from dotmoe.data.mixes import expanded, mix_named
-from dotmoe.errors import UserError
+from dotmoe.errors import UserError, nearest, one_line
 from dotmoe.options import above, at_least
 from dotmoe.stdlib_text import stdlib_documents
 
@@ -32,8 +31,8 @@ class DataConfig:
 
     data: tuple[str, ...] = ()
     """Sources, read in this order: .txt (one document a file), .jsonl or .parquet files (one
-    document a row), each also as .gz; `python-stdlib` (the source files of this Python's own
-    library) or `python-stdlib-heldout` (the sixteenth of them kept apart); names for the
+    document a row), the first two also as .gz; `python-stdlib` (the source files of this Python's
+    own library) or `python-stdlib-heldout` (the sixteenth of them kept apart); names for the
     `datasets` library, streamed (`allenai/c4:en`: after the colon the configuration); `dolmino`
     (the paper's mix, from the hub; `dolmino:FOLDER`: a copy on this machine); or `self`: text that
     the dense model itself samples. `SOURCE@SPLIT#FIELD` gives one source a split and a text field
@@ -186,8 +185,7 @@ def _seed_of(seed: int, source: str, epoch: int) -> int:
 
 def _nearest(path: Path) -> str:
     beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = get_close_matches(path.name, beside, n=1)
-    return f" Did you mean {path.parent / near[0]}?" if near else ""
+    return nearest(str(path), [str(path.parent / name) for name in beside])
 
 
 def _never_empty(path: Path, stream: Iterator[str]) -> Iterator[str]:
@@ -217,7 +215,7 @@ def _dataset_documents(source: str, config: DataConfig, buffer: int, seed: int) 
     except (OSError, ValueError, DatasetGenerationError) as error:
         near = "" if is_folder else _nearest(Path(source))
         raise UserError(
-            f"{source} ({config.split}) cannot be read by datasets: {_one_line(error)}. "
+            f"{source} ({config.split}) cannot be read by datasets: {_short(error)}. "
             f"Check the name, the split and the network.{near}{_missing_package(error)}"
         ) from error
 
@@ -227,6 +225,6 @@ def _missing_package(error: Exception) -> str:
     return " Files of .zst need: pip install zstandard." if "zstd" in str(error).lower() else ""
 
 
-def _one_line(error: Any) -> str:
-    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+def _short(error: Exception) -> str:
+    text = one_line(error).rstrip(".") or type(error).__name__
     return text if len(text) <= 200 else text[:197] + "..."
