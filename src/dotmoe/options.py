@@ -113,7 +113,7 @@ def values_of(config: Any) -> dict[str, Any]:
     Infinity, for which JSON has no number, is the text `inf`.
     """
     text = json.dumps(dataclasses.asdict(config))
-    values: dict[str, Any] = json.loads(text, parse_constant=lambda name: "inf")
+    values: dict[str, Any] = json.loads(text, parse_constant=lambda name: str(float(name)))
     command = getattr(config, COMMAND, None)
     return values if command is None else {COMMAND: command, **values}
 
@@ -191,8 +191,8 @@ def _value_of(kind: Any, value: Any, name: str, place: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return from_values(typing.cast(type[Any], kind), value, f"{name} of {place}")
     plain = tuple(value) if isinstance(value, list) else value
-    if plain == "inf" and kind is float:
-        return math.inf
+    if plain in ("inf", "-inf", "nan") and kind is float:
+        return float(plain)
     if not _fits(plain, kind):
         shown = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
         raise UserError(f"{name} in {place} is {value!r}, which is not {shown}.")
