@@ -1,9 +1,11 @@
 """Overlap of routing. Oracle: routing that is alike or independent by making."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from dotmoe.analyse.overlap import matched_overlap, routing_overlap
+from dotmoe.analyse.overlap import matched_overlap, values
 from dotmoe.analyse.routing import Routes
 
 E, K, T = 8, 2, 4000
@@ -52,14 +54,13 @@ def test_where_all_experts_run_all_layers_are_alike():
 def test_the_table_is_symmetric_and_names_its_layers():
     pytest.importorskip("sklearn")
     a, b = random_choice(0), random_choice(1)
-    found = routing_overlap(
-        Routes(
-            layers=(1, 2, 3),
-            chosen_LTK=torch.stack([a, b, a.flip(1)]),
-            num_experts=E,
-            energy_LE=torch.full((3, E), 1 / E),
-        )
+    routes = Routes(
+        layers=(1, 2, 3),
+        chosen_LTK=torch.stack([a, b, a.flip(1)]),
+        num_experts=E,
+        energy_LE=torch.full((3, E), 1 / E),
     )
+    found = values(SimpleNamespace(routes=routes, config=SimpleNamespace(seed=0)))
     table = torch.tensor(found["similarity_LL"])
     assert found["layers"] == [1, 2, 3]
     assert torch.equal(table, table.T)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ from dotmoe.analyse import routing
 from dotmoe.analyse.outputs import sampled_outputs
 from dotmoe.analyse.routing import captured_routes
 from dotmoe.analyse.utilisation import (
-    expert_utilisation,
     load_shares,
     load_statistics,
+    values,
     warnings_of,
 )
 from dotmoe.layout import ALWAYS_ON
@@ -54,7 +55,7 @@ def test_routes_are_the_largest_logits_of_every_token(dense, layout, tokens, mon
     assert np.array_equal(routes.chosen_LTK[0].numpy(), expected_TK)
     assert done == [(3, 10), (6, 10), (9, 10), (10, 10)]
 
-    used = expert_utilisation(routes)
+    used = values(SimpleNamespace(routes=routes))
     counted = [(expected_TK == expert).any(axis=1).mean() for expert in range(E)]
     assert used["share_LE"][0] == pytest.approx(counted)
     assert sum(used["share_LE"][0]) == pytest.approx(K)
@@ -90,9 +91,9 @@ def test_inputs_of_single_tokens_are_picked_from_all_passes(dense, layout, token
 def test_statistics_of_a_load_written_out():
     share = torch.tensor([0.8, 0.6, 0.4, 0.2], dtype=torch.float64)
     found = load_statistics(share)
-    values = share.numpy()
-    portion = values / values.sum()
-    assert found["coefficient_of_variation"] == pytest.approx(np.std(values) / np.mean(values))
+    loads = share.numpy()
+    portion = loads / loads.sum()
+    assert found["coefficient_of_variation"] == pytest.approx(np.std(loads) / np.mean(loads))
     assert found["entropy_normalised"] == pytest.approx(
         -(portion * np.log(portion)).sum() / np.log(4)
     )

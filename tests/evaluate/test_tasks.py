@@ -287,7 +287,7 @@ def test_the_first_file_that_exists_is_taken_and_its_digest_told(tmp_path):
     found = local_files(tmp_path, "boolq", 32)
     files = {split: path.name for split, path in found.files.items()}
     assert files == {"train": "train.jsonl.gz", "validation": "validation.json"}
-    assert found.notes == ()
+    assert found.notes == []
     digest = hashlib.sha256((tmp_path / "boolq/validation.json").read_bytes()).hexdigest()
     assert found.digests()["validation"] == {"file": "boolq/validation.json", "sha256": digest}
     for task in set(TASKS) - {"boolq"}:
@@ -299,9 +299,9 @@ def test_stand_ins_are_told(tmp_path):
     put(tmp_path, "hellaswag/validation.jsonl", "hellaswag/train_fewshot_11.jsonl")
     put(tmp_path, "sciq/validation.jsonl")
     assert "11 rows" in local_files(tmp_path, "hellaswag", 10).notes[0]
-    assert local_files(tmp_path, "hellaswag", 0).notes == ()
+    assert local_files(tmp_path, "hellaswag", 0).notes == []
     assert "validation split" in local_files(tmp_path, "sciq", 0).notes[0]
     put(tmp_path, "hellaswag/train.jsonl", "sciq/test.jsonl")
-    assert local_files(tmp_path, "hellaswag", 10).notes == ()
-    assert local_files(tmp_path, "sciq", 0).notes == ()
+    assert local_files(tmp_path, "hellaswag", 10).notes == []
+    assert local_files(tmp_path, "sciq", 0).notes == []
     assert "test" in local_files(tmp_path, "sciq", 0).files

@@ -9,16 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.analyse.routing import Routes, chosen_mask
+from dotmoe.analyse.routing import chosen_mask
 from dotmoe.analyse.run import AnalysedRun
 
 
 def values(run: AnalysedRun) -> dict[str, Any]:
-    """`routing_overlap` of the run's held-out text."""
-    return routing_overlap(run.routes, run.config.seed)
-
-
-def routing_overlap(routes: Routes, seed: int = 0) -> dict[str, Any]:
     """Similarity of the routing of each pair of split layers; needs SciPy and scikit-learn.
 
     Returns:
@@ -29,10 +24,10 @@ def routing_overlap(routes: Routes, seed: int = 0) -> dict[str, Any]:
     """
     from sklearn.metrics import normalized_mutual_info_score as nmi  # an extra
 
-    size = len(routes.layers)
+    routes, size = run.routes, len(run.routes.layers)
     similarity_LL, nmi_LL = np.eye(size), np.eye(size)
     first_LT = routes.chosen_LTK[:, :, 0].numpy()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(run.config.seed)
     order_T = torch.randperm(first_LT.shape[1], generator=generator).numpy()
     shuffled = []
     for a, b in combinations(range(size), 2):

@@ -88,12 +88,7 @@ def router_inputs(
 ) -> Float[Tensor, "P D"]:
     """What one split layer's router and FFN see of some tokens, in the masked model's dtype.
 
-    Args:
-        dense: As for `captured_routes`.
-        layout: Experts, routers and k.
-        tokens_BT: Text.
-        layer: Number of a split layer.
-        wanted_P: Places of the tokens in the flattened text, ascending.
+    `wanted_P` are their places in the flattened text, ascending.
     """
     kept: list[Tensor] = []
     start = 0

@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.analyse.routing import Routes
 from dotmoe.analyse.run import AnalysedRun
 
 DEAD_SHARE_OF_MEAN = 0.01
@@ -24,12 +23,8 @@ UNEVEN_SHARE_OF_LIMIT = 0.5
 
 
 def values(run: AnalysedRun) -> dict[str, Any]:
-    """`expert_utilisation` of the run's held-out text."""
-    return expert_utilisation(run.routes)
-
-
-def expert_utilisation(routes: Routes) -> dict[str, Any]:
     """Load of every expert of every split layer, figures of each layer, and warnings."""
+    routes = run.routes
     shares = [load_shares(chosen_TK, routes.num_experts) for chosen_TK in routes.chosen_LTK]
     by_layer = list(zip(routes.layers, shares, routes.energy_LE, strict=True))
     return {

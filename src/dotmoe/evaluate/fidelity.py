@@ -149,11 +149,7 @@ def _comparing(ffns: FFNs, sums: Mapping[int, Closeness]) -> Iterator[None]:
 
 
 def measure_fidelity(config: EvaluateConfig, progress: Progress) -> dict[str, Any]:
-    """Compare a model with its dense model on `config.corpus.text`.
-
-    Raises:
-        UserError: No such model or text, no dense model named, or one that does not fit.
-    """
+    """Compare a model with its dense model on `config.corpus.text`."""
     config.corpus.require_text()
     folders = named_folders(config)
     has_record = (folders["model"] / RECORD_FILE).is_file()

@@ -27,9 +27,6 @@ def measure_generation(config: EvaluateConfig, progress: Progress) -> dict[str, 
 
     Prompts from `config.corpus.text` are cut by the tokenizer of each model: where the two have
     another tokenizer their prompts may differ at the ends.
-
-    Raises:
-        UserError: No model, no prompt, or prompts too long for the context.
     """
     asked = config.generation
     if not asked.prompts and not config.corpus.text:
@@ -86,13 +83,6 @@ def continuations(
 
     The model's own generation settings (penalties, temperature) play no part: two models are
     compared by their predictions alone.
-
-    Args:
-        model: A causal language model of Transformers.
-        tokenizer: Its tokenizer; names EOS.
-        prompts: Token ids.
-        config: Length and sampling.
-        on_progress: Told continuations done and in all.
 
     Returns:
         Token ids without EOS, one list a prompt, as `greedy` and as `sampled`.

@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,22 +73,28 @@ def quiet_harness() -> Iterator[None]:
 def task_manager(
     names: Sequence[str], local: Mapping[str, LocalFiles], definitions: Path
 ) -> tuple[Any, dict[str, Values]]:
-    """The harness's tasks, loaded once so that missing data shows before a model is read.
+    """The harness's manager of tasks, and for each name what its tasks' data are.
+
+    Tasks are loaded here, so that missing data shows before a model is read.
 
     Args:
         names: Tasks that will be run; none: nothing is loaded.
         local: Local files of all the tasks; none: they come from the hub.
         definitions: Empty folder for the definitions of local tasks; kept while they are run.
 
-    Returns:
-        A `TaskManager`, and for each name what its tasks' data are.
-
     Raises:
         UserError: A name that the harness does not know, or data that cannot be read.
     """
     if not names:
         return None, {}
-    manager = _local_manager(local, definitions) if local else _stock_manager()
+    import lm_eval.tasks
+
+    stock = Path(lm_eval.tasks.__file__).parent
+    for task, files in local.items():
+        write_definition(definitions, task, stock / TASKS[task].definition, files)
+    # Reading all of the harness's own tasks takes a quarter of a minute.
+    options = {"include_path": str(definitions), "include_defaults": False} if local else {}
+    manager = lm_eval.tasks.TaskManager(**options)
     require_known(names, manager.all_tasks)
     data: dict[str, Values] = {}
     for name in names:
@@ -102,24 +107,6 @@ def task_manager(
             ) from error
         data[name] = {each: _data_of(task, local.get(each)) for each, task in loaded.items()}
     return manager, data
-
-
-@cache
-def _stock_manager() -> Any:
-    """All of the harness's own tasks; reading them takes a quarter of a minute."""
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager()
-
-
-def _local_manager(local: Mapping[str, LocalFiles], definitions: Path) -> Any:
-    """Only the tasks with local data, which takes no time."""
-    import lm_eval.tasks
-
-    stock = Path(lm_eval.tasks.__file__).parent
-    for task, files in local.items():
-        write_definition(definitions, task, stock / TASKS[task].definition, files)
-    return lm_eval.tasks.TaskManager(include_path=str(definitions), include_defaults=False)
 
 
 def _data_of(task: Any, files: LocalFiles | None) -> Values:
@@ -177,8 +164,8 @@ def run_task(
         model: See `harness_model`.
         manager: See `task_manager`.
         name: Task, group or tag.
-        shots: Solved examples before each question. None: as the task's definition says.
-        limit: Score only the first questions of each task. None: all.
+        shots: Solved examples before each question; None: as the task's definition says.
+        limit: Questions of each task that are scored, at most.
 
     Returns:
         `scores`: a row for each metric of the task and of the members of a group, see `_rows`.

@@ -21,7 +21,6 @@ from dotmoe.run_folder import STAGES, RunFolder, export_folder
 class StockModel:
     """A loaded checkpoint."""
 
-    folder: Path
     model: Any
     tokenizer: Any
 
@@ -55,14 +54,9 @@ def stock_model(folder: Path, device: torch.device, dtype: torch.dtype | Literal
 
 
 def loaded(folder: Path, load: LoadConfig) -> StockModel:
-    """Load a checkpoint and its tokenizer.
-
-    Raises:
-        UserError: A device that is not there, or a tensor that is missing.
-    """
+    """A checkpoint and its tokenizer, see `stock_model`."""
     device = resolved_device(load.device)
     return StockModel(
-        folder=folder,
         model=stock_model(folder, device, resolved_dtype(load.dtype, device)),
         tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
     )
@@ -108,11 +102,7 @@ def named_folders(config: EvaluateConfig) -> dict[str, Path]:
 def by_side(
     config: EvaluateConfig, measure: Callable[[StockModel], dict[str, Any]]
 ) -> dict[str, Any]:
-    """What `measure` gives of each model, as `model` and `against`, with its name and dtype.
-
-    Raises:
-        UserError: See `named_folders`, for all models before the first is loaded.
-    """
+    """What `measure` gives of each model, as `model` and `against`, with its name and dtype."""
 
     def measured(label: str, folder: Path) -> dict[str, Any]:
         stock = loaded(folder, config.load)

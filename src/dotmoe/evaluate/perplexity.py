@@ -180,13 +180,9 @@ def perplexities(
 ) -> dict[str, Any]:
     """Perplexity of a dense model, as `dense`, and of exports by their names, on the same windows.
 
-    Args:
-        dense: The dense model.
-        exports: Folders of exported checkpoints; they run in the dense model's dtype and on its
-            device, one at a time beside it.
-        heldout: Text that was not trained on; a window is a block.
-        names: What to call that text.
-        on_progress: Told windows done and windows in all, once for each model.
+    Exports run in the dense model's dtype and on its device, one at a time beside it. A window is
+    a block of the held-out text, which `names` calls by its name. `on_progress` is told windows
+    done and windows in all, once for each model.
     """
     text = heldout_text(heldout, dense.tokenizer, names)
     dtype = next(dense.model.parameters()).dtype
@@ -202,11 +198,7 @@ def perplexities(
 
 
 def measure_perplexity(config: EvaluateConfig, progress: Progress) -> dict[str, Any]:
-    """Perplexity of the model on `config.corpus`; with --against of both, as `model`, `against`.
-
-    Raises:
-        UserError: No such model or text, or one that does not fit the other.
-    """
+    """Perplexity of the model on `config.corpus`; with --against of both, by `model`, `against`."""
     config.corpus.require_text()
     with progress.bar("evaluate") as update:
         found = {label: _measured(name, config, update) for label, name in config.names.items()}

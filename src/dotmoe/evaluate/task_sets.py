@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dotmoe.errors import UserError, nearest
 
@@ -91,12 +91,7 @@ def expanded(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def main_metric(task: str, metrics: Sequence[str]) -> str | None:
-    """The metric that stands for a task: the paper's, else `acc`, else the first.
-
-    Args:
-        task: The harness's name.
-        metrics: All that were measured.
-    """
+    """The metric that stands for a task: the paper's, else `acc`, else the first measured."""
     wanted = (TASKS[task].metric if task in TASKS else "", "acc")
     return next((name for name in (*wanted, *metrics) if name in metrics), None)
 
@@ -137,14 +132,11 @@ def require_known(names: Sequence[str], all_names: Sequence[str]) -> None:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LocalFiles:
-    """Files found for one task."""
+class LocalFiles(NamedTuple):
+    """Files found for one task, by split, and how they differ from the official data."""
 
     files: dict[str, Path]
-    """By split."""
-    notes: tuple[str, ...]
-    """How they differ from the official data."""
+    notes: list[str]
 
     def override(self) -> dict[str, Any]:
         """What a task's definition gets in place of its hub data set."""
@@ -168,12 +160,7 @@ class LocalFiles:
 
 
 def local_files(folder: Path, name: str, shots: int) -> LocalFiles:
-    """Files of one task.
-
-    Args:
-        folder: What `--task-data` names.
-        name: Name of the harness's task.
-        shots: Solved examples; above 0 a training split is needed.
+    """Files of one task below a folder; with solved examples (`shots`) a training split, too.
 
     Raises:
         UserError: The task is not in `TASKS`, or a file that it needs is not there.
@@ -197,7 +184,7 @@ def local_files(folder: Path, name: str, shots: int) -> LocalFiles:
                 f"{name} needs {wanted} below {folder} (also as {', '.join(SUFFIXES[1:])}), and it "
                 "is not there. Put it there, or leave out --task-data to take it from the hub."
             )
-    return LocalFiles(files=files, notes=tuple(notes))
+    return LocalFiles(files, notes)
 
 
 def write_definition(folder: Path, task: str, harness_yaml: Path, files: LocalFiles) -> None:

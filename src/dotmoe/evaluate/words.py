@@ -28,9 +28,6 @@ def measure_words(config: EvaluateConfig, progress: Progress) -> dict[str, Any]:
     """Perplexity a word of `config.corpus.text` at each window, of each model.
 
     The two conventions of WikiText-2 are in docs/evaluation.md.
-
-    Raises:
-        UserError: No model or text, or a window beyond the context of a model.
     """
     config.corpus.require_text()
     if config.corpus.max_tokens is not None:
