@@ -32,7 +32,7 @@ from dotmoe.gguf_export import (
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe.surgery import masked_by
+from dotmoe.moe.masked import masked_by
 from dotmoe.pipeline import convert
 from dotmoe.progress import Progress
 from dotmoe.recipes import quickstart, small

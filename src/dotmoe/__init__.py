@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dotmoe.load import LoadConfig
     from dotmoe.pipeline import Conversion, convert, finetune
     from dotmoe.recipes import finetune_recipe, recipe
-    from dotmoe.training.config import TrainingConfig
+    from dotmoe.training.loop import TrainingConfig
 
 __version__ = "0.1.0"
 
@@ -50,7 +50,7 @@ _HOME = {
     "FinetuneRunConfig": "config",
     "LoadConfig": "load",
     "RunConfig": "config",
-    "TrainingConfig": "training.config",
+    "TrainingConfig": "training.loop",
     "UserError": "errors",
     "convert": "pipeline",
     "finetune": "pipeline",

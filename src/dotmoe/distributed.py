@@ -279,13 +279,3 @@ def summed_rows(whole: Tensor, ranks: DeviceMesh | None) -> Tensor:
         return whole
     partial = DTensor.from_local(whole, ranks, [Partial()], run_check=False)
     return partial.redistribute(placements=[Shard(0)]).to_local()
-
-
-# Names of before, until their last callers are moved.
-is_first, from_first, on_every_rank, joined, whole = (
-    is_rank_zero,
-    broadcast_from_rank_zero,
-    raise_on_all_ranks,
-    process_group,
-    full_tensor,
-)

@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dotmoe.checkpoint.folder import TOKENIZER_FILES, checkpoint_folder, is_local, tensor_files
 from dotmoe.checkpoint.on_disk import quiet_transformers
-from dotmoe.device import resolved_device
-from dotmoe.distributed import mesh, num_ranks, on_every_rank
+from dotmoe.distributed import local_part, mesh, num_ranks, raise_on_all_ranks, resolved_device
 from dotmoe.errors import UserError, one_line
 from dotmoe.files import read_json
 from dotmoe.models.dense import DenseModel
@@ -24,7 +23,6 @@ from dotmoe.models.family import FAMILIES, family_of
 from dotmoe.options import HOW
 from dotmoe.parameters import meta_model
 from dotmoe.sharded_weights import Sharding, checkpoint_dtype, is_sharded, load_sharded
-from dotmoe.training.task import local_part
 
 logger = logging.getLogger(__name__)
 
@@ -72,15 +70,15 @@ def load_dense(source: str, config: LoadConfig) -> DenseModel:
             on one.
     """
     device = _device_of_this_rank(config.device)
-    dense = on_every_rank(lambda: describe_dense(source))
+    dense = raise_on_all_ranks(lambda: describe_dense(source))
     dtype = resolved_dtype(config.dtype, device)
     ranks = mesh(device)
     if ranks is not None:
         own = checkpoint_dtype(dense.config, dense.folder) if dtype == "auto" else dtype
         num_bytes = own.itemsize * sum(p.numel() for p in dense.model.parameters())
         if is_sharded(config.sharding, num_bytes, device):
-            return on_every_rank(lambda: _sharded(dense, ranks, device, own))
-    return on_every_rank(lambda: _whole(dense, device, dtype))
+            return raise_on_all_ranks(lambda: _sharded(dense, ranks, device, own))
+    return raise_on_all_ranks(lambda: _whole(dense, device, dtype))
 
 
 def _whole(

@@ -28,14 +28,14 @@ from dotmoe.checkpoint.on_disk import on_disk
 from dotmoe.checkpoint_folder import checkpoint_folder, fingerprint
 from dotmoe.config import AnyRunConfig, FinetuneRunConfig, RunConfig
 from dotmoe.data import DataConfig
-from dotmoe.device import resolved_device
 from dotmoe.distributed import (
-    from_first,
-    is_first,
-    joined,
+    broadcast_from_rank_zero,
+    is_rank_zero,
     num_ranks,
-    on_every_rank,
+    process_group,
+    raise_on_all_ranks,
     require_equal_shares,
+    resolved_device,
     started_by_torchrun,
 )
 from dotmoe.errors import UserError
@@ -100,14 +100,14 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
             the folder does not exist then, nor after any other exception.
     """
     with ExitStack() as work:
-        with joined(resolved_device(config.load.device)):
-            config = on_every_rank(lambda: settled(config))
+        with process_group(resolved_device(config.load.device)):
+            config = raise_on_all_ranks(lambda: settled(config))
             run = _Run.started(config, progress, work)
             if run.is_finished(lambda: {"model": fingerprint(checkpoint_folder(config.model))}):
                 return run.conversion()
             run.require_sources(config.data, config.eval_text)
             dense = load_dense(config.model, config.load)
-            split, dtype = on_every_rank(lambda: _fitted(config, dense))
+            split, dtype = raise_on_all_ranks(lambda: _fitted(config, dense))
             run.begin(config.model, {"model": fingerprint(dense.folder)})
             text = run.stage(
                 "data", Text.load, lambda at: _text(run, config, dense, at), alone=True
@@ -151,15 +151,15 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
         UserError: As `convert`; or RUN is not finished, or is finetuned itself.
     """
     with ExitStack() as work:
-        with joined(resolved_device(config.load.device)):
-            config = on_every_rank(lambda: _checked(config))
-            source, converted = on_every_rank(lambda: _finetunable(config))
+        with process_group(resolved_device(config.load.device)):
+            config = raise_on_all_ranks(lambda: _checked(config))
+            source, converted = raise_on_all_ranks(lambda: _finetunable(config))
             run = _Run.started(config, progress, work)
             inputs = {"model": source.fingerprint, "layout": source.layout_fingerprint}
             if run.is_finished(lambda: inputs):
                 return run.conversion()
             run.require_sources(converted.data, config.eval_text)
-            dense = on_every_rank(lambda: _described(source, config))
+            dense = raise_on_all_ranks(lambda: _described(source, config))
             run.begin(source.model, inputs)
             known = None if run.holds("data") else _to_sample(converted, config, dense)
             text = run.stage(
@@ -207,31 +207,31 @@ class _Run:
     @classmethod
     def started(cls, config: AnyRunConfig, progress: Progress | None, work: ExitStack) -> Self:
         """Take the run folder, for as long as `work` is open; all ranks together."""
-        first = is_first()
+        first = is_rank_zero()
         progress = progress if progress and first else Progress(quiet=True)
         folder = RunFolder(Path(config.out), progress.log)
-        from_first(lambda: work.enter_context(folder.at_work(config)))
+        broadcast_from_rank_zero(lambda: work.enter_context(folder.at_work(config)))
         return cls(config=config, folder=folder, progress=progress, is_first=first)
 
     def holds(self, *names: str) -> bool:
         """Whether these stages are finished."""
-        return from_first(lambda: self.folder.holds(*names))
+        return broadcast_from_rank_zero(lambda: self.folder.holds(*names))
 
     def is_finished(self, inputs: Callable[[], dict[str, str]]) -> bool:
         """Whether nothing is left to do, of a run that was made of the same inputs."""
         finished = self.holds("export", "evaluate")
         if finished:
-            from_first(lambda: self.folder.require_inputs(inputs()))
+            broadcast_from_rank_zero(lambda: self.folder.require_inputs(inputs()))
         return finished
 
     def require_sources(self, data: DataConfig, eval_text: tuple[str, ...]) -> None:
         """Refuse texts that are not there, if they are still to be read."""
         if not self.holds("data"):
-            from_first(lambda: require_sources(data, eval_text))
+            broadcast_from_rank_zero(lambda: require_sources(data, eval_text))
 
     def begin(self, model: str, inputs: dict[str, str]) -> None:
         """Record what the run is made of."""
-        from_first(lambda: self.folder.begin(self.config, model, inputs))
+        broadcast_from_rank_zero(lambda: self.folder.begin(self.config, model, inputs))
 
     def stage(
         self,
@@ -250,7 +250,7 @@ class _Run:
 
         def saved(at: Path) -> AlignState:
             state = make(at)
-            from_first(lambda: state.save(at / file) if is_first() else None)
+            broadcast_from_rank_zero(lambda: state.save(at / file) if is_rank_zero() else None)
             return state
 
         return self.stage(name, lambda at: AlignState.load(at / file, dense.device), saved)

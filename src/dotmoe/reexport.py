@@ -9,7 +9,7 @@ from tyro.conf import Positional
 
 from dotmoe.checkpoint.on_disk import on_disk
 from dotmoe.data import TokenBlocks
-from dotmoe.device import resolved_device
+from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.export import ExportConfig, ExportRecord, export
 from dotmoe.finished_run import FinishedRun, finished_run

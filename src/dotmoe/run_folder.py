@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
-from dotmoe.distributed import from_first, on_every_rank
+from dotmoe.distributed import broadcast_from_rank_zero, raise_on_all_ranks
 from dotmoe.errors import UserError
 from dotmoe.files import (
     DamagedError,
@@ -286,14 +286,14 @@ class RunFolder:
             UserError: A file of the finished stage is damaged.
         """
         folder, made = self.stage(name), list[Result]()
-        if not from_first(lambda: self._is_ready(name)):
+        if not broadcast_from_rank_zero(lambda: self._is_ready(name)):
             started = time.monotonic()
             if alone:
-                from_first(lambda: made.append(make(folder)))
+                broadcast_from_rank_zero(lambda: made.append(make(folder)))
             else:
                 made.append(make(folder))
-            from_first(lambda: self._record(name, time.monotonic() - started))
-        return on_every_rank(lambda: made[0] if made else load(folder))
+            broadcast_from_rank_zero(lambda: self._record(name, time.monotonic() - started))
+        return raise_on_all_ranks(lambda: made[0] if made else load(folder))
 
     def _is_ready(self, name: str) -> bool:
         """Whether a stage is finished; if not, its folder is prepared, and what came after goes."""

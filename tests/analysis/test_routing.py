@@ -19,7 +19,7 @@ from dotmoe.analyse.utilisation import (
     warnings_of,
 )
 from dotmoe.layout import ALWAYS_ON
-from dotmoe.moe.surgery import masked_by
+from dotmoe.moe.masked import masked_by
 
 E, K = 12, 3
 EVEN = torch.full((4,), 0.25)

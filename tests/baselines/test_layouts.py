@@ -13,7 +13,7 @@ from dotmoe.extract import extract
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ALWAYS_ON
 from dotmoe.moe.assignment import AlignState, AssignmentConfig
-from dotmoe.moe.surgery import masked_by
+from dotmoe.moe.masked import masked_by
 from dotmoe.options import check
 from dotmoe.pipeline import settled
 

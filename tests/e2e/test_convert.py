@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.models.family import FAMILIES
-from dotmoe.moe.surgery import masked_by
+from dotmoe.moe.masked import masked_by
 
 TWINS = {"granite": "GraniteMoeForCausalLM", "olmo2": "FlexOlmoForCausalLM"}
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe.surgery import masked_by
+from dotmoe.moe.masked import masked_by
 
 QUICK = {"scale_tokens": 256, "verify_tokens": 128}
 

@@ -11,7 +11,7 @@ from dotmoe.evaluate import TextConfig, packed_text, stock_nats
 from dotmoe.evaluate.perplexity import perplexity
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe.surgery import masked_by
+from dotmoe.moe.masked import masked_by
 
 TEXT = (
     "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "

@@ -12,7 +12,7 @@ from dotmoe.evaluate import EvaluateConfig, active_experts_curve, evaluate, stoc
 from dotmoe.evaluate.curve import ladder
 from dotmoe.export import set_active_experts
 from dotmoe.load import LoadConfig
-from dotmoe.moe.surgery import masked_by
+from dotmoe.moe.masked import masked_by
 from dotmoe.report import curve_table, draw_curve, require_drawable
 
 

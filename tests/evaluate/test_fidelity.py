@@ -11,7 +11,7 @@ from dotmoe.errors import UserError
 from dotmoe.evaluate import EvaluateConfig, evaluate, scoring
 from dotmoe.export import set_active_experts
 from dotmoe.load import LoadConfig
-from dotmoe.moe.surgery import masked_by
+from dotmoe.moe.masked import masked_by
 
 FORMATS = {"llama": "glm4_moe", "qwen2": "qwen2_moe", "granite": "granitemoe", "olmo2": "flex_olmo"}
 

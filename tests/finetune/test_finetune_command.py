@@ -15,7 +15,7 @@ from dotmoe.data import TokenBlocks
 from dotmoe.evaluate.scoring import stock_nats
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe.surgery import masked_by
+from dotmoe.moe.masked import masked_by
 from dotmoe.recipes import finetune_recipe
 
 QUICK = ["--scale-tokens", "256", "--verify-tokens", "128"]

@@ -19,7 +19,7 @@ from dotmoe.gguf_export import (
     write_dense_gguf,
 )
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe.surgery import masked_by
+from dotmoe.moe.masked import masked_by
 
 pytestmark = pytest.mark.usefixtures("llama_cpp")
 

@@ -22,7 +22,7 @@ from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.models.family import FAMILIES, family_of
 from dotmoe.moe.assignment import AlignState, AssignmentConfig
-from dotmoe.moe.surgery import masked, masked_by
+from dotmoe.moe.masked import masked, masked_by
 from dotmoe.parameters import count_parameters
 
 E, K = 12, 3

@@ -14,7 +14,7 @@ LAYERS = [
     {"files", "options", "progress", "tables", "worker"},
     {"transport", "layout", "models", "stdlib_text", "granularity", "distributed"}
     | {"checksums", "sealed_json", "provenance"},
-    {"training", "llama_cpp", "run_folder", "device"},
+    {"training", "llama_cpp", "run_folder"},
     {"data", "artifacts", "parameters"},
     {"checkpoint"},
     {"checkpoint_folder"},

@@ -12,7 +12,7 @@ from tyro.conf import Positional
 from dotmoe.analyse.routing import Routes, captured_routes
 from dotmoe.artifacts import DenseModel
 from dotmoe.config import FinetuneRunConfig, RunConfig
-from dotmoe.device import resolved_device
+from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.finished_run import finished_run
 from dotmoe.load import LoadConfig, load_dense

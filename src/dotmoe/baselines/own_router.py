@@ -15,7 +15,7 @@ from dotmoe.artifacts import DenseModel
 from dotmoe.baselines.cmoe import representative_scores
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.traits import GatedFFN
-from dotmoe.moe.masked_activation import masked_activation
+from dotmoe.moe.masked import masked_activation
 from dotmoe.moe.router import top_k_mask
 
 

@@ -16,7 +16,7 @@ from dotmoe import llama_cpp
 from dotmoe.bench.runners import Loaded, Point, Setup
 from dotmoe.bench.sources import LLAMA_CPP, Source, sources
 from dotmoe.bench.work import causal_keys, expected_experts
-from dotmoe.device import resolved_device
+from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.load import LoadConfig
 from dotmoe.options import at_least, check

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from dotmoe.device import resolved_device
+from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError, one_line
 from dotmoe.evaluate.config import EvaluateConfig
 from dotmoe.evaluate.task_sets import (

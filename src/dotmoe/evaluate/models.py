@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dotmoe.checkpoint_folder import checkpoint_folder, require_checkpoint
-from dotmoe.device import resolved_device
+from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.evaluate.config import EvaluateConfig
 from dotmoe.export import ExportRecord, require_intact

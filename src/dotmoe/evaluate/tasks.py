@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dotmoe.checkpoint_folder import EMBEDDED, fingerprint
-from dotmoe.device import resolved_device
+from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.evaluate import harness
 from dotmoe.evaluate.config import EvaluateConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dotmoe.device import resolved_device
+from dotmoe.distributed import resolved_device
 from dotmoe.granularity import ExpertsConfig, Granularity, resolve
 from dotmoe.inspection.memory import (
     alignment_memory,
