@@ -25,8 +25,8 @@ from dotmoe.distributed import fsdp_mesh
 from dotmoe.evaluate import TextConfig, packed_text, stock_nats
 from dotmoe.evaluate.perplexity import perplexity
 from dotmoe.files import write_json
-from dotmoe.finetune import Finetuning
-from dotmoe.finetune.student import Student
+from dotmoe.finetuning import Finetuning
+from dotmoe.finetuning.student import Student
 from dotmoe.finished_run import finished_run
 from dotmoe.load import LoadConfig, describe_dense, load_dense
 from dotmoe.moe.masked import masked_by

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dotmoe.config import FinetuneRunConfig, RunConfig
     from dotmoe.data import DataConfig
     from dotmoe.errors import UserError
-    from dotmoe.finetune import FinetuneConfig
+    from dotmoe.finetuning import FinetuneConfig
     from dotmoe.layout import ExpertLayout
     from dotmoe.load import LoadConfig
     from dotmoe.pipeline import Conversion, convert, finetune
@@ -46,7 +46,7 @@ _HOME = {
     "Conversion": "pipeline",
     "DataConfig": "data",
     "ExpertLayout": "layout",
-    "FinetuneConfig": "finetune",
+    "FinetuneConfig": "finetuning",
     "FinetuneRunConfig": "config",
     "LoadConfig": "load",
     "RunConfig": "config",

@@ -14,7 +14,7 @@ from dotmoe.calibrate import CalibrateConfig
 from dotmoe.data import DataConfig
 from dotmoe.errors import UserError
 from dotmoe.export import ExportConfig
-from dotmoe.finetune import FinetuneConfig
+from dotmoe.finetuning import FinetuneConfig
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.load import LoadConfig
 from dotmoe.moe.assignment import AssignmentConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 from dotmoe.checkpoint_folder import fingerprint
 from dotmoe.config import AnyRunConfig, FinetuneRunConfig, RunConfig
 from dotmoe.errors import UserError
-from dotmoe.finetune import LAYOUT, MODEL
+from dotmoe.finetuning import LAYOUT, MODEL
 from dotmoe.layout import ExpertLayout
 from dotmoe.run_folder import RunFolder
 from dotmoe.tokenise import HELDOUT_FILES, Text

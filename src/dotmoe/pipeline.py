@@ -54,8 +54,8 @@ from dotmoe.export import (
 from dotmoe.export.format import granularity_of as granularity_of_layout
 from dotmoe.extract import extract
 from dotmoe.files import read_json, write_json
-from dotmoe.finetune import LAYOUT, MODEL, divides_training, require_peft
-from dotmoe.finetune import finetune as train
+from dotmoe.finetuning import LAYOUT, MODEL, divides_training, require_peft
+from dotmoe.finetuning import finetune as train
 from dotmoe.finished_run import FinishedRun, finished_run
 from dotmoe.granularity import Granularity, resolve
 from dotmoe.layout import ExpertLayout

@@ -13,7 +13,7 @@ from dotmoe.calibrate import CalibrateConfig
 from dotmoe.config import AnyRunConfig, FinetuneRunConfig, RunConfig
 from dotmoe.data import DataConfig
 from dotmoe.errors import UserError, nearest
-from dotmoe.finetune import FinetuneConfig
+from dotmoe.finetuning import FinetuneConfig
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.moe.assignment import AssignmentConfig
 

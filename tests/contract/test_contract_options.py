@@ -57,4 +57,6 @@ def test_recipes_are_named_by_the_help(monkeypatch, capsys):
 def test_public_names_can_be_imported():
     assert set(dotmoe.__all__) >= NAMES
     assert all(hasattr(dotmoe, name) for name in dotmoe.__all__)
+    assert callable(dotmoe.convert)
+    assert callable(dotmoe.finetune)
     assert dotmoe.__version__ == "0.1.0"

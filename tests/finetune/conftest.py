@@ -6,8 +6,8 @@ from two_ranks import unloaded_dense
 
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import fsdp_mesh
-from dotmoe.finetune import FinetuneConfig
-from dotmoe.finetune.student import Student
+from dotmoe.finetuning import FinetuneConfig
+from dotmoe.finetuning.student import Student
 from dotmoe.layout import ExpertLayout
 
 LAYERS, EXPERTS, SIZE, WIDTH = 2, 6, 16, 64

@@ -91,7 +91,7 @@ def test_what_cannot_be_run_is_refused_in_one_line(options, words, converted, tm
 
 
 def test_lora_without_its_package_is_refused(converted, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("dotmoe.finetune.lora.find_spec", lambda name: None)
+    monkeypatch.setattr("dotmoe.finetuning.lora.find_spec", lambda name: None)
     out = tmp_path / "out"
     assert run(["finetune", str(converted[0]), str(out), "--train", "lora", *TRAIN]) == 2
     assert "pip install 'dotmoe[lora]'" in capsys.readouterr().err
@@ -121,7 +121,7 @@ def test_the_documents_example_runs(converted, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec(example.replace("steps=60", "steps=2"), {})
     figures, export = capsys.readouterr().out.splitlines()
-    results = json.loads(Path("recovered/6_evaluate/results.json").read_text())
+    results = json.loads(Path("finetuned/6_evaluate/results.json").read_text())
     assert figures == " ".join(str(results[name]["perplexity"]) for name in ("converted", "moe"))
     assert AutoModelForCausalLM.from_pretrained(export)
 

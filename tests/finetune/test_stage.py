@@ -11,7 +11,7 @@ from two_ranks import CONFIG, torchrun
 
 from dotmoe.data import TokenBlocks
 from dotmoe.errors import UserError
-from dotmoe.finetune import FinetuneConfig, finetune, steps_to_take
+from dotmoe.finetuning import FinetuneConfig, finetune, steps_to_take
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, describe_dense
 from dotmoe.training.loop import TrainingConfig

@@ -11,8 +11,8 @@ from two_ranks import torchrun, unloaded_dense
 
 from dotmoe.distributed import full_tensor, local_part
 from dotmoe.errors import UserError
-from dotmoe.finetune import FinetuneConfig, Finetuning
-from dotmoe.finetune.student import Student, write_student
+from dotmoe.finetuning import FinetuneConfig, Finetuning
+from dotmoe.finetuning.student import Student, write_student
 from dotmoe.layout import ALWAYS_ON
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked_by

@@ -11,8 +11,8 @@ import torch
 
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import fsdp_mesh, num_ranks, process_group, rank
-from dotmoe.finetune import FinetuneConfig, finetune
-from dotmoe.finetune.student import Student
+from dotmoe.finetuning import FinetuneConfig, finetune
+from dotmoe.finetuning.student import Student
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, describe_dense, load_dense
 from dotmoe.sharded_weights import unloaded

@@ -19,8 +19,8 @@ from dotmoe.distributed import (
     raise_on_all_ranks,
     resolved_device,
 )
-from dotmoe.finetune.lora import require_peft
-from dotmoe.finetune.student import Student, write_student
+from dotmoe.finetuning.lora import require_peft
+from dotmoe.finetuning.student import Student, write_student
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense, resolved_dtype
 from dotmoe.moe.losses import DistillationLoss

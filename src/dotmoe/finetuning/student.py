@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from dotmoe.artifacts import DenseModel
 from dotmoe.distributed import full_tensor, is_rank_zero, local_part, own_rows
 from dotmoe.files import write_json
-from dotmoe.finetune.lora import ADAPTED, add_adapters, start_adapters
+from dotmoe.finetuning.lora import ADAPTED, add_adapters, start_adapters
 from dotmoe.layout import ExpertLayout
 from dotmoe.moe.router import Routing
 from dotmoe.moe.sparse import SparseFFN, make_sparse
@@ -24,7 +24,7 @@ from dotmoe.parameters import compute_constants
 from dotmoe.sharded_weights import checkpoint_dtype, fill_own_rows, source_of, stored_tensor
 
 if TYPE_CHECKING:
-    from dotmoe.finetune import FinetuneConfig
+    from dotmoe.finetuning import FinetuneConfig
 
 
 class Student(nn.Module):
