@@ -5,8 +5,11 @@ import torch
 
 from dotmoe.errors import UserError
 from dotmoe.extract import extract
+from dotmoe.granularity import Granularity
 from dotmoe.layout import ExpertLayout
 from dotmoe.moe.assignment import AlignState, AssignmentConfig
+
+SPLIT = Granularity(num_experts=4, expert_size=3, active_experts=2)
 
 
 def layout(**changes):
@@ -69,7 +72,7 @@ def test_extraction_rounds_routers_to_the_checkpoints_dtype_and_keeps_the_routin
         router_LED=torch.randn(2, 4, 8, generator=generator) + 3,
         step=5,
     )
-    found = extract(state, 2, AssignmentConfig(), router_dtype=torch.bfloat16)
+    found = extract(state, SPLIT, AssignmentConfig(), router_dtype=torch.bfloat16)
     assert torch.equal(found.router_LED, found.router_LED.bfloat16().float())
     x = torch.randn(500, 8, generator=generator)
     before = (x @ state.router_LED[0].T).topk(2).indices.sort().values
@@ -86,6 +89,9 @@ def test_always_on_neurons_and_leading_dense_layers():
     assert found.shared_neurons(1).tolist() == [1, 4]
     assert found.neurons_of_expert(1).tolist() == [[3], [2], [0]]
     assert found.active_fraction == (2 + 2 * 1) / 5
+    assert found.granularity == Granularity(
+        num_experts=3, expert_size=1, active_experts=2, shared_size=2, first_dense_layers=1
+    )
 
 
 @pytest.mark.parametrize(

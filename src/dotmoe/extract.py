@@ -2,18 +2,14 @@
 
 import torch
 
+from dotmoe.granularity import Granularity
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.moe.assignment import AlignState, AssignmentConfig, hard_assignment, soft_plan
 
 
 @torch.no_grad()
 def extract(
-    state: AlignState,
-    active_experts: int,
-    config: AssignmentConfig,
-    *,
-    router_dtype: torch.dtype,
-    first_dense_layers: int = 0,
+    state: AlignState, split: Granularity, config: AssignmentConfig, *, router_dtype: torch.dtype
 ) -> ExpertLayout:
     """Round the plan at the final temperature, and the routers to what the export can store.
 
@@ -22,17 +18,16 @@ def extract(
 
     Args:
         state: Affinities and routers.
-        active_experts: k.
+        split: Gives k and the leading layers that stay dense: all their neurons are always on.
         config: Solver and final temperature.
         router_dtype: Dtype of the checkpoint to be written; router entries become exact in it.
-        first_dense_layers: Leading layers that stay dense: all their neurons are always on.
     """
     plan = soft_plan(state.affinity_LNE, config, tau=config.tau_end)
     centred_LED = state.router_LED - state.router_LED.mean(dim=1, keepdim=True)
     expert_of_neuron_LN = hard_assignment(plan).cpu()
-    expert_of_neuron_LN[:first_dense_layers] = ALWAYS_ON
+    expert_of_neuron_LN[: split.first_dense_layers] = ALWAYS_ON
     return ExpertLayout(
         expert_of_neuron_LN=expert_of_neuron_LN,
         router_LED=centred_LED.to(router_dtype).float().cpu(),
-        active_experts=active_experts,
+        active_experts=split.active_experts,
     )

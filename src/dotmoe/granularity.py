@@ -134,26 +134,22 @@ def nearest_expert_sizes(size: int, ffn_width: int, *, multiple: int) -> tuple[i
 
 def _expert_size(config: ExpertsConfig, ffn_width: int) -> int:
     size, experts = config.expert_size, config.experts
-    if size is None and experts is None:
-        return default_expert_size(ffn_width)
-    if size is not None:
-        if size < 1 or ffn_width % size:
-            raise UserError(_indivisible("expert_size", size, ffn_width, largest=ffn_width // 2))
-        if size == ffn_width:
-            raise UserError(
-                f"expert_size is {size}, the whole FFN width, which leaves 1 expert of the at "
-                f"least 2 needed. Choose {_nearest(size, ffn_width, largest=ffn_width // 2)}."
-            )
     if experts is not None:
-        if experts < 2 or ffn_width % experts:
-            raise UserError(_indivisible("experts", experts, ffn_width, smallest=2))
-        if size is not None and size * experts != ffn_width:
+        _require_divisor("experts", experts, ffn_width, smallest=2, largest=ffn_width)
+        if size not in (None, ffn_width // experts):
             raise UserError(
                 f"expert_size {size} and experts {experts} make {size * experts} neurons, but the "
                 f"FFN width is {ffn_width}. Give one of the two."
             )
         return ffn_width // experts
-    assert size is not None
+    if size is None:
+        return default_expert_size(ffn_width)
+    if size == ffn_width:
+        raise UserError(
+            f"expert_size is {size}, the whole FFN width, which leaves 1 expert of the at least 2 "
+            f"needed. Choose {_nearest(size, ffn_width, 1, ffn_width // 2)}."
+        )
+    _require_divisor("expert_size", size, ffn_width, smallest=1, largest=ffn_width // 2)
     return size
 
 
@@ -175,7 +171,7 @@ def _active_experts(config: ExpertsConfig, num_experts: int) -> int:
     # The decimal the user wrote, not its binary neighbour: 0.29 of 50 is 14.5 and rounds to 15.
     rounded = math.floor(Fraction(str(float(share))) * num_experts + Fraction(1, 2))
     from_share = max(1, rounded)
-    if active_experts is not None and active_experts != from_share:
+    if active_experts not in (None, from_share):
         raise UserError(
             f"active {share:g} of {num_experts} experts is {from_share}, but active_experts is "
             f"{active_experts}. Give one of the two."
@@ -183,22 +179,19 @@ def _active_experts(config: ExpertsConfig, num_experts: int) -> int:
     return from_share
 
 
-def _indivisible(
-    name: str, value: int, ffn_width: int, *, smallest: int = 1, largest: int | None = None
-) -> str:
-    near = _nearest(value, ffn_width, smallest=smallest, largest=largest)
+def _require_divisor(name: str, value: int, width: int, *, smallest: int, largest: int) -> None:
+    near = _nearest(value, width, smallest, largest)
     if value < smallest:
-        return f"{name} is {value}, but it must be at least {smallest}. Choose {near}."
-    return (
-        f"{name} is {value}, which does not divide the FFN width {ffn_width} into equal experts. "
-        f"Choose {near}."
-    )
+        raise UserError(f"{name} is {value}, but it must be at least {smallest}. Choose {near}.")
+    if width % value:
+        raise UserError(
+            f"{name} is {value}, which does not divide the FFN width {width} into equal experts. "
+            f"Choose {near}."
+        )
 
 
-def _nearest(value: int, ffn_width: int, *, smallest: int = 1, largest: int | None = None) -> str:
+def _nearest(value: int, width: int, smallest: int, largest: int) -> str:
     """The divisors of the width next below and above a value, in words."""
-    top = ffn_width if largest is None else largest
-    divisors = [n for n in range(smallest, top + 1) if ffn_width % n == 0]
-    below = [n for n in divisors if n < value][-1:]
-    above = [n for n in divisors if n > value][:1]
-    return " or ".join(str(n) for n in below + above) or "another model: this width has no divisor"
+    divisors = [n for n in range(smallest, largest + 1) if width % n == 0]
+    near = [n for n in divisors if n < value][-1:] + [n for n in divisors if n > value][:1]
+    return " or ".join(map(str, near)) or "another model: this width has no divisor"

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dotmoe.errors import UserError
+from dotmoe.granularity import Granularity
 
 ALWAYS_ON = -1
 """In place of an expert's number: the neuron runs for every token."""
@@ -99,10 +100,20 @@ class ExpertLayout:
         return (self.num_neurons - self.shared_size) // self.num_experts
 
     @property
+    def granularity(self) -> Granularity:
+        """Its split, as the records on disk hold it."""
+        return Granularity(
+            num_experts=self.num_experts,
+            expert_size=self.expert_size,
+            active_experts=self.active_experts,
+            shared_size=self.shared_size,
+            first_dense_layers=self.first_dense_layers,
+        )
+
+    @property
     def active_fraction(self) -> float:
         """Share of a split layer's FFN neurons that run per token."""
-        active = self.shared_size + self.active_experts * self.expert_size
-        return active / self.num_neurons
+        return self.granularity.active_fraction
 
     def neurons_of_expert(self, layer: int) -> Int[Tensor, "E S"]:
         """Neuron numbers of each expert of a split layer, ascending within an expert."""

@@ -51,7 +51,6 @@ from dotmoe.export import (
     require_intact,
     write_model_card,
 )
-from dotmoe.export.format import granularity_of as granularity_of_layout
 from dotmoe.extract import extract
 from dotmoe.files import read_json, write_json
 from dotmoe.finetuning import LAYOUT, MODEL, divides_training, require_peft
@@ -295,7 +294,7 @@ class _Run:
         def make(at: Path) -> dict[str, Any]:
             results = measure() | {
                 "origin": "measured",
-                "granularity": asdict(granularity_of_layout(layout)),
+                "granularity": asdict(layout.granularity),
                 "parameters": record.parameters,
                 "verification": _verification(record.verification),
                 "config": values_of(self.config),
@@ -385,7 +384,7 @@ def _described(source: FinishedRun, config: FinetuneRunConfig) -> DenseModel:
     """The dense model of a run, without weights, if it is the same and can be exported."""
     dense = describe_dense(source.model)
     source.require_same_model(dense.folder)
-    require_exportable(dense, granularity_of_layout(source.layout), config.export)
+    require_exportable(dense, source.layout.granularity, config.export)
     return dense
 
 
@@ -468,13 +467,7 @@ def _extracted(
     if state is None:
         run.progress.log(f"{config.method} has nothing to calibrate or to align: both are skipped")
         return _split(run, config, dense, split, dtype, text)
-    layout = extract(
-        state,
-        split.active_experts,
-        config.assignment,
-        router_dtype=dtype,
-        first_dense_layers=split.first_dense_layers,
-    )
+    layout = extract(state, split, config.assignment, router_dtype=dtype)
     return Baseline(layout=layout, representative_LE=None)
 
 

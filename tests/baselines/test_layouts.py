@@ -70,7 +70,7 @@ def test_the_state_of_a_layout_rounds_to_that_layout(solver, given):
     assert isinstance(state, AlignState)
     for tau in (1.0, 0.1, 0.01):
         config = AssignmentConfig(solver=solver, tau_end=tau)
-        again = extract(state, K, config, router_dtype=torch.bfloat16)
+        again = extract(state, SPLIT, config, router_dtype=torch.bfloat16)
         assert torch.equal(again.expert_of_neuron_LN, layout.expert_of_neuron_LN)
 
 

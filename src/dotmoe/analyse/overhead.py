@@ -15,7 +15,6 @@ from dotmoe.align import Alignment
 from dotmoe.analyse.run import AnalysedRun
 from dotmoe.artifacts import DenseModel
 from dotmoe.config import RunConfig
-from dotmoe.export.format import granularity_of
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import load_dense
@@ -62,7 +61,7 @@ def values(run: AnalysedRun) -> dict[str, Any]:
     assert folder is not None  # `Analysis.lack` says otherwise
     config = folder.config(RunConfig)
     dense = load_dense(config.model, run.config.load) if run.is_finetuned else run.dense
-    split = granularity_of(ExpertLayout.load(folder.verified("extract") / "layout.safetensors"))
+    split = ExpertLayout.load(folder.verified("extract") / "layout.safetensors").granularity
     task = Alignment(
         dense,
         Text.load(folder.verified("data")).training,

@@ -4,8 +4,7 @@ For measuring only: no stock architecture holds it, so the exported checkpoint h
 linear router instead, and the distance between the two perplexities is what that costs.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch.nn.functional as F
 from jaxtyping import Int
@@ -17,6 +16,7 @@ from dotmoe.layout import ExpertLayout
 from dotmoe.models.traits import GatedFFN
 from dotmoe.moe.masked import masked_activation
 from dotmoe.moe.router import top_k_mask
+from dotmoe.moe.units import replaced
 
 
 class RepresentativeFFN(nn.Module):
@@ -44,22 +44,18 @@ class RepresentativeFFN(nn.Module):
         return output
 
 
-@contextmanager
 def routed_by_representatives(
     dense: DenseModel, layout: ExpertLayout, representative_LE: Int[Tensor, "L E"]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Inside, `dense.model` is the MoE of the layout's experts under its method's own router."""
-    layers = list(dense.family.layers(dense.model))
-    originals = [layer.get_submodule("mlp") for layer in layers]
-    for index in layout.moe_layers:
-        layers[index].mlp = RepresentativeFFN(
+    layers = dense.family.layers(dense.model)
+    return replaced(
+        dense,
+        layout.moe_layers,
+        lambda index, ffn: RepresentativeFFN(
             dense.family.ffn(layers[index]),
             layout.expert_of_neuron_LN[index].to(dense.device),
             representative_LE[index].to(dense.device),
             layout.active_experts,
-        )
-    try:
-        yield
-    finally:
-        for layer, original in zip(layers, originals, strict=True):
-            layer.mlp = original
+        ),
+    )

@@ -24,7 +24,7 @@ from dotmoe.distributed import (
 )
 from dotmoe.errors import UserError
 from dotmoe.options import above, at_least
-from dotmoe.transport import TransportPlan, balanced_plan, greedy_assignment, sinkhorn, temperature
+from dotmoe.transport import TransportPlan, balanced_plan, greedy_assignment, sinkhorn
 
 Solver = Literal["newton", "sinkhorn"]
 
@@ -44,8 +44,15 @@ class AssignmentConfig:
     """Sweeps of the `sinkhorn` solver (paper: 50)."""
 
     def tau(self, step: int, warmup_steps: int) -> float:
-        """Temperature of an optimizer step."""
-        return temperature(step, start=self.tau_start, end=self.tau_end, warmup_steps=warmup_steps)
+        """Temperature of an optimizer step: linear over the warm-up, then constant.
+
+            tau(t) = tau_start + (tau_end - tau_start) * min(t / warmup_steps, 1)
+
+        As in the paper (app:log_domain_sinkhorn, paragraph Temperature Annealing).
+        """
+        if step >= warmup_steps:
+            return self.tau_end
+        return self.tau_start + (self.tau_end - self.tau_start) * (step / warmup_steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,13 +1,12 @@
 """Balanced transport of neurons to experts: pure functions of tensors, torch only.
 
 `balanced_plan` and `sinkhorn` solve the same problem (eq:entropic_ot), `greedy_assignment` rounds
-a plan to one expert a neuron, `temperature` anneals.
+a plan to one expert a neuron.
 """
 
 from dotmoe.transport.newton import balanced_plan
 from dotmoe.transport.plan import TransportPlan
 from dotmoe.transport.rounding import greedy_assignment
 from dotmoe.transport.sinkhorn import sinkhorn
-from dotmoe.transport.temperature import temperature
 
-__all__ = ["TransportPlan", "balanced_plan", "greedy_assignment", "sinkhorn", "temperature"]
+__all__ = ["TransportPlan", "balanced_plan", "greedy_assignment", "sinkhorn"]
