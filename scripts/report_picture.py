@@ -19,7 +19,7 @@ DESKTOP, PHONE, GAP = 860, 390, 12
 COLOURS = 256
 """A page has few, and so a picture with few is small."""
 
-SHOWN = ("alignment", "the-experts", "other-numbers-of-active-experts", "benchmark-tasks")
+SHOWN = ("alignment", "load-of-the-experts", "other-numbers-of-active-experts", "benchmark-tasks")
 """Sections for the phone, as their anchors; the first that the page has."""
 
 

@@ -11,6 +11,12 @@ from dotmoe.cli import run
 from dotmoe.report import html_report
 from runs import TEXT
 
+TASKS = {
+    "boolq": lambda i: {"passage": f"Crow {i} flew.", "question": "did it fly", "label": i % 2},
+    "piqa": lambda i: {"goal": f"count {i}", "sol1": f"say {i} " * 4, "sol2": "no", "label": i % 2},
+}
+"""A row of each benchmark task."""
+
 
 def measure(options):
     assert run(shlex.split(options.removeprefix("dotmoe "))) == 0
@@ -18,6 +24,7 @@ def measure(options):
 
 @pytest.fixture(scope="session")
 def measured(finished, tmp_path_factory):
+    pytest.importorskip("lm_eval")
     """A run measured by the commands that its own page proposes, in the folder that holds it."""
     folder = tmp_path_factory.mktemp("measured")
     made = finished.copied_to(folder / "run").folder
@@ -35,6 +42,14 @@ def measured(finished, tmp_path_factory):
                 f"--out {made}/6_evaluate")  # fmt: skip
         measure(f"evaluate {made} --text HELD_OUT.txt --word-perplexity 64 128 "
                 f"--out {made}/6_evaluate")  # fmt: skip
+        for task, row in TASKS.items():
+            for split in ("train", "validation"):
+                data = folder / "data" / task / f"{split}.jsonl"
+                data.parent.mkdir(parents=True, exist_ok=True)
+                data.write_text("".join(json.dumps(row(index)) + "\n" for index in range(8)))
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
+        measure(f"evaluate {made} --against {finished.source} --tasks {' '.join(TASKS)} --shots 0 "
+                f"--limit 6 --task-data {folder / 'data'} --device cpu")  # fmt: skip
     cases = json.loads((ROOT / "results" / "serving_speed.json").read_text())["cases"]
     (made / "6_evaluate" / "bench.json").write_text(json.dumps(next(iter(cases.values()))))
     html_report(made)

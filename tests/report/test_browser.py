@@ -44,7 +44,7 @@ def test_the_console_stays_silent_and_plots_are_there(page, tmp_path):
     pytest.importorskip("matplotlib")
     document, said = opened(page, tmp_path)
     assert said == []
-    assert document.count("<img ") == 8
+    assert document.count("<img ") == 9
 
 
 def test_a_page_that_would_load_something_would_be_seen(page, tmp_path):

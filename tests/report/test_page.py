@@ -87,6 +87,23 @@ def test_word_perplexity_names_its_text_and_its_convention(measured):
     assert f"{values_in(measured, 'word_perplexity')['model']['windows'][0]['tokens']:,}" in section
 
 
+def test_tasks_are_averaged_in_the_metric_of_the_paper(measured):
+    text = page_of(measured).text
+    means = []
+    for side in ("against", "tasks"):
+        files = [values_in(measured, f"{side}/{task}") for task in ("boolq", "piqa")]
+        scores = [score for file in files for score in file["scores"] if "paper" in score["sets"]]
+        assert [score["task"] for score in scores] == ["boolq", "piqa"]
+        means.append(100 * sum(score["value"] for score in scores) / 2)
+        for score in scores:
+            shown = f"{100 * score['value']:.1f} ± {100 * score['stderr']:.1f}"
+            assert shown in text
+    assert f"{means[0]:.1f} → {means[1]:.1f} %" in text
+    assert "Over 2 benchmark tasks (boolq, piqa)" in text
+    assert "(dense) to" in text
+    assert "Only the first questions were asked: 6 of boolq, 6 of piqa." in text
+
+
 def test_operations_are_counted_from_the_widths(measured):
     dense = 2 * (3 * 64 * 96) * 2  # two per product, three matrices, two layers
     moe, routers = dense // 4, 2 * (64 * 12) * 2
@@ -154,9 +171,7 @@ def test_every_proposed_command_can_be_given(kind, request):
         assert "blocks of" not in proposed
     asked = " ".join(page.commands)
     missing = {"--tasks", "--curve", "--fidelity", "--generate", "bench", "analyse"}
-    assert {word for word in missing if word in asked} == (
-        {"--tasks"} if kind == "measured" else missing
-    )
+    assert {word for word in missing if word in asked} == (set() if kind == "measured" else missing)
     assert found.dense_model in asked
 
 
@@ -164,6 +179,8 @@ def test_a_finetuned_run_is_of_the_dense_model(finished, finetuned):
     text = read_page(html_report(finetuned.folder)).text
     assert "finetuned, as a Mixture-of-Experts" in text
     assert "Before finetuning it was" in text
+    assert f"{finished.source}, finetuned," in text
+    assert "4_finetune/model" not in text
     assert "No dense weight was changed" not in text
 
 

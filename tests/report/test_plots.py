@@ -40,9 +40,10 @@ def test_no_text_leaves_its_picture_and_axes_fill_it(measured):
         "overhead_profile",
         "routing_overlap",
         "speed",
+        "tasks",
     }
     figures |= {name: speed_plot(case["points"]) for name, case in CASES.items()}
-    figures["tasks"] = tasks_plot(SCORES, SCORES, (LONG, "DOT-MoE"))
+    figures["long names"] = tasks_plot(SCORES, SCORES, (LONG, "DOT-MoE"))
     for name, figure in figures.items():
         outside, width = outside_and_width(figure)
         assert outside <= 0, name

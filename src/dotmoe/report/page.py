@@ -1,6 +1,7 @@
 """The report in three forms: an HTML page, Markdown, and the end of a command on a terminal."""
 
 import base64
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ def html(found: RunResults, figures: dict[str, Any]) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["kept"] = lambda text: text.replace(" %", "\u00a0%")
+    environment.filters["slug"] = lambda title: re.sub(r"[^a-z]+", "-", title.lower()).strip("-")
     with found.reading("6_evaluate/results.json"):
         top = {"verdict": verdict(found), "tiles": tiles(found)}
     return environment.get_template("page.html.jinja").render(
