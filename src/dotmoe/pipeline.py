@@ -46,7 +46,6 @@ from dotmoe.export import (
     ExportRecord,
     Verification,
     export,
-    export_dtype,
     require_exportable,
     require_intact,
     write_model_card,
@@ -568,7 +567,6 @@ def _trained(
             folder=at,
             seed=config.seed,
             load=config.load,
-            router_dtype=export_dtype(dense, config.export),
             training=config.training,
             on_step=on_step,
         )

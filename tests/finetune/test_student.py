@@ -121,7 +121,7 @@ def test_an_untrained_student_is_written_as_the_checkpoint_it_came_from(
     family, tied, tiny_dense, layout, new_student, tmp_path
 ):
     folder = tiny_dense(family, tied=tied, dtype="bfloat16")
-    trained = write_student(new_student(folder), layout, tmp_path / "model", torch.float32)
+    trained = write_student(new_student(folder), layout, tmp_path / "model")
     written = {}
     for file in sorted((tmp_path / "model").glob("*.safetensors")):
         written |= load_file(file)
@@ -145,7 +145,7 @@ def test_shared_and_dense_parts_are_read_and_written_too(tiny_dense, layout, new
         expected = dense.model(input_ids=tokens).logits
     torch.testing.assert_close(logits_of(student, tokens), expected)
     assert len(student.ffns) == 1
-    write_student(student, mixed, tmp_path / "model", torch.float32)
+    write_student(student, mixed, tmp_path / "model")
     written = loaded(tmp_path / "model").model.state_dict()
     assert all(torch.equal(written[name], t) for name, t in dense.model.state_dict().items())
 
@@ -205,7 +205,7 @@ def test_adapters_are_disabled_in_the_teacher_and_merged_as_peft_computes_them(
         before = logits_of(student, tokens)
     torch.testing.assert_close(own.kl, given.kl, rtol=1e-4, atol=1e-5)
     assert own.kl > 1e-3
-    trained = write_student(student, layout, tmp_path / "model", torch.float32)
+    trained = write_student(student, layout, tmp_path / "model")
     written = loaded(tmp_path / "model")
     with torch.no_grad(), masked_by(written, trained):
         after = written.model(input_ids=tokens).logits

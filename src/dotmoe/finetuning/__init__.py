@@ -175,7 +175,6 @@ def finetune(
     folder: Path,
     seed: int,
     load: LoadConfig,
-    router_dtype: torch.dtype = torch.float32,
     training: TrainingConfig = DEFAULT_TRAINING,
     on_step: OnStep = lambda step, metrics: None,
 ) -> Finetuned:
@@ -193,7 +192,6 @@ def finetune(
             which a run goes on.
         seed: Of the data order, and of adapters.
         load: Device, dtype to compute in, and whether ranks divide the weights.
-        router_dtype: Dtype in which router entries must be exact, that of the export.
         training: How often to save, what to do with bad values, and where to log.
         on_step: Called after each step with its number and metrics.
 
@@ -222,7 +220,7 @@ def finetune(
         task = Finetuning(student, teacher, blocks, config, seed=seed)
         with recomputing(student.dense, config.activation_checkpointing):
             train(task, config.schedule(blocks.num_blocks), folder, training, on_step)
-        trained = write_student(student, layout, folder / MODEL, router_dtype)
+        trained = write_student(student, layout, folder / MODEL)
     if is_rank_zero():
         trained.save(folder / LAYOUT)
     return Finetuned(layout=trained, model_folder=folder / MODEL)

@@ -170,9 +170,7 @@ def _fill(parameter: Tensor, neurons: Tensor, rows_ND: Tensor) -> None:
 
 
 @torch.no_grad()
-def write_student(
-    student: Student, layout: ExpertLayout, out: Path, router_dtype: torch.dtype
-) -> ExpertLayout:
+def write_student(student: Student, layout: ExpertLayout, out: Path) -> ExpertLayout:
     """Write a dense checkpoint in the original order of neurons; all ranks together.
 
     Adapters are merged first. Tensors that are divided over the ranks are put together one at a
@@ -182,7 +180,6 @@ def write_student(
         student: The trained model.
         layout: What it was made with.
         out: Folder to write; what is there is replaced.
-        router_dtype: Dtype in which router entries are exact in the layout.
 
     Returns:
         The same experts with the trained routers, centred as extraction does.
@@ -206,8 +203,7 @@ def write_student(
     router_LED = layout.router_LED.clone()
     for layer, ffn in zip(layout.moe_layers, student.ffns, strict=True):
         rows_ED = full_tensor(ffn.router.weight_ED).float().cpu()
-        centred_ED = rows_ED - rows_ED.mean(dim=0, keepdim=True)
-        router_LED[layer] = centred_ED.to(router_dtype).float()
+        router_LED[layer] = rows_ED - rows_ED.mean(dim=0, keepdim=True)
     return replace(layout, router_LED=router_LED)
 
 
