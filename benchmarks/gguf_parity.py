@@ -10,6 +10,7 @@ Results are printed and kept in results/gguf_parity.json. Needs `pip install 'do
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,10 @@ from dotmoe.config import RunConfig
 from dotmoe.data import TokenBlocks
 from dotmoe.evaluate.perplexity import Text, perplexity
 from dotmoe.evaluate.scoring import TokenNats, row_nats, stock_nats
-from dotmoe.gguf_export import (
-    GGUF_OUTPUTS,
-    GgufConfig,
-    LlamaCppModel,
-    export_gguf,
-    write_dense_gguf,
-)
+from dotmoe.export import ExportConfig, GgufConfig, export
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.layout import ExpertLayout
+from dotmoe.llama_cpp import LlamaCppModel
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked_by
 from dotmoe.pipeline import convert
@@ -90,15 +86,15 @@ def measured(config: RunConfig, scratch: Path) -> dict[str, Any]:
     with masked_by(dense, layout):
         reference = parity_reference(dense.model, heldout)
     stock_reference = parity_reference(stock, heldout)
-    for name in GGUF_OUTPUTS:
-        record = export_gguf(dense, layout, scratch / name, GgufConfig(format=name), heldout)
+    for name in ("gguf_glm4moe", "gguf_llama"):
+        config, gguf = ExportConfig(format=name), GgufConfig(type="f32")
+        record = export(dense, layout, scratch / name, config, heldout, gguf=gguf)
+        context, routers = record.details["context"], [r.runtimes[0] for r in record.routers]
         figures = {
-            "masked_dense_model": parity(scratch / name, record.context, heldout, reference),
-            "glm4_moe_in_transformers": parity(
-                scratch / name, record.context, heldout, stock_reference
-            ),
-            "largest_gate_deviation": max(r.gate_deviation for r in record.routers),
-            "largest_misrouted_share": max(r.misrouted for r in record.routers),
+            "masked_dense_model": parity(scratch / name, context, heldout, reference),
+            "glm4_moe_in_transformers": parity(scratch / name, context, heldout, stock_reference),
+            "largest_gate_deviation": max(r.largest_gate_deviation for r in routers),
+            "largest_misrouted_share": max(r.misrouted for r in routers),
         }
         result["formats"][name] = figures
         print(name, figures)
@@ -108,19 +104,22 @@ def measured(config: RunConfig, scratch: Path) -> dict[str, Any]:
 
 def parity_reference(model: Any, heldout: torch.Tensor) -> dict[str, Any]:
     """Logits and greedy text of a Transformers model."""
+
+    @torch.no_grad()
+    def last_logits(tokens: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=tokens[None], use_cache=False).logits[0, -1]
+
     with torch.no_grad():
         logits = model(input_ids=heldout[:PROMPTS].long()).logits
     prompts = [row[:PROMPT_TOKENS].long() for row in heldout[:PROMPTS]]
-    return {"logits": logits, "greedy": [greedy(model, prompt) for prompt in prompts]}
+    return {"logits": logits, "greedy": [greedy(last_logits, prompt) for prompt in prompts]}
 
 
-def greedy(model: Any, prompt: torch.Tensor) -> list[int]:
+def greedy(last_logits: Callable[[torch.Tensor], torch.Tensor], prompt: torch.Tensor) -> list[int]:
     """The most likely continuation; an end of text is no end."""
     tokens = prompt
     for _ in range(NEW_TOKENS):
-        with torch.no_grad():
-            logits = model(input_ids=tokens[None], use_cache=False).logits[0, -1]
-        tokens = torch.cat([tokens, logits.argmax()[None]])
+        tokens = torch.cat([tokens, last_logits(tokens).argmax()[None]])
     return tokens[len(prompt) :].tolist()
 
 
@@ -131,7 +130,10 @@ def parity(
     rows = heldout[:PROMPTS]
     with LlamaCppModel(folder / "model-f32.gguf", context=context) as model:
         logits = torch.stack([model.logits(row) for row in rows])
-        texts = [model.greedy(row[:PROMPT_TOKENS].tolist(), NEW_TOKENS) for row in rows]
+        texts = [
+            greedy(lambda tokens: model.logits(tokens)[-1], row[:PROMPT_TOKENS].long())
+            for row in rows
+        ]
     expected = reference["logits"]
     error = (logits - expected).abs().mean(dim=-1) / expected.std()
     return {
@@ -176,9 +178,9 @@ def perplexities(
         table["transformers"]["moe"] = {"perplexity": measured(stock)}
     for kind in TYPES:
         files = {"dense": scratch / f"dense-{kind}", "moe": scratch / f"moe-{kind}"}
-        options = GgufConfig(type=kind)
-        write_dense_gguf(dense, files["dense"], options, heldout)
-        export_gguf(dense, layout, files["moe"], options, heldout)
+        for name, form in (("dense", "gguf_dense"), ("moe", "gguf")):
+            config, gguf = ExportConfig(format=form), GgufConfig(type=kind)
+            export(dense, layout, files[name], config, heldout, gguf=gguf)
         table[kind] = {}
         for name, folder in files.items():
             file = folder / f"model-{kind}.gguf"

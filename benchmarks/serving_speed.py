@@ -7,7 +7,7 @@ writes the models into `serving-speed-models` (kept, and used again) and the fig
 """
 
 import shutil
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from rich.console import Console
 
 from dotmoe.artifacts import DenseModel
 from dotmoe.bench import BenchConfig, bench, tables
-from dotmoe.export import ExportConfig, export
+from dotmoe.export import ExportConfig, GgufConfig, export
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.progress import Progress
@@ -126,16 +126,15 @@ def pair(settings: Settings, case: Case, progress: Progress) -> tuple[Path, Path
 def write_gguf(
     settings: Settings, case: Case, source: Path, names: list[Path], progress: Progress
 ) -> None:
-    from dotmoe.gguf_export import GgufConfig, export_gguf, write_dense_gguf
-
     dense, layout = loaded(settings, source, torch.float32)
     text_BT = random_tokens(settings.shape, 1, TEXT_TOKENS, settings.seed)
-    config = GgufConfig(type=case, tokenizer="none", verify_tokens=VERIFY_TOKENS)
     for name in names:
         shutil.rmtree(name, ignore_errors=True)
     progress.log(f"writing {names[0]} and {names[1]}")
-    write_dense_gguf(dense, names[0], config, text_BT)
-    export_gguf(dense, layout, names[1], replace(config, format=settings.gguf_format), text_BT)
+    for name, form in zip(names, ("gguf_dense", settings.gguf_format), strict=True):
+        config = ExportConfig(format=form, verify_tokens=VERIFY_TOKENS)
+        gguf = GgufConfig(type=case, tokenizer="none")
+        export(dense, layout, name, config, text_BT, gguf=gguf)
 
 
 def loaded(settings: Settings, source: Path, dtype: torch.dtype) -> tuple[DenseModel, ExpertLayout]:

@@ -2,27 +2,19 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import Positional
 
 from dotmoe.checkpoint.on_disk import on_disk
-from dotmoe.data import TokenBlocks
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
-from dotmoe.export import ExportConfig, ExportRecord, export
+from dotmoe.export import GGUF_NAMES, ExportConfig, ExportRecord, GgufConfig, export
 from dotmoe.finished_run import FinishedRun, finished_run
-from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, describe_dense, resolved_dtype
 from dotmoe.models.dense import DenseModel
 from dotmoe.options import check
-
-if TYPE_CHECKING:
-    from dotmoe.gguf_export import GgufRecord
-
-GGUF_FORMATS = ("gguf", "gguf_glm4moe", "gguf_llama", "gguf_dense")
-"""`gguf` is the first of the next two that can hold the model; `gguf_dense` is the dense model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +34,23 @@ class ReexportConfig:
     """auto: the model's tokenizer goes into the GGUF; none: it will take token ids only."""
     load: LoadConfig = field(default_factory=LoadConfig)
 
+    def check_together(self) -> None:
+        """Refuse options that say nothing about the format."""
+        name, plain = self.export.format, ReexportConfig(run="", out="")
+        ignored: dict[str, Any] = {"gguf_type": self, "gguf_tokenizer": self}
+        if name in GGUF_NAMES:
+            ignored = {"export_dtype": self.export, "max_shard_gib": self.export}
+        if name == "gguf_dense":
+            ignored["active_experts"] = self
+        for option, holder in ignored.items():
+            default = getattr(plain if holder is self else plain.export, option)
+            if getattr(holder, option) != default:
+                raise UserError(
+                    f"--{option.replace('_', '-')} says nothing about format {name}. Leave it out."
+                )
 
-def reexport(config: ReexportConfig) -> "ExportRecord | GgufRecord":
+
+def reexport(config: ReexportConfig) -> ExportRecord:
     """Export the experts of a run again; the run itself is not changed.
 
     The dense model's weights stay on disk: memory holds those of one decoder layer, or of the
@@ -66,11 +73,15 @@ def reexport(config: ReexportConfig) -> "ExportRecord | GgufRecord":
         run.require_same_model(dense.folder)
     if config.active_experts is not None:
         layout = layout.with_active_experts(config.active_experts)
-    if config.export.format in GGUF_FORMATS:
-        return _as_gguf(config, dense, layout, heldout)
-    origin = _origin(run, described) if run.is_finetuned else None
-    out = Path(config.out)
-    return export(dense, layout, out, config.export, heldout.tokens_BT, origin=origin)
+    return export(
+        dense,
+        layout,
+        Path(config.out),
+        config.export,
+        heldout.tokens_BT,
+        origin=_origin(run, described) if run.is_finetuned else None,
+        gguf=GgufConfig(type=config.gguf_type, tokenizer=config.gguf_tokenizer),
+    )
 
 
 def _origin(run: FinishedRun, finetuned: DenseModel) -> DenseModel:
@@ -79,21 +90,3 @@ def _origin(run: FinishedRun, finetuned: DenseModel) -> DenseModel:
         return describe_dense(run.model)
     except UserError:
         return replace(finetuned, source=run.model, revision=None)
-
-
-def _as_gguf(
-    config: ReexportConfig, dense: DenseModel, layout: ExpertLayout, heldout: TokenBlocks
-) -> "GgufRecord":
-    from dotmoe.gguf_export import GgufConfig, export_gguf, write_dense_gguf  # an extra
-
-    name, out = config.export.format, Path(config.out)
-    gguf_config = GgufConfig(
-        format="auto" if name == "gguf" else name,
-        type=config.gguf_type,
-        tokenizer=config.gguf_tokenizer,
-        scale_tokens=config.export.scale_tokens,
-        verify_tokens=config.export.verify_tokens,
-    )
-    if name == "gguf_dense":
-        return write_dense_gguf(dense, out, gguf_config, heldout.tokens_BT)
-    return export_gguf(dense, layout, out, gguf_config, heldout.tokens_BT)

@@ -30,7 +30,7 @@ from dotmoe.bench.runners import (
 from dotmoe.bench.sources import sources
 from dotmoe.bench.work import Work, causal_keys, expected_experts
 from dotmoe.errors import UserError
-from dotmoe.export import FORMATS, ExportConfig, export
+from dotmoe.export import FORMATS, ExportConfig, GgufConfig, export
 from dotmoe.tables import to_markdown
 from dotmoe.worker import Worker
 
@@ -61,12 +61,11 @@ def gguf_pair(dense_of, layout_of, tokens_BT, tmp_path_factory):
     """Dense model and MoE as GGUF files in f32, to run."""
     pytest.importorskip("gguf")
     pytest.importorskip("llama_cpp")
-    from dotmoe.gguf_export import GgufConfig, export_gguf, write_dense_gguf
-
     folder, dense = tmp_path_factory.mktemp("gguf_pair"), dense_of("llama")
-    config = GgufConfig(format="gguf_llama", tokenizer="none", verify_tokens=64)
-    write_dense_gguf(dense, folder / "dense", config, tokens_BT)
-    export_gguf(dense, layout_of(dense), folder / "moe", config, tokens_BT)
+    gguf = GgufConfig(type="f32", tokenizer="none")
+    for kind, name in (("dense", "gguf_dense"), ("moe", "gguf_llama")):
+        config = ExportConfig(format=name, verify_tokens=64)
+        export(dense, layout_of(dense), folder / kind, config, tokens_BT, gguf=gguf)
     return folder / "dense/model-f32.gguf", folder / "moe/model-f32.gguf"
 
 

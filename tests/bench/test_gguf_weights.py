@@ -7,7 +7,7 @@ gguf = pytest.importorskip("gguf")
 
 from dotmoe.bench.work import Work  # noqa: E402 - needs gguf
 from dotmoe.errors import UserError  # noqa: E402
-from dotmoe.gguf_export.gguf_file import GgufFile  # noqa: E402
+from dotmoe.export.gguf_file import GgufFile  # noqa: E402
 
 D, N, E, K, S, V, LAYERS = 64, 128, 4, 1, 32, 96, 2
 

@@ -12,6 +12,7 @@ from dotmoe.errors import UserError
 from dotmoe.evaluate import EvaluateConfig, TextConfig, evaluate, scoring
 from dotmoe.evaluate.perplexity import packed_text, perplexity
 from dotmoe.evaluate.scoring import row_nats, stock_nats
+from dotmoe.export import ExportConfig, GgufConfig, export
 from dotmoe.load import LoadConfig, load_dense
 
 TEXTS = ["The cat sat on the mat.\n" * 9, "Zwölf Boxkämpfer jagen Viktor.", "x = [1, 2, 3]\n" * 11]
@@ -204,16 +205,17 @@ def test_options_out_of_range_are_refused_before_a_model_is_looked_for(options, 
 
 
 def test_the_window_of_a_gguf_is_bounded_by_the_context_that_its_file_states(
-    tiny_dense, tmp_path, monkeypatch
+    tiny_dense, layout_of, tmp_path, monkeypatch
 ):
     """Not by what the tokenizer says, whose limit has nothing to do with the file."""
-    from dotmoe.gguf_export import GgufConfig, write_dense_gguf
+    pytest.importorskip("gguf")
 
     dense = load_dense(str(tiny_dense("llama", max_position_embeddings=64)), CPU)
     source = tmp_path / "text.txt"
     source.write_text("".join(TEXTS))
     tokens = torch.tensor(ids_of(dense))[:128].view(2, 64)
-    write_dense_gguf(dense, tmp_path / "out", GgufConfig(), tokens)
+    layout, config = layout_of(dense), ExportConfig(format="gguf_dense")
+    export(dense, layout, tmp_path / "out", config, tokens, gguf=GgufConfig(type="f32"))
     contexts = []
 
     class Runtime:

@@ -20,7 +20,7 @@ LAYERS = [
     {"checkpoint_folder"},
     {"moe", "sharded_weights"},
     {"load", "calibrate", "align", "extract", "export", "report", "inspection"} | {"self_text"},
-    {"gguf_export", "baselines", "finetuning"},
+    {"baselines", "finetuning"},
     {"config", "tokenise", "evaluate"},
     {"recipes", "finished_run"},
     {"pipeline", "reexport", "bench"},

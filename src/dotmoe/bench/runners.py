@@ -191,7 +191,7 @@ class LlamaRunner:
     """A GGUF file in llama.cpp by its low-level interface, which decodes sequences in parallel."""
 
     def __init__(self, setup: Setup) -> None:
-        from dotmoe.gguf_export.gguf_file import GgufFile
+        from dotmoe.export.gguf_file import GgufFile
 
         self._setup, self._lib = setup, llama_library()
         self._file = GgufFile(Path(setup.path))

@@ -66,7 +66,7 @@ def sources(dense: str, moe: str) -> tuple[str, Source, Source]:
 
 
 def _gguf(name: str) -> Source:
-    from dotmoe.gguf_export.gguf_file import GgufFile  # an extra
+    from dotmoe.export.gguf_file import GgufFile  # an extra
 
     path = Path(name).expanduser()
     file = GgufFile(path)

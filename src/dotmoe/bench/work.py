@@ -14,7 +14,7 @@ from torch import nn
 from dotmoe.models.refusals import expert_count
 
 if TYPE_CHECKING:
-    from dotmoe.gguf_export.gguf_file import GgufFile
+    from dotmoe.export.gguf_file import GgufFile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

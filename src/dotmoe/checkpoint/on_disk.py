@@ -42,6 +42,7 @@ def on_disk(
     dtype: torch.dtype | Literal["auto"],
     *,
     rounded_to: torch.dtype | None = None,
+    tensors: Tensors | None = None,
 ) -> DenseModel:
     """The same dense model with its weights left in its folder.
 
@@ -51,11 +52,12 @@ def on_disk(
         device: Where to compute.
         dtype: In which dtype to compute; auto: that of the stored FFNs.
         rounded_to: Dtype to round weights to before that; None: none.
+        tensors: Where to read weights; None: in the files of its folder.
 
     Raises:
         UserError: The folder lacks a tensor, or has one of another shape.
     """
-    tensors = Tensors.of(dense)
+    tensors = tensors or Tensors.of(dense)
     if dtype == "auto":
         _, dtype = tensors.describe(dense.family.ffn_tensor(0, "gate"))
     model = empty_model(dense.config, device, dtype)

@@ -18,7 +18,7 @@ from dotmoe.cli.parse import Line
 from dotmoe.config import FinetuneRunConfig, RunConfig
 from dotmoe.errors import UserError
 from dotmoe.evaluate import EvaluateConfig, gguf_file
-from dotmoe.export import ExportRecord, explained, set_active_experts
+from dotmoe.export import explained, set_active_experts
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.inspection import ExportDtype, FinetuneSize, Machines, RunSize
 from dotmoe.progress import Progress
@@ -139,11 +139,10 @@ def export(line: Line) -> None:
 
     config = line.config(ReexportConfig, f"\n\n{explained()}\n\n{_GGUF}")
     record = reexport(config)
-    number_format = record.dtype if isinstance(record, ExportRecord) else record.type
     split = f"{record.active_experts} of {record.num_experts} experts"
     _show(
         f"{config.out}: {record.format}, {split if record.num_experts else 'dense'}, "
-        f"{record.total_bytes:,} bytes in {number_format}, verified.",
+        f"{record.total_bytes:,} bytes in {record.dtype}, verified.",
         *(f"- {note}" for note in record.notes),
     )
 
@@ -162,16 +161,10 @@ def edit(line: Line) -> None:
     """`dotmoe edit EXPORT`."""
     config = line.config(EditConfig)
     path = Path(config.export)
-    file = gguf_file(path)
-    if file is not None:
-        from dotmoe.gguf_export import set_active_experts as set_in_gguf  # an extra
-
-        set_in_gguf(file, config.active_experts)
-        _show(f"{file}: {config.active_experts} experts run per token.")
-        return
-    record = set_active_experts(export_folder(path), config.active_experts)
+    folder = path.parent if path.suffix == ".gguf" else export_folder(path)
+    record = set_active_experts(folder, config.active_experts)
     _show(
-        f"{export_folder(path)}: {record.active_experts} of {record.num_experts} experts run per "
+        f"{folder}: {record.active_experts} of {record.num_experts} experts run per "
         f"token, {record.parameters['active']:,} parameters active."
     )
 

@@ -218,7 +218,7 @@ def _measured(name: str, config: EvaluateConfig, update: Update) -> dict[str, An
 
 
 def _of_gguf(file: Path, config: EvaluateConfig, update: Update) -> Perplexity:
-    from dotmoe.gguf_export.gguf_file import GgufFile  # an extra
+    from dotmoe.export.gguf_file import GgufFile  # an extra
     from dotmoe.llama_cpp import LlamaCppModel
 
     opened = GgufFile(file)

@@ -23,10 +23,9 @@ from dotmoe.export.architectures import (
 )
 from dotmoe.export.card import write_model_card
 from dotmoe.export.edit import require_free_k
-from dotmoe.export.format import Conversion, Format, granularity_of
+from dotmoe.export.format import Conversion, Format, GgufConfig, granularity_of
 from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of, require_intact
 from dotmoe.export.routers import routing_notes, routing_problems, scale_routers
-from dotmoe.export.server_limits import limits_met
 from dotmoe.export.transformers_format import TransformersFormat
 from dotmoe.export.verify import Verification, sample_tokens
 from dotmoe.files import complete_folder
@@ -37,8 +36,10 @@ from dotmoe.options import above, at_least
 
 __all__ = [
     "FORMATS",
+    "GGUF_NAMES",
     "ExportConfig",
     "ExportRecord",
+    "GgufConfig",
     "Verification",
     "VerificationError",
     "export",
@@ -58,6 +59,8 @@ FORMATS: dict[str, TransformersFormat] = {
 }
 """In order of preference: the first that can hold a model is its default."""
 AUTO = "auto"
+GGUF_NAMES = ("gguf", "gguf_glm4moe", "gguf_llama", "gguf_dense")
+"""`gguf` is the first of the next two that can hold the model; `gguf_dense` is the dense model."""
 UNVERIFIED = "_unverified"
 """Ending of the folder of an export that failed its verification."""
 DISAGREES = 0.9
@@ -93,22 +96,33 @@ def explained() -> str:
     return "\n\n".join(lines)
 
 
+def formats_like(name: str) -> dict[str, Format]:
+    """The formats of the container that a name asks for, in order of preference.
+
+    Raises:
+        UserError: There is no such format; the nearest name is given. Or gguf is not installed.
+    """
+    if name == AUTO or name in FORMATS:
+        return dict(FORMATS)
+    if name in GGUF_NAMES:
+        from dotmoe.export import gguf_file, gguf_format  # an extra; the first says so
+
+        assert gguf_file
+        return {form.name: form for form in gguf_format.GGUF_FORMATS}
+    names = [*FORMATS, *GGUF_NAMES]
+    raise UserError(
+        f"export format is {name!r}, which dotmoe cannot write. "
+        f"Formats: {AUTO}, {', '.join(names)}.{nearest(name, names)}"
+    )
+
+
 def format_named(name: str) -> TransformersFormat:
-    """The format of that name.
+    """The Transformers format of that name.
 
     Raises:
         UserError: There is none; the nearest name is given.
     """
-    if name not in FORMATS:
-        if name.startswith("gguf"):
-            raise UserError(
-                f"export format {name} is written from a finished run: convert to a Transformers "
-                f"format first, then dotmoe export RUN OUT --format {name}."
-            )
-        raise UserError(
-            f"export format is {name!r}, which dotmoe cannot write. "
-            f"Formats: {AUTO}, {', '.join(FORMATS)}.{nearest(name, FORMATS)}"
-        )
+    formats_like(name)
     return FORMATS[name]
 
 
@@ -118,6 +132,8 @@ def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
     Raises:
         UserError: The checkpoint's dtype cannot be kept.
     """
+    if config.format in GGUF_NAMES:
+        return torch.float32
     if config.export_dtype != "source":
         dtype: torch.dtype = getattr(torch, config.export_dtype)
         return dtype
@@ -141,6 +157,11 @@ def require_exportable(
     Raises:
         UserError: Unknown format, or a model, split or dtype that it cannot hold exactly.
     """
+    if config.format in GGUF_NAMES:
+        raise UserError(
+            f"export format {config.format} is written from a finished run: convert to a "
+            f"Transformers format first, then dotmoe export RUN OUT --format {config.format}."
+        )
     dtype = export_dtype(dense, config)
     format_for(dense, granularity, config.format, dtype)
     return dtype
@@ -160,11 +181,12 @@ def format_for(
             f"{dense.widths.layers} layers, of which at least one must be split. "
             f"Choose 0 to {dense.widths.layers - 1}."
         )
-    refusals = {each: form.refusal(dense, granularity, dtype) for each, form in FORMATS.items()}
-    able = [each for each, refusal in refusals.items() if refusal is None]
-    if name == AUTO and able:
-        return FORMATS[able[0]]
-    form = FORMATS["glm4_moe"] if name == AUTO else format_named(name)
+    forms = formats_like(name)
+    refusals = {each: form.refusal(dense, granularity, dtype) for each, form in forms.items()}
+    able = [each for each, refusal in refusals.items() if refusal is None and forms[each].splits]
+    if name not in forms and able:
+        return forms[able[0]]
+    form = forms.get(name) or next(iter(forms.values()))
     refusal = refusals[form.name]
     if refusal is not None:
         others = f" Formats that can hold it: {', '.join(able)}." if able else ""
@@ -196,6 +218,7 @@ def export(
     token_ids: Int[Tensor, "B T"],
     *,
     origin: DenseModel | None = None,
+    gguf: GgufConfig = GgufConfig(),  # noqa: B008 - frozen
 ) -> ExportRecord:
     """Scale the routers, write the folder, verify it, and only then give it its name.
 
@@ -210,6 +233,7 @@ def export(
         token_ids: Real text, to scale the routers and to verify with.
         origin: The dense model that the work began with, where `dense` is what training made of
             it; None: `dense`.
+        gguf: What is special to GGUF formats.
 
     Returns:
         What was done and measured; also written as `dotmoe.json`.
@@ -228,7 +252,9 @@ def export(
     exact = on_disk(dense, device, torch.float32)
     sample_BT = sample_tokens(token_ids, config.scale_tokens, form.context(dense))
     gating = form.gating(granularity_of(layout))
-    routers = scale_routers(exact, layout, sample_BT, gating, dtype, form.exponent)
+    routers = []
+    if form.splits:
+        routers = scale_routers(exact, layout, sample_BT, gating, dtype, form.exponent)
     conversion = Conversion(
         dense=exact,
         tensors=Tensors.of(dense),
@@ -236,6 +262,8 @@ def export(
         exponents={scale.layer: scale.exponent for scale in routers},
         dtype=dtype,
         keeps_dtypes=config.export_dtype == "source",
+        source=(origin or dense).source,
+        gguf=gguf,
     )
     problems = routing_problems(routers, sample_BT.numel())
     unverified = _place_for(out)
@@ -262,7 +290,6 @@ def export(
                 *form.notes(conversion),
                 *routing_notes(routers),
                 *_agreement_notes(verification),
-                *limits_met(form.header(conversion)),
             ],
         )
         (folder / RECORD_FILE).write_text(record.to_json())
@@ -288,8 +315,8 @@ def _place_for(out: Path) -> Path:
     return unverified
 
 
-def _agreement_notes(found: Verification | None) -> list[str]:
-    if found is None or found.own_routes_top1_agreement >= DISAGREES:
+def _agreement_notes(found: object) -> list[str]:
+    if not isinstance(found, Verification) or found.own_routes_top1_agreement >= DISAGREES:
         return []
     return [
         f"Where the export and the masked dense model each route for themselves, "
@@ -301,5 +328,6 @@ def _agreement_notes(found: Verification | None) -> list[str]:
 
 def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
     """Change how many experts of an exported folder run; see `edit.set_active_experts`."""
-    form = FORMATS[ExportRecord.load(folder).format]
+    name = ExportRecord.load(folder).format
+    form = formats_like(name)[name]
     return edit.set_active_experts(folder, active_experts, form)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
+from dotmoe.export.gguf_record import GgufVerification
 from dotmoe.export.record import ExportRecord
 from dotmoe.export.verify import Verification
 from dotmoe.tables import Table, figure, percent, to_markdown
@@ -35,7 +36,7 @@ def card_text(record: ExportRecord, results: Sequence[Row] = ()) -> str:
         sections.append("## Results\n\n" + markdown_table(results))
     if record.notes:
         sections.append("## Notes\n\n" + "\n".join(f"- {note}" for note in record.notes))
-    return "\n\n".join(sections) + "\n"
+    return "\n\n".join(filter(None, sections)) + "\n"
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
@@ -58,24 +59,33 @@ def _cell(value: str | int | float) -> str:
 
 def _front_matter(record: ExportRecord) -> str:
     """YAML head of the card. `base_model` must be a hub name, so a local folder is left out."""
+    is_gguf = "arch" in record.details
+    kind = ["mixture-of-experts", "moe"] if record.num_experts else []
     data = ModelCardData(
         base_model=record.source if record.revision is not None else None,
-        base_model_relation="finetune" if record.revision is not None else None,
-        library_name="transformers",
+        base_model_relation=None
+        if record.revision is None
+        else ("quantized" if is_gguf else "finetune"),
+        library_name="gguf" if is_gguf else "transformers",
         pipeline_tag="text-generation",
-        tags=["dotmoe", "mixture-of-experts", "moe", record.format],
+        tags=["dotmoe", *kind, "gguf" if is_gguf else record.format],
     )
     return f"---\n{data.to_yaml()}\n---"
 
 
 def _introduction(record: ExportRecord) -> str:
     origin = record.source + (f" at revision {record.revision}" if record.revision else "")
+    title = Path(record.source).name
+    made = f"Made by `dotmoe` {record.dotmoe_version} from the dense model {origin}"
+    if not record.num_experts:
+        return (
+            f"# {title}, GGUF {record.dtype}\n\n{made}, not split. The terms of its licence apply."
+        )
     first = record.first_dense_layers
     split = f"{record.num_layers - first} of its" if first else "each of its"
     shared = f" Besides, {record.shared_size} neurons always run." if record.shared_size else ""
     return (
-        f"# {Path(record.source).name}, {record.active_experts} of {record.num_experts} experts\n\n"
-        f"Made by `dotmoe` {record.dotmoe_version} from the dense model {origin}: in "
+        f"# {title}, {record.active_experts} of {record.num_experts} experts\n\n{made}: in "
         f"{split} {record.num_layers} layers the FFN neurons are divided into "
         f"{record.num_experts} experts of {record.expert_size}, of which a learned router runs "
         f"{record.active_experts} per token.{shared} Beside the dense model: {record.exactness}. "
@@ -89,16 +99,21 @@ def _sizes(record: ExportRecord) -> str:
         for name, count in record.parameters.items()
     ]
     where = " of a split layer" if record.first_dense_layers else ""
+    weights = f"Weights are {record.dtype}, {record.total_bytes:,} bytes."
+    if not record.num_experts:
+        return f"## Size\n\n{markdown_table(rows)}\n\n{weights}"
     return (
         "## Size\n\n"
         + markdown_table(rows)
         + f"\n\n{record.active_fraction:.1%} of the FFN neurons{where} run per token. `active` "
         "counts everything that works on a token but the router rows; the experts that do not run "
-        f"are still stored. Weights are {record.dtype}, {record.total_bytes:,} bytes."
+        f"are still stored. {weights}"
     )
 
 
 def _usage(record: ExportRecord) -> str:
+    if "arch" in record.details:
+        return _gguf_usage(record)
     folder = json.dumps(_FOLDER)
     text = (
         "## Use\n\n"
@@ -122,17 +137,54 @@ def _usage(record: ExportRecord) -> str:
     return text
 
 
+def _gguf_usage(record: ExportRecord) -> str:
+    details, (file,) = record.details, record.files
+    text = (
+        f"## Use\n\nA file of llama.cpp's architecture `{details['arch']}`, for texts of up to "
+        f"{details['context']} tokens; tokenizer {details['tokenizer']}.\n\n"
+        f"```\nllama-server -m {file} -c {details['context']}\n```"
+    )
+    if record.active_experts_editable:
+        text += (
+            f"\n\n`dotmoe edit {_FOLDER} --active-experts K` changes the number of experts that "
+            f"run, 1 to {record.num_experts}; the last gives back the dense model. No metadata key "
+            "alone does, as the weights of the experts go with it."
+        )
+    return text
+
+
 def _verification(record: ExportRecord) -> str:
     warning = "".join(f"**Unverified.** {problem}\n\n" for problem in record.problems)
     check = record.verification
     if check is None:
         return f"## Verification\n\n{warning}".rstrip()
+    if isinstance(check, GgufVerification):
+        return f"## Verification\n\n{warning}{_gguf_verification(check)}"
     return (
         f"## Verification\n\n{warning}"
         f"Reloaded as `{check.loaded_class}` and compared in float32 on {check.tokens} tokens at "
         f"k = {record.verified_active_experts}; logit errors are medians over tokens, in standard "
         "deviations of the logits.\n\n" + markdown_table(_compared(check))
     )
+
+
+def _gguf_verification(check: GgufVerification) -> str:
+    values = {f"largest relative error of {check.tensors} tensors read back": check.storing_error}
+    text, run = "Not run in llama.cpp: llama-cpp-python was not installed.", check.run
+    if run is not None:
+        text = (
+            f"Run in llama-cpp-python {run.runtime} on {run.tokens} tokens beside float32 "
+            "Transformers with the weights as stored; logit errors are medians over tokens, in "
+            "standard deviations of the logits."
+        )
+        values |= {
+            "logit error against the masked dense model": run.logits_error,
+            "share of tokens with the same top token": run.top1_agreement,
+        }
+        if run.all_experts_error is not None:
+            values["logit error against the dense model, all experts on"] = run.all_experts_error
+    rows: list[Row] = [{"comparison": name, "value": value} for name, value in values.items()]
+    return f"{text}\n\n{markdown_table(rows)}"
 
 
 def _compared(check: Verification) -> list[Row]:
@@ -154,6 +206,8 @@ def _compared(check: Verification) -> list[Row]:
 
 def _routing(record: ExportRecord) -> str:
     """The worst layer of each runtime."""
+    if not record.routers:
+        return ""
     rows: list[Row] = [
         {
             "router as in": groups[0].runtime,

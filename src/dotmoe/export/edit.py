@@ -3,13 +3,14 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from dotmoe.errors import UserError
 from dotmoe.export.card import CARD_FILE, card_text
 from dotmoe.export.format import Format
 from dotmoe.export.record import CONFIG_FILE, RECORD_FILE, ExportRecord, require_config
-from dotmoe.files import DISK_FULL, full_disk, read_json, write_text
+from dotmoe.files import DISK_FULL, checksums, full_disk, read_json, write_text
 
 
 def set_active_experts(folder: Path, active_experts: int, form: Format) -> ExportRecord:
@@ -34,17 +35,22 @@ def set_active_experts(folder: Path, active_experts: int, form: Format) -> Expor
     """
     record = ExportRecord.load(folder)
     require_free_k(folder, record, active_experts)
-    require_config(folder, record)
-    if record.active_experts_key not in read_json(folder / CONFIG_FILE):
-        raise UserError(
-            f"{folder / CONFIG_FILE} lacks {record.active_experts_key}, where an export of "
-            f"{record.format} holds k. Export again."
-        )
+    if record.config_sha256 is not None:
+        require_config(folder, record)
+        if record.active_experts_key not in read_json(folder / CONFIG_FILE):
+            raise UserError(
+                f"{folder / CONFIG_FILE} lacks {record.active_experts_key}, where an export of "
+                f"{record.format} holds k. Export again."
+            )
+    new, path = form.with_active_experts(folder, active_experts)
     changed = record.with_active_experts(active_experts)
+    if path.name in record.checksums:
+        sums = checksums(folder, [new.name])
+        changed = replace(changed, checksums=record.checksums | {path.name: sums[new.name]})
     with _restored_on_error(folder / CARD_FILE, folder / RECORD_FILE):
         write_text(folder / CARD_FILE, card_text(changed))
         write_text(folder / RECORD_FILE, changed.to_json())
-        form.write_active_experts(folder, active_experts)
+        new.replace(path)
     return changed
 
 
@@ -78,6 +84,8 @@ def require_free_k(folder: Path, record: ExportRecord, active_experts: int) -> N
     Raises:
         UserError: k is out of range, or the weights depend on it.
     """
+    if not record.num_experts:
+        raise UserError(f"{folder} holds a dense model, which has no experts. Name a MoE.")
     if not 1 <= active_experts <= record.num_experts:
         raise UserError(
             f"active_experts is {active_experts}, but {folder} has {record.num_experts} experts a "

@@ -57,6 +57,16 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GgufConfig:
+    """What is special to GGUF files."""
+
+    type: Literal["f32", "f16", "bf16", "q8_0", "q4_0"] = "f16"
+    """Number format of the matrices."""
+    tokenizer: Literal["auto", "none"] = "auto"
+    """auto: the dense model's, where llama.cpp has the like; none: token ids only."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Gating:
     """Weights of the experts of a token, and the constant that the export sets against them.
 
@@ -74,6 +84,8 @@ class Gating:
     """Some runtime rounds the weights to the dtype of the model."""
     logits_in_model_dtype: bool = False
     """Some runtime computes the logits in the dtype of the model, where many of them tie."""
+    only_in: str | None = None
+    """The one runtime that runs such files; None: all may."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +104,9 @@ class Conversion:
     """Of routers and experts, and of what the dense model lacks."""
     keeps_dtypes: bool = True
     """Every dense tensor keeps the dtype in which it is stored; else all take `dtype`."""
+    source: str = ""
+    """Name of the dense model that the work began with."""
+    gguf: GgufConfig = GgufConfig()
 
     @property
     def granularity(self) -> Granularity:
@@ -165,6 +180,8 @@ class Format(ABC):
     """Whether k may be changed after export."""
     exponent: int | None = None
     """p of every layer's router; None: chosen by layer from the router's logits."""
+    splits: bool = True
+    """Whether FFNs become experts; if not, it is the dense model in another container."""
 
     def refusal(
         self, dense: DenseModel, granularity: Granularity, dtype: torch.dtype
@@ -191,6 +208,10 @@ class Format(ABC):
     def notes(self, conversion: Conversion) -> list[str]:
         """What a user of the exported model must know, one sentence each."""
         return []
+
+    def details(self, conversion: Conversion) -> dict[str, Any]:
+        """What goes on record of this container alone."""
+        return {}
 
     @abstractmethod
     def header(self, conversion: Conversion) -> dict[str, Any]:
@@ -227,8 +248,8 @@ class Format(ABC):
         """
 
     @abstractmethod
-    def write_active_experts(self, folder: Path, active_experts: int) -> None:
-        """Change k in a finished folder in one step that a kill cannot divide."""
+    def with_active_experts(self, folder: Path, active_experts: int) -> tuple[Path, Path]:
+        """Write what states k anew; returns the new file and the one of the folder to replace."""
 
 
 # --- what does not fit ------------------------------------------------------------------------

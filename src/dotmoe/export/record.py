@@ -10,6 +10,7 @@ from typing import Any
 
 from dotmoe.errors import UserError
 from dotmoe.export.format import Conversion, Format
+from dotmoe.export.gguf_record import GgufVerification, RunCheck
 from dotmoe.export.routers import RouterScale, RuntimeRouting
 from dotmoe.export.verify import LayerCheck, Verification
 from dotmoe.files import (
@@ -21,6 +22,7 @@ from dotmoe.files import (
     read_with_checksum,
     with_checksum,
 )
+from dotmoe.granularity import Granularity
 from dotmoe.models.dense import DenseModel
 from dotmoe.parameters import count_parameters
 
@@ -49,14 +51,14 @@ class ExportRecord:
     """Commit of a hub model."""
     dotmoe_version: str
     dtype: str
-    """Dtype of the written weights."""
+    """Dtype of the written weights; of a GGUF the number format of its matrices."""
     num_layers: int
     first_dense_layers: int
     """Leading layers that are not split."""
     model_width: int
     """Model width (D)."""
     num_experts: int
-    """Experts a layer (E)."""
+    """Experts a layer (E); 0 for a dense file, as are all numbers of its split."""
     expert_size: int
     """Neurons of one expert (s)."""
     shared_size: int
@@ -79,16 +81,18 @@ class ExportRecord:
     """Bytes of all weight files."""
     routers: list[RouterScale]
     """Scaling of each split layer's router."""
-    verification: Verification | None
-    """None: stock Transformers could not load it."""
+    details: dict[str, Any]
+    """What is special to the container; empty for Transformers."""
+    verification: Any
+    """A `Verification` or `GgufVerification`; None: it could not be loaded."""
     problems: list[str]
     """Why it failed its verification; none: it did not."""
     notes: list[str]
     """What a user of the model must know."""
     checksums: dict[str, Checksum]
     """Size and SHA-256 of the files beside it but config and card."""
-    config_sha256: str
-    """SHA-256 of what the config says besides k."""
+    config_sha256: str | None
+    """SHA-256 of what the config says besides k; None: a GGUF, which has no config."""
 
     @classmethod
     def load(cls, folder: Path) -> "ExportRecord":
@@ -109,16 +113,20 @@ class ExportRecord:
             raise UserError(f"{error}. {_REMEDY}") from error
         try:
             check = values["verification"]
-            if check is not None:
+            if check is not None and "layers" in check:
                 layers = [LayerCheck(**layer) for layer in check.pop("layers")]
                 values["verification"] = Verification(**check, layers=layers)
+            elif check is not None:
+                run = check.pop("run")
+                run = None if run is None else RunCheck(**run)
+                values["verification"] = GgufVerification(**check, run=run)
             for router in values["routers"]:
                 router["runtimes"] = [RuntimeRouting(**row) for row in router["runtimes"]]
             values["routers"] = [RouterScale(**router) for router in values["routers"]]
             return cls(**values)
         except (KeyError, TypeError) as error:
             raise UserError(
-                f"{path} is no record of a Transformers export by dotmoe {installed_version()} "
+                f"{path} is no record of an export by dotmoe {installed_version()} "
                 f"({error}). {_REMEDY}"
             ) from error
 
@@ -162,13 +170,24 @@ def record_of(
     origin: DenseModel,
     files: Sequence[str],
     routers: Sequence[RouterScale],
-    verification: Verification | None,
+    verification: Any,
     problems: Sequence[str],
     notes: Sequence[str],
 ) -> ExportRecord:
     """The record of a written folder, whose files are read for their checksums."""
     dense, layout, split = conversion.dense, conversion.layout, conversion.granularity
-    counts = count_parameters(dense.config, dense.family, split)
+    whole = Granularity(num_experts=1, expert_size=dense.widths.ffn, active_experts=1)
+    counts = count_parameters(dense.config, dense.family, split if form.splits else whole)
+    parameters = {"dense": counts.dense_total}
+    if form.splits:
+        parameters |= {
+            "stored": counts.stored,
+            "active": counts.active,
+            "active_with_routers": counts.active_with_routers,
+            "active_without_embeddings": counts.active_without_embeddings,
+        }
+    details, sizes = form.details(conversion), asdict(split)
+    has_config = (folder / CONFIG_FILE).is_file()
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != CONFIG_FILE]
     return ExportRecord(
         name=name,
@@ -178,29 +197,24 @@ def record_of(
         source=origin.source,
         revision=origin.revision,
         dotmoe_version=installed_version(),
-        dtype=str(conversion.dtype).removeprefix("torch."),
+        dtype=details.get("type", str(conversion.dtype).removeprefix("torch.")),
         num_layers=layout.num_layers,
         model_width=dense.widths.model,
-        **asdict(split),
-        active_fraction=layout.active_fraction,
-        verified_active_experts=layout.active_experts,
+        **(sizes if form.splits else dict.fromkeys(sizes, 0)),
+        active_fraction=layout.active_fraction if form.splits else 1.0,
+        verified_active_experts=layout.active_experts if form.splits else 0,
         active_experts_key=form.active_experts_key,
         active_experts_editable=form.active_experts_editable,
-        parameters={
-            "dense": counts.dense_total,
-            "stored": counts.stored,
-            "active": counts.active,
-            "active_with_routers": counts.active_with_routers,
-            "active_without_embeddings": counts.active_without_embeddings,
-        },
+        parameters=parameters,
         files=list(files),
         total_bytes=sum(spec.num_bytes for spec in form.tensors(conversion)),
         routers=list(routers),
+        details=details,
         verification=verification,
         problems=list(problems),
         notes=list(notes),
         checksums=checksums(folder, [path.relative_to(folder).as_posix() for path in paths]),
-        config_sha256=_config_sha256(folder, form.active_experts_key),
+        config_sha256=_config_sha256(folder, form.active_experts_key) if has_config else None,
     )
 
 
@@ -234,11 +248,13 @@ def require_intact(folder: Path, *, read_weights: bool = True) -> None:
         return
     record = ExportRecord.load(folder)
     sums = record.checksums
-    small = {name: each for name, each in sums.items() if not name.endswith(".safetensors")}
+    small = {name: each for name, each in sums.items() if name not in record.files}
     damage = damage_in(folder, sums, contents=False)
     damage = damage or damage_in(folder, sums if read_weights else small)
     if damage is not None:
         raise UserError(f"{damage}. {_REMEDY}")
+    if record.config_sha256 is None:
+        return
     require_config(folder, record)
     active_experts = read_json(folder / CONFIG_FILE).get(record.active_experts_key)
     if active_experts != record.active_experts:

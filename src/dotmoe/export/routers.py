@@ -69,6 +69,10 @@ class RuntimeRouter:
 def runtime_routers(gating: Gating) -> list[RuntimeRouter]:
     """The routers of the runtimes for formats with such a gating."""
     rounded = gating.logits_in_model_dtype
+    if gating.only_in is not None:
+        ranks_logits = gating.score == "softmax_of_chosen"
+        scores = _softmax if ranks_logits else _other_softmax
+        return [RuntimeRouter(runtime=gating.only_in, scores=scores, ranks_logits=ranks_logits)]
     stock = RuntimeRouter(
         runtime="Transformers",
         scores=torch.sigmoid if gating.score == "sigmoid" else _softmax,

@@ -14,6 +14,7 @@ from dotmoe.checkpoint.tensors import EMBEDDING, HEAD, NORM
 from dotmoe.export import tensors as specs
 from dotmoe.export.format import Conversion, Format, TensorSpec
 from dotmoe.export.safetensors_file import write_checkpoint
+from dotmoe.export.server_limits import limits_met
 from dotmoe.export.verify import Verification, verify
 from dotmoe.files import read_json, write_json
 from dotmoe.granularity import Granularity
@@ -62,7 +63,7 @@ class TransformersFormat(Format):
                 f"tokens, which {self.name} has not: max_position_embeddings is lowered from "
                 f"{dense.widths.context} to the window, up to which the two are the same."
             )
-        return notes
+        return [*notes, *limits_met(self.header(conversion))]
 
     def own_notes(self, split: Granularity) -> list[str]:
         """What is special to this architecture."""
@@ -136,10 +137,11 @@ class TransformersFormat(Format):
         """See `Format.check`."""
         return verify(self, conversion, folder, tokens_BT)
 
-    def write_active_experts(self, folder: Path, active_experts: int) -> None:
-        """See `Format.write_active_experts`."""
-        config = read_json(folder / "config.json")
-        write_json(folder / "config.json", config | {self.active_experts_key: active_experts})
+    def with_active_experts(self, folder: Path, active_experts: int) -> tuple[Path, Path]:
+        """See `Format.with_active_experts`."""
+        path, changed = folder / "config.json", folder / ".config.json.new"
+        write_json(changed, read_json(path) | {self.active_experts_key: active_experts})
+        return changed, path
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The FFN blocks of a reloaded model, by layer; each maps [B, T, D] to [B, T, D]."""

@@ -1,17 +1,19 @@
-"""Which tokenizers a file can hold, and that llama.cpp then cuts text as Transformers does."""
+"""Which tokenizers a GGUF can hold, and that llama.cpp then cuts text as Transformers does."""
 
 import json
 import re
 from dataclasses import replace
 
 import pytest
+import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers
 from tokenizers import pre_tokenizers as cuts
 from transformers import PreTrainedTokenizerFast
 
-from dotmoe.gguf_export import GgufConfig, LlamaCppModel, write_dense_gguf
-from dotmoe.gguf_export.byte_level_bpe import LLAMA3, QWEN2
-from dotmoe.gguf_export.tokenizer import general_name, tokenizer_metadata
+from dotmoe.export import ExportConfig, GgufConfig, export
+from dotmoe.export.tokenizer import LLAMA3, QWEN2, general_name, tokenizer_keys
+from dotmoe.layout import ExpertLayout
+from dotmoe.llama_cpp import LlamaCppModel
 from dotmoe.load import LoadConfig, load_dense
 
 CORPUS = [
@@ -72,6 +74,26 @@ KNOWN = {
 }
 
 
+@pytest.fixture(scope="session")
+def llama_cpp():
+    """Skips where llama-cpp-python is not installed."""
+    pytest.importorskip("llama_cpp")
+
+
+def written(dense, out, tokenizer="auto"):
+    """The dense model as GGUF, checked on token ids that every vocabulary has."""
+    layout = ExpertLayout(
+        expert_of_neuron_LN=torch.arange(dense.widths.ffn)
+        .remainder(2)
+        .repeat(dense.widths.layers, 1),
+        router_LED=torch.zeros(dense.widths.layers, 2, dense.widths.model),
+        active_experts=1,
+    )
+    tokens_BT, config = torch.arange(3, 99).view(1, 96), ExportConfig(format="gguf_dense")
+    gguf = GgufConfig(type="f32", tokenizer=tokenizer)
+    return export(dense, layout, out, config, tokens_BT, gguf=gguf)
+
+
 @pytest.fixture
 def holding(tiny_dense):
     """A tiny dense model with another tokenizer."""
@@ -87,8 +109,8 @@ def holding(tiny_dense):
 @pytest.mark.parametrize("pre", list(KNOWN))
 def test_the_rule_that_cuts_text_is_recognised(pre, holding):
     cut, options = KNOWN[pre]
-    metadata = tokenizer_metadata(holding(trained(cut, **options)), "auto")
-    assert (metadata.model, metadata.pre) == ("gpt2", pre)
+    metadata = tokenizer_keys(holding(trained(cut, **options)), "auto")
+    assert metadata.name == f"gpt2/{pre}"
     assert len(metadata.keys["tokenizer.ggml.tokens"]) == 512
     assert metadata.keys["tokenizer.ggml.tokens"][511] == "[PAD511]"
     kinds = metadata.keys["tokenizer.ggml.token_type"]
@@ -97,12 +119,12 @@ def test_the_rule_that_cuts_text_is_recognised(pre, holding):
 
 
 @pytest.mark.parametrize("pre", list(KNOWN))
-def test_llama_cpp_cuts_text_as_transformers_does(pre, holding, llama_cpp, tokens_BT, tmp_path):
+def test_llama_cpp_cuts_text_as_transformers_does(pre, holding, llama_cpp, tmp_path):
     cut, options = KNOWN[pre]
     tokenizer = trained(cut, **options)
     dense = holding(tokenizer)
-    record = write_dense_gguf(dense, tmp_path / "out", GgufConfig(), tokens_BT)
-    assert record.tokenizer == f"gpt2/{pre}"
+    record = written(dense, tmp_path / "out")
+    assert record.details["tokenizer"] == f"gpt2/{pre}"
     texts = [*TEXTS, "<think>so<|end|> <think>"]
     with LlamaCppModel(tmp_path / "out/model-f32.gguf", context=8) as model:
         found = {text: model.tokenize(text) for text in texts}
@@ -117,7 +139,7 @@ def test_llama_cpp_cuts_text_as_transformers_does(pre, holding, llama_cpp, token
 
 
 @pytest.mark.parametrize(("pre", "takes_words"), [("llama-bpe", True), ("dbrx", False)])
-def test_words_that_no_merge_makes(pre, takes_words, holding, llama_cpp, tokens_BT, tmp_path):
+def test_words_that_no_merge_makes(pre, takes_words, holding, llama_cpp, tmp_path):
     parts = json.loads(trained(split(LLAMA3)).backend_tokenizer.to_str())
     parts["model"]["vocab"]["wxyz"] = 500
     parts["model"]["ignore_merges"] = takes_words
@@ -125,37 +147,33 @@ def test_words_that_no_merge_makes(pre, takes_words, holding, llama_cpp, tokens_
         tokenizer_object=Tokenizer.from_str(json.dumps(parts)), eos_token="<|end|>"
     )
     assert (500 in tokenizer("wxyz wxyz").input_ids) is takes_words
-    assert_same_tokens(
-        holding(tokenizer), ["wxyz", "wxyz wxyz", "awxyz"], tokens_BT, tmp_path, f"gpt2/{pre}"
-    )
+    assert_same_tokens(holding(tokenizer), ["wxyz", "wxyz wxyz", "awxyz"], tmp_path, f"gpt2/{pre}")
 
 
-def test_the_embedded_tokenizer(llama_cpp, tokens_BT, tmp_path):
+def test_the_embedded_tokenizer(llama_cpp, tmp_path):
     dense = load_dense("embedded", LoadConfig(device="cpu"))
-    assert_same_tokens(dense, TEXTS, tokens_BT, tmp_path, "gpt2/gpt-2")
+    assert_same_tokens(dense, TEXTS, tmp_path, "gpt2/gpt-2")
 
 
-def test_a_sentencepiece_tokenizer(llama_cpp, shared_data, tokens_BT, tmp_path):
+def test_a_sentencepiece_tokenizer(llama_cpp, shared_data, tmp_path):
     folder = shared_data / "models/stories260K"
     if not folder.is_dir():
         pytest.skip(f"no checkpoint at {folder}")
     dense = load_dense(str(folder), LoadConfig(device="cpu"))
     texts = [text.lstrip() for text in TEXTS]
-    record = assert_same_tokens(dense, texts, tokens_BT, tmp_path, "llama/default")
+    record = assert_same_tokens(dense, texts, tmp_path, "llama/default")
     assert any("space before every text" in note for note in record.notes)
     with LlamaCppModel(tmp_path / "out/model-f32.gguf", context=8) as model:
         # The one difference, which the record states.
         assert model.tokenize(" a") != dense.tokenizer(" a").input_ids
 
 
-def assert_same_tokens(dense, texts, tokens_BT, tmp_path, name):
-    record = write_dense_gguf(dense, tmp_path / "out", GgufConfig(), tokens_BT)
-    assert record.tokenizer == name
+def assert_same_tokens(dense, texts, tmp_path, name):
+    record = written(dense, tmp_path / "out")
+    assert record.details["tokenizer"] == name
     with LlamaCppModel(tmp_path / "out/model-f32.gguf", context=8) as model:
         found = {text: model.tokenize(text) for text in texts}
-        without = model.tokenize("a b", add_special=False)
     assert found == {text: list(dense.tokenizer(text).input_ids) for text in texts}
-    assert without == dense.tokenizer("a b", add_special_tokens=False).input_ids
     return record
 
 
@@ -176,15 +194,15 @@ def byte_fallback(merges, *, normalizer="prepend", missing=None):
     )
 
 
-def test_sentencepiece_in_its_own_form(holding, llama_cpp, tokens_BT, tmp_path):
+def test_sentencepiece_in_its_own_form(holding, llama_cpp, tmp_path):
     tokenizer = byte_fallback([("h", "e"), ("l", "l"), ("he", "ll"), ("\u2581", "hell")])
     texts = ["hello hell", "  hello", "hhelllo\n", "é hell", "ab cde"]
     dense = holding(tokenizer)
-    record = assert_same_tokens(dense, texts, tokens_BT, tmp_path, "llama/default")
+    record = assert_same_tokens(dense, texts, tmp_path, "llama/default")
     assert record.notes == []
 
 
-def test_spaces_after_special_tokens_as_in_phi3(holding, llama_cpp, tokens_BT, tmp_path):
+def test_spaces_after_special_tokens_as_in_phi3(holding, llama_cpp, tmp_path):
     """llama.cpp decides by the name of the model, which must not be left to chance."""
     stripping = byte_fallback([("h", "e"), ("l", "l"), ("he", "ll"), ("\u2581", "hell")])
     vocabulary = stripping.get_vocab()
@@ -202,14 +220,14 @@ def test_spaces_after_special_tokens_as_in_phi3(holding, llama_cpp, tokens_BT, t
     for each, is_phi3 in ((tokenizer, True), (plain, False)):
         for source in ("models/other", "models/phi3-mini"):
             dense = replace(holding(each), source=source)
-            metadata = tokenizer_metadata(dense, "auto")
+            metadata = tokenizer_keys(dense, "auto")
             assert metadata.strips_as_phi3 is is_phi3
             assert metadata.notes == []
             says = re.search("phi-?3", general_name(source, metadata), re.IGNORECASE)
             assert (says is not None) is is_phi3
     texts = ["hello<|end|>  hello", "<s> hell", "hello</s> hell"]
     dense = replace(holding(tokenizer), source="models/other")
-    assert_same_tokens(dense, texts[:1], tokens_BT, tmp_path, "llama/default")
+    assert_same_tokens(dense, texts[:1], tmp_path, "llama/default")
 
 
 @pytest.mark.parametrize(
@@ -233,33 +251,30 @@ def test_spaces_after_special_tokens_as_in_phi3(holding, llama_cpp, tokens_BT, t
     ],
 )
 def test_an_unknown_tokenizer_is_left_out_and_said_so(tokenizer, reason, holding):
-    metadata = tokenizer_metadata(holding(tokenizer()), "auto")
+    metadata = tokenizer_keys(holding(tokenizer()), "auto")
     assert metadata.keys == {"tokenizer.ggml.model": "none"}
     (note,) = metadata.notes
     assert reason in note
 
 
-def test_a_file_without_tokenizer_runs_token_ids(holding, llama_cpp, tokens_BT, tmp_path):
+def test_a_file_without_tokenizer_runs_token_ids(holding, llama_cpp, tmp_path):
     dense = holding(trained(GPT2))
-    config = GgufConfig(tokenizer="none")
-    record = write_dense_gguf(dense, tmp_path / "out", config, tokens_BT)
-    assert record.tokenizer == "none"
+    record = written(dense, tmp_path / "out", tokenizer="none")
+    assert record.details["tokenizer"] == "none"
     assert record.verification.run.tokenized_texts == 0
     assert record.verification.run.logits_error < 1e-5
 
 
 def test_composition_of_characters_is_told(holding):
-    metadata = tokenizer_metadata(
-        holding(trained(split(QWEN2), normalizer=normalizers.NFC())), "auto"
-    )
-    assert metadata.pre == "qwen2"
+    metadata = tokenizer_keys(holding(trained(split(QWEN2), normalizer=normalizers.NFC())), "auto")
+    assert metadata.name == "gpt2/qwen2"
     assert any("NFC" in note for note in metadata.notes)
 
 
 def test_the_chat_template_and_special_ids_are_carried(holding):
     tokenizer = trained(GPT2)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    metadata = tokenizer_metadata(holding(tokenizer), "auto")
+    metadata = tokenizer_keys(holding(tokenizer), "auto")
     assert metadata.keys["tokenizer.chat_template"] == tokenizer.chat_template
     assert metadata.keys["tokenizer.ggml.eos_token_id"] == 0
 
@@ -267,6 +282,6 @@ def test_the_chat_template_and_special_ids_are_carried(holding):
 def test_the_beginning_of_a_text_is_added_where_transformers_adds_it(tiny_dense):
     for family, adds in {"llama": True, "qwen2": False}.items():
         dense = load_dense(str(tiny_dense(family)), LoadConfig(device="cpu"))
-        metadata = tokenizer_metadata(dense, "auto")
+        metadata = tokenizer_keys(dense, "auto")
         assert metadata.keys["tokenizer.ggml.add_bos_token"] is adds
         assert metadata.keys["tokenizer.ggml.add_eos_token"] is False

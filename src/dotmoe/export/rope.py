@@ -8,28 +8,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dotmoe.artifacts import DenseModel
-
-Metadata = dict[str, Any]
-
-FACTORS = "rope_freqs.weight"
-"""Tensor by which arch `llama` divides its frequencies."""
-
-STATIC = ("default", "linear", "llama3", "yarn")
-"""Kinds whose frequencies do not depend on the text."""
-
-_YARN_DEFAULTS: Metadata = {
+_YARN_DEFAULTS = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "mscale": None,
     "mscale_all_dim": None,
     "truncate": True,
 }
-
-
-def rope_kind(dense: DenseModel) -> str:
-    """`rope_type` of the dense model."""
-    return str(dense.config.rope_parameters.get("rope_type", "default"))
 
 
 def pairwise_order(num_heads: int, head_dim: int) -> Int[Tensor, " R"]:
@@ -54,7 +39,7 @@ def halves_order(
     return torch.cat([pairs[:, :, 0], pairs[:, :, 1]], dim=1).reshape(rows.shape)
 
 
-def frequency_factors(dense: DenseModel) -> tuple[Float[Tensor, " F"] | None, float]:
+def frequency_factors(config: Any) -> tuple[Float[Tensor, " F"] | None, float]:
     """What arch `llama` divides the plain frequencies by, and multiplies sine and cosine by.
 
     Any static scaling (llama3, linear, yarn) is such a division, so one tensor states it exactly,
@@ -64,22 +49,23 @@ def frequency_factors(dense: DenseModel) -> tuple[Float[Tensor, " F"] | None, fl
         Factors [head_dim / 2], float32, or None where nothing is scaled; and the factor of sine and
         cosine.
     """
-    kind = rope_kind(dense)
-    if kind == "default":
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
         return None, 1.0
-    scaled, attention = ROPE_INIT_FUNCTIONS[kind](dense.config, torch.device("cpu"))
-    theta = float(dense.config.rope_parameters["rope_theta"])
+    scaled, attention = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
     exponents = torch.arange(len(scaled), dtype=torch.float64) / len(scaled)
-    return (theta**-exponents / scaled.double()).float(), float(attention)
+    factors = float(rope["rope_theta"]) ** -exponents / scaled.double()
+    return factors.float(), float(attention)
 
 
-def scaling_metadata(dense: DenseModel) -> Metadata:
+def scaling_keys(config: Any) -> dict[str, Any]:
     """Keys after `ARCH.rope.` for architectures that read scaling from metadata alone."""
-    rope, kind = dense.config.rope_parameters, rope_kind(dense)
+    rope = config.rope_parameters
+    kind = rope["rope_type"]
     if kind == "default":
         return {}
     factor = float(rope["factor"])
-    keys: Metadata = {"scaling.type": kind, "scaling.factor": factor}
+    keys: dict[str, Any] = {"scaling.type": kind, "scaling.factor": factor}
     if kind == "yarn":
         usual = 1 + 0.1 * math.log(factor)
         stated = rope.get("attention_factor")
@@ -88,31 +74,24 @@ def scaling_metadata(dense: DenseModel) -> Metadata:
     return keys
 
 
-def rope_refusal(dense: DenseModel, name: str, *, reads_factors: bool) -> str | None:
-    """Why llama.cpp would rotate otherwise than the dense model (one sentence), or None.
+def scaling_refusal(config: Any, name: str) -> str | None:
+    """Why `scaling_keys` cannot say how the model rotates (one sentence), or None.
 
     Args:
-        dense: The dense model.
+        config: Of the dense model.
         name: Format to name in the sentence.
-        reads_factors: The architecture reads `FACTORS`.
     """
-    rope, kind = dense.config.rope_parameters, rope_kind(dense)
-    if kind not in STATIC:
+    rope = config.rope_parameters
+    if rope["rope_type"] == "llama3":
         return (
-            f"rope_type is {kind!r} in {dense.source}, but {name} holds only {', '.join(STATIC)}. "
-            "Choose a model without it."
-        )
-    if reads_factors:
-        return None
-    if kind == "llama3":
-        return (
-            f"rope_type is 'llama3' in {dense.source}, but llama.cpp reads no frequency factors "
-            f"for {name} and would silently rotate wrongly. Choose --format gguf_llama."
+            f"rope_type is 'llama3', but llama.cpp reads no frequency factors for {name} and would "
+            "silently rotate wrongly. Choose --format gguf_llama, which takes no shared expert and "
+            "no leading dense layers."
         )
     for key, usual in _YARN_DEFAULTS.items():
-        if kind == "yarn" and rope.get(key, usual) not in (None, usual):
+        if rope["rope_type"] == "yarn" and rope.get(key, usual) not in (None, usual):
             return (
-                f"{key} of the yarn rotary embedding is {rope[key]} in {dense.source}, but "
-                f"llama.cpp computes {name} with {usual}. Choose --format gguf_llama."
+                f"{key} of the yarn rotary embedding is {rope[key]}, but llama.cpp computes {name} "
+                f"with {usual}. Choose --format gguf_llama."
             )
     return None

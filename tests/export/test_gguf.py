@@ -1,0 +1,398 @@
+"""What stands in an exported GGUF, read with the gguf package alone; k changed; what is refused."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("gguf")
+
+from dotmoe import llama_cpp
+from dotmoe.cli import run
+from dotmoe.errors import UserError, VerificationError
+from dotmoe.export import (
+    ExportConfig,
+    ExportRecord,
+    GgufConfig,
+    export,
+    gguf_check,
+    gguf_file,
+    require_intact,
+    set_active_experts,
+)
+from dotmoe.export.format import BLOCKS, TensorSpec
+from dotmoe.export.gguf_file import GgufFile, write_gguf
+from dotmoe.export.rope import halves_order, pairwise_order
+
+LLAMA3_ROPE = {
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+}
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+
+
+@pytest.fixture(autouse=True)
+def _without_llama_cpp(monkeypatch):
+    monkeypatch.setattr(llama_cpp, "is_installed", lambda: False)
+
+
+@pytest.fixture
+def write(tokens_BT, tmp_path):
+    """Exports to GGUF; gives the record and the file."""
+
+    def make(dense, layout, name="gguf_glm4moe", *, out="out", **options):
+        folder, options = tmp_path / out, GgufConfig(**{"type": "f32", **options})
+        config = ExportConfig(format=name)
+        record = export(dense, layout, folder, config, tokens_BT, gguf=options)
+        return record, GgufFile(folder / record.files[0])
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *((family, "gguf_llama") for family in ("llama", "mistral", "qwen2", "phi3")),
+        *((family, "gguf_glm4moe") for family in ("llama", "mistral", "qwen2", "qwen3")),
+    ],
+)
+def test_experts_are_the_dense_rows_and_routers_the_scaled_ones(
+    family, name, dense_of, layout_of, write
+):
+    dense = dense_of(family)
+    layout = layout_of(dense)
+    record, file = write(dense, layout, name)
+    weights = load_file(dense.folder / "model.safetensors")
+    for layer in range(2):
+        mlp = f"model.layers.{layer}.mlp"
+        fused = weights.get(f"{mlp}.gate_up_proj.weight")
+        gates = weights[f"{mlp}.gate_proj.weight"] if fused is None else fused[:96]
+        for expert in range(12):
+            neurons = [n for n in range(96) if layout.expert_of_neuron_LN[layer, n] == expert]
+            down = weights[f"{mlp}.down_proj.weight"][:, neurons]
+            gate = file.tensor(f"blk.{layer}.ffn_gate_exps.weight")[expert]
+            assert torch.equal(gate, gates[neurons])
+            assert torch.equal(file.tensor(f"blk.{layer}.ffn_down_exps.weight")[expert], down)
+        scaled = file.tensor(f"blk.{layer}.ffn_gate_inp.weight")
+        assert torch.equal(scaled * 2.0 ** record.routers[layer].exponent, layout.router_LED[layer])
+    assert record.verification.storing_error == 0
+    assert record.details["tensor_types"] == {"F32": len(file.names)}
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+def test_rotating_pairs_of_permuted_rows_is_rotating_halves(num_heads):
+    head_dim, positions = 8, torch.arange(5.0)
+    angles = positions[:, None] * 10000.0 ** -(torch.arange(4.0) / 4)
+    weight, x = torch.randn(num_heads * head_dim, 6), torch.randn(5, 6)
+
+    def turned(first, second):
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        return first * cos - second * sin, first * sin + second * cos
+
+    halves = (x @ weight.T).view(5, num_heads, 2, 4)
+    expected = torch.cat(turned(halves[:, :, 0], halves[:, :, 1]), dim=2)
+    permuted = weight[pairwise_order(num_heads, head_dim)]
+    pairs = (x @ permuted.T).view(5, num_heads, 4, 2)
+    actual = torch.cat(turned(pairs[..., 0], pairs[..., 1]), dim=2)
+    torch.testing.assert_close(actual, expected)
+    assert torch.equal(halves_order(permuted, num_heads, head_dim), weight)
+
+
+def test_always_on_neurons_and_dense_layers_have_their_places(dense_of, layout_of, write):
+    dense = dense_of("llama", num_hidden_layers=3, tied=True)
+    layout = layout_of(dense, num_experts=12, shared_size=12, dense_layers=1)  # experts of 7
+    record, file = write(dense, layout, "gguf")
+    assert record.format == "gguf_glm4moe"
+    weights = load_file(dense.folder / "model.safetensors")
+    assert file.size("leading_dense_block_count") == 1
+    assert file.size("expert_shared_count") == 2
+    dense_down = weights["model.layers.0.mlp.down_proj.weight"]
+    assert torch.equal(file.tensor("blk.0.ffn_down.weight"), dense_down)
+    assert "blk.0.ffn_gate_inp.weight" not in file.names
+    assert "output.weight" not in file.names
+    always = (layout.expert_of_neuron_LN[2] == -1).nonzero().flatten()
+    shared = file.tensor("blk.2.ffn_up_shexp.weight")
+    assert torch.equal(shared[:12], weights["model.layers.2.mlp.up_proj.weight"][always])
+    assert shared.shape == (14, 64)
+    assert not shared[12:].any()
+
+
+def test_frequency_factors_give_the_frequencies_of_transformers(dense_of, layout_of, write):
+    dense = dense_of("llama", **LLAMA3_ROPE)
+    record, file = write(dense, layout_of(dense), "gguf")
+    assert record.format == "gguf_llama"
+    factors = file.tensor("rope_freqs.weight")
+    plain = 5e5 ** -(torch.arange(8.0) / 8)
+    expected = dense.model.model.rotary_emb.inv_freq
+    torch.testing.assert_close(plain / factors, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "split", "name", "reason"),
+    [
+        ("llama", LLAMA3_ROPE, {}, "gguf_glm4moe", "rope_type is 'llama3'.*gguf_llama"),
+        ("qwen3", {}, {}, "gguf_llama", "norms of kind 'head'"),
+        ("qwen3", LLAMA3_ROPE, {}, "gguf", "rope_type is 'llama3'"),
+        ("llama", {}, {"shared_size": 12}, "gguf_llama", "shared expert.*gguf_glm4moe"),
+        ("llama", LLAMA3_ROPE, {"shared_size": 12}, "gguf_llama", r"shared expert.*has not\.$"),
+        ("llama", {}, {"dense_layers": 1}, "gguf_llama", "layers dense.*gguf_glm4moe"),
+        ("llama", {}, {"num_experts": 1, "active_experts": 1}, "gguf_llama", "1 experts"),
+        ("llama", {}, {}, "gguf_lama", "Did you mean gguf_llama"),
+        ("granite", {"embedding_multiplier": 12.0}, {}, "gguf", "multiplies embeddings"),
+        ("olmo2", {}, {}, "gguf_dense", "norms"),
+        ("llama", {"attention_bias": True}, {}, "gguf_glm4moe", "biases of kind 'qkvo'"),
+        ("qwen3", {"attention_bias": True}, {}, "gguf_dense", "bias on the attention's output"),
+        ("llama", DYNAMIC, {}, "gguf_llama", "'dynamic'"),
+    ],
+)
+def test_what_llama_cpp_would_compute_wrongly_is_refused(
+    family, arguments, split, name, reason, dense_of, layout_of, write, tmp_path
+):
+    dense = dense_of(family, **arguments)
+    with pytest.raises(UserError, match=reason) as caught:
+        write(dense, layout_of(dense, **split), name)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_record_and_card_say_what_was_done(dense_of, layout_of, write, tmp_path):
+    dense = dense_of("mistral", sliding_window=40)
+    record, file = write(dense, layout_of(dense))
+    assert ExportRecord.load(tmp_path / "out") == record
+    assert file.size("context_length") == record.details["context"] == 40
+    assert all(router.exponent == 40 for router in record.routers)
+    assert max(each.gate_deviation for r in record.routers for each in r.runtimes) < 1e-6
+    card = (tmp_path / "out/README.md").read_text()
+    said = ("3 of 12 experts", "llama-server -m model-f32.gguf", "was not installed")
+    for words in (*said, "sliding window of 40", "shared expert of zeros", "library_name: gguf"):
+        assert words in card
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_dense_model_itself_can_be_written(family, dense_of, layout_of, write, tmp_path):
+    dense = dense_of(family)
+    record, file = write(dense, layout_of(dense), "gguf_dense")
+    weights = load_file(dense.folder / "model.safetensors")
+    assert file.arch == ("qwen3" if family == "qwen3" else "llama")
+    assert len(file.names) == len(weights)
+    assert record.num_experts == record.active_experts == 0
+    assert record.parameters.keys() == {"dense"}
+    assert ", not split" in (tmp_path / "out/README.md").read_text()
+    with pytest.raises(UserError, match="has no experts"):
+        set_active_experts(tmp_path / "out", 2)
+
+
+def test_a_full_disk_leaves_nothing(dense_of, layout_of, write, tmp_path, monkeypatch):
+    def full(spec):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gguf_file, "_encoded", full)
+    dense = dense_of("llama")
+    with pytest.raises(UserError, match=r"No space left.*bytes are needed"):
+        write(dense, layout_of(dense))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("broken", range(19))
+def test_a_wrong_bit_in_any_tensor_is_found_when_read_back(
+    broken, dense_of, layout_of, write, tmp_path, monkeypatch
+):
+    """One of them is `rope_freqs.weight`, whose values no tensor of the checkpoint has."""
+    rope = LLAMA3_ROPE if broken == 18 else {}
+    dense = dense_of("qwen2", num_hidden_layers=1, intermediate_size=32, **rope)
+    right, name = gguf_file._encoded, "gguf_llama" if rope else "gguf_glm4moe"
+    calls = iter(range(100))
+
+    def one_bit_off(spec):
+        encoded = right(spec)
+        if next(calls) == broken if not rope else spec.name == "rope_freqs.weight":
+            encoded.view(np.uint8).reshape(-1)[6] ^= 1
+        return encoded
+
+    monkeypatch.setattr(gguf_file, "_encoded", one_bit_off)
+    with pytest.raises(VerificationError, match=r"came back|not what was written"):
+        write(dense, layout_of(dense, num_experts=4), name)
+    assert [path.name for path in tmp_path.iterdir()] == ["out_unverified"]
+
+
+def test_a_wrong_key_is_found_when_read_back(dense_of, layout_of, write):
+    dense = dense_of("llama")
+    _, file = write(dense, layout_of(dense))
+    right = {name: file.metadata(name) for name in file.keys}
+    gguf_check._check_keys(file, right)
+    with pytest.raises(VerificationError, match=r"expert_used_count.*'3' instead of '4'"):
+        gguf_check._check_keys(file, {**right, "glm4moe.expert_used_count": 4})
+    with pytest.raises(VerificationError, match="expert_count"):
+        gguf_check._check_keys(file, {n: v for n, v in right.items() if "expert_count" not in n})
+
+
+# --- number formats -----------------------------------------------------------------------------
+
+BITS = {"F32": 32, "F16": 16, "BF16": 16, "Q8_0": 8.5, "Q4_0": 4.5}
+
+
+def stored_rows(path, rows, stored):
+    spec = TensorSpec(name="x", shape=tuple(rows.shape), stored=stored, make=lambda: rows)
+    write_gguf(path, "llama", {"general.type": "model"}, [spec])
+    return GgufFile(path)
+
+
+@pytest.mark.parametrize("stored", list(BITS))
+@pytest.mark.parametrize("scale", [1e-6, 1e-2, 1.0, 300.0])
+def test_values_come_back_within_the_tolerance_and_not_far_below_it(stored, scale, tmp_path):
+    rows = torch.randn(64, 96, generator=torch.Generator().manual_seed(1)) * scale
+    rows[0] = 0.0
+    rows[1, ::2] = rows[1].abs().max()
+    rows[2, :] = -rows[1]
+    file = stored_rows(tmp_path / "x.gguf", rows, stored)
+    assert file.raw("x").nbytes == rows.numel() * BITS[stored] / 8
+    assert BLOCKS[stored][1] / BLOCKS[stored][0] * 8 == BITS[stored]
+    error, allowed = (file.tensor("x") - rows).abs(), file.tolerance("x")
+    assert (error <= allowed).all()
+    if stored == "F32":
+        assert not error.any()
+    elif scale >= 1e-2:
+        # A tolerance that were far too wide would check nothing.
+        assert error.max() > 0.3 * allowed[error.flatten().argmax() // 96].max()
+        assert allowed.mean() < {"Q4_0": 0.5, "Q8_0": 0.02}.get(stored, 5e-3) * scale
+
+
+@pytest.mark.parametrize("stored", ["Q8_0", "Q4_0"])
+def test_a_neighbouring_code_is_out_of_tolerance(stored, tmp_path):
+    rows = torch.linspace(-1, 1, 64).view(2, 32)
+    stored_rows(tmp_path / "x.gguf", rows, stored)
+    file = GgufFile(tmp_path / "x.gguf", writable=True)
+    file.raw("x").reshape(-1)[10] ^= 0x22  # two steps, in both nibbles of a 4-bit code
+    assert ((file.tensor("x") - rows).abs() > file.tolerance("x")).any()
+
+
+def test_what_is_stored_as_what(dense_of, layout_of, write):
+    dense = dense_of("llama")  # experts of 8: rows of down are no blocks
+    record, file = write(dense, layout_of(dense), type="q4_0")
+    assert file.stored("token_embd.weight") == file.stored("output.weight") == "Q8_0"
+    assert file.stored("blk.0.attn_q.weight") == "Q4_0"
+    assert file.stored("blk.0.ffn_gate_inp.weight") == file.stored("output_norm.weight") == "F32"
+    downs = [f"blk.{n}.ffn_down_{kind}.weight" for n in (0, 1) for kind in ("exps", "shexp")]
+    assert sorted(record.details["fallbacks"]) == sorted(downs)
+    assert record.details["tensor_types"]["F16"] == 4
+
+
+def test_what_float16_cannot_hold_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"cannot be stored as F16: 70000 .*Choose type bf16"):
+        stored_rows(tmp_path / "x.gguf", torch.full((1, 32), 70000.0), "F16")
+
+
+def test_without_gguf_the_remedy_is_told():
+    program = """
+import sys
+sys.modules["gguf"] = None  # makes every import of it fail, installed or not
+from dotmoe.errors import UserError
+from dotmoe.export import format_named
+try:
+    format_named("gguf_llama")
+except UserError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "pip install 'dotmoe[gguf]'" in done.stdout
+    assert done.stdout.count("\n") == 1
+
+
+# --- k changed in a written file ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gguf_llama", "gguf_glm4moe"])
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_the_file_becomes_that_of_a_fresh_export_byte_for_byte(
+    name, kind, dense_of, layout_of, write, tmp_path
+):
+    dense = dense_of("llama")
+    layout = layout_of(dense)
+    record, file = write(dense, layout, name, out="three", type=kind)
+    before = file.path.read_bytes()
+    for active_experts in (7, 12, 1):
+        changed = layout.with_active_experts(active_experts)
+        _, fresh = write(dense, changed, name, out=f"fresh{active_experts}", type=kind)
+        edited = set_active_experts(tmp_path / "three", active_experts)
+        assert file.path.read_bytes() == fresh.path.read_bytes()
+        card, new = ((tmp_path / f / "README.md").read_text() for f in ("three", fresh.path.parent))
+        assert card.splitlines()[:12] == new.splitlines()[:12]
+        assert edited.parameters == ExportRecord.load(fresh.path.parent).parameters
+        require_intact(tmp_path / "three")
+    assert set_active_experts(tmp_path / "three", 3) == record
+    assert file.path.read_bytes() == before
+    assert not list((tmp_path / "three").glob(".*"))
+
+
+def test_a_kill_while_k_changes_leaves_a_file_that_runs_and_can_be_edited(
+    dense_of, layout_of, write, tmp_path, monkeypatch
+):
+    dense = dense_of("llama")
+    _, file = write(dense, layout_of(dense), "gguf_llama")
+    before = file.path.read_bytes()
+    right = GgufFile.raw
+
+    def killed(self, name):
+        if self.path.name.startswith("."):  # the new file, between the key and the scales
+            raise KeyboardInterrupt
+        return right(self, name)
+
+    monkeypatch.setattr(GgufFile, "raw", killed)
+    with pytest.raises(KeyboardInterrupt):
+        set_active_experts(tmp_path / "out", 5)
+    monkeypatch.setattr(GgufFile, "raw", right)
+    assert file.path.read_bytes() == before
+    require_intact(tmp_path / "out")
+    assert set_active_experts(tmp_path / "out", 5).active_experts == 5
+
+
+def test_a_k_that_cannot_be_changes_nothing(dense_of, layout_of, write, tmp_path):
+    dense = dense_of("llama")
+    _, file = write(dense, layout_of(dense))
+    before = file.path.read_bytes()
+    for active_experts in (0, 13):
+        with pytest.raises(UserError, match=r"12 experts a layer. Choose 1 to 12"):
+            set_active_experts(tmp_path / "out", active_experts)
+    assert file.path.read_bytes() == before
+    other = GgufFile(file.path, writable=True)
+    field = other.reader.fields["glm4moe.expert_weights_scale"]
+    field.parts[field.data[0]][0] = 2.5
+    other.reader.data.flush()
+    with pytest.raises(UserError, match="does not weight its experts by k"):
+        set_active_experts(tmp_path / "out", 2)
+
+
+def test_files_that_are_no_gguf_are_refused(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        GgufFile(tmp_path / "none.gguf")
+    (tmp_path / "text.gguf").write_text("not a model, but longer than a header of one")
+    with pytest.raises(UserError, match="no whole GGUF file"):
+        GgufFile(tmp_path / "text.gguf")
+
+
+def test_more_experts_than_llama_cpp_has_room_for_are_refused_before_anything_is_written(
+    dense_of, layout_of, write, tmp_path, capsys
+):
+    dense = dense_of("llama", num_hidden_layers=12)  # llama.cpp 0.3.36 runs k = 30 and not 32
+    layout = layout_of(dense, num_experts=48, active_experts=32)
+    with pytest.raises(UserError, match=r"32 experts run per token.*has room for 28"):
+        write(dense, layout)
+    assert not (tmp_path / "out").exists()
+    write(dense, layout.with_active_experts(3))
+    with pytest.raises(UserError, match="has room for 28"):
+        set_active_experts(tmp_path / "out", 32)
+    split = ["--experts", "48", "--active-experts"]
+    for active, is_warned in (("32", True), ("28", False)):
+        assert run(["inspect", str(dense.folder), *split, active]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("llama.cpp runs at most 28 of this model" in said) == is_warned
