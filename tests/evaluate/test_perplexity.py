@@ -14,6 +14,7 @@ from dotmoe.evaluate.perplexity import packed_text, perplexity
 from dotmoe.evaluate.scoring import row_nats, stock_nats
 from dotmoe.export import ExportConfig, GgufConfig, export
 from dotmoe.load import LoadConfig, load_dense
+from dotmoe.report import perplexity_table
 
 TEXTS = ["The cat sat on the mat.\n" * 9, "Zwölf Boxkämpfer jagen Viktor.", "x = [1, 2, 3]\n" * 11]
 ROWS = ["", " = A heading = \n", "", " Some text , and more .\n", " The next paragraph .\n", ""]
@@ -188,6 +189,9 @@ def test_the_result_says_what_was_measured_and_how(tiny_dense, tmp_path):
     assert both["model"] == both["against"]
     assert both["model"]["loss"] == found["loss"]
     assert both["provenance"]
+    sides = {"org/dense": both["against"], "moe": both["model"]}
+    assert perplexity_table(sides).columns[3] == "above dense"
+    assert len(perplexity_table({"moe": found}).columns) == 4
 
 
 @pytest.mark.parametrize(

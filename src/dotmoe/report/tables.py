@@ -1,7 +1,7 @@
 """Every table of results: one function each, for the terminal, the page and the documents."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,18 @@ def perplexity_table(models: Mapping[str, Values]) -> Table:
     """
     reference, first = next(iter(models.items()))
     unit = first["unit"]
+    columns: dict[str, Callable[[Any], str]] = {
+        "model": lambda row: row[0],
+        "perplexity": lambda row: f"{row[1]['perplexity']:.3f}",
+        f"nats a {unit}": lambda row: f"{row[1]['loss']:.4f}",
+        f"above {Path(reference).name}": lambda row: f"{row[1]['loss'] - first['loss']:+.4f}",
+        "bits a byte": lambda row: figure(row[1].get("bits_per_byte")),
+    }
+    if len(models) == 1:  # nothing to compare with
+        del columns[f"above {Path(reference).name}"]
     return table_of(
         models.items(),
-        {
-            "model": lambda row: row[0],
-            "perplexity": lambda row: f"{row[1]['perplexity']:.3f}",
-            f"nats a {unit}": lambda row: f"{row[1]['loss']:.4f}",
-            f"above {reference}": lambda row: f"{row[1]['loss'] - first['loss']:+.4f}",
-            "bits a byte": lambda row: figure(row[1].get("bits_per_byte")),
-        },
+        columns,
         title=f"Perplexity per {unit}, windows of {first['window']:,}, {first['tokens']:,} tokens",
         note=_protocol(first),
     )
