@@ -41,7 +41,7 @@ def text(tmp_path):
 def tokenised(dense, tmp_path):
     """Runs the stage: the text, its record, and what was said."""
 
-    def make(*data, tokens=10**6, eval_text=(), beside=None, sample=None, **options):
+    def make(*data, blocks=30_000, eval_text=(), beside=None, sample=None, **options):
         config = DataConfig(data=data, **{"seq_len": 32} | options)
         check(config)
         require_sources(config, eval_text)
@@ -52,7 +52,7 @@ def tokenised(dense, tmp_path):
             sample or SampleConfig(),
             dense,
             folder,
-            tokens=tokens,
+            blocks=blocks,
             eval_text=eval_text,
             eval_tokens=300,
             progress=progress,

@@ -1,9 +1,8 @@
 """Configs of whole runs: the stages' own configs together, and rules across stages."""
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import tyro
 from tyro.conf import Positional
@@ -53,11 +52,6 @@ class RunConfig:
     seed: Annotated[int, at_least(0)] = 0
     """Of initial values and data order. Same seed, machine and thread count: same result."""
 
-    def check_together(self) -> None:
-        """Refuse what does not go together."""
-        _check_old_ranges(self)
-        self.baseline.check()
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneRunConfig:
@@ -99,32 +93,3 @@ class FinetuneRunConfig:
 
 AnyRunConfig = RunConfig | FinetuneRunConfig
 """A config of a run that lives in a run folder."""
-
-
-# Ranges that do not yet stand on their fields.
-_AT_LEAST: dict[str, float] = {
-    "calibrate.calibration_tokens": 1,
-    "calibrate.cluster_iterations": 0,
-    "calibrate.router_std": 0,
-    "export.scale_tokens": 1,
-    "export.verify_tokens": 1,
-}
-_ABOVE_ZERO = (
-    "calibrate.affinity_std",
-    "calibrate.ridge",
-    "export.max_shard_gib",
-)
-
-
-def _check_old_ranges(config: RunConfig) -> None:
-    for name in (*_AT_LEAST, *_ABOVE_ZERO):
-        value: Any = config
-        for part in name.split("."):
-            value = getattr(value, part)
-        if value is None:
-            continue
-        allowed = value >= _AT_LEAST[name] if name in _AT_LEAST else value > 0
-        if not allowed or not math.isfinite(value):
-            rule = f"at least {_AT_LEAST[name]}" if name in _AT_LEAST else "above 0"
-            option = name.rpartition(".")[2]
-            raise UserError(f"{option} is {value}, but it must be {rule}.")

@@ -59,7 +59,7 @@ from dotmoe.granularity import Granularity, resolve
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import describe_dense, load_dense, resolved_dtype
 from dotmoe.moe.assignment import AlignState
-from dotmoe.moe.objective import steps_to_take
+from dotmoe.moe.objective import ObjectiveConfig, steps_to_take
 from dotmoe.options import check, from_values, values_of
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
@@ -107,34 +107,23 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
             dense = load_dense(config.model, config.load)
             split, dtype = raise_on_all_ranks(lambda: _fitted(config, dense))
             run.begin(config.model, {"model": fingerprint(dense.folder)})
-            text = run.stage(
-                "data", Text.load, lambda at: _text(run, config, dense, at), alone=True
-            )
+            parts = _Parts(config, dense, split, dtype, run.progress)
+            text = run.stage("data", Text.load, parts.text, alone=True)
             state = None
             if config.method == "dot_moe" or config.align.steps:
-                start = run.state(
-                    "calibrate", dense, lambda _: _start(run, config, dense, split, text)
-                )
-                state = run.state(
-                    "align", dense, lambda at: _aligned(run, config, dense, split, text, start, at)
-                )
+                start = run.state("calibrate", dense, lambda at: parts.start(text))
+                state = run.state("align", dense, lambda at: parts.aligned(text, start, at))
         if not run.is_first:
             return run.conversion()
-
-        def extracted(at: Path) -> Baseline:
-            made = _extracted(run, config, dense, split, dtype, text, state)
-            made.save(at)
-            return made
-
-        made = run.stage("extract", Baseline.load, extracted)
+        made = run.stage("extract", Baseline.load, lambda at: parts.extracted(text, state, at))
         if is_divided(dense.model):
             dense = on_disk(dense, dense.device, next(dense.model.parameters()).dtype)
         record = run.export(lambda: dense, made.layout, config.export, text)
-        steps = 0 if state is None else state.step
 
         def measured() -> dict[str, Any]:
             results = run.perplexities(dense, {}, record, text)
-            return results | {"steps": steps} | _own_router(run, config, dense, made, text)
+            steps = 0 if state is None else state.step
+            return results | {"steps": steps} | parts.own_router(dense, made, text)
 
         run.evaluate(made.layout, record, measured)
         return run.conversion()
@@ -160,10 +149,21 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             dense = raise_on_all_ranks(lambda: _described(source, config))
             run.begin(source.model, inputs)
             known = None if run.holds("data") else _to_sample(converted, config, dense)
+            training = config.finetune
             text = run.stage(
                 "data",
                 Text.load,
-                lambda at: _finetune_text(run, config, converted, source, known or dense, at),
+                lambda at: tokenise(
+                    converted.data,
+                    converted.sample,
+                    known or dense,
+                    at,
+                    blocks=training.steps * training.batch_size,
+                    eval_text=config.eval_text,
+                    eval_tokens=config.eval_tokens,
+                    progress=run.progress,
+                    beside=source.text,
+                ),
                 alone=True,
             )
             layout = run.stage(
@@ -390,120 +390,108 @@ def _described(source: FinishedRun, config: FinetuneRunConfig) -> DenseModel:
 # --- stages of convert ------------------------------------------------------------------------
 
 
-def _text(run: _Run, config: RunConfig, dense: DenseModel, at: Path) -> Text:
-    seq_len = min(config.data.seq_len, dense.widths.context)
-    tokens = config.align.steps * config.align.batch_size * seq_len
-    return tokenise(
-        config.data,
-        config.sample,
-        dense,
-        at,
-        tokens=max(tokens, config.calibrate.calibration_tokens),
-        eval_text=config.eval_text,
-        eval_tokens=config.eval_tokens,
-        progress=run.progress,
-    )
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The stages of a conversion, and what they have in common."""
 
+    config: RunConfig
+    dense: DenseModel
+    split: Granularity
+    dtype: torch.dtype
+    """Of the export."""
+    progress: Progress
 
-def _start(
-    run: _Run, config: RunConfig, dense: DenseModel, split: Granularity, text: Text
-) -> AlignState:
-    """Initial affinities and routers."""
-    if config.method != "dot_moe":
-        return state_of(_split(run, config, dense, split, torch.float32, text).layout, dense.device)
-    with run.progress.bar(f"calibrate ({config.calibrate.start})") as update:
-        return calibrate(
-            dense,
-            text.training.tokens_BT,
-            split.num_experts,
-            config.calibrate,
-            seed=config.seed,
-            on_progress=update,
+    def text(self, at: Path) -> Text:
+        """Text to train on and to measure on."""
+        config = self.config
+        return tokenise(
+            config.data,
+            config.sample,
+            self.dense,
+            at,
+            blocks=config.align.steps * config.align.batch_size,
+            min_tokens=config.calibrate.calibration_tokens,
+            eval_text=config.eval_text,
+            eval_tokens=config.eval_tokens,
+            progress=self.progress,
         )
 
+    def start(self, text: Text) -> AlignState:
+        """Initial affinities and routers."""
+        config = self.config
+        if config.method != "dot_moe":
+            return state_of(self._split(text, torch.float32).layout, self.dense.device)
+        with self.progress.bar(f"calibrate ({config.calibrate.start})") as update:
+            return calibrate(
+                self.dense,
+                text.training.tokens_BT,
+                self.split.num_experts,
+                config.calibrate,
+                seed=config.seed,
+                on_progress=update,
+            )
 
-def _aligned(
-    run: _Run,
-    config: RunConfig,
-    dense: DenseModel,
-    split: Granularity,
-    text: Text,
-    start: AlignState,
-    at: Path,
-) -> AlignState:
-    """Learned affinities and routers."""
-    total = steps_to_take(config.align, text.training.num_blocks)
-    _log_fewer_steps(run, total, config.align.steps, config.align.max_epochs)
-    with run.progress.bar("align") as update:
+    def aligned(self, text: Text, start: AlignState, at: Path) -> AlignState:
+        """Learned affinities and routers."""
+        config = self.config
+        steps = _steps(config.align, text, self.progress)
+        with self.progress.bar("align") as update:
 
-        def on_step(step: int, metrics: Metrics) -> None:
-            update(step, total, f"kl {metrics['kl']:.3f} ce {metrics['ce']:.3f}")
+            def on_step(step: int, metrics: Metrics) -> None:
+                update(step, steps, f"kl {metrics['kl']:.3f} ce {metrics['ce']:.3f}")
 
-        return align(
-            dense,
-            text.training,
-            start,
-            split,
-            config.align,
-            config.assignment,
-            folder=at,
+            return align(
+                self.dense,
+                text.training,
+                start,
+                self.split,
+                config.align,
+                config.assignment,
+                folder=at,
+                seed=config.seed,
+                training=config.training,
+                on_step=on_step,
+            )
+
+    def extracted(self, text: Text, state: AlignState | None, at: Path) -> Baseline:
+        """The layout that is exported."""
+        config = self.config
+        if state is None:
+            self.progress.log(
+                f"{config.method} has nothing to calibrate or to align: both are skipped"
+            )
+            made = self._split(text, self.dtype)
+        else:
+            layout = extract(state, self.split, config.assignment, router_dtype=self.dtype)
+            made = Baseline(layout=layout, representative_LE=None)
+        made.save(at)
+        return made
+
+    def _split(self, text: Text, dtype: torch.dtype) -> Baseline:
+        """Experts and router of a method other than DOT-MoE."""
+        config = self.config
+        rows = -(-config.calibrate.calibration_tokens // text.training.seq_len)
+        inputs = SplitInputs(
+            dense=self.dense,
+            tokens_BT=text.training.tokens_BT[:rows],
+            granularity=self.split,
+            config=config.baseline,
+            calibrate=config.calibrate,
             seed=config.seed,
-            training=config.training,
-            on_step=on_step,
         )
+        with self.progress.bar(config.method) as update:
+            return baseline(config.method, inputs, router_dtype=dtype, on_progress=update)
 
-
-def _extracted(
-    run: _Run,
-    config: RunConfig,
-    dense: DenseModel,
-    split: Granularity,
-    dtype: torch.dtype,
-    text: Text,
-    state: AlignState | None,
-) -> Baseline:
-    """The layout that is exported."""
-    if state is None:
-        run.progress.log(f"{config.method} has nothing to calibrate or to align: both are skipped")
-        return _split(run, config, dense, split, dtype, text)
-    layout = extract(state, split, config.assignment, router_dtype=dtype)
-    return Baseline(layout=layout, representative_LE=None)
-
-
-def _split(
-    run: _Run,
-    config: RunConfig,
-    dense: DenseModel,
-    split: Granularity,
-    dtype: torch.dtype,
-    text: Text,
-) -> Baseline:
-    """Experts and router of a method other than DOT-MoE."""
-    rows = -(-config.calibrate.calibration_tokens // text.training.seq_len)
-    inputs = SplitInputs(
-        dense=dense,
-        tokens_BT=text.training.tokens_BT[:rows],
-        granularity=split,
-        config=config.baseline,
-        calibrate=config.calibrate,
-        seed=config.seed,
-    )
-    with run.progress.bar(config.method) as update:
-        return baseline(config.method, inputs, router_dtype=dtype, on_progress=update)
-
-
-def _own_router(
-    run: _Run, config: RunConfig, dense: DenseModel, made: Baseline, text: Text
-) -> dict[str, Any]:
-    """Perplexity under the router of the method itself, where the export cannot have it."""
-    if made.representative_LE is None or config.baseline.split_router != "own":
-        return {}
-    scored = heldout_text(text.heldout, dense.tokenizer, text.heldout_name)
-    nats = stock_nats(dense.model)
-    routed = routed_by_representatives(dense, made.layout, made.representative_LE)
-    with run.progress.bar("evaluate its own router") as update, routed:
-        result = perplexity(nats, scored, text.heldout.seq_len, on_progress=update)
-    return {"moe_own_router": result.as_dict()}
+    def own_router(self, dense: DenseModel, made: Baseline, text: Text) -> dict[str, Any]:
+        """Perplexity under the router of the method itself, where the export cannot have it."""
+        if made.representative_LE is None or self.config.baseline.split_router != "own":
+            return {}
+        scored = heldout_text(text.heldout, dense.tokenizer, text.heldout_name)
+        nats = stock_nats(dense.model)
+        routed = routed_by_representatives(dense, made.layout, made.representative_LE)
+        with self.progress.bar("evaluate its own router") as update, routed:
+            result = perplexity(nats, scored, text.heldout.seq_len, on_progress=update)
+        return {"moe_own_router": result.as_dict()}
 
 
 # --- stages of finetune -----------------------------------------------------------------------
@@ -520,29 +508,6 @@ def _to_sample(
     return load_dense(converted.model, replace(config.load, sharding="replicate"))
 
 
-def _finetune_text(
-    run: _Run,
-    config: FinetuneRunConfig,
-    converted: RunConfig,
-    source: FinishedRun,
-    dense: DenseModel,
-    at: Path,
-) -> Text:
-    """Training blocks without what is in the held-out ones, which are the run's by default."""
-    seq_len = min(converted.data.seq_len, dense.widths.context)
-    return tokenise(
-        converted.data,
-        converted.sample,
-        dense,
-        at,
-        tokens=config.finetune.steps * config.finetune.batch_size * seq_len,
-        eval_text=config.eval_text,
-        eval_tokens=config.eval_tokens,
-        progress=run.progress,
-        beside=source.text,
-    )
-
-
 def _trained(
     run: _Run,
     config: FinetuneRunConfig,
@@ -552,8 +517,7 @@ def _trained(
     at: Path,
 ) -> ExpertLayout:
     """Write trained weights as a dense checkpoint, and the layout with trained routers."""
-    steps = steps_to_take(config.finetune, text.training.num_blocks)
-    _log_fewer_steps(run, steps, config.finetune.steps, config.finetune.max_epochs)
+    steps = _steps(config.finetune, text, run.progress)
     with run.progress.bar(f"finetune ({config.finetune.train})") as update:
 
         def on_step(step: int, metrics: Metrics) -> None:
@@ -589,13 +553,16 @@ _NOT_WHOLE = (
 )
 
 
-def _log_fewer_steps(run: _Run, steps: int, asked: int, max_epochs: float) -> None:
-    if steps < asked:
-        run.progress.log(
-            f"steps lowered from {asked} to {steps}: the data would otherwise be seen more than "
-            f"{max_epochs:g} times (max_epochs). With little data or a small model, "
+def _steps(config: ObjectiveConfig, text: Text, progress: Progress) -> int:
+    """Steps that will be taken; fewer than asked for are said."""
+    steps = steps_to_take(config, text.training.num_blocks)
+    if steps < config.steps:
+        progress.log(
+            f"steps lowered from {config.steps} to {steps}: the data would otherwise be seen more "
+            f"than {config.max_epochs:g} times (max_epochs). With little data or a small model, "
             "--recipe small takes more and smaller steps"
         )
+    return steps
 
 
 def _verification(record: Verification | None) -> dict[str, Any]:

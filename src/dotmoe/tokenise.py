@@ -68,7 +68,8 @@ def tokenise(
     dense: DenseModel,
     folder: Path,
     *,
-    tokens: int,
+    blocks: int,
+    min_tokens: int = 0,
     eval_text: tuple[str, ...],
     eval_tokens: int,
     progress: Progress,
@@ -81,7 +82,8 @@ def tokenise(
         sample: How to sample where the source is the model itself.
         dense: Its tokenizer is used, and the model where the text is sampled from it.
         folder: Where to write.
-        tokens: Of training text, at most.
+        blocks: Of training text, at most.
+        min_tokens: Of training text, if `blocks` are fewer.
         eval_text: Sources of the held-out text. Default: that of `beside`, else the last blocks of
             the training text.
         eval_tokens: Tokens of `eval_text`, or of the last blocks, at most.
@@ -96,6 +98,7 @@ def tokenise(
     if seq_len < data.seq_len:
         progress.log(f"seq_len lowered to {seq_len}: the model has no longer context")
     data = replace(data, seq_len=seq_len)
+    tokens = max(blocks * seq_len, min_tokens)
     if samples_itself(data):
         tokens = min(tokens, sample.sample_tokens or tokens)
     training_file, heldout_file = folder / _TRAINING, folder / _HELDOUT

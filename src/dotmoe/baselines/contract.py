@@ -12,7 +12,7 @@ from dotmoe.artifacts import DenseModel
 from dotmoe.calibrate import CalibrateConfig, ffn_inputs
 from dotmoe.granularity import Granularity
 from dotmoe.models.traits import GatedFFN
-from dotmoe.options import at_least, check
+from dotmoe.options import at_least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,10 +38,6 @@ class BaselineConfig:
     """Neurons that count as active for a token (K_a); for cmoe."""
     marker_rounds: Annotated[int, at_least(1)] = 1
     """Rounds of k-means on the markers; for cmoe, whose published code does one."""
-
-    def check(self) -> None:
-        """Refuse numbers that no method can use."""
-        check(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -124,8 +124,11 @@ def require_checkpoint(folder: Path) -> None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Tells checkpoints apart: config, and size and both ends of every weight file; cheap."""
+    """Tells checkpoints apart: config, tokenizer, size and both ends of each weight file; cheap."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            digest.update(name.encode() + (folder / name).read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())
