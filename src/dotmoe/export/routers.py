@@ -264,8 +264,8 @@ def scale_routers(
     """The scale of every split layer's router, from what it sees in the masked model.
 
     The first token of every text, where the tokenizer puts one, is looked at by itself: all later
-    tokens attend to it, so a tie there spoils a whole text. p is lowered until it is resolved, as
-    long as gates allow.
+    tokens attend to it, so a tie there spoils a whole text. p is lowered by one where that resolves
+    it and gates allow; each step doubles their error.
 
     Args:
         dense: A dense model that can run, in float32.
@@ -286,7 +286,7 @@ def scale_routers(
             p = min(start, _resolving_exponent(first[layer], router_ED, k, gating, dtype))
         rows = runtime_routing(x_TD, router_ED, p, k, gating, dtype)
         worst = max(max(row.gate_deviation, abs(row.gain_error) / 2) for row in rows)
-        is_tied = p < start and worst > GATE_DEVIATION
+        is_tied = p < start - 1 or (p < start and worst > GATE_DEVIATION)
         if is_tied:
             p, rows = start, runtime_routing(x_TD, router_ED, start, k, gating, dtype)
         scales.append(

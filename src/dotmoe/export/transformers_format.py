@@ -39,8 +39,9 @@ class TransformersFormat(Format):
     block_name: str = "mlp"
     block_has_shared: bool = True
     """Whether the output of a block contains that of the shared expert."""
-    block_error: float = 2e-3
-    """Largest median relative error of a block in float32."""
+    block_error: float = 4e-3
+    """Largest median relative error of a block in float32. Random routers come to 3e-4, a real
+    model's at k = E / 2 to 1.5e-3, twice that where p was lowered by one for the first token."""
 
     def exactness(self, conversion: Conversion) -> str:
         """See `Format.exactness`."""

@@ -41,7 +41,8 @@ LOGITS, DENSE_LOGITS = 5e-3, 2e-3
 """Largest median error of a token's logits for up to 4 layers, at k and at k = E. They grow with
 the root of the number of layers, as every layer adds its own deviation of the gates."""
 DISAGREEMENT = 1e-2
-"""Largest share of tokens with another most likely next token, beyond four standard errors."""
+"""Largest share of tokens with another most likely next token for up to 4 layers, beyond four
+standard errors; it grows alike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,7 +181,7 @@ def problems(found: Verification, block_error: float, rounding: float) -> list[s
             (f"{place}: 95th percentile of the block error", each.block_error_tail, 5 * block),
             (f"{place}: 99th percentile of the block error", each.block_error_99, WRONG_EXPERT),
         ]
-    disagreement = _share(DISAGREEMENT + rounding * grows, found.tokens)
+    disagreement = _share((DISAGREEMENT + rounding) * grows, found.tokens)
     figures += [
         ("top-1 disagreement", 1 - found.top1_agreement, disagreement),
         ("median logit error", found.logits_error, logits),
