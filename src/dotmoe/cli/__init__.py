@@ -85,7 +85,8 @@ def run(arguments: Sequence[str]) -> int:
     try:
         _dispatch(name, arguments[1:])
     except UserError as error:
-        return _fail(str(error), only_here=isinstance(error, RankError))
+        _fail(str(error), only_here=isinstance(error, RankError))
+        return error.exit_code
     except Interrupted as stop:
         _fail(f"{stop}; the same command goes on from there.")
         return 128 + stop.signum
