@@ -1,5 +1,6 @@
 """KL + CE by chunks. Oracle: PyTorch's own losses on full logits, differentiated by autograd."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -18,61 +19,32 @@ def tensors():
     return student.requires_grad_(), teacher, head, labels
 
 
-def reference(student, teacher, head, labels, kl_weight, ce_weight):
-    logits, target = student @ head.T, teacher @ head.T
+@pytest.mark.parametrize("has_teacher", [True, False])
+@pytest.mark.parametrize("head_is_trained", [True, False])
+def test_losses_and_gradients_equal_those_on_full_logits(has_teacher, head_is_trained, monkeypatch):
+    monkeypatch.setattr(losses_module, "MAX_CHUNK_ELEMENTS", 3 * V)  # four chunks, the last partial
+    student, teacher, teacher_head, labels = tensors()
+    head = teacher_head
+    if head_is_trained:
+        head = (head + 0.3 * torch.randn(V, D, dtype=torch.float64)).requires_grad_()
+    kl_weight = 2.0 if has_teacher else 0.0
+    found = distillation_loss(
+        student, teacher if has_teacher else None, head, labels, kl_weight=kl_weight, ce_weight=0.7,
+        teacher_head_VD=teacher_head,
+    )  # fmt: skip
+    (found.total * 3).backward()
+    logits, target = student @ head.T, teacher @ teacher_head.T
     kl = F.kl_div(
         logits.log_softmax(1), target.log_softmax(1), log_target=True, reduction="batchmean"
     )
     ce = F.cross_entropy(logits, labels, ignore_index=IGNORED)
-    return kl_weight * kl + ce_weight * ce, kl, ce
-
-
-def test_losses_and_gradient_equal_those_on_full_logits(monkeypatch):
-    monkeypatch.setattr(losses_module, "MAX_CHUNK_ELEMENTS", 3 * V)  # four chunks, the last partial
-    student, teacher, head, labels = tensors()
-    found = distillation_loss(student, teacher, head, labels, kl_weight=2.0, ce_weight=0.7)
-    (found.total * 3).backward()
-    gradient, student.grad = student.grad, None
-    total, kl, ce = reference(student, teacher, head, labels, 2.0, 0.7)
-    (total * 3).backward()
-    assert torch.allclose(found.total.double(), total, rtol=1e-5)
-    assert torch.allclose(found.kl.double(), kl, rtol=1e-5)
-    assert torch.allclose(found.ce.double(), ce, rtol=1e-5)
-    assert torch.allclose(gradient, student.grad, atol=1e-6)
-
-
-def test_a_head_that_is_trained_has_the_gradient_of_full_logits(monkeypatch):
-    monkeypatch.setattr(losses_module, "MAX_CHUNK_ELEMENTS", 3 * V)
-    student, teacher, head, labels = tensors()
-    own = head + 0.3 * torch.randn(V, D, dtype=torch.float64)
-    own.requires_grad_()
-    found = distillation_loss(
-        student, teacher, own, labels, kl_weight=2.0, ce_weight=0.7, teacher_head_VD=head
-    )
-    (found.total * 3).backward()
-    logits, target = student @ own.T, teacher @ head.T
-    kl = F.kl_div(
-        logits.log_softmax(1), target.log_softmax(1), log_target=True, reduction="batchmean"
-    )
-    total = 2.0 * kl + 0.7 * F.cross_entropy(logits, labels, ignore_index=IGNORED)
-    expected = torch.autograd.grad(total * 3, [student, own])
-    assert torch.allclose(found.total.double(), total, rtol=1e-5)
-    assert torch.allclose(student.grad, expected[0], atol=1e-6)
-    assert torch.allclose(own.grad, expected[1], atol=1e-6)
-
-
-def test_without_a_teacher_it_is_cross_entropy(monkeypatch):
-    monkeypatch.setattr(losses_module, "MAX_CHUNK_ELEMENTS", 3 * V)
-    student, _, head, labels = tensors()
-    head.requires_grad_()
-    found = distillation_loss(student, None, head, labels, kl_weight=0.0, ce_weight=0.7)
-    found.total.backward()
-    total = 0.7 * F.cross_entropy(student @ head.T, labels, ignore_index=IGNORED)
-    expected = torch.autograd.grad(total, [student, head])
-    assert torch.allclose(found.total.double(), total, rtol=1e-5)
-    assert float(found.kl) == 0.0
-    assert torch.allclose(student.grad, expected[0], atol=1e-6)
-    assert torch.allclose(head.grad, expected[1], atol=1e-6)
+    total = kl_weight * kl + 0.7 * ce
+    leaves = [student, head] if head_is_trained else [student]
+    for leaf, expected in zip(leaves, torch.autograd.grad(total * 3, leaves), strict=True):
+        assert torch.allclose(leaf.grad, expected, atol=1e-6)
+    expected = (total, kl if has_teacher else torch.zeros(()), ce)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one.double(), other.double(), rtol=1e-5)
 
 
 def test_the_gradient_of_a_16_bit_head_adds_up_in_float32(monkeypatch):

@@ -9,6 +9,7 @@ import torch
 from toy_tasks import EVERY_5, SCHEDULE, Regression, Stack, warnings_in
 
 from dotmoe.errors import UserError
+from dotmoe.training import loop
 from dotmoe.training.loop import TrainingConfig, train
 from dotmoe.training.trouble import LossWatch
 
@@ -121,6 +122,25 @@ class OneBadLayer(Stack):
 def test_the_layer_is_the_one_where_the_backward_pass_went_bad(tmp_path):
     with pytest.raises(UserError, match="not finite is that of tower, layer 1"):
         train(OneBadLayer(), SCHEDULE, tmp_path)
+
+
+def test_the_place_is_looked_for_by_all_ranks_together(tmp_path, monkeypatch):
+    """Finding it communicates, and what may fail on one rank alone must not."""
+    inside = []
+
+    def alone(make):
+        inside.append(True)
+        result = make()
+        inside.pop()
+        return result
+
+    def place(groups):
+        assert not inside
+        return "somewhere"
+
+    monkeypatch.setattr(loop, "raise_on_all_ranks", alone)
+    monkeypatch.setattr(loop, "worst_place", place)
+    train(Regression({3: not_a_number}), SCHEDULE, tmp_path, SKIP)
 
 
 def test_the_rule_for_an_explosion():
