@@ -26,6 +26,8 @@ from dotmoe.export import (
 from dotmoe.export.format import BLOCKS, TensorSpec
 from dotmoe.export.gguf_file import GgufFile, write_gguf
 from dotmoe.export.rope import halves_order, pairwise_order
+from dotmoe.options import check
+from dotmoe.reexport import ReexportConfig
 
 LLAMA3_ROPE = {
     "rope_parameters": {
@@ -308,6 +310,21 @@ except UserError as error:
     assert done.stdout.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("export_options", "options", "said"),
+    [
+        ({}, {"gguf_type": "q8_0"}, "--gguf-type says nothing about format auto"),
+        ({"format": "gguf", "export_dtype": "bfloat16"}, {}, "--export-dtype .* gguf"),
+        ({"format": "gguf_llama", "max_shard_gib": 1.0}, {}, "--max-shard-gib .* gguf_llama"),
+        ({"format": "gguf_dense"}, {"active_experts": 2}, "--active-experts .* gguf_dense"),
+    ],
+)
+def test_options_that_the_format_does_not_know_are_refused(export_options, options, said):
+    config = ReexportConfig(run="run", out="out", export=ExportConfig(**export_options), **options)
+    with pytest.raises(UserError, match=said):
+        check(config)
+
+
 # --- k changed in a written file ------------------------------------------------------------------
 
 
@@ -354,6 +371,11 @@ def test_a_kill_while_k_changes_leaves_a_file_that_runs_and_can_be_edited(
     assert file.path.read_bytes() == before
     require_intact(tmp_path / "out")
     assert set_active_experts(tmp_path / "out", 5).active_experts == 5
+    with file.path.open("r+b") as opened:
+        opened.seek(-1, 2)
+        opened.write(b"\xff")
+    with pytest.raises(UserError, match=r"model-f32\.gguf.*Export the run again"):
+        require_intact(tmp_path / "out")
 
 
 def test_a_k_that_cannot_be_changes_nothing(dense_of, layout_of, write, tmp_path):

@@ -70,6 +70,7 @@ def _gguf(name: str) -> Source:
 
     path = Path(name).expanduser()
     file = GgufFile(path)
+    require_intact(path.parent)
     return Source(
         name=name,
         path=path.resolve(),

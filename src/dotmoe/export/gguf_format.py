@@ -13,12 +13,19 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, LlamaFileType, get_tensor_name_map
+from gguf import (
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    LlamaFileType,
+    TensorNameMap,
+    get_tensor_name_map,
+)
 from jaxtyping import Int
 from torch import Tensor
 
@@ -182,8 +189,7 @@ class GgufFormat(Format):
 
     def name_of(self, dense: DenseModel, name: str) -> str:
         """GGUF name of a dense tensor, given by its name in LLaMA's form."""
-        (arch,) = [each for each, known in MODEL_ARCH_NAMES.items() if known == self.arch(dense)]
-        known = get_tensor_name_map(MODEL_ARCH(arch), dense.widths.layers)
+        known = _names(self.arch(dense), dense.widths.layers)
         found = known.get_name(name, (".weight", ".bias"))
         assert found is not None, f"{name} has no place in {self.arch(dense)}"
         return found
@@ -418,6 +424,13 @@ class GgufDense(GgufFormat):
 
 GGUF_FORMATS = (GgufGlm4Moe(), GgufLlama(), GgufDense())
 """In order of preference: the first has exactly binary gates."""
+
+
+@cache
+def _names(arch: str, num_layers: int) -> TensorNameMap:
+    """llama.cpp's names of an architecture's tensors."""
+    (member,) = [each for each, name in MODEL_ARCH_NAMES.items() if name == arch]
+    return get_tensor_name_map(MODEL_ARCH(member), num_layers)
 
 
 def _num_shared(split: Granularity) -> int:
