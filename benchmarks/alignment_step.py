@@ -24,8 +24,8 @@ import tyro
 from alignment_step_subject import Step, Subject, peak_bytes, random_dense
 from alignment_step_summary import show, summary
 from dotmoe.analyse.overhead import Clock, mask_cost
-from dotmoe.artifacts import DenseModel
 from dotmoe.granularity import ExpertsConfig, resolve
+from dotmoe.models.dense import DenseModel
 from dotmoe.moe.router import triton_runs_on
 from dotmoe.run_folder import provenance, write_json
 from random_models import Shape

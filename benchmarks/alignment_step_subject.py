@@ -12,10 +12,10 @@ from transformers import LlamaForCausalLM
 
 from dotmoe.align import AlignConfig, Alignment
 from dotmoe.analyse.overhead import Clock
-from dotmoe.artifacts import DenseModel
 from dotmoe.data import TokenBlocks
 from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.inspection.sizes import RunSize, Sizes, sizes_of
+from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import family_of
 from dotmoe.moe.assignment import AlignState, AssignmentConfig
 from dotmoe.moe.losses import DistillationLoss

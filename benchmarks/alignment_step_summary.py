@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from alignment_step_subject import Subject, run_size, sizes
-from dotmoe.artifacts import DenseModel
 from dotmoe.inspection.step_time import alignment_work
+from dotmoe.models.dense import DenseModel
 
 PARTS = (
     "teacher forward",

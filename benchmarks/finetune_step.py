@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 
-from dotmoe.artifacts import DenseModel
+from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import family_of
 from dotmoe.moe import sparse
 from dotmoe.moe.router import Routing

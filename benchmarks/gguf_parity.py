@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from dotmoe.artifacts import DenseModel
 from dotmoe.config import RunConfig
 from dotmoe.data import TokenBlocks
 from dotmoe.evaluate.perplexity import Text, perplexity
@@ -28,6 +27,7 @@ from dotmoe.granularity import ExpertsConfig
 from dotmoe.layout import ExpertLayout
 from dotmoe.llama_cpp import LlamaCppModel
 from dotmoe.load import LoadConfig, load_dense
+from dotmoe.models.dense import DenseModel
 from dotmoe.moe.masked import masked_by
 from dotmoe.pipeline import convert
 from dotmoe.progress import Progress

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from dotmoe.artifacts import DenseModel
 from dotmoe.layout import ExpertLayout
+from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import family_of
 
 ROUTER_LOGIT_STD = 2.5

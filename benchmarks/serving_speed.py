@@ -15,11 +15,11 @@ import torch
 import tyro
 from rich.console import Console
 
-from dotmoe.artifacts import DenseModel
 from dotmoe.bench import BenchConfig, bench, tables
 from dotmoe.export import ExportConfig, GgufConfig, export
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
+from dotmoe.models.dense import DenseModel
 from dotmoe.progress import Progress
 from dotmoe.run_folder import write_json
 from dotmoe.tables import to_rich

@@ -19,7 +19,6 @@ import torch
 import tyro
 from tyro.conf import Positional
 
-from dotmoe.artifacts import DenseModel
 from dotmoe.data import TokenBlocks, write_decontaminated
 from dotmoe.distributed import fsdp_mesh
 from dotmoe.evaluate import TextConfig, packed_text, stock_nats
@@ -29,6 +28,7 @@ from dotmoe.finetuning import Finetuning
 from dotmoe.finetuning.student import Student
 from dotmoe.finished_run import finished_run
 from dotmoe.load import LoadConfig, describe_dense, load_dense
+from dotmoe.models.dense import DenseModel
 from dotmoe.moe.masked import masked_by
 from dotmoe.provenance import provenance
 from dotmoe.recipes import small_sft

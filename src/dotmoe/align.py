@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from dotmoe.artifacts import DenseModel
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import full_tensor, mesh, raise_on_all_ranks
 from dotmoe.granularity import Granularity
+from dotmoe.models.dense import DenseModel
 from dotmoe.moe.assignment import AlignState, Assignment, AssignmentConfig
 from dotmoe.moe.masked import Masking, masked
 from dotmoe.moe.objective import Objective, ObjectiveConfig, require_trainable, steps_to_take

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dotmoe.artifacts import DenseModel
 from dotmoe.distributed import num_ranks
+from dotmoe.models.dense import DenseModel
 from dotmoe.models.traits import GatedFFN
 from dotmoe.moe.assignment import AlignState
 from dotmoe.options import above, at_least

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from dotmoe.checkpoint_folder import fingerprint
+from dotmoe.checkpoint.folder import fingerprint
 from dotmoe.config import AnyRunConfig, FinetuneRunConfig, RunConfig
 from dotmoe.errors import UserError
 from dotmoe.finetuning import LAYOUT, MODEL

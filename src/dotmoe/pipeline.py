@@ -13,7 +13,6 @@ from typing import Any, Self, TypeVar
 import torch
 
 from dotmoe.align import align
-from dotmoe.artifacts import DenseModel
 from dotmoe.baselines import (
     METHODS,
     Baseline,
@@ -24,8 +23,8 @@ from dotmoe.baselines import (
     state_of,
 )
 from dotmoe.calibrate import calibrate
+from dotmoe.checkpoint.folder import checkpoint_folder, fingerprint
 from dotmoe.checkpoint.on_disk import on_disk
-from dotmoe.checkpoint_folder import checkpoint_folder, fingerprint
 from dotmoe.config import AnyRunConfig, FinetuneRunConfig, RunConfig
 from dotmoe.data import DataConfig
 from dotmoe.distributed import (
@@ -58,6 +57,7 @@ from dotmoe.finished_run import FinishedRun, finished_run
 from dotmoe.granularity import Granularity, resolve
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import describe_dense, load_dense, resolved_dtype
+from dotmoe.models.dense import DenseModel
 from dotmoe.moe.assignment import AlignState
 from dotmoe.moe.objective import ObjectiveConfig, steps_to_take
 from dotmoe.options import check, from_values, values_of

@@ -89,7 +89,7 @@ def gap(results: dict[str, Any]) -> float:
 
 def samples(export: Path, prompt: str = PROMPT, new_tokens: int = 60) -> dict[str, str]:
     """Greedy continuations of one prompt, by the dense model and by the exported one."""
-    from dotmoe.checkpoint_folder import EMBEDDED, checkpoint_folder
+    from dotmoe.checkpoint.folder import EMBEDDED, checkpoint_folder
 
     tokenizer = AutoTokenizer.from_pretrained(export)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]

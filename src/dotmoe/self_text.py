@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from dotmoe.artifacts import DenseModel
 from dotmoe.data import SELF, BlockWriter, PackedSources, TokenBlocks
 from dotmoe.errors import UserError
+from dotmoe.models.dense import DenseModel
 from dotmoe.options import above, at_least
 
 NOTE = "text that the dense model itself sampled"

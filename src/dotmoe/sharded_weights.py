@@ -18,9 +18,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from dotmoe.checkpoint_folder import dense_tensor_files, one_line
+from dotmoe.checkpoint.folder import tensor_files
 from dotmoe.distributed import local_part, own_rows
-from dotmoe.errors import UserError
+from dotmoe.errors import UserError, one_line
 from dotmoe.models.family import Family
 from dotmoe.parameters import compute_constants
 
@@ -117,7 +117,7 @@ def checkpoint_dtype(hf_config: Any, folder: Path) -> torch.dtype:
     stated = getattr(hf_config, "dtype", None)
     if isinstance(stated, torch.dtype):
         return stated
-    name, file = next(iter(dense_tensor_files(folder).items()))
+    name, file = next(iter(tensor_files(folder).items()))
     with safe_open(file, framework="pt") as opened:
         stored: torch.dtype = opened.get_slice(name)[:0].dtype
     return stored
@@ -133,7 +133,7 @@ def source_of(model: nn.Module, folder: Path) -> Mapping[str, tuple[Path, str]]:
     Raises:
         UserError: A tensor is missing, or has another shape.
     """
-    files = dense_tensor_files(folder)
+    files = tensor_files(folder)
     tied = bool(model.config.tie_word_embeddings)  # type: ignore[union-attr]
     sources = {}
     for name, parameter in model.named_parameters():

@@ -9,7 +9,7 @@ import tyro
 from dotmoe.analyse.history import metric_columns
 from dotmoe.baselines import MethodName
 from dotmoe.calibrate import Start
-from dotmoe.checkpoint_folder import fingerprint
+from dotmoe.checkpoint.folder import fingerprint
 from dotmoe.compare import Point, dense_row, moe_row, plain_run, write_summary
 from dotmoe.config import FinetuneRunConfig, RunConfig
 from dotmoe.errors import UserError

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from dotmoe.artifacts import DenseModel
 from dotmoe.data import (
     SELF,
     DataConfig,
@@ -18,6 +17,7 @@ from dotmoe.data import (
     write_decontaminated,
 )
 from dotmoe.files import read_json, write_json
+from dotmoe.models.dense import DenseModel
 from dotmoe.progress import Progress
 from dotmoe.self_text import NOTE, SampleConfig, sample_blocks
 

@@ -15,9 +15,8 @@ LAYERS = [
     {"transport", "layout", "models", "stdlib_text", "granularity", "distributed"}
     | {"checksums", "sealed_json", "provenance"},
     {"training", "llama_cpp", "run_folder"},
-    {"data", "artifacts", "parameters"},
+    {"data", "parameters"},
     {"checkpoint"},
-    {"checkpoint_folder"},
     {"moe", "sharded_weights"},
     {"load", "calibrate", "align", "extract", "export", "report", "inspection"} | {"self_text"},
     {"baselines", "finetuning"},

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 
 from dotmoe.align import Alignment
 from dotmoe.analyse.run import AnalysedRun
-from dotmoe.artifacts import DenseModel
 from dotmoe.config import RunConfig
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import load_dense
+from dotmoe.models.dense import DenseModel
 from dotmoe.moe.assignment import AlignState
 from dotmoe.moe.losses import balance_loss, z_loss
 from dotmoe.moe.masked import masked, masked_activation

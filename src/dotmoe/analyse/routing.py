@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.artifacts import DenseModel
 from dotmoe.calibrate import contributions
 from dotmoe.export.routers import at_routers
 from dotmoe.layout import ExpertLayout
+from dotmoe.models.dense import DenseModel
 from dotmoe.moe.router import router_logits
 from dotmoe.progress import Update, no_update
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from tyro.conf import Positional
 
 from dotmoe.analyse.routing import Routes, captured_routes
-from dotmoe.artifacts import DenseModel
 from dotmoe.config import FinetuneRunConfig, RunConfig
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.finished_run import finished_run
 from dotmoe.load import LoadConfig, load_dense
+from dotmoe.models.dense import DenseModel
 from dotmoe.options import at_least
 from dotmoe.progress import Progress
 from dotmoe.run_folder import RunFolder

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.artifacts import DenseModel
 from dotmoe.calibrate import CalibrateConfig, ffn_inputs
 from dotmoe.granularity import Granularity
+from dotmoe.models.dense import DenseModel
 from dotmoe.models.traits import GatedFFN
 from dotmoe.options import at_least
 

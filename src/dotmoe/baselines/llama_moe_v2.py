@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dotmoe.artifacts import DenseModel
 from dotmoe.baselines.contract import LayerSplit, SplitInputs
 from dotmoe.baselines.kmeans import balanced_kmeans, means
 from dotmoe.layout import ALWAYS_ON
+from dotmoe.models.dense import DenseModel
 from dotmoe.transport import greedy_assignment
 
 _TOKENS_OF_LOGITS = 1024

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from dotmoe.artifacts import DenseModel
 from dotmoe.baselines.cmoe import representative_scores
 from dotmoe.layout import ExpertLayout
+from dotmoe.models.dense import DenseModel
 from dotmoe.models.traits import GatedFFN
 from dotmoe.moe.masked import masked_activation
 from dotmoe.moe.router import top_k_mask

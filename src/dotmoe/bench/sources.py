@@ -7,8 +7,8 @@ from transformers import AutoConfig
 
 from dotmoe.bench.runners import llama_library
 from dotmoe.bench.work import num_experts
-from dotmoe.checkpoint_folder import checkpoint_folder, one_line, require_checkpoint
-from dotmoe.errors import UserError
+from dotmoe.checkpoint.folder import checkpoint_folder, require_checkpoint
+from dotmoe.errors import UserError, one_line
 from dotmoe.export import require_intact
 from dotmoe.run_folder import export_folder
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dotmoe.checkpoint_folder import checkpoint_folder, require_checkpoint
+from dotmoe.checkpoint.folder import checkpoint_folder, require_checkpoint
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.evaluate.config import EvaluateConfig

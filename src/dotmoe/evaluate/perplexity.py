@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from dotmoe.artifacts import DenseModel
-from dotmoe.checkpoint_folder import checkpoint_folder, json_object
+from dotmoe.checkpoint.folder import checkpoint_folder
 from dotmoe.data import DataConfig, TokenBlocks, documents, pack
 from dotmoe.data.packing import separator_of
 from dotmoe.errors import UserError
@@ -19,6 +18,8 @@ from dotmoe.evaluate.config import EvaluateConfig, TextConfig
 from dotmoe.evaluate.models import gguf_file, loaded, model_folder, stock_model
 from dotmoe.evaluate.scoring import TokenNats, row_nats, stock_nats
 from dotmoe.export.record import RECORD_FILE
+from dotmoe.files import read_json
+from dotmoe.models.dense import DenseModel
 from dotmoe.progress import Progress, Update, no_update
 
 
@@ -238,5 +239,5 @@ def _tokenizer_of(file: Path, name: str | None) -> Any:
             f"{file} has no {RECORD_FILE} beside it that names the model it was made from. "
             "Name the model with --tokenizer."
         )
-    source = json_object(record)["source"] if name is None else name
+    source = read_json(record)["source"] if name is None else name
     return AutoTokenizer.from_pretrained(checkpoint_folder(str(source)), local_files_only=True)

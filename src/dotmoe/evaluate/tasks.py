@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dotmoe.checkpoint_folder import EMBEDDED, fingerprint
+from dotmoe.checkpoint.folder import EMBEDDED, fingerprint
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.evaluate import harness

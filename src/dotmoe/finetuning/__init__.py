@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dotmoe.artifacts import DenseModel
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import (
     fsdp_mesh,
@@ -23,6 +22,7 @@ from dotmoe.finetuning.lora import require_peft
 from dotmoe.finetuning.student import Student, write_student
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense, resolved_dtype
+from dotmoe.models.dense import DenseModel
 from dotmoe.moe.losses import DistillationLoss
 from dotmoe.moe.objective import (
     Objective,

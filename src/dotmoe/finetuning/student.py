@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from dotmoe.artifacts import DenseModel
 from dotmoe.distributed import full_tensor, is_rank_zero, local_part, own_rows
 from dotmoe.files import write_json
 from dotmoe.finetuning.lora import ADAPTED, add_adapters, start_adapters
 from dotmoe.layout import ExpertLayout
+from dotmoe.models.dense import DenseModel
 from dotmoe.moe.router import Routing
 from dotmoe.moe.sparse import SparseFFN, make_sparse
 from dotmoe.parameters import compute_constants

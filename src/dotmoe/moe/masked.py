@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dotmoe.artifacts import DenseModel
 from dotmoe.layout import ExpertLayout
+from dotmoe.models.dense import DenseModel
 from dotmoe.models.traits import GatedFFN
 from dotmoe.moe.losses import product_in_float32
 from dotmoe.moe.router import Routing, router_logits, triton_kernels, triton_runs_on

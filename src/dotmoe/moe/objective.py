@@ -6,10 +6,10 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dotmoe.artifacts import DenseModel
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import full_tensor, num_ranks, rank, require_equal_shares, sum_over_ranks
 from dotmoe.errors import UserError
+from dotmoe.models.dense import DenseModel
 from dotmoe.moe.losses import DistillationLoss, distillation_loss, next_token_labels
 from dotmoe.moe.router import Routing, Surrogate
 from dotmoe.options import HOW, above, at_least, between

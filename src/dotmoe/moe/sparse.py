@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dotmoe.artifacts import DenseModel
 from dotmoe.distributed import full_tensor
 from dotmoe.layout import ExpertLayout
+from dotmoe.models.dense import DenseModel
 from dotmoe.models.traits import GatedFFN
 from dotmoe.moe.router import Routing, router_logits
 

@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dotmoe.artifacts import DenseModel
+from dotmoe.models.dense import DenseModel
 
 
 @contextmanager
