@@ -237,9 +237,7 @@ def test_a_split_that_is_not_learned_stays_while_its_router_learns(dense, blocks
     initial = random_state(dense)
     config = replace(CONFIG, learn_assignment=False)
     final = aligned(dense, blocks, tmp_path, config, initial=initial)
-    layouts = [
-        extract(s, SPLIT, AssignmentConfig(), router_dtype=torch.float32) for s in (initial, final)
-    ]
+    layouts = [extract(s, SPLIT, AssignmentConfig()) for s in (initial, final)]
     assert torch.equal(layouts[0].expert_of_neuron_LN, layouts[1].expert_of_neuron_LN)
     assert not torch.equal(initial.router_LED, final.router_LED)
 
@@ -268,7 +266,7 @@ def test_surgery_leaves_no_trace(dense):
     tokens = torch.arange(2, 50)[None]
     before = dense.model(input_ids=tokens).logits
     names = [name for name, _ in dense.model.named_parameters()]
-    layout = extract(random_state(dense), SPLIT, AssignmentConfig(), router_dtype=torch.float32)
+    layout = extract(random_state(dense), SPLIT, AssignmentConfig())
     with masked_by(dense, layout):
         assert not torch.equal(dense.model(input_ids=tokens).logits, before)
     assert torch.equal(dense.model(input_ids=tokens).logits, before)
@@ -287,7 +285,7 @@ def test_the_start_from_data_beats_a_random_start_and_repeats(dense, blocks):
     target = dense.model(input_ids=tokens.long()).logits
 
     def error(start):
-        layout = extract(start, SPLIT, AssignmentConfig(), router_dtype=torch.float32)
+        layout = extract(start, SPLIT, AssignmentConfig())
         with masked_by(dense, layout):
             return (dense.model(input_ids=tokens.long()).logits - target).square().mean()
 

@@ -65,19 +65,19 @@ def test_a_layout_that_is_none_is_refused(changes, message):
         layout(**changes)
 
 
-def test_extraction_rounds_routers_to_the_checkpoints_dtype_and_keeps_the_routing():
+def test_extraction_centres_routers_and_keeps_the_routing():
     generator = torch.Generator().manual_seed(0)
     state = AlignState(
         affinity_LNE=torch.randn(2, 12, 4, generator=generator),
         router_LED=torch.randn(2, 4, 8, generator=generator) + 3,
         step=5,
     )
-    found = extract(state, SPLIT, AssignmentConfig(), router_dtype=torch.bfloat16)
-    assert torch.equal(found.router_LED, found.router_LED.bfloat16().float())
+    found = extract(state, SPLIT, AssignmentConfig())
+    assert float(found.router_LED.mean(dim=1).abs().max()) < 1e-6
     x = torch.randn(500, 8, generator=generator)
     before = (x @ state.router_LED[0].T).topk(2).indices.sort().values
     after = (x @ found.router_LED[0].T).topk(2).indices.sort().values
-    assert (before == after).all(dim=1).float().mean() > 0.97
+    assert (before == after).all(dim=1).float().mean() > 0.99
 
 
 def test_always_on_neurons_and_leading_dense_layers():

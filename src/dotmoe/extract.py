@@ -8,10 +8,8 @@ from dotmoe.moe.assignment import AlignState, AssignmentConfig, hard_assignment,
 
 
 @torch.no_grad()
-def extract(
-    state: AlignState, split: Granularity, config: AssignmentConfig, *, router_dtype: torch.dtype
-) -> ExpertLayout:
-    """Round the plan at the final temperature, and the routers to what the export can store.
+def extract(state: AlignState, split: Granularity, config: AssignmentConfig) -> ExpertLayout:
+    """Round the plan at the final temperature.
 
     Router rows are centred over experts first: that changes no routing, and keeps the gates of the
     exported architecture closest to 1.
@@ -20,7 +18,6 @@ def extract(
         state: Affinities and routers.
         split: Gives k and the leading layers that stay dense: all their neurons are always on.
         config: Solver and final temperature.
-        router_dtype: Dtype of the checkpoint to be written; router entries become exact in it.
     """
     plan = soft_plan(state.affinity_LNE, config, tau=config.tau_end)
     centred_LED = state.router_LED - state.router_LED.mean(dim=1, keepdim=True)
@@ -28,6 +25,6 @@ def extract(
     expert_of_neuron_LN[: split.first_dense_layers] = ALWAYS_ON
     return ExpertLayout(
         expert_of_neuron_LN=expert_of_neuron_LN,
-        router_LED=centred_LED.to(router_dtype).float().cpu(),
+        router_LED=centred_LED.cpu(),
         active_experts=split.active_experts,
     )

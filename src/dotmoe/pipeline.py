@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import torch
-
 from dotmoe.align import align
 from dotmoe.baselines import (
     METHODS,
@@ -105,9 +103,9 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
                 return run.conversion()
             run.require_sources(config.data, config.eval_text)
             dense = load_dense(config.model, config.load)
-            split, dtype = raise_on_all_ranks(lambda: _fitted(config, dense))
+            split = raise_on_all_ranks(lambda: _fitted(config, dense))
             run.begin(config.model, {"model": fingerprint(dense.folder)})
-            parts = _Parts(config, dense, split, dtype, run.progress)
+            parts = _Parts(config, dense, split, run.progress)
             text = run.stage("data", Text.load, parts.text, alone=True)
             state = None
             if config.method == "dot_moe" or config.align.steps:
@@ -353,13 +351,14 @@ def _checked(config: Config) -> Config:
     return config
 
 
-def _fitted(config: RunConfig, dense: DenseModel) -> tuple[Granularity, torch.dtype]:
-    """Experts that fit the model and the export, and the dtype of the export."""
+def _fitted(config: RunConfig, dense: DenseModel) -> Granularity:
+    """Experts that fit the model and the export."""
     if is_divided(dense.model) and samples_itself(config.data):
         raise UserError(_NOT_WHOLE)
     split = resolve(config.experts, dense.widths.ffn)
     split = granularity_of(config.method, split, config.baseline)
-    return split, require_exportable(dense, split, config.export)
+    require_exportable(dense, split, config.export)
+    return split
 
 
 def _finetunable(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
@@ -397,8 +396,6 @@ class _Parts:
     config: RunConfig
     dense: DenseModel
     split: Granularity
-    dtype: torch.dtype
-    """Of the export."""
     progress: Progress
 
     def text(self, at: Path) -> Text:
@@ -420,7 +417,7 @@ class _Parts:
         """Initial affinities and routers."""
         config = self.config
         if config.method != "dot_moe":
-            return state_of(self._split(text, torch.float32).layout, self.dense.device)
+            return state_of(self._split(text).layout, self.dense.device)
         with self.progress.bar(f"calibrate ({config.calibrate.start})") as update:
             return calibrate(
                 self.dense,
@@ -460,14 +457,14 @@ class _Parts:
             self.progress.log(
                 f"{config.method} has nothing to calibrate or to align: both are skipped"
             )
-            made = self._split(text, self.dtype)
+            made = self._split(text)
         else:
-            layout = extract(state, self.split, config.assignment, router_dtype=self.dtype)
+            layout = extract(state, self.split, config.assignment)
             made = Baseline(layout=layout, representative_LE=None)
         made.save(at)
         return made
 
-    def _split(self, text: Text, dtype: torch.dtype) -> Baseline:
+    def _split(self, text: Text) -> Baseline:
         """Experts and router of a method other than DOT-MoE."""
         config = self.config
         rows = -(-config.calibrate.calibration_tokens // text.training.seq_len)
@@ -480,7 +477,7 @@ class _Parts:
             seed=config.seed,
         )
         with self.progress.bar(config.method) as update:
-            return baseline(config.method, inputs, router_dtype=dtype, on_progress=update)
+            return baseline(config.method, inputs, on_progress=update)
 
     def own_router(self, dense: DenseModel, made: Baseline, text: Text) -> dict[str, Any]:
         """Perplexity under the router of the method itself, where the export cannot have it."""

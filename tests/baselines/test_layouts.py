@@ -21,8 +21,8 @@ S, K = 8, 4
 SPLIT = Granularity(num_experts=12, expert_size=S, active_experts=K)
 
 
-def made_by(method, given, router_dtype=torch.bfloat16, **options):
-    return baseline(method, given(method, **options), router_dtype=router_dtype)
+def made_by(method, given, **options):
+    return baseline(method, given(method, **options))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -37,12 +37,11 @@ def test_every_method_runs_the_same_number_of_neurons_and_repeats(method, given)
         assert int(runs.sum()) == K * S
     assert torch.equal(layout.expert_of_neuron_LN, two.layout.expert_of_neuron_LN)
     assert torch.equal(layout.router_LED, two.layout.router_LED)
-    assert torch.equal(layout.router_LED, layout.router_LED.bfloat16().float())
 
 
 def test_the_stored_router_chooses_as_the_methods_own(given):
     what = given("weight_clusters")
-    layout = baseline("weight_clusters", what, router_dtype=torch.float32).layout
+    layout = baseline("weight_clusters", what).layout
     for layer, made in enumerate(METHODS["weight_clusters"].split(what)):
         own = (made.layer.x_TD @ made.router_ED.T).argsort(dim=1)
         logits = made.layer.x_TD @ layout.router_LED[layer].T
@@ -52,7 +51,7 @@ def test_the_stored_router_chooses_as_the_methods_own(given):
 
 def test_a_ridge_router_is_fitted_to_the_routed_experts_only(given):
     what = given("cmoe", split_router="ridge")
-    layout = baseline("cmoe", what, router_dtype=torch.float32).layout
+    layout = baseline("cmoe", what).layout
     layer = list(what.layers())[1]
     contribution = contributions(layer.ffn, layer.x_TD)
     energy = torch.stack(
@@ -70,7 +69,7 @@ def test_the_state_of_a_layout_rounds_to_that_layout(solver, given):
     assert isinstance(state, AlignState)
     for tau in (1.0, 0.1, 0.01):
         config = AssignmentConfig(solver=solver, tau_end=tau)
-        again = extract(state, SPLIT, config, router_dtype=torch.bfloat16)
+        again = extract(state, SPLIT, config)
         assert torch.equal(again.expert_of_neuron_LN, layout.expert_of_neuron_LN)
 
 
@@ -79,7 +78,7 @@ def test_dense_layers_stay_dense(dense, tokens_BT, given):
 
     what = given("cmoe")
     what = replace(what, granularity=replace(what.granularity, first_dense_layers=1))
-    layout = baseline("cmoe", what, router_dtype=torch.float32).layout
+    layout = baseline("cmoe", what).layout
     assert layout.first_dense_layers == 1
     assert layout.shared_size == 2 * S
 

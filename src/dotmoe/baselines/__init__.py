@@ -128,8 +128,6 @@ def granularity_of(method: str, split: Granularity, config: BaselineConfig) -> G
 def baseline(
     method: str,
     inputs: SplitInputs,
-    *,
-    router_dtype: torch.dtype,
     on_progress: Update = no_update,
 ) -> Baseline:
     """Layout of a method: its experts, and its own router or a ridge regression to them.
@@ -137,7 +135,6 @@ def baseline(
     Args:
         method: A name in `METHODS`.
         inputs: Model, text, budget and options; `inputs.granularity` is what `granularity_of` gave.
-        router_dtype: Dtype of the checkpoint to be written; router entries become exact in it.
         on_progress: Called with (layers done, layers).
     """
     split = inputs.granularity
@@ -148,7 +145,7 @@ def baseline(
         if inputs.config.split_router == "ridge":
             router_ED = _fitted_router(made, inputs)
         router_ED = unit_logits(router_ED.float(), made.layer.x_TD)
-        routers.append(router_ED.to(router_dtype).float().cpu())
+        routers.append(router_ED.cpu())
         if made.representative_E is not None:
             representatives.append(made.representative_E.cpu())
         on_progress(index + 1, inputs.dense.widths.layers)

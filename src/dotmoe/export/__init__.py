@@ -23,7 +23,7 @@ from dotmoe.export.architectures import (
 )
 from dotmoe.export.card import write_model_card
 from dotmoe.export.edit import require_free_k
-from dotmoe.export.format import Conversion, Format, GgufConfig, granularity_of
+from dotmoe.export.format import Conversion, Format, GgufConfig
 from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of, require_intact
 from dotmoe.export.routers import routing_notes, routing_problems, scale_routers
 from dotmoe.export.transformers_format import TransformersFormat
@@ -246,12 +246,12 @@ def export(
     """
     require_fit(dense, layout)
     dtype = export_dtype(dense, config)
-    form = format_for(dense, granularity_of(layout), config.format, dtype)
+    form = format_for(dense, layout.granularity, config.format, dtype)
     layout = replace(layout, router_LED=layout.router_LED.to(dtype).float())
     device = dense.device if dense.device.type != "meta" else torch.device("cpu")
     exact = on_disk(dense, device, torch.float32)
     sample_BT = sample_tokens(token_ids, config.scale_tokens, form.context(dense))
-    gating = form.gating(granularity_of(layout))
+    gating = form.gating(layout.granularity)
     routers = []
     if form.splits:
         routers = scale_routers(exact, layout, sample_BT, gating, dtype, form.exponent)

@@ -111,7 +111,7 @@ class Conversion:
     @property
     def granularity(self) -> Granularity:
         """E, s, k, shared neurons and dense layers of the layout."""
-        return granularity_of(self.layout)
+        return self.layout.granularity
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Dtype in which a dense tensor is written."""
@@ -123,17 +123,6 @@ class Conversion:
         """Whether weights are written in another dtype than they are stored in."""
         stored = self.tensors.describe(self.dense.family.ffn_tensor(0, "gate"))[1]
         return not self.keeps_dtypes and stored != self.dtype
-
-
-def granularity_of(layout: ExpertLayout) -> Granularity:
-    """The split of a layout."""
-    return Granularity(
-        num_experts=layout.num_experts,
-        expert_size=layout.expert_size,
-        active_experts=layout.active_experts,
-        shared_size=layout.shared_size,
-        first_dense_layers=layout.first_dense_layers,
-    )
 
 
 def exported_context(dense: DenseModel) -> int:
