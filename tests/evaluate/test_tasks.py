@@ -138,7 +138,7 @@ def test_every_number_is_the_one_of_the_harness(
         for score in scores.values():
             assert (score["task"], score["shots"]) == (task, 3)
             assert (score["questions"], score["all_questions"]) == (6, 6)
-            assert score["chance"] == (0.5 if task != "hellaswag" else 2 / 6)  # labels 0 1 2 3 0 1
+            assert score["chance"] == (0.25 if task == "hellaswag" else 0.5)
         main = [score["metric"] for score in scores.values() if score["is_main"]]
         assert main == ["acc_norm" if task == "hellaswag" else "acc"]
         assert result["data"][task]["rows"] == {"train": 7, "validation": 6}
@@ -259,13 +259,14 @@ def test_sets_are_expanded_and_an_unknown_task_is_refused_with_the_nearest():
 
 
 def test_chance_counts_choices_and_the_answer_that_is_right_most_often():
-    def sample(choices, target):
-        return {"arguments": [("question", str(i)) for i in range(choices)], "target": target}
+    def sample(answers, target):
+        return {"arguments": [("question", answer) for answer in answers], "target": target}
 
-    assert chance_of([sample(2, 1)] * 62 + [sample(2, 0)] * 38) == pytest.approx(0.62)
-    assert chance_of([sample(4, i % 4) for i in range(8)]) == 0.25
-    assert chance_of([sample(4, i % 2) for i in range(3)] + [sample(3, 2)]) == 0.5
-    assert chance_of([sample(2, f"text {i}") for i in range(3)]) == 0.5
+    boolq = [sample(("no", "yes"), 1)] * 62 + [sample(("no", "yes"), 0)] * 38
+    assert chance_of(boolq) == pytest.approx(0.62)
+    last_is_right = [sample((f"a{i}", f"b{i}", f"c{i}", f"d{i}"), 3) for i in range(8)]
+    assert chance_of(last_is_right) == 0.25
+    assert chance_of([*last_is_right, *last_is_right, sample("ab", 0)]) == pytest.approx(4.5 / 17)
     assert chance_of([{"arguments": [("prompt", {"until": []})], "target": "4"}]) is None
     assert chance_of([]) is None
 

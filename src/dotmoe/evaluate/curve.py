@@ -5,7 +5,7 @@ from typing import Any
 
 from dotmoe.errors import UserError
 from dotmoe.evaluate.config import EvaluateConfig, TextConfig
-from dotmoe.evaluate.models import dense_of, gguf_file, loaded, model_folder
+from dotmoe.evaluate.models import gguf_file, loaded, model_folder
 from dotmoe.evaluate.perplexity import Perplexity, packed_text, perplexity
 from dotmoe.evaluate.scoring import stock_nats
 from dotmoe.export import FORMATS, ExportRecord, format_named, require_free_k
@@ -76,7 +76,6 @@ def active_experts_curve(
         results[active] = perplexity(
             stock_nats(stock.model), text, window, config.windows_at_once, update
         )
-    source, is_finetuned = dense_of(record)
     everything = results[record.num_experts]
     points = []
     for active, result in results.items():
@@ -96,13 +95,13 @@ def active_experts_curve(
     return {
         "name": record.name,
         "format": record.format,
-        "source": source,
+        "source": record.source,
         "dtype": stock.dtype,
         "num_experts": record.num_experts,
         "active_experts": record.active_experts,
         "dense_parameters": record.parameters["dense"],
         "all_experts": {
-            "model": "finetuned" if is_finetuned else "dense",
+            "model": "finetuned" if record.is_finetuned else "dense",
             "perplexity": everything.perplexity,
         },
         "points": points,

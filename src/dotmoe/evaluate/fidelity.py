@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dotmoe.errors import UserError
 from dotmoe.evaluate.config import EvaluateConfig
-from dotmoe.evaluate.models import StockModel, dense_of, loaded, model_folder, named_folders
+from dotmoe.evaluate.models import StockModel, loaded, model_folder, named_folders
 from dotmoe.evaluate.perplexity import packed_text
 from dotmoe.evaluate.scoring import chunks, hidden_states, logits
 from dotmoe.export import ExportRecord, format_named
@@ -159,7 +159,7 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> dict[str, An
             f"{config.model} is no export of dotmoe, which would name its dense model. Name that "
             "with --against."
         )
-    against = config.against or (dense_of(record)[0] if record else "")
+    against = config.against or (record.source if record else "")
     dense = loaded(folders.get("against") or model_folder(against), config.load)
     other = loaded(folders["model"], config.load)
     window = config.corpus.window_in(min(dense.context, other.context))

@@ -229,20 +229,21 @@ def chance_of(samples: Sequence[Values]) -> float | None:
     """Accuracy without knowing anything: of guessing evenly among a question's answers, or of
     always giving the answer that is right most often, whichever is larger.
 
-    BoolQ has two answers, and always "yes" is right for 62 % of its questions. None where questions
-    have no choice of answers.
+    All questions of BoolQ have the answers "yes" and "no", and always "yes" is right for 62 %.
+    Where answers differ from question to question only guessing counts. None without a choice.
 
     Args:
         samples: As the harness logs them: `arguments` has a (context, answer) for each choice,
             `target` is the number of the right one, or its text.
     """
-    choices = [sum(len(texts) == 2 for texts in _texts(sample)) for sample in samples]
-    if not choices or min(choices) < 2:
+    answers = [[texts[1] for texts in _texts(each) if len(texts) == 2] for each in samples]
+    if not answers or min(map(len, answers)) < 2:
         return None
-    even = sum(1 / number for number in choices) / len(choices)
-    right = Counter(str(sample["target"]) for sample in samples)
-    are_numbers = all(name.isdecimal() for name in right)
-    return max(even, max(right.values()) / len(samples)) if are_numbers else even
+    even = sum(1 / len(choices) for choices in answers) / len(answers)
+    if any(choices != answers[0] for choices in answers):
+        return even
+    right = Counter(str(each["target"]) for each in samples)
+    return max(even, max(right.values()) / len(samples))
 
 
 def _texts(sample: Values) -> Iterator[list[str]]:

@@ -12,9 +12,9 @@ from dotmoe.checkpoint.folder import checkpoint_folder, require_checkpoint
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.evaluate.config import EvaluateConfig
-from dotmoe.export import ExportRecord, require_intact
+from dotmoe.export import require_intact
 from dotmoe.load import LoadConfig, resolved_dtype
-from dotmoe.run_folder import STAGES, RunFolder, export_folder
+from dotmoe.run_folder import export_folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,13 +109,3 @@ def by_side(
         return {"name": config.names[label], "dtype": stock.dtype, **measure(stock)}
 
     return {label: measured(label, folder) for label, folder in named_folders(config).items()}
-
-
-def dense_of(record: ExportRecord) -> tuple[str, bool]:
-    """Name of the dense model behind an export, and whether its weights were finetuned since."""
-    weights = Path(record.source)
-    if weights.parent.name == STAGES["finetune"]:
-        run = RunFolder(weights.parent.parent)
-        if run.exists:
-            return str(run.manifest["model"]), True
-    return record.source, False

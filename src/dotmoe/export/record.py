@@ -49,6 +49,8 @@ class ExportRecord:
     """Dense model that the conversion began with: hub name or folder."""
     revision: str | None
     """Commit of a hub model."""
+    is_finetuned: bool
+    """Whether the written weights are others than the dense model's."""
     dotmoe_version: str
     dtype: str
     """Dtype of the written weights; of a GGUF the number format of its matrices."""
@@ -196,6 +198,7 @@ def record_of(
         exactness=form.exactness(conversion),
         source=origin.source,
         revision=origin.revision,
+        is_finetuned=origin.folder != dense.folder,
         dotmoe_version=installed_version(),
         dtype=details.get("type", str(conversion.dtype).removeprefix("torch.")),
         num_layers=layout.num_layers,
