@@ -3,12 +3,13 @@
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dotmoe.config import RunConfig
+from dotmoe.options import at_least
 from dotmoe.pipeline import Conversion, convert
 from dotmoe.progress import Progress
 from dotmoe.recipes import quickstart as quickstart_recipe
@@ -24,9 +25,9 @@ class QuickstartConfig:
 
     out: str = "quickstart-run"
     """Folder to write; run again to go on where it stopped."""
-    steps: int = 300
+    steps: Annotated[int, at_least(1)] = 300
     """Alignment steps, the same for the random split and for DOT-MoE."""
-    seed: int = 0
+    seed: Annotated[int, at_least(0)] = 0
     """Of initial values and data order."""
 
 

@@ -114,6 +114,16 @@ def test_two_ranks_that_divide_the_weights_end_as_one_does(converted, tmp_path):
 
 
 @pytest.mark.slow
+def test_two_ranks_finetune_on_samples_of_the_dense_model(converted, tmp_path):
+    """The model is loaded by all ranks before rank zero samples alone."""
+    options = [*TRAIN, "--steps", "2", "--data", "self"]
+    torchrun("-m", "dotmoe", "finetune", converted[0], tmp_path / "out", *options)
+    record = json.loads((tmp_path / "out/0_data/data.json").read_text())
+    assert record["training"]["sources"][0]["name"] == "self"
+    assert record["heldout_name"] == ["blocks of the data kept out of training"]
+
+
+@pytest.mark.slow
 def test_the_documents_example_runs(converted, tmp_path, monkeypatch, capsys):
     document = Path(__file__).parents[2] / "docs" / "recovery.md"
     example = re.search(r"```python\n(.*?)```", document.read_text(), re.DOTALL)[1]
