@@ -1,6 +1,5 @@
 """Bad input at the command line: one line that says what to do, and nothing left behind."""
 
-import fcntl
 import json
 import re
 import shutil
@@ -148,23 +147,3 @@ def test_a_bad_config_file_is_refused(content, pattern, tmp_path, command):
     path.write_text(content)
     line = command("convert", "--config", path).refusal()
     assert re.search(pattern, line), line
-
-
-def test_a_second_process_in_the_folder_is_refused_and_harms_nothing(finished, command, tmp_path):
-    made = finished.copied_to(tmp_path / "run")
-    before = made.contents(".lock", "config.json")
-    with (made.folder / ".lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        line = command(*made.command(checkpoint_every=1)).refusal()
-    assert "another dotmoe process" in line
-    assert made.contents(".lock", "config.json") == before
-    assert command(*made.command()).status == 0
-
-
-def test_a_model_that_changed_since_is_refused(finished, command, tmp_path):
-    made = finished.copied_to(tmp_path / "run")
-    model = shutil.copytree(made.source, tmp_path / "model")
-    weights = load_file(model / "model.safetensors")
-    save_file({n: 2 * w for n, w in weights.items()}, model / "model.safetensors")
-    line = command("convert", model, made.folder, **made.options).refusal()
-    assert re.search("files have changed|another config", line)
