@@ -11,8 +11,8 @@ PACKAGE = ROOT / "src" / "dotmoe"
 
 LAYERS = [
     {"errors"},
-    {"files", "options", "progress", "tables", "worker"},
-    {"transport", "layout", "models", "stdlib_text", "granularity", "distributed"}
+    {"files", "options", "progress", "tables", "worker", "granularity"},
+    {"transport", "layout", "models", "stdlib_text", "distributed"}
     | {"checksums", "sealed_json", "provenance"},
     {"training", "llama_cpp", "run_folder"},
     {"data", "parameters"},
