@@ -198,7 +198,7 @@ def record_of(
         exactness=form.exactness(conversion),
         source=origin.source,
         revision=origin.revision,
-        is_finetuned=origin.folder != dense.folder,
+        is_finetuned=origin.source != dense.source,
         dotmoe_version=installed_version(),
         dtype=details.get("type", str(conversion.dtype).removeprefix("torch.")),
         num_layers=layout.num_layers,
