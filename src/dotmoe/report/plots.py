@@ -245,7 +245,7 @@ def scatter_plot(values: Values) -> Any:
     style: Values = {"linewidths": 0, "rasterized": True}
     if others:
         grey = zip(*(point for expert in others for point in by_expert[expert]), strict=True)
-        axes.scatter(*grey, s=6, color=GRID, label=f"{len(others)} others", **style)
+        axes.scatter(*grey, s=6, color=QUIET, alpha=0.4, label=f"{len(others)} others", **style)
     for expert, colour, marker in zip(marked, COLOURS, MARKERS, strict=False):
         own = zip(*by_expert[expert], strict=True)
         axes.scatter(*own, s=14, color=colour, marker=marker, label=f"expert {expert}", **style)
