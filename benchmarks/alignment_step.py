@@ -24,10 +24,11 @@ import tyro
 from alignment_step_subject import Step, Subject, peak_bytes, random_dense
 from alignment_step_summary import show, summary
 from dotmoe.analyse.overhead import Clock, mask_cost
+from dotmoe.files import write_json
 from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.models.dense import DenseModel
 from dotmoe.moe.router import triton_runs_on
-from dotmoe.run_folder import provenance, write_json
+from dotmoe.provenance import provenance
 from random_models import Shape
 
 PRESETS = {

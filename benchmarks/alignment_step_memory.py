@@ -15,8 +15,9 @@ import tyro
 from rich.console import Console
 
 from alignment_step_subject import Step, Subject, peak_bytes, random_dense, run_size, sizes
+from dotmoe.files import write_json
 from dotmoe.inspection.memory import alignment_memory
-from dotmoe.run_folder import provenance, write_json
+from dotmoe.provenance import provenance
 from random_models import Shape
 
 _BALANCED = Subject(

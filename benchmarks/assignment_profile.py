@@ -21,11 +21,12 @@ from dotmoe.align import Alignment
 from dotmoe.calibrate import calibrate
 from dotmoe.config import RunConfig
 from dotmoe.data import TokenBlocks, documents, pack
+from dotmoe.files import write_json
 from dotmoe.granularity import resolve
 from dotmoe.load import load_dense
 from dotmoe.moe.masked import masked
+from dotmoe.provenance import provenance
 from dotmoe.recipes import recipe
-from dotmoe.run_folder import provenance, write_json
 from dotmoe.training.loop import train
 from dotmoe.transport import balanced_plan
 

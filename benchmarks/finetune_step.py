@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 
+from dotmoe.files import write_json
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import family_of
 from dotmoe.moe import sparse
 from dotmoe.moe.router import Routing
-from dotmoe.run_folder import provenance, write_json
+from dotmoe.provenance import provenance
 from random_models import Shape, llama_config, random_layout
 
 

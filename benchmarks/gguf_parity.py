@@ -23,6 +23,7 @@ from dotmoe.data import TokenBlocks
 from dotmoe.evaluate.perplexity import Text, perplexity
 from dotmoe.evaluate.scoring import TokenNats, row_nats, stock_nats
 from dotmoe.export import ExportConfig, GgufConfig, export
+from dotmoe.files import read_json, write_json
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.layout import ExpertLayout
 from dotmoe.llama_cpp import LlamaCppModel
@@ -31,8 +32,8 @@ from dotmoe.models.dense import DenseModel
 from dotmoe.moe.masked import masked_by
 from dotmoe.pipeline import convert
 from dotmoe.progress import Progress
+from dotmoe.provenance import provenance
 from dotmoe.recipes import quickstart, small
-from dotmoe.run_folder import provenance, read_json, write_json
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "gguf_parity.json"
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")

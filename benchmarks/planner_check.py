@@ -19,8 +19,9 @@ import tyro
 from rich.console import Console
 
 from alignment_step_subject import Clock, Step, Subject, random_dense, run_size, sizes
+from dotmoe.files import write_json
 from dotmoe.inspection.step_time import ON_CPU, Accelerator, alignment_work
-from dotmoe.run_folder import provenance, write_json
+from dotmoe.provenance import provenance
 from random_models import Shape
 
 _FIRST = Subject(

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from dotmoe.files import write_json
-from dotmoe.run_folder import provenance
+from dotmoe.provenance import provenance
 
 Measured = TypeVar("Measured")
 

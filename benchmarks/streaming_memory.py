@@ -28,9 +28,10 @@ from dotmoe.checkpoint.on_disk import on_disk
 from dotmoe.export import ExportConfig, export
 from dotmoe.export.format import TensorSpec
 from dotmoe.export.safetensors_file import write_checkpoint
+from dotmoe.files import write_json
 from dotmoe.load import describe_dense
 from dotmoe.parameters import meta_model
-from dotmoe.run_folder import provenance, write_json
+from dotmoe.provenance import provenance
 from random_models import Shape, random_layout, random_tokens, write_random_dense
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "streaming_memory.json"

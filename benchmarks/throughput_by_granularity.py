@@ -22,10 +22,10 @@ from rich.console import Console
 
 from dotmoe.bench import BenchConfig, bench, tables
 from dotmoe.export import ExportConfig, export
+from dotmoe.files import write_json
 from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.progress import Progress
-from dotmoe.run_folder import write_json
 from dotmoe.tables import to_rich
 from random_models import Shape, random_layout, random_tokens, write_random_dense
 

@@ -14,7 +14,8 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
-from dotmoe.run_folder import provenance, write_json
+from dotmoe.files import write_json
+from dotmoe.provenance import provenance
 from dotmoe.stdlib_text import stdlib_documents
 
 

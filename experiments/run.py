@@ -18,7 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dotmoe.run_folder import provenance, write_json
+from dotmoe.files import write_json
+from dotmoe.provenance import provenance
 from readmes import readmes
 from specification import Experiment, Run, all_experiments, all_runs, folder_name
 

@@ -10,10 +10,12 @@ import tyro
 from dotmoe.baselines import METHODS, MethodName
 from dotmoe.config import FinetuneRunConfig, RunConfig
 from dotmoe.errors import UserError
+from dotmoe.files import write_json, write_text
 from dotmoe.granularity import Granularity
 from dotmoe.pipeline import convert
 from dotmoe.progress import Progress
-from dotmoe.run_folder import RunFolder, provenance, write_json, write_text
+from dotmoe.provenance import provenance
+from dotmoe.run_folder import RunFolder
 from dotmoe.tables import Table, percent, to_markdown
 
 

@@ -9,12 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dotmoe.config import RunConfig
+from dotmoe.files import write_json
 from dotmoe.options import at_least
 from dotmoe.pipeline import Conversion, convert
 from dotmoe.progress import Progress
+from dotmoe.provenance import provenance
 from dotmoe.recipes import quickstart as quickstart_recipe
 from dotmoe.report import html_report
-from dotmoe.run_folder import provenance, write_json
 
 PROMPT = "def read_config(path):\n"
 

@@ -23,7 +23,6 @@ from dotmoe.files import (
     DamagedError,
     checksums,
     damage_in,
-    read_json,
     read_with_checksum,
     sync,
     with_checksum,
@@ -32,17 +31,6 @@ from dotmoe.files import (
 )
 from dotmoe.options import COMMAND, from_values, identity, values_of
 from dotmoe.provenance import provenance
-
-__all__ = [
-    "RESULTS",
-    "STAGES",
-    "RunFolder",
-    "export_folder",
-    "provenance",
-    "read_json",
-    "write_json",
-    "write_text",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -14,13 +14,15 @@ from dotmoe.compare import Point, dense_row, moe_row, plain_run, write_summary
 from dotmoe.config import FinetuneRunConfig, RunConfig
 from dotmoe.errors import UserError
 from dotmoe.evaluate import TextConfig, active_experts_curve
+from dotmoe.files import read_json, write_json
 from dotmoe.granularity import resolve
 from dotmoe.load import dense_config
 from dotmoe.models.family import widths_of
 from dotmoe.pipeline import convert, finetune
 from dotmoe.progress import Progress
+from dotmoe.provenance import provenance
 from dotmoe.recipes import finetune_recipe
-from dotmoe.run_folder import STAGES, provenance, read_json, write_json
+from dotmoe.run_folder import STAGES
 from dotmoe.tables import Table, millions, percent
 
 Axis = Literal["experts", "active", "start", "methods"]

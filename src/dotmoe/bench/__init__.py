@@ -21,7 +21,7 @@ from dotmoe.errors import UserError
 from dotmoe.load import LoadConfig
 from dotmoe.options import at_least, check
 from dotmoe.progress import Update, no_update
-from dotmoe.run_folder import provenance
+from dotmoe.provenance import provenance
 from dotmoe.tables import Table, in_bytes, percent
 from dotmoe.worker import Worker
 
