@@ -39,10 +39,11 @@ test-slow: $(STAMP)  ## The tests that take minutes
 test-gpu: $(STAMP)  ## The tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
-check: $(STAMP)  ## Lint, formatting and types, changing nothing
+check: $(STAMP)  ## Lint, formatting, types and layers, changing nothing
 	$(BIN)/ruff check $(PATHS)
 	$(BIN)/ruff format --check $(PATHS)
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 fmt: $(STAMP)  ## Mend what can be mended by machine
 	$(BIN)/ruff check --fix $(PATHS)

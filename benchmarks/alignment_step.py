@@ -10,44 +10,104 @@ and a dense training step, one after the other.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 import tyro
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from alignment_step_subject import Step, Subject, peak_bytes, random_dense
-from alignment_step_summary import show, summary
-from dotmoe.analyse.overhead import Clock, mask_cost
-from dotmoe.files import write_json
-from dotmoe.granularity import ExpertsConfig, resolve
+from dotmoe.align import AlignConfig, Alignment
+from dotmoe.analyse.overhead import OF_ASSIGNMENT, OF_TASK, Clock, mask_cost, time_methods
+from dotmoe.data import TokenBlocks
+from dotmoe.granularity import Granularity
+from dotmoe.inspection.sizes import RunSize, Sizes, sizes_of
+from dotmoe.inspection.step_time import alignment_work
 from dotmoe.models.dense import DenseModel
-from dotmoe.moe.router import triton_runs_on
-from dotmoe.provenance import provenance
-from random_models import Shape
+from dotmoe.moe.assignment import AlignState, AssignmentConfig
+from dotmoe.moe.masked import masked
+from dotmoe.moe.units import recomputing
+from dotmoe.training.loop import adamw
+from random_models import QWEN25_7B, ROUTER_LOGIT_STD, Shape, random_dense, random_tokens
+from rounds import in_turns, keep, medians, ratio, require_device
 
+AFFINITY_STD = 0.3
+"""Of the random affinities: at temperature 0.1 a plan as sharp as after some hundred steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """A shape, its split, and one step."""
+
+    shape: Shape
+    experts: int = 148
+    active: int = 37
+    seq_len: int = 256
+    micro_batch: int = 2
+    """Sequences of one forward pass."""
+    micro_batches: int = 1
+    """Forward passes of one optimizer step."""
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    @property
+    def batch(self) -> int:
+        """Sequences of one step."""
+        return self.micro_batch * self.micro_batches
+
+    @property
+    def split(self) -> Granularity:
+        """Experts of every layer."""
+        return Granularity(
+            num_experts=self.experts,
+            expert_size=self.shape.ffn_width // self.experts,
+            active_experts=self.active,
+        )
+
+    def dense(self, seed: int) -> DenseModel:
+        """The random model."""
+        shape = replace(self.shape, context=max(self.shape.context, self.seq_len))
+        dtype = getattr(torch, self.dtype)
+        return random_dense(shape, dtype=dtype, device=self.device, seed=seed)
+
+    def sizes(self, dense: DenseModel) -> Sizes:
+        """What the estimates of `dotmoe inspect` read."""
+        dtype = getattr(torch, self.dtype)
+        return sizes_of(
+            dense.config,
+            dense.family,
+            self.split,
+            stored=dtype,
+            written=dtype,
+            held=dtype.itemsize,
+        )
+
+    def run_size(self) -> RunSize:
+        """One step, for the estimates."""
+        return RunSize(
+            steps=1,
+            batch_size=self.batch,
+            seq_len=self.seq_len,
+            micro_batch_size=self.micro_batch,
+            calibration_tokens=0,
+            device=self.device,
+        )
+
+
+SMALL = Subject(
+    shape=Shape(width=512, ffn_width=2_368, layers=3, heads=8, kv_heads=2, vocabulary=8_192)
+)
 PRESETS = {
-    "cpu": Subject(
-        shape=Shape(width=512, ffn_width=2_368, layers=3, heads=8, kv_heads=2, vocabulary=8_192),
-        experts=148,
-        active=37,
-        seq_len=256,
-        micro_batch=2,
-        micro_batches=2,
-        dtype="float32",
-        device="cpu",
-    ),
+    "cpu": replace(SMALL, micro_batches=2),
     "qwen25_7b": Subject(
-        shape=Shape(
-            width=3_584, ffn_width=18_944, layers=28, heads=28, kv_heads=4, vocabulary=152_064
-        ),
-        experts=148,
-        active=37,
+        shape=QWEN25_7B,
         seq_len=2_048,
         micro_batch=4,
         micro_batches=4,
@@ -77,64 +137,138 @@ class Settings:
 
 
 def main() -> None:
-    settings = tyro.cli(Settings)
+    settings = tyro.cli(Settings, description=__doc__)
     torch.set_num_threads(settings.threads)
     subject = PRESETS[settings.preset]
-    if subject.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit(f"--preset {settings.preset} needs a CUDA device, and there is none here.")
+    require_device(subject.device)
     if settings.layers:
         subject = replace(subject, shape=replace(subject.shape, layers=settings.layers))
     subject = replace(subject, micro_batches=settings.micro_batches or subject.micro_batches)
     rounds = 3 if settings.quick else settings.rounds
-    dense = random_dense(subject, settings.seed)
+    dense = subject.dense(settings.seed)
+    plain = Step(subject, dense, seed=settings.seed)
+    recomputed = Step(subject, dense, seed=settings.seed, checkpointing=True)
+    found = in_turns(
+        {
+            "matmul": partial(matmul_rate, subject, dense.device),
+            "alignment": plain.taken,
+            "alignment, checkpointing": recomputed.taken,
+            "dense training": partial(dense_step, subject, dense, plain),
+        },
+        rounds,
+    )
+    counts = TOKEN_COUNTS[settings.preset]
     record = {
-        "origin": "measured",
         "subject": asdict(subject),
         "rounds": rounds,
         "clock": Clock(dense.device).kind,
-        "steps": measured_steps(subject, dense, rounds, settings.seed),
+        "steps": found,
         "straight_through_s": straight_through_seconds(subject, dense),
-        "tokens": token_table(subject, dense, TOKEN_COUNTS[settings.preset], rounds, settings.seed),
-        "peak_bytes": peaks(subject, dense, settings.seed),
-        "triton_kernels": triton_runs_on(torch.zeros(1, device=dense.device)),
-        "not_measured": not_measured(dense),
-        "provenance": provenance(settings.seed),
+        "tokens": token_table(subject, dense, counts, rounds, settings.seed),
+        "peak_bytes": {"plain": plain.peak_bytes(), "checkpointing": recomputed.peak_bytes()},
     }
     record["summary"] = summary(record, subject, dense)
     show(record)
-    name = "cpu" if settings.preset == "cpu" else settings.preset
-    out = settings.out or Path(f"results/alignment_step_{name}.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(out, record)
+    keep(settings.out or f"results/alignment_step_{settings.preset}.json", record, settings.seed)
 
 
-def measured_steps(
-    subject: Subject, dense: DenseModel, rounds: int, seed: int
-) -> dict[str, list[dict[str, float]]]:
-    """Seconds of each part in every round, after one round that is not counted."""
-    plain = Step(subject, dense, seed=seed)
-    recomputed = Step(subject, dense, seed=seed, checkpointing=True)
-    takers: dict[str, Callable[[], dict[str, float]]] = {
-        "matmul": partial(matmul_flops_per_s, subject, dense.device),
-        "alignment": partial(taken, plain),
-        "alignment, checkpointing": partial(taken, recomputed),
-        "dense training": partial(dense_step, subject, dense, plain),
-    }
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in takers}
-    for one in range(rounds + 1):
-        for name, take in takers.items():
-            seconds = take()
-            if one:
-                found[name].append(seconds)
-    return found
+class Step:
+    """One optimizer step of the alignment, again and again."""
+
+    def __init__(
+        self, subject: Subject, dense: DenseModel, *, seed: int, checkpointing: bool = False
+    ) -> None:
+        self.dense = dense
+        self.config = AlignConfig(
+            batch_size=subject.batch,
+            micro_batch_size=subject.micro_batch,
+            activation_checkpointing=checkpointing,
+        )
+        tokens = random_tokens(subject.shape, 4 * subject.batch, subject.seq_len, seed)
+        self.blocks = TokenBlocks(tokens)
+        self.task = Alignment(
+            dense,
+            self.blocks,
+            random_state(subject, seed),
+            subject.split,
+            self.config,
+            AssignmentConfig(),
+            warmup_steps=0,
+            seed=seed,
+        )
+        self.clock = Clock(dense.device)
+        time_methods(self.task, OF_TASK, self.clock)
+        time_methods(self.task.assignment, OF_ASSIGNMENT, self.clock)
+        groups = self.task.parameter_groups()
+        self.parameters = [p for group in groups for p in group.parameters.values()]
+        self.optimizer = adamw(groups, weight_decay=self.config.weight_decay)
+        self.steps = 0
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Inside, the model is masked."""
+        checkpointing = self.config.activation_checkpointing
+        with masked(self.dense, self.task.routing), recomputing(self.dense, checkpointing):
+            yield
+
+    def taken(self) -> dict[str, float]:
+        """Seconds of the parts of one step, and of all of it as `step`."""
+        with self.ready(), self.clock.part("step"):
+            self.task.accumulate_gradients(self.steps)
+            with self.clock.part("optimizer"):
+                torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        return self.clock.seconds()
+
+    def peak_bytes(self) -> int:
+        """Most bytes of tensors that are alive at once during a step, weights included.
+
+        On CUDA what the allocator counts. On a CPU what it hands out beyond the tensors that are
+        there before the step.
+        """
+        self.taken()
+        device = self.dense.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self.taken()
+            return torch.cuda.max_memory_allocated(device)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            self.taken()
+        alive = most = 0
+        for event in sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+            if event.name() == "[memory]":
+                alive += event.nbytes()
+                most = max(most, alive)
+        return self._held_bytes() + most
+
+    def _held_bytes(self) -> int:
+        """Tensors that are there between two steps."""
+        tensors = [*self.dense.model.parameters(), *self.dense.model.buffers(), *self.parameters]
+        for state in self.optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+        tensors += [value for value in self.task.state().values() if isinstance(value, Tensor)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(storages.values())
 
 
-def taken(step: Step) -> dict[str, float]:
-    with step.ready():
-        return step.take()
+def random_state(subject: Subject, seed: int) -> AlignState:
+    """Affinities and routers as spread as those of a run."""
+    shape, device = subject.shape, torch.device(subject.device)
+    generator = torch.Generator(device).manual_seed(seed)
+    affinity_size = (shape.layers, shape.ffn_width, subject.experts)
+    router_size = (shape.layers, subject.experts, shape.width)
+    affinity = torch.randn(affinity_size, generator=generator, device=device)
+    router = torch.randn(router_size, generator=generator, device=device)
+    return AlignState(
+        affinity_LNE=affinity.mul_(AFFINITY_STD),
+        router_LED=router.mul_(ROUTER_LOGIT_STD / shape.width**0.5),
+        step=0,
+    )
 
 
-def matmul_flops_per_s(subject: Subject, device: torch.device) -> dict[str, float]:
+def matmul_rate(subject: Subject, device: torch.device) -> dict[str, float]:
     """Rate of the best of three products: square, and those of one FFN of the subject."""
     dtype = getattr(torch, subject.dtype)
     side = 512 if device.type == "cpu" else 8_192
@@ -159,17 +293,14 @@ def dense_step(subject: Subject, dense: DenseModel, plain: Step) -> dict[str, fl
     parameters = list(dense.model.parameters())
     # A rate of zero: the work is done, and the weights stay as they are for the next round.
     optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0)
-    batch = plain.task.blocks.batch(0, plain.config.batch_size, 0).to(dense.device)
+    batch = plain.blocks.batch(0, subject.batch, 0).to(dense.device)
     try:
         with clock.part("step"):
             for rows in torch.split(batch, subject.micro_batch):
-                with clock.part("forward and loss"):
-                    loss = dense.model(input_ids=rows, labels=rows, use_cache=False).loss
-                with clock.part("backward"):
-                    (loss / subject.micro_batches).backward()
-            with clock.part("optimizer"):
-                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-                optimizer.step()
+                loss = dense.model(input_ids=rows, labels=rows, use_cache=False).loss
+                (loss / subject.micro_batches).backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
         return clock.seconds()
     except torch.OutOfMemoryError:
         return {"step": float("nan")}
@@ -183,12 +314,8 @@ def dense_step(subject: Subject, dense: DenseModel, plain: Step) -> dict[str, fl
 
 def straight_through_seconds(subject: Subject, dense: DenseModel) -> float:
     """What masks and their estimators cost a step, forward and backward, beyond the plain FFN."""
-    split = resolve(
-        ExpertsConfig(experts=subject.experts, active_experts=subject.active),
-        subject.shape.ffn_width,
-    )
     tokens = subject.seq_len * subject.micro_batch
-    cost = mask_cost(dense, split, tokens, "soft_top_k", Clock(dense.device))
+    cost = mask_cost(dense, subject.split, tokens, "soft_top_k", Clock(dense.device))
     return (cost.forward_s + cost.backward_s) * subject.shape.layers * subject.micro_batches
 
 
@@ -196,51 +323,66 @@ def token_table(
     subject: Subject, dense: DenseModel, counts: tuple[int, ...], rounds: int, seed: int
 ) -> list[dict[str, float]]:
     """Seconds of a step of one micro-batch of each size; the assignment apart, it has no tokens."""
-    steps = {count: Step(subject.with_tokens(count), dense, seed=seed) for count in counts}
-    found: dict[int, list[dict[str, float]]] = {count: [] for count in counts}
-    for one in range(rounds + 1):
-        for count, step in steps.items():
-            seconds = taken(step)
-            if one:
-                found[count].append(seconds)
+    steps = {}
+    for count in counts:
+        one = replace(subject, micro_batch=count // subject.seq_len, micro_batches=1)
+        steps[str(count)] = Step(one, dense, seed=seed).taken
     rows = []
-    for count, samples in found.items():
-        fixed = [s["assignment"] + s["optimizer"] for s in samples]
+    for count, samples in in_turns(steps, rounds).items():
+        fixed = [s["optimizer"] + sum(s[part] for part in OF_ASSIGNMENT.values()) for s in samples]
         rest = median(s["step"] - f for s, f in zip(samples, fixed, strict=True))
         rows.append(
             {
-                "tokens": count,
+                "tokens": int(count),
                 "step_s": median(s["step"] for s in samples),
                 "assignment_and_optimizer_s": median(fixed),
                 "rest_s": rest,
-                "rest_us_per_token": 1e6 * rest / count,
+                "rest_us_per_token": 1e6 * rest / int(count),
             }
         )
     return rows
 
 
-def peaks(subject: Subject, dense: DenseModel, seed: int) -> dict[str, int]:
-    """Most bytes of tensors alive in a step, without and with checkpointing."""
-    found = {}
-    for name, checkpointing in (("plain", False), ("checkpointing", True)):
-        step = Step(subject, dense, seed=seed, checkpointing=checkpointing)
-        with step.ready():
-            step.take()
-            found[name] = peak_bytes(step)
-        del step
-        gc.collect()
-    return found
+def summary(record: dict[str, Any], subject: Subject, dense: DenseModel) -> dict[str, Any]:
+    """Medians over rounds of seconds and of the ratios within each round."""
+    rounds = record["steps"]
+    work = alignment_work(subject.sizes(dense), subject.run_size(), checkpointing=False)
+    unavoidable = sum(part.products + part.attention for part in work.values())
+    rates = [one["flops_per_s"] for one in rounds["matmul"]]
+    plain, again, dense_s = (
+        [one["step"] for one in rounds[name]]
+        for name in ("alignment", "alignment, checkpointing", "dense training")
+    )
+    parts = medians(rounds["alignment"])
+    step_s = parts.pop("step")
+    tokens = subject.batch * subject.seq_len
+    of_assignment = sum(parts[name] for name in OF_ASSIGNMENT.values())
+    return {
+        "tokens": tokens,
+        "step_s": step_s,
+        "tokens_per_s": tokens / step_s,
+        "parts_s": parts,
+        "matmul_flops_per_s": max(rates),
+        "unavoidable_flops": unavoidable,
+        "share_of_lower_bound": ratio([unavoidable / rate for rate in rates], plain),
+        "dense_training_step_s": median(dense_s),
+        "ratio_to_dense_training": ratio(plain, dense_s),
+        "checkpointing_ratio": ratio(again, plain),
+        "assignment_share": of_assignment / step_s,
+        "straight_through_share": record["straight_through_s"] / step_s,
+    }
 
 
-def not_measured(dense: DenseModel) -> list[str]:
-    """What this run cannot say."""
-    if dense.device.type == "cuda":
-        return []
-    return [
-        "speed and memory on a GPU: this run was on a CPU",
-        "speed of the Triton kernels: they are tested in the interpreter, which says nothing of it",
-        "the 7B shape: run --preset qwen25_7b on a GPU",
-    ]
+def show(record: dict[str, Any]) -> None:
+    found = record["summary"]
+    for name, seconds in found["parts_s"].items():
+        print(f"{name:>20} {seconds:.4f} s {seconds / found['step_s']:>6.1%}")
+    for name, value in found.items():
+        if name != "parts_s":
+            print(f"{name}: {value:.4g}")
+    print(f"peak bytes: {record['peak_bytes']}")
+    for row in record["tokens"]:
+        print({name: float(f"{value:.4g}") for name, value in row.items()})
 
 
 if __name__ == "__main__":

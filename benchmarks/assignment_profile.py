@@ -17,18 +17,16 @@ import torch
 import tyro
 from torch import Tensor
 
+import dotmoe
 from dotmoe.align import Alignment
-from dotmoe.calibrate import calibrate
-from dotmoe.config import RunConfig
-from dotmoe.data import TokenBlocks, documents, pack
-from dotmoe.files import write_json
+from dotmoe.data import TokenBlocks
 from dotmoe.granularity import resolve
 from dotmoe.load import load_dense
+from dotmoe.moe.assignment import AlignState
 from dotmoe.moe.masked import masked
-from dotmoe.provenance import provenance
-from dotmoe.recipes import recipe
 from dotmoe.training.loop import train
 from dotmoe.transport import balanced_plan
+from rounds import keep
 
 QUANTILES = 257
 """Quantiles kept of the affinities, equally spaced, extremes included."""
@@ -49,7 +47,7 @@ class ProfileConfig:
 
 
 def main(config: ProfileConfig) -> None:
-    quickstart = recipe("quickstart", out="-", seed=config.seed)
+    quickstart = dotmoe.recipe("quickstart", out="-", seed=config.seed)
     ours = replace(quickstart, align=replace(quickstart.align, steps=config.steps))
     paper = replace(
         quickstart,
@@ -68,51 +66,39 @@ def main(config: ProfileConfig) -> None:
         ("paper", paper, {"ramp end": 0.25, "late": 0.67}),
     ):
         wanted = {round(share * run.align.steps): stage for stage, share in shares.items()}
-        for step, profile in profiles(run, sorted(wanted)).items():
-            stages[f"{name}, {wanted[step]}"] = {"recipe": name, "step": step} | profile
-    write_json(
-        Path(config.out),
-        {
-            "origin": "measured",
-            "model": "embedded",
-            "stages": stages,
-            "provenance": provenance(config.seed),
-        },
-    )
+        for step, found in profiles(run, sorted(wanted)).items():
+            stages[f"{name}, {wanted[step]}"] = {"recipe": name, "step": step} | found
+    keep(config.out, {"model": "embedded", "stages": stages}, config.seed)
 
 
-def profiles(config: RunConfig, wanted: list[int]) -> dict[int, dict[str, Any]]:
+def profiles(config: dotmoe.RunConfig, wanted: list[int]) -> dict[int, dict[str, Any]]:
     """Profile of the affinities at each wanted step of an alignment."""
-    dense = load_dense(config.model, config.load)
-    experts = resolve(config.experts, dense.widths.ffn)
-    tokens = config.align.steps * config.align.batch_size * config.data.seq_len
-    packed = pack(documents(config.data), dense.tokenizer, tokens).tokens
-    whole = len(packed) // config.data.seq_len * config.data.seq_len
-    text = TokenBlocks(packed[:whole].view(-1, config.data.seq_len))
-    initial = calibrate(
-        dense, text.tokens_BT, experts.num_experts, config.calibrate, seed=config.seed
-    )
-    schedule = config.align.schedule(text.num_blocks)
-    task = Alignment(
-        dense,
-        text,
-        initial,
-        experts,
-        config.align,
-        config.assignment,
-        warmup_steps=schedule.warmup_steps,
-        seed=config.seed,
-    )
-    seen = {0: task.assignment.affinity_LNE.detach().clone()}
+    with tempfile.TemporaryDirectory() as scratch:
+        untrained = replace(config, out=f"{scratch}/run", align=replace(config.align, steps=0))
+        made = dotmoe.convert(untrained).folder
+        dense = load_dense(config.model, config.load)
+        text = TokenBlocks.load(made / "0_data/training.safetensors")
+        initial = AlignState.load(made / "1_calibrate/state.safetensors", dense.device)
+        schedule = config.align.schedule(text.num_blocks)
+        task = Alignment(
+            dense,
+            text,
+            initial,
+            resolve(config.experts, dense.widths.ffn),
+            config.align,
+            config.assignment,
+            warmup_steps=schedule.warmup_steps,
+            seed=config.seed,
+        )
+        affinity_LNE = task.assignment.affinity_LNE
+        seen = {0: affinity_LNE.detach().clone()}
 
-    def keep(step: int, metrics: dict[str, float]) -> None:
-        if step in wanted or step - 1 in wanted:
-            seen[step] = task.assignment.affinity_LNE.detach().clone()
-        if step % 20 == 0:
-            print(f"step {step} of {schedule.steps}, loss {metrics['loss']:.3f}", flush=True)
+        def remember(step: int, metrics: dict[str, float]) -> None:
+            if step in wanted or step - 1 in wanted:
+                seen[step] = affinity_LNE.detach().clone()
 
-    with tempfile.TemporaryDirectory() as folder, masked(dense, task.routing):
-        train(task, schedule, Path(folder), on_step=keep)
+        with masked(dense, task.routing):
+            train(task, schedule, Path(scratch), on_step=remember)
     tau = {step: config.assignment.tau(step, schedule.warmup_steps) for step in seen}
     return {step: profile(seen[step], seen[step + 1], tau[step], tau[step + 1]) for step in wanted}
 

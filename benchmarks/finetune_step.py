@@ -4,8 +4,8 @@
 
 FLOPs are those that torch's own counter sees in forward and backward; the counter has no formula
 for grouped products, so it is given one, and is checked against the loop over experts, whose plain
-products it knows. All steps of a round run one after the other, and each time is compared with the
-dense step's of the same round. The model is random, since neither depends on what it has learned.
+products it knows. Steps take turns, and each time is compared with the dense step's of the same
+round. The model is random, since neither depends on what it has learned.
 """
 
 from collections.abc import Callable
@@ -13,21 +13,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import tyro
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaForCausalLM
 
-from dotmoe.files import write_json
-from dotmoe.models.dense import DenseModel
-from dotmoe.models.family import family_of
 from dotmoe.moe import sparse
 from dotmoe.moe.router import Routing
-from dotmoe.provenance import provenance
-from random_models import Shape, llama_config, random_layout
+from random_models import Shape, random_dense, random_layout, random_tokens
+from rounds import in_turns, keep, ratio
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,67 +43,92 @@ class Settings:
     out: Path = Path("results/finetune_step.json")
     seed: int = 0
 
+    @property
+    def shape(self) -> Shape:
+        """Of the model, with heads of 64."""
+        heads = self.width // 64
+        return Shape(
+            width=self.width,
+            ffn_width=self.ffn_width,
+            layers=self.layers,
+            heads=heads,
+            kv_heads=heads,
+            vocabulary=self.vocabulary,
+        )
+
+
+class TrainingStep:
+    """Forward and backward of a model, dense or with sparse FFNs, and AdamW."""
+
+    def __init__(self, settings: Settings, active_experts: int | None) -> None:
+        dense = random_dense(settings.shape, seed=settings.seed)
+        self.model: nn.Module = dense.model.requires_grad_(True)
+        self.routing: Routing | None = None
+        if active_experts is not None:
+            layout = random_layout(settings.shape, settings.experts, active_experts, settings.seed)
+            self.routing = Routing(
+                active_experts=active_experts, surrogate="soft_top_k", surrogate_temperature=1.0
+            )
+            sparse.make_sparse(dense, layout, self.routing)
+            dense.model.requires_grad_(True)
+        tokens = random_tokens(settings.shape, 2, settings.tokens // 2, settings.seed)
+        self.tokens_BT = tokens.long()
+        # A rate of zero: the work is done, and the weights stay as they are for the next round.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
+
+    def loss(self) -> Tensor:
+        """Next-token cross-entropy, and the losses of the routers."""
+        if self.routing is not None:
+            self.routing.want_losses()
+        loss: Tensor = self.model(
+            input_ids=self.tokens_BT, labels=self.tokens_BT, use_cache=False
+        ).loss
+        return loss if self.routing is None else loss + sum(self.routing.pop_losses())
+
+    def flops(self) -> int:
+        """FLOPs of forward and backward."""
+        formulas = {torch.ops.aten._grouped_mm: grouped_flops}
+        with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+            self.loss().backward()
+        return counter.get_total_flops()
+
+    def seconds(self) -> dict[str, float]:
+        """Of forward and backward, and of these and AdamW."""
+        self.optimizer.zero_grad()
+        start = perf_counter()
+        self.loss().backward()
+        middle = perf_counter()
+        self.optimizer.step()
+        return {"pass_s": middle - start, "step_s": perf_counter() - start}
+
 
 def main() -> None:
-    settings = tyro.cli(Settings)
+    settings = tyro.cli(Settings, description=__doc__)
     torch.set_num_threads(settings.threads)
-    shape = Shape(
-        width=settings.width,
-        ffn_width=settings.ffn_width,
-        layers=settings.layers,
-        heads=settings.width // 64,
-        kv_heads=settings.width // 64,
-        vocabulary=settings.vocabulary,
-    )
-    generator = torch.Generator().manual_seed(settings.seed)
-    tokens_BT = torch.randint(shape.vocabulary, (2, settings.tokens // 2), generator=generator)
     counts = [k for k in (1, 2, 4, 8, 12, 16, 32, 64) if k < settings.experts]
     counts.append(settings.experts)
-    dense = random_dense(shape, settings.seed).model.requires_grad_(True)
-    students = {k: student_of(shape, settings, k) for k in counts}
-    passes: dict[str, Callable[[], Tensor]] = {
-        "dense": lambda: dense(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
-    }
-    for k, student in students.items():
-        passes[str(k)] = lambda student=student: (
-            student(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
+    steps = {"dense": TrainingStep(settings, None)}
+    steps |= {str(k): TrainingStep(settings, k) for k in counts}
+    dense_flops = steps["dense"].flops()
+    times = in_turns({name: step.seconds for name, step in steps.items()}, settings.rounds)
+    rows = []
+    for k in counts:
+        mine, of_dense = (
+            {part: [one[part] for one in times[name]] for part in ("pass_s", "step_s")}
+            for name in (str(k), "dense")
         )
-    parameters = {"dense": list(dense.parameters())}
-    parameters |= {str(k): list(student.parameters()) for k, student in students.items()}
-    flops = {name: counted(loss) for name, loss in passes.items()}
-    times = timed(passes, parameters, settings.rounds)
-    rows = [row(settings, k, flops, times, passes[str(k)]) for k in counts]
+        row: dict[str, Any] = counted(settings, k, steps[str(k)], dense_flops)
+        row |= {part: median(values) for part, values in mine.items()}
+        row["pass_to_dense"] = ratio(mine["pass_s"], of_dense["pass_s"])
+        row["step_to_dense"] = ratio(mine["step_s"], of_dense["step_s"])
+        rows.append(row)
+    show(rows)
     record = {
-        "origin": "measured",
         "settings": {name: value for name, value in asdict(settings).items() if name != "out"},
-        "parameters": sum(p.numel() for p in dense.parameters()),
-        "dense": {"flops": flops["dense"], **{n: median(t) for n, t in times["dense"].items()}},
+        "dense": {"flops": dense_flops},
         "by_active_experts": rows,
-        "provenance": provenance(settings.seed),
     }
-    show(record)
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(settings.out, record)
-
-
-def random_dense(shape: Shape, seed: int) -> DenseModel:
-    config = llama_config(shape, attn_implementation="sdpa")
-    torch.manual_seed(seed)
-    return DenseModel(
-        model=LlamaForCausalLM(config).requires_grad_(False).eval(),
-        tokenizer=None,
-        family=family_of(config),
-        folder=Path(),
-        source="random weights",
-        revision=None,
-    )
-
-
-def student_of(shape: Shape, settings: Settings, active: int) -> torch.nn.Module:
-    layout = random_layout(shape, settings.experts, active, settings.seed)
-    dense = random_dense(shape, settings.seed)
-    sparse.make_sparse(dense, layout, Routing(active_experts=active, surrogate="soft_top_k"))
-    return dense.model.requires_grad_(True)
+    keep(settings.out, record, settings.seed)
 
 
 def grouped_flops(a_shape: tuple, b_shape: tuple, *_: object, **__: object) -> int:
@@ -116,84 +138,34 @@ def grouped_flops(a_shape: tuple, b_shape: tuple, *_: object, **__: object) -> i
     return 2 * a_shape[0] * a_shape[1] * b_shape[1]  # [A, R] with [R, B]
 
 
-def counted(loss: Callable[[], Tensor]) -> int:
-    """FLOPs of forward and backward."""
-    formulas = {torch.ops.aten._grouped_mm: grouped_flops}
-    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
-        loss().backward()
-    return counter.get_total_flops()
-
-
-def counted_by_loop(loss: Callable[[], Tensor]) -> int:
-    """The same with a loop over the experts that have tokens in place of grouped products."""
-    with patch.object(sparse, "runs_grouped", lambda dtype, *widths: False):
-        return counted(loss)
-
-
-def timed(
-    passes: dict[str, Callable[[], Tensor]], parameters: dict[str, list], rounds: int
-) -> dict[str, dict[str, list[float]]]:
-    """Seconds of forward and backward, and with AdamW, after one round that is not counted."""
-    # A rate of zero: the work is done, and the weights stay as they are for the next round.
-    optimizers = {name: torch.optim.AdamW(p, lr=0.0) for name, p in parameters.items()}
-    found = {name: {"pass_s": [], "step_s": []} for name in passes}
-    for one in range(rounds + 1):
-        for name, loss in passes.items():
-            optimizers[name].zero_grad()
-            start = perf_counter()
-            loss().backward()
-            middle = perf_counter()
-            optimizers[name].step()
-            end = perf_counter()
-            if one:
-                found[name]["pass_s"].append(middle - start)
-                found[name]["step_s"].append(end - start)
-    return found
-
-
-def row(
-    settings: Settings,
-    active: int,
-    flops: dict[str, int],
-    times: dict[str, dict[str, list[float]]],
-    loss: Callable[[], Tensor],
-) -> dict[str, float]:
-    """What one k costs, and what it should cost by hand."""
-    mine, dense = times[str(active)], times["dense"]
+def counted(settings: Settings, k: int, step: TrainingStep, dense_flops: int) -> dict[str, float]:
+    """FLOPs of a step: as counted, by the loop over experts, and by hand."""
+    without_grouped: Callable[..., bool] = lambda dtype, *widths: False  # noqa: E731
+    flops = step.flops()
+    with patch.object(sparse, "runs_grouped", without_grouped):
+        of_the_loop = step.flops()
     # Three products of 2 T D n FLOPs forward; backward twice that. Routers are E rows.
     a_neuron = 3 * 3 * 2 * settings.tokens * settings.width * settings.layers
-    neurons = settings.ffn_width // settings.experts * active
+    neurons = settings.ffn_width // settings.experts * k
     routers = 3 * 2 * settings.tokens * settings.width * settings.experts * settings.layers
-    elsewhere = flops["dense"] - a_neuron * settings.ffn_width
+    elsewhere = dense_flops - a_neuron * settings.ffn_width
     return {
-        "active_experts": active,
-        "flops": flops[str(active)],
-        "flops_of_the_loop": counted_by_loop(loss),
+        "active_experts": k,
+        "flops": flops,
+        "flops_of_the_loop": of_the_loop,
         "flops_by_hand": elsewhere + routers + a_neuron * neurons,
-        "flops_of_experts": flops[str(active)] - elsewhere - routers,
-        "flops_to_dense": flops[str(active)] / flops["dense"],
-        **{name: median(mine[name]) for name in ("pass_s", "step_s")},
-        "pass_to_dense": median(
-            a / b for a, b in zip(mine["pass_s"], dense["pass_s"], strict=True)
-        ),
-        "step_to_dense": median(
-            a / b for a, b in zip(mine["step_s"], dense["step_s"], strict=True)
-        ),
+        "flops_to_dense": flops / dense_flops,
     }
 
 
-def median_ratio(seconds: list[float], dense: list[float]) -> float:
-    return median(a / b for a, b in zip(seconds, dense, strict=True))
-
-
-def show(record: dict) -> None:
+def show(rows: list[dict[str, Any]]) -> None:
     print("  k   FLOPs/dense   forward and backward/dense   step/dense   by hand  by loop")
-    for line in record["by_active_experts"]:
+    for row in rows:
         print(
-            f"{line['active_experts']:>3}   {line['flops_to_dense']:>11.3f}   "
-            f"{line['pass_to_dense']:>26.3f}   {line['step_to_dense']:>10.3f}   "
-            f"{line['flops'] == line['flops_by_hand']!s:>7}  "
-            f"{line['flops'] == line['flops_of_the_loop']!s:>7}"
+            f"{row['active_experts']:>3}   {row['flops_to_dense']:>11.3f}   "
+            f"{row['pass_to_dense']:>26.3f}   {row['step_to_dense']:>10.3f}   "
+            f"{row['flops'] == row['flops_by_hand']!s:>7}  "
+            f"{row['flops'] == row['flops_of_the_loop']!s:>7}"
         )
 
 

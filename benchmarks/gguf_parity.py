@@ -3,193 +3,155 @@
 Every model is converted without training (`--steps 0`) and written in each GGUF format:
 
     python benchmarks/gguf_parity.py
-    python benchmarks/gguf_parity.py --model stories=path/to/stories260K:path/to/text.txt
+    python benchmarks/gguf_parity.py --model path/to/stories260K --text path/to/text.txt
 
 Results are printed and kept in results/gguf_parity.json. Needs `pip install 'dotmoe[llama-cpp]'`.
 """
 
-import argparse
+import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+import tyro
+from safetensors.torch import load_file
+from torch import Tensor
 
-from dotmoe.config import RunConfig
-from dotmoe.data import TokenBlocks
-from dotmoe.evaluate.perplexity import Text, perplexity
-from dotmoe.evaluate.scoring import TokenNats, row_nats, stock_nats
-from dotmoe.export import ExportConfig, GgufConfig, export
-from dotmoe.files import read_json, write_json
+import dotmoe
+from dotmoe.cli import run
+from dotmoe.evaluate import stock_nats
+from dotmoe.evaluate.scoring import row_nats
+from dotmoe.files import read_json
 from dotmoe.granularity import ExpertsConfig
-from dotmoe.layout import ExpertLayout
 from dotmoe.llama_cpp import LlamaCppModel
-from dotmoe.load import LoadConfig, load_dense
-from dotmoe.models.dense import DenseModel
+from dotmoe.load import load_dense
 from dotmoe.moe.masked import masked_by
-from dotmoe.pipeline import convert
-from dotmoe.progress import Progress
-from dotmoe.provenance import provenance
-from dotmoe.recipes import quickstart, small
+from rounds import keep
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "gguf_parity.json"
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 NEW_TOKENS = 200
 PROMPT_TOKENS = 32
 PROMPTS = 3
 PERPLEXITY_TOKENS = 8192
+Logits = Callable[[Tensor], Tensor]
+"""Token ids [T] -> logits [T, V]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Which model."""
+
+    model: str = "embedded"
+    """`embedded`, or the folder of a dense model."""
+    text: str | None = None
+    """Text for another model than `embedded`."""
+    experts: int | None = None
+    """Experts a layer; the recipe's if left out."""
+    types: tuple[str, ...] = TYPES
+    new_tokens: int = NEW_TOKENS
+    out: Path = Path("results/gguf_parity.json")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="embedded", help="embedded, or NAME=FOLDER:TEXT")
-    parser.add_argument("--experts", type=int, help="experts a layer; the recipe's if left out")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    settings = tyro.cli(Settings, description=__doc__)
     torch.set_num_threads(1)
-    name, _, rest = arguments.model.partition("=")
     with tempfile.TemporaryDirectory() as scratch:
-        config = run_config(rest, Path(scratch) / "run", arguments.experts)
-        result = measured(config, Path(scratch))
-    results = read_json(arguments.out) if arguments.out.exists() else {}
-    write_json(arguments.out, {**results, name: result | {"provenance": provenance(0)}})
+        found = measured(settings, Path(scratch))
+    before = read_json(settings.out) if settings.out.exists() else {}
+    keep(settings.out, before | {Path(settings.model).name: found})
 
 
-def run_config(source: str, out: Path, experts: int | None) -> RunConfig:
-    """A conversion without training; on this machine's standard library if no text is given."""
-    if not source:
-        config = quickstart()
-    else:
-        folder, text = source.rsplit(":", 1)
-        config = replace(small(), model=folder, data=replace(small().data, data=(text,)))
-    if experts is not None:
-        config = replace(config, experts=ExpertsConfig(experts=experts, active=0.25))
-    return replace(config, out=str(out), align=replace(config.align, steps=0))
-
-
-def measured(config: RunConfig, scratch: Path) -> dict[str, Any]:
+def measured(settings: Settings, scratch: Path) -> dict[str, Any]:
     """All figures of one model."""
-    conversion = convert(config, Progress(quiet=True))
-    dense = load_dense(config.model, LoadConfig(device="cpu", dtype="float32"))
-    layout = ExpertLayout.load(conversion.folder / "3_extract" / "layout.safetensors")
-    heldout = TokenBlocks.load(conversion.folder / "0_data" / "heldout.safetensors").tokens_BT
-    heldout = heldout[:, : dense.widths.context]
-    stock = AutoModelForCausalLM.from_pretrained(conversion.export, dtype=torch.float32).eval()
-    result: dict[str, Any] = {
-        "origin": "measured",
+    config = dotmoe.recipe("quickstart", out=str(scratch / "run"))
+    if settings.model != "embedded":
+        small = dotmoe.recipe("small", out=str(scratch / "run"))
+        data = replace(small.data, data=(str(settings.text),))
+        config = replace(small, model=settings.model, data=data)
+    if settings.experts is not None:
+        config = replace(config, experts=ExpertsConfig(experts=settings.experts, active=0.25))
+    made = dotmoe.convert(replace(config, align=replace(config.align, steps=0)))
+    dense = load_dense(config.model, dotmoe.LoadConfig(device="cpu", dtype="float32"))
+    layout = dotmoe.ExpertLayout.load(made.folder / "3_extract/layout.safetensors")
+    (rows_BT,) = load_file(made.folder / "0_data/heldout.safetensors").values()
+    rows_BT = rows_BT[: PERPLEXITY_TOKENS // rows_BT.shape[1], : dense.widths.context]
+    found: dict[str, Any] = {
         "text": [Path(text).name for text in config.eval_text or config.data.data],
         "split": f"E {layout.num_experts}, s {layout.expert_size}, k {layout.active_experts}",
+        "window": rows_BT.shape[1],
+        "perplexity": {"dense in Transformers": mean_of(stock_nats(dense.model), rows_BT)},
         "formats": {},
     }
     with masked_by(dense, layout):
-        reference = parity_reference(dense.model, heldout)
-    stock_reference = parity_reference(stock, heldout)
+        found["perplexity"]["moe in Transformers"] = mean_of(stock_nats(dense.model), rows_BT)
+        masked = looked_at(transformers_logits(dense.model), rows_BT, settings.new_tokens)
     for name in ("gguf_glm4moe", "gguf_llama"):
-        config, gguf = ExportConfig(format=name), GgufConfig(type="f32")
-        record = export(dense, layout, scratch / name, config, heldout, gguf=gguf)
-        context, routers = record.details["context"], [r.runtimes[0] for r in record.routers]
-        figures = {
-            "masked_dense_model": parity(scratch / name, context, heldout, reference),
-            "glm4_moe_in_transformers": parity(scratch / name, context, heldout, stock_reference),
-            "largest_gate_deviation": max(r.largest_gate_deviation for r in routers),
-            "largest_misrouted_share": max(r.misrouted for r in routers),
-        }
-        result["formats"][name] = figures
-        print(name, figures)
-    result["perplexity"] = perplexities(dense, layout, heldout, scratch)
-    return result
+        with in_llama_cpp(made.folder, scratch, name, "f32", rows_BT.shape[1]) as model:
+            mine = looked_at(model.logits, rows_BT, settings.new_tokens)
+        found["formats"][name] = parity(mine, masked)
+        print(name, json.dumps(found["formats"][name]))
+    for kind in settings.types:
+        for name in ("gguf_dense", "gguf"):
+            with in_llama_cpp(made.folder, scratch, name, kind, rows_BT.shape[1]) as model:
+                value = mean_of(row_nats(model.logits), rows_BT)
+            found["perplexity"][f"{name} {kind}"] = value
+            print(name, kind, value)
+    return found
 
 
-def parity_reference(model: Any, heldout: torch.Tensor) -> dict[str, Any]:
-    """Logits and greedy text of a Transformers model."""
+def in_llama_cpp(made: Path, scratch: Path, name: str, kind: str, context: int) -> LlamaCppModel:
+    """A run, exported to a GGUF and loaded."""
+    out = scratch / f"{name}-{kind}"
+    assert run(["export", str(made), str(out), "--format", name, "--gguf-type", kind]) == 0
+    return LlamaCppModel(out / f"model-{kind}.gguf", context=context + 1)
+
+
+def mean_of(nats: Callable[[Tensor], Tensor], rows_BT: Tensor) -> float:
+    """Perplexity a token over windows."""
+    return float(nats(rows_BT).mean().exp())
+
+
+def transformers_logits(model: Any) -> Logits:
+    """Of a model of Transformers."""
 
     @torch.no_grad()
-    def last_logits(tokens: torch.Tensor) -> torch.Tensor:
-        return model(input_ids=tokens[None], use_cache=False).logits[0, -1]
+    def logits(tokens_T: Tensor) -> Tensor:
+        found: Tensor = model(input_ids=tokens_T[None].long(), use_cache=False).logits[0]
+        return found
 
-    with torch.no_grad():
-        logits = model(input_ids=heldout[:PROMPTS].long()).logits
-    prompts = [row[:PROMPT_TOKENS].long() for row in heldout[:PROMPTS]]
-    return {"logits": logits, "greedy": [greedy(last_logits, prompt) for prompt in prompts]}
+    return logits
 
 
-def greedy(last_logits: Callable[[torch.Tensor], torch.Tensor], prompt: torch.Tensor) -> list[int]:
-    """The most likely continuation; an end of text is no end."""
-    tokens = prompt
-    for _ in range(NEW_TOKENS):
-        tokens = torch.cat([tokens, last_logits(tokens).argmax()[None]])
-    return tokens[len(prompt) :].tolist()
+def looked_at(logits: Logits, rows_BT: Tensor, new_tokens: int) -> dict[str, Any]:
+    """Logits of the first rows, and the most likely continuation of their first tokens."""
+    rows = rows_BT[:PROMPTS]
+    greedy = []
+    for row in rows:
+        tokens = row[:PROMPT_TOKENS]
+        for _ in range(min(new_tokens, rows_BT.shape[1] - PROMPT_TOKENS)):
+            tokens = torch.cat([tokens, logits(tokens)[-1].argmax()[None].to(tokens.dtype)])
+        greedy.append(tokens[PROMPT_TOKENS:].tolist())
+    return {"logits": torch.stack([logits(row) for row in rows]), "greedy": greedy}
 
 
-def parity(
-    folder: Path, context: int, heldout: torch.Tensor, reference: dict[str, Any]
-) -> dict[str, Any]:
-    """One file in llama.cpp beside a reference; errors in standard deviations of its logits."""
-    rows = heldout[:PROMPTS]
-    with LlamaCppModel(folder / "model-f32.gguf", context=context) as model:
-        logits = torch.stack([model.logits(row) for row in rows])
-        texts = [
-            greedy(lambda tokens: model.logits(tokens)[-1], row[:PROMPT_TOKENS].long())
-            for row in rows
-        ]
-    expected = reference["logits"]
-    error = (logits - expected).abs().mean(dim=-1) / expected.std()
+def parity(mine: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
+    """Errors in standard deviations of the reference's logits, and equal tokens of greedy text."""
+    found, expected = mine["logits"], reference["logits"]
+    error = (found - expected).abs().mean(dim=-1) / expected.std()
     return {
         "tokens": error.numel(),
         "mean_error": float(error.mean()),
         "median_error": float(error.median()),
         "largest_error": float(error.max()),
-        "top1_agreement": float((logits.argmax(-1) == expected.argmax(-1)).double().mean()),
+        "top1_agreement": float((found.argmax(-1) == expected.argmax(-1)).double().mean()),
         "equal_greedy_tokens": [
-            agreement(ours, theirs) for ours, theirs in zip(texts, reference["greedy"], strict=True)
+            next((n for n, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+            for one, other in zip(mine["greedy"], reference["greedy"], strict=True)
         ],
-        "greedy_tokens": NEW_TOKENS,
     }
-
-
-def agreement(ours: list[int], theirs: list[int]) -> int:
-    """Tokens before the first difference."""
-    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        if one != other:
-            return number
-    return len(ours)
-
-
-def perplexities(
-    dense: DenseModel, layout: ExpertLayout, heldout: torch.Tensor, scratch: Path
-) -> dict[str, Any]:
-    """Perplexity of the dense and the split model in llama.cpp by number format."""
-    window = heldout.shape[1]
-    tokens = heldout.flatten()[:PERPLEXITY_TOKENS]
-    text = Text(tokens=tokens, tokens_per_byte=1.0, names=("held-out text",), joined="Blocks")
-
-    def measured(nats: TokenNats) -> float:
-        return perplexity(nats, text, window).perplexity
-
-    stock = stock_nats(dense.model)
-    table: dict[str, Any] = {
-        "window": window,
-        "tokens": len(tokens),
-        "transformers": {"dense": {"perplexity": measured(stock)}},
-    }
-    with masked_by(dense, layout):
-        table["transformers"]["moe"] = {"perplexity": measured(stock)}
-    for kind in TYPES:
-        files = {"dense": scratch / f"dense-{kind}", "moe": scratch / f"moe-{kind}"}
-        for name, form in (("dense", "gguf_dense"), ("moe", "gguf")):
-            config, gguf = ExportConfig(format=form), GgufConfig(type=kind)
-            export(dense, layout, files[name], config, heldout, gguf=gguf)
-        table[kind] = {}
-        for name, folder in files.items():
-            file = folder / f"model-{kind}.gguf"
-            with LlamaCppModel(file, context=window) as model:
-                found = measured(row_nats(model.logits))
-            table[kind][name] = {"perplexity": found, "bytes": file.stat().st_size}
-        print(kind, table[kind])
-    return table
 
 
 if __name__ == "__main__":

@@ -1,121 +1,82 @@
-"""Step times that `dotmoe inspect` predicts, beside steps that were measured.
+"""Time and memory that `dotmoe inspect` predicts for an alignment step, beside what is measured.
 
     python benchmarks/planner_check.py                  # small shapes, one CPU thread, minutes
     python benchmarks/planner_check.py --predict-only   # the same measured steps, predicted anew
 
 Every round measures this machine's matmul rate and copy rate, and then a step. The shares of these
-rates that the estimate assumes on a CPU were chosen before the `unseen` shapes were measured.
+rates that the estimate assumes on a CPU were chosen before the `unseen` shapes were measured. Of
+memory both figures count tensors alone.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import tyro
-from rich.console import Console
 
-from alignment_step_subject import Clock, Step, Subject, random_dense, run_size, sizes
-from dotmoe.files import write_json
+from alignment_step import SMALL, Step, Subject
+from dotmoe.analyse.overhead import Clock
+from dotmoe.files import read_json
+from dotmoe.inspection.memory import alignment_memory
 from dotmoe.inspection.step_time import ON_CPU, Accelerator, alignment_work
-from dotmoe.provenance import provenance
 from random_models import Shape
+from rounds import in_turns, keep, medians
 
-_FIRST = Subject(
-    shape=Shape(width=512, ffn_width=2_368, layers=3, heads=8, kv_heads=2, vocabulary=8_192),
-    experts=148,
-    active=37,
-    seq_len=256,
-    micro_batch=2,
-    micro_batches=2,
-    dtype="float32",
-    device="cpu",
-)
+
+def subject(width: int, ffn: int, layers: int, vocabulary: int, **changes: Any) -> Subject:
+    """A subject with heads of 64."""
+    heads = width // 64
+    kv_heads = changes.pop("kv_heads", heads)
+    shape = Shape(
+        width=width,
+        ffn_width=ffn,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        vocabulary=vocabulary,
+    )
+    return replace(SMALL, shape=shape, **changes)
 
 
 SUBJECTS = {
-    "as the speed benchmark": _FIRST,
+    "as the speed benchmark": replace(SMALL, micro_batches=2),
+    "many tokens": replace(SMALL, micro_batch=8),
+    "bfloat16 weights": replace(SMALL, micro_batch=8, dtype="bfloat16"),
     "the embedded model": replace(
-        _FIRST,
+        SMALL,
         shape=Shape(width=192, ffn_width=768, layers=5, heads=6, kv_heads=2, vocabulary=2_048),
         experts=48,
         active=12,
         micro_batch=4,
-        micro_batches=1,
     ),
-    "large vocabulary": replace(
-        _FIRST,
-        shape=Shape(width=512, ffn_width=1_536, layers=2, heads=8, kv_heads=4, vocabulary=32_768),
-        experts=24,
-        active=6,
-        micro_batches=1,
+    "large vocabulary": subject(512, 1_536, 2, 32_768, kv_heads=4, experts=24, active=6),
+    "wide FFN, few tokens": subject(512, 9_472, 2, 4_096, kv_heads=2, micro_batch=1),
+    "wider model": subject(1_024, 3_584, 2, 8_192, kv_heads=4, experts=56, active=14),
+    "deep and narrow": subject(256, 1_024, 8, 4_096, experts=32, active=8, micro_batch=4),
+    "long sequences": subject(
+        384, 1_536, 4, 4_096, experts=48, active=12, seq_len=1_024, micro_batch=1
     ),
-    "wide FFN, few tokens": replace(
-        _FIRST,
-        shape=Shape(width=512, ffn_width=9_472, layers=2, heads=8, kv_heads=2, vocabulary=4_096),
-        micro_batch=1,
-        micro_batches=1,
+    "many small experts": subject(512, 4_096, 3, 16_384, experts=256, active=64, micro_batches=2),
+    "three sequences, coarse experts": subject(
+        640, 2_560, 3, 12_288, kv_heads=2, experts=8, active=2, micro_batch=3
     ),
-    "wider model": replace(
-        _FIRST,
-        shape=Shape(width=1_024, ffn_width=3_584, layers=2, heads=16, kv_heads=4, vocabulary=8_192),
-        experts=56,
-        active=14,
-        micro_batches=1,
-    ),
-    "deep and narrow": replace(
-        _FIRST,
-        shape=Shape(width=256, ffn_width=1_024, layers=8, heads=8, kv_heads=4, vocabulary=4_096),
-        experts=32,
-        active=8,
-        micro_batch=4,
-        micro_batches=1,
-    ),
-    "long sequences": replace(
-        _FIRST,
-        shape=Shape(width=384, ffn_width=1_536, layers=4, heads=6, kv_heads=6, vocabulary=4_096),
-        experts=48,
-        active=12,
-        seq_len=1_024,
-        micro_batch=1,
-        micro_batches=1,
-    ),
-    "many small experts": replace(
-        _FIRST,
-        shape=Shape(width=512, ffn_width=4_096, layers=3, heads=8, kv_heads=8, vocabulary=16_384),
-        experts=256,
-        active=64,
-    ),
-    "three sequences, coarse experts": replace(
-        _FIRST,
-        shape=Shape(width=640, ffn_width=2_560, layers=3, heads=10, kv_heads=2, vocabulary=12_288),
-        experts=8,
-        active=2,
-        micro_batch=3,
-        micro_batches=1,
-    ),
-    "four micro-batches": replace(
-        _FIRST,
-        shape=Shape(width=384, ffn_width=1_024, layers=4, heads=6, kv_heads=2, vocabulary=8_192),
+    "four micro-batches": subject(
+        384,
+        1_024,
+        4,
+        8_192,
+        kv_heads=2,
         experts=16,
         active=4,
         seq_len=128,
         micro_batch=4,
         micro_batches=4,
     ),
-    "narrow FFN": replace(
-        _FIRST,
-        shape=Shape(width=768, ffn_width=1_536, layers=3, heads=12, kv_heads=12, vocabulary=16_384),
-        experts=64,
-        active=16,
-        seq_len=512,
-        micro_batch=1,
-        micro_batches=1,
-    ),
+    "narrow FFN": subject(768, 1_536, 3, 16_384, experts=64, active=16, seq_len=512, micro_batch=1),
 }
+"""Each lets another part of time or memory dominate."""
 UNSEEN = ("three sequences, coarse experts", "four micro-batches", "narrow FFN")
 """Measured for the first time after the shares had been chosen; the others had been looked at."""
 COPIED_BYTES = 1 << 26
@@ -126,96 +87,93 @@ class Settings:
     """What to measure."""
 
     rounds: int = 7
+    subjects: tuple[str, ...] = tuple(SUBJECTS)
     out: Path = Path("results/planner_check.json")
     predict_only: bool = False
-    """Keep the measured seconds of the file, and predict them again."""
+    """Keep what the file says was measured, and predict it again."""
     seed: int = 0
 
 
 def main() -> None:
-    settings = tyro.cli(Settings)
+    settings = tyro.cli(Settings, description=__doc__)
     torch.set_num_threads(1)
     if settings.predict_only:
-        record = json.loads(settings.out.read_text(encoding="utf-8"))
+        rows = read_json(settings.out)["rows"]
     else:
-        rows = []
-        for name, subject in SUBJECTS.items():
-            rows += measured(name, subject, settings)
-        record = {"origin": "measured", "clock": "processor", "rounds": settings.rounds}
-        record |= {"rows": rows, "provenance": provenance(settings.seed)}
-    for row in record["rows"]:
-        row["predicted_s"] = predicted(row)
+        rows = [row for name in settings.subjects for row in measured(name, settings)]
+    for row in rows:
+        row |= predicted(row)
         row["ratio"] = sum(row["predicted_s"].values()) / row["seconds"]["step"]
+        row["memory_ratio"] = row["predicted_bytes"] / row["measured_bytes"]
         again = ", checkpointing" if row["checkpointing"] else ""
-        Console().print(f"{row['name']}{again}: predicted / measured {row['ratio']:.2f}")
-    record["efficiency"] = asdict(ON_CPU)
-    record["worst_error"] = {
-        kind: max(
-            (abs(row["ratio"] - 1) for row in record["rows"] if row["unseen"] == unseen),
+        print(
+            f"{row['name']}{again}: {row['ratio']:.2f} of time, {row['memory_ratio']:.3f} of memory"
+        )
+    worst = {
+        f"{what}, {kind}": max(
+            (abs(row[what] - 1) for row in rows if row["unseen"] == (kind == "unseen")),
             default=None,
         )
-        for kind, unseen in (("seen", False), ("unseen", True))
+        for what in ("ratio", "memory_ratio")
+        for kind in ("seen", "unseen")
     }
-    Console().print(record["worst_error"])
-    write_json(settings.out, record)
+    print(f"farthest from 1: {worst}")
+    record = {"clock": "processor", "rounds": settings.rounds, "rows": rows}
+    keep(settings.out, record | {"efficiency": asdict(ON_CPU), "worst_error": worst}, settings.seed)
 
 
-def measured(name: str, subject: Subject, settings: Settings) -> list[dict[str, Any]]:
+def measured(name: str, settings: Settings) -> list[dict[str, Any]]:
     """Medians of rates and of a step's parts, without and with activation checkpointing."""
-    dense = random_dense(subject, settings.seed)
+    one = SUBJECTS[name]
+    dense = one.dense(settings.seed)
     rows = []
     for checkpointing in (False, True):
-        step = Step(subject, dense, seed=settings.seed, checkpointing=checkpointing)
-        parts, products, copies = [], [], []
-        with step.ready():
-            for one in range(settings.rounds + 1):
-                rates = matmul_rate(), copy_rate()
-                found = step.take()
-                if one:
-                    parts.append(found)
-                    products.append(rates[0])
-                    copies.append(rates[1])
+        step = Step(one, dense, seed=settings.seed, checkpointing=checkpointing)
+        found = in_turns({"rates": rates, "step": step.taken}, settings.rounds)
         rows.append(
             {
                 "name": name,
                 "unseen": name in UNSEEN,
                 "checkpointing": checkpointing,
-                "subject": asdict(subject),
-                "matmul_flops_per_s": median(products),
-                "copy_bytes_per_s": median(copies),
-                "seconds": {part: median(one[part] for one in parts) for part in parts[0]},
+                "subject": asdict(one),
+                **medians(found["rates"]),
+                "seconds": medians(found["step"]),
+                "measured_bytes": step.peak_bytes(),
             }
         )
     return rows
 
 
-def predicted(row: dict[str, Any]) -> dict[str, float]:
-    """Seconds of each part, from the shape and the rates measured beside it."""
-    said = row["subject"]
-    subject = Subject(**{**said, "shape": Shape(**said["shape"])})
+def predicted(row: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of each part, from the rates measured beside it, and bytes, both from the shape."""
+    one = Subject(**{**row["subject"], "shape": Shape(**row["subject"]["shape"])})
     # On the meta device: only the config and the shapes are read.
-    found = sizes(subject, random_dense(replace(subject, device="meta"), seed=0))
-    here = Accelerator(
-        name="this CPU",
+    sizes = one.sizes(replace(one, device="meta").dense(seed=0))
+    speed = Accelerator(
+        name="here",
         flops_per_s=row["matmul_flops_per_s"],
         bytes_per_s=row["copy_bytes_per_s"],
         efficiency=ON_CPU,
     )
-    parts = alignment_work(found, run_size(subject), checkpointing=row["checkpointing"])
-    return {part: here.seconds(work) for part, work in parts.items()}
+    run, checkpointing = one.run_size(), row["checkpointing"]
+    parts = alignment_work(sizes, run, checkpointing=checkpointing)
+    items = alignment_memory(sizes, run, checkpointing=checkpointing)
+    return {
+        "predicted_s": {name: speed.seconds(work) for name, work in parts.items()},
+        "predicted_bytes": sum(items.values()),
+    }
 
 
-def matmul_rate() -> float:
-    """Best of four square products, FLOP a processor second."""
+def rates() -> dict[str, float]:
+    """Best of four square products, and of three copies far larger than the caches."""
     matrix = torch.linspace(-1, 1, 512 * 512).view(512, 512)
-    return max(2 * 512**3 / taken(lambda: matrix @ matrix) for _ in range(4))
-
-
-def copy_rate() -> float:
-    """Best of three copies far larger than the caches; bytes read and written a second."""
     source = torch.zeros(COPIED_BYTES // 4)
     target = torch.empty_like(source)
-    return max(2 * COPIED_BYTES / taken(lambda: target.copy_(source)) for _ in range(3))
+    copying = min(taken(lambda: target.copy_(source)) for _ in range(3))
+    return {
+        "matmul_flops_per_s": 2 * 512**3 / min(taken(lambda: matrix @ matrix) for _ in range(4)),
+        "copy_bytes_per_s": 2 * COPIED_BYTES / copying,
+    }
 
 
 def taken(work: Callable[[], object]) -> float:

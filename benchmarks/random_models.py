@@ -15,7 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from dotmoe.export import ExportConfig, ExportRecord, GgufConfig, export
 from dotmoe.layout import ExpertLayout
+from dotmoe.load import describe_dense
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import family_of
 
@@ -107,6 +109,23 @@ def random_tokens(shape: Shape, rows: int, columns: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     size = (rows, columns)
     return torch.randint(shape.vocabulary, size, generator=generator, dtype=torch.int32)
+
+
+def write_export(
+    source: Path,
+    layout: ExpertLayout,
+    out: Path,
+    tokens: int,
+    seed: int,
+    *,
+    gguf: GgufConfig = GgufConfig(),  # noqa: B008 - frozen
+    **options: Any,
+) -> ExportRecord:
+    """Export a dense model on disk by a layout; `options` as in `ExportConfig`."""
+    dense = describe_dense(str(source))
+    generator = torch.Generator().manual_seed(seed)
+    text_BT = torch.randint(dense.widths.vocabulary, (1, tokens), generator=generator)
+    return export(dense, layout, out, ExportConfig(**options), text_BT, gguf=gguf)
 
 
 @contextmanager

@@ -6,24 +6,20 @@ writes the models into `serving-speed-models` (kept, and used again) and the fig
 `results/serving_speed.json`. The default shape is d 1024, d_ffn 14336, 28 of 112 experts.
 """
 
-import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import tyro
-from rich.console import Console
 
 from dotmoe.bench import BenchConfig, bench, tables
-from dotmoe.export import ExportConfig, GgufConfig, export
-from dotmoe.files import write_json
-from dotmoe.layout import ExpertLayout
-from dotmoe.load import LoadConfig, load_dense
-from dotmoe.models.dense import DenseModel
+from dotmoe.export import GgufConfig
+from dotmoe.load import LoadConfig
 from dotmoe.progress import Progress
-from dotmoe.tables import to_rich
-from random_models import Shape, random_layout, random_tokens, write_random_dense
+from dotmoe.tables import to_markdown
+from random_models import Shape, random_layout, write_export, write_random_dense
+from rounds import keep
 
 TEXT_TOKENS = 2_048
 VERIFY_TOKENS = 512
@@ -61,86 +57,64 @@ class Settings:
 
 
 def main() -> None:
-    settings = tyro.cli(Settings, config=(tyro.conf.OmitArgPrefixes,))
-    progress = Progress()
+    settings = tyro.cli(Settings, config=(tyro.conf.OmitArgPrefixes,), description=__doc__)
     cases: dict[str, Any] = {}
     for case in settings.cases:
-        models = pair(settings, case, progress)
+        dense, moe = pair(settings, case)
         for context_tokens in settings.context_tokens:
-            config = bench_config(settings, case, models, context_tokens)
-            with progress.bar(f"{case}, context {context_tokens}") as update:
-                result = bench(config, update)
-            Console().print(*map(to_rich, tables(result)))
+            is_first = context_tokens == settings.context_tokens[0]
+            config = BenchConfig(
+                dense=str(dense),
+                moe=str(moe),
+                batch_sizes=settings.batch_sizes,
+                prompt_tokens=settings.prompt_tokens if is_first else 0,  # prefill has no context
+                context_tokens=context_tokens,
+                rounds=settings.rounds,
+                threads=settings.threads,
+                clock=settings.clock,
+                llama_cpp_repack=settings.llama_cpp_repack,
+                load=LoadConfig(dtype=case if case in CHECKPOINTS else "auto", device="cpu"),
+                seed=settings.seed,
+            )
+            result = measured(config, f"{case}, context {context_tokens}")
             cases[f"{result['runtime']} {case}, context {context_tokens}"] = result
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
-    described = {
-        "shape": asdict(settings.shape),
-        "experts": settings.experts,
-        "active_experts": settings.active_experts,
-        "seed": settings.seed,
-    }
-    write_json(settings.out, {**described, "cases": cases})
+    subject = {name: getattr(settings, name) for name in ("experts", "active_experts", "seed")}
+    keep(settings.out, {"shape": asdict(settings.shape), **subject, "cases": cases})
 
 
-def bench_config(
-    settings: Settings, case: Case, models: tuple[Path, Path], context_tokens: int
-) -> BenchConfig:
-    """Prefill has no context: it is measured once, with the first."""
-    is_first = context_tokens == settings.context_tokens[0]
-    return BenchConfig(
-        dense=str(models[0]),
-        moe=str(models[1]),
-        batch_sizes=settings.batch_sizes,
-        prompt_tokens=settings.prompt_tokens if is_first else 0,
-        context_tokens=context_tokens,
-        rounds=settings.rounds,
-        threads=settings.threads,
-        clock=settings.clock,
-        llama_cpp_repack=settings.llama_cpp_repack,
-        load=LoadConfig(dtype=case if case in CHECKPOINTS else "auto", device="cpu"),
-        seed=settings.seed,
-    )
+def measured(config: BenchConfig, title: str) -> dict[str, Any]:
+    """What `dotmoe bench` finds, also printed."""
+    with Progress().bar(title) as update:
+        result = bench(config, update)
+    for table in tables(result):
+        print(to_markdown(table))
+    return result
 
 
-def pair(settings: Settings, case: Case, progress: Progress) -> tuple[Path, Path]:
+def pair(settings: Settings, case: Case) -> tuple[Path, Path]:
     """Dense model and MoE of a case; written where they are not there yet."""
     dtype = torch.bfloat16 if case == "bfloat16" else torch.float32
     source = settings.models / f"dense-{str(dtype).removeprefix('torch.')}"
     if not source.is_dir():
-        progress.log(f"writing {source}")
         write_random_dense(settings.shape, source, dtype, settings.seed)
     if case in CHECKPOINTS:
-        moe = settings.models / f"moe-{case}"
-        if not moe.is_dir():
-            progress.log(f"writing {moe}")
-            dense, layout = loaded(settings, source, dtype)
-            text_BT = random_tokens(settings.shape, 1, TEXT_TOKENS, settings.seed)
-            export(dense, layout, moe, ExportConfig(verify_tokens=VERIFY_TOKENS), text_BT)
-        return source, moe
-    names = [settings.models / f"{kind}-{case}" for kind in ("dense", "moe")]
-    if not all(name.is_dir() for name in names):
-        write_gguf(settings, case, source, names, progress)
-    return names[0] / f"model-{case}.gguf", names[1] / f"model-{case}.gguf"
+        return source, written(settings, source, settings.models / f"moe-{case}", {})
+    gguf = {"gguf": GgufConfig(type=case, tokenizer="none")}
+    dense, moe = (
+        written(settings, source, settings.models / f"{kind}-{case}", gguf | {"format": name})
+        for kind, name in (("dense", "gguf_dense"), ("moe", settings.gguf_format))
+    )
+    return dense / f"model-{case}.gguf", moe / f"model-{case}.gguf"
 
 
-def write_gguf(
-    settings: Settings, case: Case, source: Path, names: list[Path], progress: Progress
-) -> None:
-    dense, layout = loaded(settings, source, torch.float32)
-    text_BT = random_tokens(settings.shape, 1, TEXT_TOKENS, settings.seed)
-    for name in names:
-        shutil.rmtree(name, ignore_errors=True)
-    progress.log(f"writing {names[0]} and {names[1]}")
-    for name, form in zip(names, ("gguf_dense", settings.gguf_format), strict=True):
-        config = ExportConfig(format=form, verify_tokens=VERIFY_TOKENS)
-        gguf = GgufConfig(type=case, tokenizer="none")
-        export(dense, layout, name, config, text_BT, gguf=gguf)
-
-
-def loaded(settings: Settings, source: Path, dtype: torch.dtype) -> tuple[DenseModel, ExpertLayout]:
-    layout = random_layout(settings.shape, settings.experts, settings.active_experts, settings.seed)
-    load = LoadConfig(dtype=str(dtype).removeprefix("torch."), device="cpu")
-    return load_dense(str(source), load), layout
+def written(settings: Settings, source: Path, out: Path, options: dict[str, Any]) -> Path:
+    """Export a random split of the dense model, if it is not there."""
+    if not out.is_dir():
+        Progress().log(f"writing {out}")
+        shape, seed = settings.shape, settings.seed
+        layout = random_layout(shape, settings.experts, settings.active_experts, seed)
+        write_export(source, layout, out, TEXT_TOKENS, seed, verify_tokens=VERIFY_TOKENS, **options)
+    return out
 
 
 if __name__ == "__main__":

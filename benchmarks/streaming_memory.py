@@ -10,8 +10,6 @@ text, and what the C library keeps of freed memory.
 """
 
 import json
-import resource
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,22 +20,15 @@ from typing import Any
 
 import torch
 import tyro
-from transformers import LlamaConfig
 
-from dotmoe.checkpoint.on_disk import on_disk
-from dotmoe.export import ExportConfig, export
-from dotmoe.export.format import TensorSpec
-from dotmoe.export.safetensors_file import write_checkpoint
-from dotmoe.files import write_json
-from dotmoe.load import describe_dense
-from dotmoe.parameters import meta_model
-from dotmoe.provenance import provenance
-from random_models import Shape, random_layout, random_tokens, write_random_dense
+from dotmoe.bench.runners import peak_bytes
+from random_models import Shape, random_layout, write_export, write_random_dense
+from rounds import keep
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "streaming_memory.json"
 SEED = 0
 EXPERTS, ACTIVE_EXPERTS = 64, 16
 STORED, COMPUTED = torch.bfloat16.itemsize, torch.float32.itemsize
+TINY = Shape(width=64, ffn_width=512, layers=1, heads=4, kv_heads=4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +46,7 @@ class Settings:
     """Tokens of the text that scales the routers and verifies the export."""
     max_shard_gib: float = 1.0
     threads: int = 1
+    out: Path = Path("results/streaming_memory.json")
     only: str | None = None
     """Export the model in this folder in this process and print its figures; used by itself."""
 
@@ -64,42 +56,34 @@ def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     torch.set_num_threads(settings.threads)
     if settings.only is not None:
-        print(json.dumps(export_from_disk(settings, Path(settings.only))))
+        print(json.dumps(exported(settings, Path(settings.only))))
         return
     models = []
     for depth in settings.depths:
+        shape = replace(settings.shape, layers=depth)
         with tempfile.TemporaryDirectory() as scratch:
-            shape = replace(settings.shape, layers=depth)
-            model_bytes = write_dense(shape, Path(scratch), settings.max_shard_gib)
-            figures = in_new_process(settings, depth, scratch)
+            folder = Path(scratch)
+            write_random_dense(TINY, folder / "tiny", torch.bfloat16, SEED)
+            write_random_dense(shape, folder / "dense", torch.bfloat16, SEED)
+            stored = sum(f.stat().st_size for f in (folder / "dense").glob("*.safetensors"))
+            figures = in_new_process(settings, shape, scratch)
         bound = {"libraries": figures["libraries_bytes"]} | bound_of(shape, settings.tokens)
         models.append(
             {
                 "layers": depth,
-                "checkpoint_bytes": model_bytes,
+                "checkpoint_bytes": stored,
                 **figures,
                 "bound_parts_bytes": bound,
                 "bound_bytes": sum(bound.values()),
                 "peak_below_bound": figures["peak_bytes"] <= sum(bound.values()),
-                "peak_share_of_checkpoint": figures["peak_bytes"] / model_bytes,
+                "peak_share_of_checkpoint": figures["peak_bytes"] / stored,
             }
         )
         print(json.dumps(models[-1], indent=2))
-    shape = asdict(settings.shape)
-    del shape["layers"]
-    write_json(
-        RESULTS,
-        {
-            "origin": "measured",
-            "format": "glm4_moe",
-            "shape": shape,
-            "num_experts": EXPERTS,
-            "active_experts": ACTIVE_EXPERTS,
-            "tokens": settings.tokens,
-            "models": models,
-            "provenance": provenance(SEED),
-        },
-    )
+    shape = {name: size for name, size in asdict(settings.shape).items() if name != "layers"}
+    subject = {"format": "glm4_moe", "num_experts": EXPERTS, "active_experts": ACTIVE_EXPERTS}
+    subject |= {"shape": shape, "tokens": settings.tokens}
+    keep(settings.out, subject | {"models": models}, SEED)
 
 
 def bound_of(shape: Shape, tokens: int) -> dict[str, int]:
@@ -126,114 +110,51 @@ def bound_of(shape: Shape, tokens: int) -> dict[str, int]:
     }
 
 
-def write_dense(shape: Shape, folder: Path, max_shard_gib: float) -> int:
-    """Write a random dense model tensor by tensor, and a tiny one; bytes of the large one."""
-    tiny = Shape(width=64, ffn_width=512, layers=1, heads=4, kv_heads=4)
-    write_random_dense(tiny, folder / "tiny", torch.bfloat16, SEED)
-    config = LlamaConfig.from_pretrained(folder / "tiny")
-    config.update(
-        {
-            "hidden_size": shape.width,
-            "intermediate_size": shape.ffn_width,
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.kv_heads,
-            "head_dim": shape.width // shape.heads,
-            "vocab_size": shape.vocabulary,
-        }
-    )
-    dense = folder / "dense"
-    shutil.copytree(
-        folder / "tiny", dense, ignore=shutil.ignore_patterns("*.safetensors", "config.json")
-    )
-    config.save_pretrained(dense)
-    generator = torch.Generator().manual_seed(SEED)
-    specs = [
-        TensorSpec(
-            name=name,
-            shape=tuple(parameter.shape),
-            stored="BF16",
-            make=lambda size=parameter.shape: random_weight(size, generator),
-        )
-        for name, parameter in meta_model(config).named_parameters()
-    ]
-    write_checkpoint(specs, dense, int(max_shard_gib * 2**30))
-    return sum(spec.num_bytes for spec in specs)
-
-
-def random_weight(size: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Norms of 1, and matrices that keep the variance of what they map."""
-    if len(size) == 1:
-        return torch.ones(size, dtype=torch.bfloat16)
-    return (torch.randn(size, generator=generator) * size[-1] ** -0.5).bfloat16()
-
-
-def in_new_process(settings: Settings, depth: int, scratch: str) -> dict[str, Any]:
-    """What `export_from_disk` finds in a fresh process."""
-    command = [
-        *(sys.executable, __file__, "--only", scratch, "--shape.layers", str(depth)),
-        *("--tokens", str(settings.tokens), "--threads", str(settings.threads)),
-        *("--max-shard-gib", str(settings.max_shard_gib)),
-    ]
+def in_new_process(settings: Settings, shape: Shape, scratch: str) -> dict[str, Any]:
+    """What `exported` finds in a fresh process."""
+    options = [f"--shape.{name.replace('_', '-')}={size}" for name, size in asdict(shape).items()]
+    options += [f"--tokens={settings.tokens}", f"--threads={settings.threads}"]
+    options += [f"--max-shard-gib={settings.max_shard_gib}"]
+    command = [sys.executable, __file__, "--only", scratch, *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return figures
 
 
-def export_from_disk(settings: Settings, folder: Path) -> dict[str, Any]:
+def exported(settings: Settings, folder: Path) -> dict[str, Any]:
     """Export the tiny model, then the other, and take the time and the peak of memory."""
-    one_export(settings, folder / "tiny", folder / "tiny-moe")
+    one_export(settings, TINY, folder / "tiny", folder / "tiny-moe")
     libraries = peak_bytes()
     start, start_cpu = time.perf_counter(), time.process_time()
-    written, record = one_export(settings, folder / "dense", folder / "moe")
+    figures = one_export(settings, settings.shape, folder / "dense", folder / "moe")
     return {
         "libraries_bytes": libraries,
         "peak_bytes": peak_bytes(),
         "wall_s": time.perf_counter() - start,
         "cpu_s": time.process_time() - start_cpu,
-        "exported_bytes": written,
-        "verification": record,
+        **figures,
     }
 
 
-def one_export(settings: Settings, source: Path, out: Path) -> tuple[int, dict[str, Any]]:
+def one_export(settings: Settings, shape: Shape, source: Path, out: Path) -> dict[str, Any]:
     """Export a model from disk; bytes written and figures of the verification."""
-    dense = on_disk(describe_dense(str(source)), torch.device("cpu"), torch.float32)
-    widths = dense.widths
-    shape = Shape(
-        width=widths.model,
-        ffn_width=widths.ffn,
-        layers=widths.layers,
-        vocabulary=widths.vocabulary,
-    )
     layout = random_layout(shape, EXPERTS, ACTIVE_EXPERTS, SEED)
-    config = ExportConfig(
+    record = write_export(
+        source,
+        layout,
+        out,
+        settings.tokens,
+        SEED,
         format="glm4_moe",
         max_shard_gib=settings.max_shard_gib,
         scale_tokens=settings.tokens,
         verify_tokens=settings.tokens,
     )
-    record = export(dense, layout, out, config, random_tokens(shape, 1, settings.tokens, SEED))
-    verification = record.verification
-    return record.total_bytes, {
-        "loaded_class": verification.loaded_class,
-        "dtype": verification.dtype,
-        "largest_block_error": max(layer.block_error for layer in verification.layers),
-        "largest_block_floor": max(layer.block_floor for layer in verification.layers),
-        "logits_error": verification.logits_error,
-        "logits_floor": verification.logits_floor,
-        "all_experts_logits_error": verification.dense_error,
+    checked = asdict(record.verification)
+    figures = {
+        name: value for name, value in checked.items() if not isinstance(value, list | tuple)
     }
-
-
-def peak_bytes() -> int:
-    """Largest resident size of this process so far, mapped files included."""
-    status = Path("/proc/self/status")
-    if status.exists():  # getrusage counts what the starting process had before exec, too
-        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        return int(lines["VmHWM"].split()[0]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"exported_bytes": record.total_bytes, "verification": figures}
 
 
 if __name__ == "__main__":

@@ -18,18 +18,13 @@ from typing import Any, Literal
 
 import torch
 import tyro
-from rich.console import Console
 
-from dotmoe.bench import BenchConfig, bench, tables
-from dotmoe.export import ExportConfig, export
-from dotmoe.files import write_json
+from dotmoe.bench import BenchConfig
 from dotmoe.granularity import ExpertsConfig, resolve
-from dotmoe.load import LoadConfig, load_dense
-from dotmoe.progress import Progress
-from dotmoe.tables import to_rich
-from random_models import Shape, random_layout, random_tokens, write_random_dense
-
-TEXT_TOKENS = 2_048
+from dotmoe.load import LoadConfig
+from random_models import QWEN25_7B, Shape, random_layout, write_export, write_random_dense
+from rounds import keep, require_device
+from serving_speed import TEXT_TOKENS, measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,14 +45,7 @@ PRESETS = {
         batch_sizes=(1, 2, 4, 8, 16, 32),
     ),
     "qwen25_7b": Preset(
-        shape=Shape(
-            width=3_584,
-            ffn_width=18_944,
-            layers=28,
-            heads=28,
-            kv_heads=4,
-            vocabulary=152_064,
-        ),
+        shape=QWEN25_7B,
         dtype="bfloat16",
         device="cuda",
         batch_sizes=(1, 2, 4, 8, 16, 32, 64, 128),
@@ -92,19 +80,17 @@ class Settings:
 
 
 def main() -> None:
-    settings = tyro.cli(Settings)
+    settings = tyro.cli(Settings, description=__doc__)
     preset = PRESETS[settings.preset]
+    require_device(preset.device)
     if settings.layers:
         preset = replace(preset, shape=replace(preset.shape, layers=settings.layers))
-    runs: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=settings.work) as folder:
         dense = Path(folder) / "dense"
         write_random_dense(preset.shape, dense, getattr(torch, preset.dtype), settings.seed)
-        for experts in settings.experts:
-            runs[str(experts)] = measured(settings, preset, dense, experts)
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
+        runs = {str(e): measured_at(settings, preset, dense, e) for e in settings.experts}
     record = {"preset": settings.preset, "shape": asdict(preset.shape), "runs": runs}
-    write_json(settings.out.with_suffix(".json"), record)
+    keep(settings.out.with_suffix(".json"), record, settings.seed)
     rows = table(runs)
     with settings.out.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
@@ -113,23 +99,13 @@ def main() -> None:
     draw(rows, settings.out.with_suffix(".png"))
 
 
-def measured(settings: Settings, preset: Preset, dense: Path, experts: int) -> dict[str, Any]:
+def measured_at(settings: Settings, preset: Preset, dense: Path, experts: int) -> dict[str, Any]:
     """Write the MoE of one expert count, measure it beside the dense model, remove it."""
-    progress = Progress()
-    split = resolve(ExpertsConfig(experts=experts, active=settings.active), preset.shape.ffn_width)
+    shape, seed = preset.shape, settings.seed
+    split = resolve(ExpertsConfig(experts=experts, active=settings.active), shape.ffn_width)
     moe = dense.parent / f"moe-{experts}"
-    model = load_dense(str(dense), LoadConfig(dtype=preset.dtype, device=preset.device))
-    layout = random_layout(preset.shape, experts, split.active_experts, settings.seed)
-    export(
-        model,
-        layout,
-        moe,
-        ExportConfig(),
-        random_tokens(preset.shape, 1, TEXT_TOKENS, settings.seed),
-    )
-    del model
-    if preset.device != "cpu":
-        torch.cuda.empty_cache()
+    layout = random_layout(shape, experts, split.active_experts, seed)
+    write_export(dense, layout, moe, TEXT_TOKENS, seed)
     config = BenchConfig(
         dense=str(dense),
         moe=str(moe),
@@ -141,13 +117,10 @@ def measured(settings: Settings, preset: Preset, dense: Path, experts: int) -> d
         threads=settings.threads,
         clock=settings.clock,
         load=LoadConfig(dtype=preset.dtype, device=preset.device),
-        seed=settings.seed,
+        seed=seed,
     )
-    with progress.bar(f"{split.active_experts} of {experts} experts") as update:
-        result = bench(config, update)
-    Console().print(*map(to_rich, tables(result)))
+    record = measured(config, f"{split.active_experts} of {experts} experts")
     shutil.rmtree(moe)
-    record = result
     # The folder was temporary: its name means nothing later.
     for side, name in (("dense", "dense"), ("moe", f"moe-{experts}")):
         record[side]["name"] = record["settings"][side] = name
@@ -180,28 +153,25 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     try:
         from matplotlib import pyplot
     except ImportError:
-        Progress().log("matplotlib is not installed: no figure. pip install 'dotmoe[plots]'")
+        print("matplotlib is not installed: no figure. pip install 'dotmoe[plots]'")
         return
-    figure, (speed, ratio) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    counts = sorted({row["experts"] for row in rows})
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     batches = sorted({row["batch"] for row in rows})
-    for experts in counts:
+    for experts in sorted({row["experts"] for row in rows}):
         own = [row for row in rows if row["experts"] == experts]
         label = f"{own[0]['active_experts']} of {experts}"
-        for axes, column in ((speed, "tokens_per_s"), (ratio, "ratio")):
-            axes.plot([r["batch"] for r in own], [r[column] for r in own], marker="o", label=label)
-    dense = [
-        max(row["dense_tokens_per_s"] for row in rows if row["batch"] == batch) for batch in batches
-    ]
-    speed.plot(batches, dense, color="black", linestyle="--", label="dense (best run)")
-    ratio.axhline(1, color="black", linestyle="--")
-    for axes, title in ((speed, "decoded tokens/s"), (ratio, "tokens/s, MoE / dense")):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(batches, [str(batch) for batch in batches])
-        axes.set_xlabel("batch size")
-        axes.set_ylabel(title)
-    speed.set_yscale("log")
-    speed.legend(title="experts")
+        for place, column in zip(axes, ("tokens_per_s", "ratio"), strict=True):
+            place.plot([r["batch"] for r in own], [r[column] for r in own], marker="o", label=label)
+    dense = [max(r["dense_tokens_per_s"] for r in rows if r["batch"] == b) for b in batches]
+    axes[0].plot(batches, dense, color="black", linestyle="--", label="dense (best run)")
+    axes[1].axhline(1, color="black", linestyle="--")
+    for place, title in zip(axes, ("decoded tokens/s", "tokens/s, MoE / dense"), strict=True):
+        place.set_xscale("log", base=2)
+        place.set_xticks(batches, [str(batch) for batch in batches])
+        place.set_xlabel("batch size")
+        place.set_ylabel(title)
+    axes[0].set_yscale("log")
+    axes[0].legend(title="experts")
     figure.savefig(path, dpi=150)
 
 
