@@ -144,9 +144,7 @@ def prompts_of(run: Path, count: int) -> list[list[int]]:
 
     (tokens_BT,) = load_file(run / "0_data" / "heldout.safetensors").values()
     lengths = [64 + (37 * i) % 192 for i in range(count)]
-    return [
-        tokens_BT[i % len(tokens_BT)][:length].tolist() for i, length in enumerate(lengths)
-    ]
+    return [tokens_BT[i % len(tokens_BT)][:length].tolist() for i, length in enumerate(lengths)]
 
 
 def scored(python: str, who: str, folder: Path, dtype: str, prompts: Path) -> dict[str, Any]:
