@@ -36,6 +36,15 @@ def test_terminal_shows_brackets_as_they_are() -> None:
         assert text in shown
 
 
+def test_a_narrow_terminal_wraps_and_loses_no_word() -> None:
+    columns = ("format", "runs in", "speed in tokens per second", "memory while it runs", "loss")
+    row = ("gguf_glm4moe", "llama.cpp and others", "12.34 tokens/s", "12.34 GiB of 80", "0.123")
+    console = Console(file=io.StringIO(), width=60)
+    console.print(to_rich(Table(columns=columns, rows=[row], words=2)))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(word in shown for cell in (*columns, *row) for word in cell.split())
+
+
 @pytest.mark.parametrize(
     ("amount", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (2**53, "8192.00 TiB")]
 )

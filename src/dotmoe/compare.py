@@ -1,6 +1,6 @@
 """Several methods on one model: the same budget, data, seed and measurement, side by side."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import tyro
 
 from dotmoe.baselines import METHODS, MethodName
-from dotmoe.config import FinetuneRunConfig, RunConfig
+from dotmoe.config import RunConfig
 from dotmoe.errors import UserError
 from dotmoe.files import write_json, write_text
 from dotmoe.granularity import Granularity
@@ -16,7 +16,7 @@ from dotmoe.pipeline import convert
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
 from dotmoe.run_folder import RunFolder
-from dotmoe.tables import Table, percent, to_markdown
+from dotmoe.tables import Table, percent, table_of, to_markdown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +43,6 @@ class Point:
     config: RunConfig
     trained: str = ""
     """What of it is trained, in words."""
-    finetunes: tuple[FinetuneRunConfig, ...] = ()
-    """What is done with the conversion afterwards, the shortest first."""
 
 
 def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
@@ -53,24 +51,11 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     Raises:
         UserError: As `points_of` and `convert`; runs that were finished before are kept.
     """
-    rows: list[dict[str, Any]] = []
-    for point in points_of(config):
-        progress.log(f"{point.name}:")
-        results = convert(point.config, progress).results
-        if not rows:
-            words = {"method": "dense", "router": "-", "trained": "-"}
-            rows.append(dense_row(results) | words | {"shared_fraction": 0.0, "seconds": None})
-        rows.extend(_rows(point, results))
-    summary = {
-        "origin": "measured",
-        "model": config.model,
-        "rows": rows,
-        "protocol": results["dense"]["protocol"],
-        "text": results["dense"]["text"],
+    summary = summary_of(config, points_of(config), _rows, progress)
+    summary |= {
         "calibration_tokens": config.calibrate.calibration_tokens,
         "tokens_a_step": config.align.batch_size * config.data.seq_len,
         "steps": config.baseline.router_steps,
-        "provenance": provenance(config.seed),
     }
     write_summary(config.out, "compare", summary, [table(summary)])
     return summary
@@ -78,22 +63,17 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
 
 def table(summary: dict[str, Any]) -> Table:
     """The rows of a comparison."""
-    columns = ("method", "router", "trained", "perplexity", "nats above dense", "active", "shared",
-               "seconds")  # fmt: skip
-    rows = [
-        (
-            row["method"],
-            row["router"],
-            row["trained"],
-            f"{row['perplexity']:.2f}",
-            f"{row['loss_above_dense']:.3f}",
-            percent(row["active_fraction"]),
-            percent(row["shared_fraction"]),
-            None if row["seconds"] is None else f"{row['seconds']:.0f}",
-        )
-        for row in summary["rows"]
-    ]
-    return Table(columns=columns, rows=rows, words=3)
+    columns: dict[str, Callable[[Any], str | None]] = {
+        "method": lambda row: row["value"],
+        "router": lambda row: row.get("router"),
+        "trained": lambda row: row.get("trained"),
+        "perplexity": lambda row: f"{row['perplexity']:.2f}",
+        "nats above dense": lambda row: f"{row['loss_above_dense']:.3f}",
+        "active": lambda row: percent(row["active_fraction"]),
+        "shared": lambda row: percent(row["shared_fraction"]),
+        "seconds": lambda row: f"{row['seconds']:.0f}" if row.get("seconds") else None,
+    }
+    return table_of(summary["rows"], columns, words=3)
 
 
 def points_of(config: CompareConfig) -> list[Point]:
@@ -122,14 +102,38 @@ def plain_run(config: RunConfig) -> RunConfig:
     return RunConfig(**{field.name: getattr(config, field.name) for field in fields(RunConfig)})
 
 
-def dense_row(results: dict[str, Any]) -> dict[str, Any]:
-    """What a run measured of the dense model."""
+def summary_of(
+    config: RunConfig,
+    points: list[Point],
+    rows_of: Callable[[Point, dict[str, Any]], Iterable[dict[str, Any]]],
+    progress: Progress,
+) -> dict[str, Any]:
+    """What a comparison and a sweep record: makes every run that is not finished yet.
+
+    Args:
+        config: The config that holds all runs.
+        points: The runs; at least one.
+        rows_of: Rows of a run, from its results.
+        progress: Shows the progress.
+    """
+    rows: list[dict[str, Any]] = []
+    for point in points:
+        progress.log(f"{point.name}:")
+        results = convert(point.config, progress).results
+        dense = results["dense"]
+        if not rows:
+            whole = {"active_fraction": 1.0, "shared_fraction": 0.0}
+            whole["parameters"] = results["parameters"]["dense"]
+            rows.append({"run": "dense", "value": "dense", **whole, **measured(dense, dense)})
+        rows.extend(rows_of(point, results))
     return {
-        "run": "dense",
-        "value": "dense",
-        "active_fraction": 1.0,
-        "parameters": results["parameters"]["dense"],
-        **measured(results["dense"], results["dense"]),
+        "origin": "measured",
+        "model": config.model,
+        "rows": rows,
+        "text": dense["text"],
+        "window": dense["window"],
+        "protocol": dense["protocol"],
+        "provenance": provenance(config.seed),
     }
 
 
@@ -197,7 +201,7 @@ def _points_of(method: MethodName, plain: RunConfig) -> Iterator[Point]:
 
 def _rows(point: Point, results: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Rows of a run: what was exported, and what its method's own router would be worth."""
-    row = moe_row(point, results) | {"method": point.value, "trained": point.trained}
+    row = moe_row(point, results) | {"trained": point.trained}
     router: str = point.config.baseline.split_router if point.value != "dot_moe" else "ridge"
     exact = results.get("moe_own_router")
     yield row | {"router": router if exact is None else "linear fit to own"}

@@ -1,5 +1,6 @@
 """One thing changed and all else equal: conversions of one model as a table, a grid, or curves."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,7 +11,7 @@ from dotmoe.analyse.history import metric_columns
 from dotmoe.baselines import MethodName
 from dotmoe.calibrate import Start
 from dotmoe.checkpoint.folder import fingerprint
-from dotmoe.compare import Point, dense_row, moe_row, plain_run, write_summary
+from dotmoe.compare import Point, moe_row, plain_run, summary_of, write_summary
 from dotmoe.config import FinetuneRunConfig, RunConfig
 from dotmoe.errors import UserError
 from dotmoe.evaluate import TextConfig, active_experts_curve
@@ -18,18 +19,20 @@ from dotmoe.files import read_json, write_json
 from dotmoe.granularity import resolve
 from dotmoe.load import dense_config
 from dotmoe.models.family import widths_of
-from dotmoe.pipeline import convert, finetune
+from dotmoe.pipeline import finetune
 from dotmoe.progress import Progress
-from dotmoe.provenance import provenance
 from dotmoe.recipes import finetune_recipe
 from dotmoe.run_folder import STAGES
-from dotmoe.tables import Table, millions, percent
+from dotmoe.tables import Table, millions, percent, table_of
 
-Axis = Literal["experts", "active", "start", "methods"]
-
-_FIRST = {"experts": "E", "active": "aligned at", "start": "start", "methods": "method"}
-_CURVED = ("loss", "kl", "ce")
-"""Metrics that are kept step by step."""
+_CHANGED: dict[str, Callable[[RunConfig, Any], dict[str, Any]]] = {
+    "experts": lambda run, E: {"experts": replace(run.experts, experts=E, expert_size=None)},
+    "active": lambda run, share: {"experts": replace(run.experts, active=share)},
+    "start": lambda run, start: {"calibrate": replace(run.calibrate, start=start)},
+    "methods": lambda run, method: {"method": method},
+}
+"""What can be swept, and what a value of it changes in a run."""
+_HEADINGS = {"experts": "E", "active": "aligned at", "start": "start", "methods": "method"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +53,10 @@ class SweepConfig(RunConfig):
     """Starts of the alignment: what they are worth, step by step."""
     over_methods: tuple[MethodName, ...] = ()
     """Methods whose conversions are finetuned alike (fig:effect_of_init)."""
-    recovery: str = "sft"
+    finetune: str = "sft"
     """Recipe of `dotmoe finetune` for `over_methods`."""
-    recovery_steps: tuple[int, ...] = ()
-    """Lengths of that recovery, each a training of its own with its own schedule. Default: the
+    finetune_steps: tuple[int, ...] = ()
+    """Lengths of that finetuning, each a training of its own with its own schedule. Default: the
     recipe's alone."""
     method: Annotated[Literal["dot_moe"], tyro.conf.Suppress] = "dot_moe"
 
@@ -82,33 +85,24 @@ def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, An
     axis = axis_of(config)
     width = widths_of(dense_config(config.model)[0]).ffn
     points = points_of(config, width)
-    rows: list[dict[str, Any]] = []
     curves: dict[str, Any] = {}
-    for point in points:
-        progress.log(f"{point.name}:")
-        results = convert(point.config, progress).results
-        if not rows:
-            rows.append(dense_row(results))
-        rows.append(_row(point, results))
-        _keep_curve(curves, point.name, Path(point.config.out) / STAGES["align"])
-        for training in point.finetunes:
+
+    def rows_of(point: Point, results: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        columns = _metrics(Path(point.config.out) / STAGES["align"])
+        seconds = {"align_seconds": sum(columns["seconds"]) if columns else None}
+        curves[point.name] = _curve(columns)
+        yield moe_row(point, results) | seconds
+        for training in _finetunes(config, point.config) if axis == "methods" else ():
             name = Path(training.out).name
             progress.log(f"{name}:")
             found = finetune(training, progress).results
-            trained = {"recovery_steps": found["steps"], "recovery_tokens": found["tokens"]}
-            rows.append(_row(point, found) | {"steps": results["steps"]} | trained)
-            _keep_curve(curves, name, Path(training.out) / STAGES["finetune"])
-    summary = {
-        "origin": "measured",
-        "axis": axis,
-        "model": config.model,
-        "rows": rows,
-        "curves": curves,
-        "text": results["dense"]["text"],
-        "window": results["dense"]["window"],
-        "protocol": results["dense"]["protocol"],
-        "provenance": provenance(config.seed),
-    }
+            curves[name] = _curve(_metrics(Path(training.out) / STAGES["finetune"]))
+            trained = {"finetune_steps": found["steps"], "finetune_tokens": found["tokens"]}
+            yield moe_row(point, found) | seconds | {"steps": results["steps"]} | trained
+
+    summary = summary_of(config, points, rows_of, progress)
+    summary["axis"] = axis
+    summary["curves"] = {name: curve for name, curve in curves.items() if curve}
     if axis == "active":
         summary["grid"] = _grid(config, points, width, progress)
     write_summary(config.out, "sweep", summary, tables(summary))
@@ -117,16 +111,21 @@ def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, An
 
 def tables(summary: dict[str, Any]) -> list[Table]:
     """All models of a sweep, and where there is a grid, perplexity by trained and measured k."""
-    columns = [_FIRST[summary["axis"]], "k of E", "active", "active parameters", "perplexity"]
-    columns += ["nats above dense", "steps", "align, s"]
-    rows = [_cells(row) for row in summary["rows"]]
-    if any("recovery_tokens" in row for row in summary["rows"]):
-        columns.append("finetuned on, tokens")
-        for cells, row in zip(rows, summary["rows"], strict=True):
-            tokens = row.get("recovery_tokens")
-            cells.append(None if tokens is None else f"{tokens:,}")
-    # All columns may wrap: there are too many of them for a narrow terminal.
-    found = [Table(columns=columns, rows=rows, words=len(columns))]
+    columns: dict[str, Callable[[Any], str | None]] = {
+        _HEADINGS[summary["axis"]]: lambda row: _named(row["value"]),
+        "k of E": _k_of_experts,
+        "active": lambda row: percent(row["active_fraction"]),
+        "active parameters": lambda row: millions(row["parameters"]),
+        "perplexity": lambda row: f"{row['perplexity']:.2f}",
+        "nats above dense": lambda row: f"{row['loss_above_dense']:.3f}",
+        "steps": lambda row: str(row["steps"]) if "steps" in row else None,
+        "align, s": lambda row: f"{row['align_seconds']:.0f}" if row.get("align_seconds") else None,
+    }
+    if summary["axis"] == "methods":
+        columns["finetuned on, tokens"] = lambda row: (
+            f"{row['finetune_tokens']:,}" if "finetune_tokens" in row else None
+        )
+    found = [table_of(summary["rows"], columns)]
     if "grid" in summary:
         grid = summary["grid"]
         shown = zip(grid["measured_at"], grid["active_experts"], strict=True)
@@ -142,27 +141,25 @@ def tables(summary: dict[str, Any]) -> list[Table]:
     return found
 
 
-def axis_of(config: SweepConfig) -> Axis:
-    """What is swept.
+def axis_of(config: SweepConfig) -> str:
+    """What is swept, a key of `_CHANGED`.
 
     Raises:
         UserError: Nothing, or more than one thing; a value named twice; options that mean nothing
             for what is swept.
     """
-    given = _values(config)
-    chosen = [axis for axis, values in given.items() if values]
+    chosen = [axis for axis in _CHANGED if _values(config, axis)]
     if len(chosen) != 1:
-        options = ", ".join(f"--over-{axis}" for axis in given)
+        options = ", ".join(f"--over-{axis}" for axis in _CHANGED)
         raise UserError(
             f"{len(chosen)} things are to be swept, but it must be 1. Give one of {options}."
         )
     (axis,) = chosen
-    if len(set(given[axis])) < len(given[axis]):
+    if len(set(_values(config, axis))) < len(_values(config, axis)):
         raise UserError(f"over_{axis} names a value twice. Name each once.")
-    if config.measured_at and axis != "active":
-        raise UserError("measured_at is for --over-active alone. Leave it out.")
-    if config.recovery_steps and axis != "methods":
-        raise UserError("recovery_steps is for --over-methods alone. Leave it out.")
+    for option, its_axis in (("measured_at", "active"), ("finetune_steps", "methods")):
+        if getattr(config, option) and axis != its_axis:
+            raise UserError(f"{option} is for --over-{its_axis} alone. Leave it out.")
     return axis
 
 
@@ -175,7 +172,7 @@ def points_of(config: SweepConfig, ffn_width: int) -> list[Point]:
 
     Raises:
         UserError: As `axis_of`; a split that does not fit; no text to measure on that all runs
-            share, or a k that is fixed where a share is swept.
+            share, no such recipe, or a k that is fixed where a share is swept.
     """
     axis = axis_of(config)
     plain = plain_run(config)
@@ -184,41 +181,38 @@ def points_of(config: SweepConfig, ffn_width: int) -> list[Point]:
             f"active_experts is {config.experts.active_experts} for all, but k must change with "
             f"over_{axis}. Give --active, a share, or leave it out."
         )
+    if axis == "methods":
+        finetune_recipe(config.finetune)
     points = []
-    for value in _values(config)[axis]:
-        changed: dict[str, Any]
-        if axis == "experts":
-            changed = {"experts": replace(plain.experts, experts=value, expert_size=None)}
-        elif axis == "active":
-            changed = {"experts": replace(plain.experts, active=value)}
-        elif axis == "start":
-            changed = {"calibrate": replace(plain.calibrate, start=value)}
-        else:
-            changed = {"method": value}
-        name = f"{axis.removesuffix('s') if axis == 'methods' else axis}-"
+    for value in _values(config, axis):
+        name = f"{'method' if axis == 'methods' else axis}-"
         name += f"{value:g}" if isinstance(value, float) else str(value)
-        run = replace(plain, out=str(Path(plain.out) / name), **changed)
+        run = replace(plain, out=str(Path(plain.out) / name), **_CHANGED[axis](plain, value))
         resolve(run.experts, ffn_width)
-        finetunes = _finetunes(config, run) if axis == "methods" else ()
-        points.append(Point(name=name, value=value, config=run, finetunes=finetunes))
+        points.append(Point(name=name, value=value, config=run))
     for share in config.measured_at:
         resolve(replace(config.experts, active=share), ffn_width)
     return points
 
 
-def _values(config: SweepConfig) -> dict[Axis, tuple[Any, ...]]:
-    return {
-        "experts": config.over_experts,
-        "active": config.over_active,
-        "start": config.over_start,
-        "methods": config.over_methods,
-    }
+def _values(config: SweepConfig, axis: str) -> tuple[Any, ...]:
+    values: tuple[Any, ...] = getattr(config, f"over_{axis}")
+    return values
 
 
-def _finetunes(config: SweepConfig, run: RunConfig) -> tuple[FinetuneRunConfig, ...]:
-    recipe = finetune_recipe(config.recovery)
-    return tuple(
-        replace(
+def _named(value: Any) -> str:
+    return percent(value) if isinstance(value, float) else str(value)
+
+
+def _k_of_experts(row: dict[str, Any]) -> str | None:
+    return f"{row['active_experts']} of {row['num_experts']}" if "num_experts" in row else None
+
+
+def _finetunes(config: SweepConfig, run: RunConfig) -> Iterator[FinetuneRunConfig]:
+    """What is done with a conversion afterwards, the shortest first."""
+    recipe = finetune_recipe(config.finetune)
+    for steps in sorted(config.finetune_steps or (recipe.finetune.steps,)):
+        yield replace(
             recipe,
             run=run.out,
             out=f"{run.out}-finetuned-{steps}",
@@ -226,38 +220,16 @@ def _finetunes(config: SweepConfig, run: RunConfig) -> tuple[FinetuneRunConfig, 
             load=config.load,
             seed=config.seed,
         )
-        for steps in sorted(config.recovery_steps or (recipe.finetune.steps,))
-    )
 
 
-def _row(point: Point, results: dict[str, Any]) -> dict[str, Any]:
-    """What a run measured, with the seconds of its alignment steps; None where it had none."""
-    file = Path(point.config.out) / STAGES["align"] / "metrics.jsonl"
-    seconds = sum(metric_columns(file)["seconds"]) if file.is_file() else None
-    return moe_row(point, results) | {"align_seconds": seconds}
-
-
-def _cells(row: dict[str, Any]) -> list[str | None]:
-    seconds = row.get("align_seconds")
-    return [
-        percent(row["value"]) if isinstance(row["value"], float) else str(row["value"]),
-        f"{row['active_experts']} of {row['num_experts']}" if "num_experts" in row else None,
-        percent(row["active_fraction"]),
-        millions(row["parameters"]),
-        f"{row['perplexity']:.2f}",
-        f"{row['loss_above_dense']:.3f}",
-        str(row["steps"]) if "steps" in row else None,
-        None if seconds is None else f"{seconds:.0f}",
-    ]
-
-
-def _keep_curve(curves: dict[str, Any], name: str, stage: Path) -> None:
-    """Put the metrics of a training stage into `curves`, if there was any."""
+def _metrics(stage: Path) -> dict[str, list[Any]]:
+    """Metrics of a training stage, step by step; {} if there was none."""
     file = stage / "metrics.jsonl"
-    if file.is_file():
-        columns = metric_columns(file)
-        kept = {metric: columns[metric] for metric in _CURVED if metric in columns}
-        curves[name] = {"steps": columns["steps"], **kept}
+    return metric_columns(file) if file.is_file() else {}
+
+
+def _curve(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {name: columns[name] for name in ("steps", "loss", "kl", "ce") if name in columns}
 
 
 def _grid(
@@ -268,21 +240,21 @@ def _grid(
     active = [
         resolve(replace(config.experts, active=share), ffn_width).active_experts for share in shares
     ]
-    rows = [_measured(config, point, active, progress) for point in points]
+    curves = [_measured(config, point, active, progress) for point in points]
+
+    def by_k(figure: str) -> list[list[float]]:
+        found = [{at["active_experts"]: at[figure] for at in curve["points"]} for curve in curves]
+        return [[row[k] for k in active] for row in found]
+
     return {
         "trained_at": [point.value for point in points],
         "measured_at": list(shares),
         "active_experts": active,
-        "dense_perplexity": rows[0]["all_experts"]["perplexity"],
-        "perplexity_AB": [_by_k(row, active, "perplexity") for row in rows],
-        "loss_above_dense_AB": [_by_k(row, active, "loss_above_all_experts") for row in rows],
-        "protocol": rows[0]["protocol"],
+        "dense_perplexity": curves[0]["all_experts"]["perplexity"],
+        "perplexity_AB": by_k("perplexity"),
+        "loss_above_dense_AB": by_k("loss_above_all_experts"),
+        "protocol": curves[0]["protocol"],
     }
-
-
-def _by_k(curve: dict[str, Any], active: list[int], figure: str) -> list[float]:
-    by_k = {point["active_experts"]: point[figure] for point in curve["points"]}
-    return [by_k[k] for k in active]
 
 
 def _measured(

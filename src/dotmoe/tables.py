@@ -6,7 +6,7 @@ Whoever measures something makes a `Table` of formatted text; whoever prints it 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.table import Table as RichTable
@@ -54,11 +54,12 @@ def to_rich(table: Table) -> RichTable:
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        collapse_padding=True,
         show_header=any(table.columns),
     )
     for index, column in enumerate(table.columns):
-        is_text = index < table.words
-        rich.add_column(Text(column), justify="left" if is_text else "right", no_wrap=not is_text)
+        justify: Literal["left", "right"] = "left" if index < table.words else "right"
+        rich.add_column(Text(column), justify=justify, overflow="fold")
     for row in table.rows:
         rich.add_row(*(Text(_cell(cell)) for cell in row))
     return rich

@@ -91,17 +91,17 @@ def test_the_grid_is_each_export_with_its_k_edited(start, tmp_path, capsys):
 @pytest.mark.slow
 def test_methods_are_finetuned_alike(start, tmp_path):
     out = tmp_path / "out"
-    methods = ["--over-methods", "random_split", "dot_moe", "--recovery", "small"]
-    assert run([*start, "--steps", "1", *methods, "--recovery-steps", "2", "1"]) == 0
+    methods = ["--over-methods", "random_split", "dot_moe", "--finetune", "small"]
+    assert run([*start, "--steps", "1", *methods, "--finetune-steps", "2", "1"]) == 0
     found = written(out)
     runs = [row["run"] for row in found["rows"]]
     assert runs == ["dense", *["method-random_split"] * 3, *["method-dot_moe"] * 3]
     for row in found["rows"]:
-        if "recovery_steps" in row:
-            name = f"{row['run']}-finetuned-{row['recovery_steps']}"
+        if "finetune_steps" in row:
+            name = f"{row['run']}-finetuned-{row['finetune_steps']}"
             assert row["perplexity"] == own(out, name)["moe"]["perplexity"]
-            assert found["curves"][name]["steps"] == [1, 2][: row["recovery_steps"]]
-            assert row["recovery_tokens"] == own(out, name)["tokens"]
+            assert found["curves"][name]["steps"] == [1, 2][: row["finetune_steps"]]
+            assert row["finetune_tokens"] == own(out, name)["tokens"]
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_methods_are_finetuned_alike(start, tmp_path):
         (["--over-active", "0.5", "1.5"], "1.5"),
         (["--over-active", "0.5", "--measured-at", "0"], "active"),
         (["--over-start", "data", "--measured-at", "0.5"], "for --over-active alone"),
-        (["--over-start", "data", "--recovery-steps", "2"], "for --over-methods alone"),
-        (["--over-methods", "dot_moe", "--recovery", "smal"], "Did you mean small?"),
+        (["--over-start", "data", "--finetune-steps", "2"], "for --over-methods alone"),
+        (["--over-methods", "dot_moe", "--finetune", "smal"], "Did you mean small?"),
     ],
 )
 def test_wrong_use_is_refused_before_anything_is_run(options, words, start, tmp_path, capsys):
