@@ -1,7 +1,6 @@
 """Speed and memory of one alignment step, beside what no step can beat and a dense training step.
 
-    python benchmarks/alignment_step.py --quick                  # a small model, CPU, a minute
-    python benchmarks/alignment_step.py                          # the same, more rounds
+    python benchmarks/alignment_step.py                          # a small model, CPU, minutes
     python benchmarks/alignment_step.py --preset qwen25_7b       # 7B widths, one GPU
 
 Models are random and made on the device, since speed does not depend on what they have learned.
@@ -9,9 +8,6 @@ Each round measures the matmul rate, an alignment step without and with activati
 and a dense training step, one after the other.
 """
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +21,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from dotmoe.align import AlignConfig, Alignment
-from dotmoe.analyse.overhead import OF_ASSIGNMENT, OF_TASK, Clock, mask_cost, time_methods
+from dotmoe.analyse.overhead import OF_ASSIGNMENT, OF_TASK, Clock, time_methods
 from dotmoe.data import TokenBlocks
 from dotmoe.granularity import Granularity
 from dotmoe.inspection.sizes import RunSize, Sizes, sizes_of
@@ -115,7 +111,6 @@ PRESETS = {
         device="cuda",
     ),
 }
-TOKEN_COUNTS = {"cpu": (256, 512, 1_024, 2_048), "qwen25_7b": (2_048, 4_096, 8_192, 16_384)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,11 +120,7 @@ class Settings:
     preset: Literal["cpu", "qwen25_7b"] = "cpu"
     layers: int | None = None
     """Fewer layers than the preset's."""
-    micro_batches: int | None = None
-    """Forward passes of one step; the assignment is paid once a step. Left out: the preset's."""
     rounds: int = 12
-    quick: bool = False
-    """Three rounds."""
     threads: int = 1
     out: Path | None = None
     """JSON to write. Left out: results/alignment_step_cpu.json or ..._qwen25_7b.json."""
@@ -143,8 +134,6 @@ def main() -> None:
     require_device(subject.device)
     if settings.layers:
         subject = replace(subject, shape=replace(subject.shape, layers=settings.layers))
-    subject = replace(subject, micro_batches=settings.micro_batches or subject.micro_batches)
-    rounds = 3 if settings.quick else settings.rounds
     dense = subject.dense(settings.seed)
     plain = Step(subject, dense, seed=settings.seed)
     recomputed = Step(subject, dense, seed=settings.seed, checkpointing=True)
@@ -155,16 +144,13 @@ def main() -> None:
             "alignment, checkpointing": recomputed.taken,
             "dense training": partial(dense_step, subject, dense, plain),
         },
-        rounds,
+        settings.rounds,
     )
-    counts = TOKEN_COUNTS[settings.preset]
     record = {
         "subject": asdict(subject),
-        "rounds": rounds,
+        "rounds": settings.rounds,
         "clock": Clock(dense.device).kind,
         "steps": found,
-        "straight_through_s": straight_through_seconds(subject, dense),
-        "tokens": token_table(subject, dense, counts, rounds, settings.seed),
         "peak_bytes": {"plain": plain.peak_bytes(), "checkpointing": recomputed.peak_bytes()},
     }
     record["summary"] = summary(record, subject, dense)
@@ -204,21 +190,16 @@ class Step:
         self.optimizer = adamw(groups, weight_decay=self.config.weight_decay)
         self.steps = 0
 
-    @contextmanager
-    def ready(self) -> Iterator[None]:
-        """Inside, the model is masked."""
-        checkpointing = self.config.activation_checkpointing
-        with masked(self.dense, self.task.routing), recomputing(self.dense, checkpointing):
-            yield
-
     def taken(self) -> dict[str, float]:
         """Seconds of the parts of one step, and of all of it as `step`."""
-        with self.ready(), self.clock.part("step"):
+        masks = masked(self.dense, self.task.routing)
+        saved = recomputing(self.dense, self.config.activation_checkpointing)
+        with masks, saved, self.clock.part("step"):
             self.task.accumulate_gradients(self.steps)
             with self.clock.part("optimizer"):
                 torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
                 self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=True)
+                self.optimizer.zero_grad()
         self.steps += 1
         return self.clock.seconds()
 
@@ -244,7 +225,6 @@ class Step:
         return self._held_bytes() + most
 
     def _held_bytes(self) -> int:
-        """Tensors that are there between two steps."""
         tensors = [*self.dense.model.parameters(), *self.dense.model.buffers(), *self.parameters]
         for state in self.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
@@ -305,42 +285,8 @@ def dense_step(subject: Subject, dense: DenseModel, plain: Step) -> dict[str, fl
     except torch.OutOfMemoryError:
         return {"step": float("nan")}
     finally:
+        optimizer.zero_grad()
         dense.model.requires_grad_(False)
-        for parameter in parameters:
-            parameter.grad = None
-        del optimizer
-        gc.collect()
-
-
-def straight_through_seconds(subject: Subject, dense: DenseModel) -> float:
-    """What masks and their estimators cost a step, forward and backward, beyond the plain FFN."""
-    tokens = subject.seq_len * subject.micro_batch
-    cost = mask_cost(dense, subject.split, tokens, "soft_top_k", Clock(dense.device))
-    return (cost.forward_s + cost.backward_s) * subject.shape.layers * subject.micro_batches
-
-
-def token_table(
-    subject: Subject, dense: DenseModel, counts: tuple[int, ...], rounds: int, seed: int
-) -> list[dict[str, float]]:
-    """Seconds of a step of one micro-batch of each size; the assignment apart, it has no tokens."""
-    steps = {}
-    for count in counts:
-        one = replace(subject, micro_batch=count // subject.seq_len, micro_batches=1)
-        steps[str(count)] = Step(one, dense, seed=seed).taken
-    rows = []
-    for count, samples in in_turns(steps, rounds).items():
-        fixed = [s["optimizer"] + sum(s[part] for part in OF_ASSIGNMENT.values()) for s in samples]
-        rest = median(s["step"] - f for s, f in zip(samples, fixed, strict=True))
-        rows.append(
-            {
-                "tokens": int(count),
-                "step_s": median(s["step"] for s in samples),
-                "assignment_and_optimizer_s": median(fixed),
-                "rest_s": rest,
-                "rest_us_per_token": 1e6 * rest / int(count),
-            }
-        )
-    return rows
 
 
 def summary(record: dict[str, Any], subject: Subject, dense: DenseModel) -> dict[str, Any]:
@@ -369,7 +315,6 @@ def summary(record: dict[str, Any], subject: Subject, dense: DenseModel) -> dict
         "ratio_to_dense_training": ratio(plain, dense_s),
         "checkpointing_ratio": ratio(again, plain),
         "assignment_share": of_assignment / step_s,
-        "straight_through_share": record["straight_through_s"] / step_s,
     }
 
 
@@ -381,8 +326,6 @@ def show(record: dict[str, Any]) -> None:
         if name != "parts_s":
             print(f"{name}: {value:.4g}")
     print(f"peak bytes: {record['peak_bytes']}")
-    for row in record["tokens"]:
-        print({name: float(f"{value:.4g}") for name, value in row.items()})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Cost of the assignment in one alignment step of one layer, against the paper's recipe.
 
-    python benchmarks/assignment.py            # ten minutes; writes results/assignment.json
-    python benchmarks/assignment.py --quick    # one shape, one round, no file
+    python benchmarks/assignment.py    # ten minutes; writes results/assignment.json
 
 Soft plan, its gradient and the rounding, for the FFN widths of 7B to 32B models and the sharpness
 that training reaches (`assignment_profile.py`), by
@@ -10,20 +9,21 @@ that training reaches (`assignment_profile.py`), by
 - `POT`: `ot.bregman.sinkhorn_log` with as many sweeps, if it is installed; rounding as `paper`;
 - `dotmoe`: from the potential of the step before, as in training; `dotmoe, cold`: from none.
 
-Each method of a case has a process of its own, so that threads, denormals and memory are its
-alone; they take turns. One thread is pinned to one core.
+Each method of a case has a process of its own, so that denormals and memory are its alone; they
+take turns. One thread is pinned to one core.
 """
 
 import ctypes
 import math
-import multiprocessing
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,15 +36,11 @@ from dotmoe.bench.runners import forget_peak, peak_bytes, resident_bytes
 from dotmoe.files import read_json
 from dotmoe.tables import Table, to_markdown
 from dotmoe.transport import TransportPlan, balanced_plan, greedy_assignment
-from rounds import keep, ratio_quartiles
+from rounds import in_turns, keep, ratio_quartiles
 
-SHAPES = ((11_008, 86), (14_336, 112), (18_944, 148), (27_648, 216))
-MAIN_SHAPE = (18_944, 148)
 EVERY_SHAPE = ("quickstart, ramp end", "quickstart, late")
 """Stages measured at every shape: the largest changes a step, and the sharpest plan."""
 SHARP = "beyond training, sharp"
-GROWTH = ((4_096, 128), (8_192, 128), (16_384, 128), (32_768, 128))
-GROWTH += ((16_384, 32), (16_384, 64), (16_384, 256))
 REPEATS = {"paper": 1, "POT": 1, "dotmoe, cold": 3, "dotmoe": 5}
 """Steps in one turn."""
 
@@ -53,16 +49,20 @@ REPEATS = {"paper": 1, "POT": 1, "dotmoe, cold": 3, "dotmoe": 5}
 class Settings:
     """What to measure."""
 
-    out: str | None = None
-    """File to write. Left out: results/assignment.json, and none with --quick."""
-    profile: str = "results/assignment_profile.json"
+    shapes: tuple[tuple[int, int], ...] = (
+        (18_944, 148),
+        (11_008, 86),
+        (14_336, 112),
+        (27_648, 216),
+    )
+    """Neurons and experts of a layer; the first at every stage of the profile."""
+    profile: Path = Path("results/assignment_profile.json")
     """What affinities look like, by `assignment_profile.py`."""
     rounds: int = 3
     """Turns of every method."""
     core: int = 1
     """Core that one thread is pinned to."""
-    quick: bool = False
-    """The smallest shape and one round."""
+    out: Path = Path("results/assignment.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,14 +75,7 @@ class Case:
     """Name of the profile."""
     profile: dict[str, Any]
     """Of `assignment_profile.py`."""
-    threads: int = 1
-    flush_denormals: bool = True
     seed: int = 0
-
-    @property
-    def capacity(self) -> int:
-        """Neurons of one expert."""
-        return self.num_neurons // self.num_experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,160 +189,106 @@ METHODS: dict[str, type[Paper] | type[Newton]] = {
 """`dotmoe` starts from the potential of the step before."""
 
 
-def main(settings: Settings) -> None:
-    profile = read_json(Path(settings.profile))
-    stages = dict(profile["stages"])
-    stages[SHARP] = normal_profile(std=3.0, tau=0.1, change=5e-3)
+def main() -> None:
+    settings = tyro.cli(Settings, description=__doc__)
+    source = read_json(settings.profile)
+    stages = source["stages"] | {SHARP: normal_profile(std=3.0, tau=0.1, change=5e-3)}
     rows = []
-    for case, methods, rounds in plan_of_work(stages, settings):
-        rows.append(measured(case, methods, rounds, settings.core))
-        print(to_markdown(cost_table(rows[-1:])))
-    late, growth = EVERY_SHAPE[1], []
-    for shape in () if settings.quick else GROWTH:
-        case = case_of(stages, shape, late)
-        growth.append(measured(case, ("dotmoe",), 3 * settings.rounds, settings.core))
+    for neurons, experts in settings.shapes:
+        for stage in stages if (neurons, experts) == settings.shapes[0] else EVERY_SHAPE:
+            case = Case(
+                num_neurons=neurons, num_experts=experts, stage=stage, profile=stages[stage]
+            )
+            rounds = 1 if stage == SHARP else settings.rounds
+            rows.append(measured(case, rounds, settings.core))
+            print(to_markdown(cost_table(rows[-1:])))
     print(to_markdown(cost_table(rows)))
-    print(to_markdown(growth_table(growth)))
-    out = settings.out or (None if settings.quick else "results/assignment.json")
-    if out is not None:
-        source = {"file": settings.profile, "provenance": profile["provenance"]}
-        keep(out, {"profile": source, "cases": rows, "growth": growth})
+    profile = {"file": str(settings.profile), "provenance": source["provenance"]}
+    keep(settings.out, {"profile": profile, "cases": rows})
 
 
-def case_of(stages: dict[str, Any], shape: tuple[int, int], stage: str) -> Case:
-    return Case(num_neurons=shape[0], num_experts=shape[1], stage=stage, profile=stages[stage])
-
-
-def plan_of_work(
-    stages: dict[str, Any], settings: Settings
-) -> Iterator[tuple[Case, tuple[str, ...], int]]:
-    """Cases, with the methods to compare on each and their rounds."""
-    everything = tuple(m for m in REPEATS if m != "POT" or find_spec("ot") is not None)
-    without_pot = tuple(m for m in everything if m != "POT")
-    if settings.quick:
-        yield case_of(stages, SHAPES[0], EVERY_SHAPE[1]), everything, 1
-        return
-    for stage in stages:
-        rounds = 1 if stage == SHARP else settings.rounds
-        yield case_of(stages, MAIN_SHAPE, stage), everything, rounds
-    for shape in SHAPES:
-        if shape != MAIN_SHAPE:
-            for stage in EVERY_SHAPE:
-                yield case_of(stages, shape, stage), without_pot, settings.rounds
-    for stage in EVERY_SHAPE:
-        case = replace(case_of(stages, MAIN_SHAPE, stage), threads=2)
-        yield case, without_pot, settings.rounds
-    for stage in (EVERY_SHAPE[1], SHARP):
-        case = replace(case_of(stages, MAIN_SHAPE, stage), flush_denormals=False)
-        yield case, without_pot, 1
-
-
-def measured(case: Case, methods: tuple[str, ...], rounds: int, core: int) -> dict[str, Any]:
-    """All methods on one case, in turns."""
-    cores = {core} if case.threads == 1 else os.sched_getaffinity(0)
-    steps: dict[str, list[list[Step]]] = {method: [] for method in methods}
+def measured(case: Case, rounds: int, core: int) -> dict[str, Any]:
+    """All methods on one case, in turns, each in a process that waits meanwhile."""
+    names = [name for name in METHODS if name != "POT" or find_spec("ot") is not None]
     peaks: dict[str, int] = {}
-    with workers(case, methods, cores) as connections:
-        for method, connection in connections.items():
-            connection.send(1)
-            peaks[method] = connection.recv()[0].peak_bytes
-        for _ in range(rounds):
-            for method, connection in connections.items():
-                connection.send(REPEATS[method])
-                steps[method].append(connection.recv())
-    figures = {name: figures_of(steps[name], peaks[name]) for name in methods}
-    for name in methods:
-        if "paper" in methods and name != "paper":
-            figures[name] |= against(figures, steps, name)
-    description = {k: v for k, v in asdict(case).items() if k != "profile"}
-    return description | {"rounds": rounds, "methods": figures}
+    turns: dict[str, Callable[[], list[Step]]] = {}
+    with ExitStack() as stack:
+        for name in names:
+            pool = ProcessPoolExecutor(1, get_context("spawn"), prepare, (name, case, core))
+            stack.enter_context(pool)
+            # Memory that was freed before is given back by then, and paid for again.
+            peaks[name] = pool.submit(steps_of, 1).result()[0].peak_bytes
+            turns[name] = partial(one_turn, pool, REPEATS[name])
+        found = in_turns(turns, rounds)
+    methods = {name: figures_of(found[name]) | {"peak_bytes": peaks[name]} for name in names}
+    seconds = {
+        name: [median(step.seconds for step in turn) for turn in found[name]] for name in names
+    }
+    for name, figures in methods.items():
+        low, high = ratio_quartiles(seconds["paper"], seconds[name])
+        figures |= {
+            "times_faster": methods["paper"]["seconds"] / figures["seconds"],
+            "times_faster_low": low,
+            "times_faster_high": high,
+            "share_of_peak": peaks[name] / peaks["paper"],
+        }
+    subject = {name: getattr(case, name) for name in ("num_neurons", "num_experts", "stage")}
+    return subject | {"rounds": rounds, "methods": methods}
 
 
-@contextmanager
-def workers(
-    case: Case, methods: tuple[str, ...], cores: set[int]
-) -> Iterator[dict[str, Connection]]:
-    """A waiting process for each method; they end with the block."""
-    context = multiprocessing.get_context("spawn")
-    connections = {}
-    processes = []
-    for method in methods:
-        connections[method], theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, method, case, cores), daemon=True)
-        process.start()
-        processes.append(process)
-    try:
-        yield connections
-        for connection in connections.values():
-            connection.send(None)
-        for process in processes:
-            process.join(timeout=60)
-    finally:
-        for process in processes:
-            process.terminate()
+def one_turn(pool: ProcessPoolExecutor, repeats: int) -> list[Step]:
+    return pool.submit(steps_of, repeats).result()
 
 
-def figures_of(rounds: list[list[Step]], peak: int) -> dict[str, Any]:
+def figures_of(rounds: list[list[Step]]) -> dict[str, Any]:
     """Medians over all steps of all rounds."""
     steps = [step for one in rounds for step in one]
-    return {
-        "forward_s": median(step.forward_s for step in steps),
-        "backward_s": median(step.backward_s for step in steps),
-        "rounding_s": median(step.rounding_s for step in steps),
-        "seconds": median(step.seconds for step in steps),
-        "fastest_s": min(step.seconds for step in steps),
+    names = ("forward_s", "backward_s", "rounding_s", "seconds")
+    return {name: median(getattr(step, name) for step in steps) for name in names} | {
         "steps": len(steps),
-        "peak_bytes": peak,
         "marginal_error": max(step.marginal_error for step in steps),
         "passes": steps[0].passes,
     }
 
 
-def against(
-    figures: dict[str, Any], steps: dict[str, list[list[Step]]], name: str
-) -> dict[str, float]:
-    """How a method compares with the paper's recipe."""
-    seconds = {m: [median(s.seconds for s in one) for one in steps[m]] for m in ("paper", name)}
-    low, high = ratio_quartiles(seconds["paper"], seconds[name])
-    return {
-        "times_faster": figures["paper"]["seconds"] / figures[name]["seconds"],
-        "times_faster_low": low,
-        "times_faster_high": high,
-        "share_of_peak": figures[name]["peak_bytes"] / figures["paper"]["peak_bytes"],
-    }
-
-
-def serve(connection: Connection, method_name: str, case: Case, cores: set[int]) -> None:
-    """Answer every number of repeats with as many steps, until None comes.
-
-    The first answer is for its peak: memory that was freed before is given back to the system then,
-    and paid for again.
-    """
-    os.sched_setaffinity(0, cores)
-    # Threads of the pool inherit the mode of the thread that starts them: before any arithmetic.
-    torch.set_flush_denormal(case.flush_denormals)
-    torch.set_num_threads(case.threads)
-    method = METHODS[method_name]()
-    _warm_up(method_name)
+def prepare(name: str, case: Case, core: int) -> None:
+    """Make this process ready for steps of one method."""
+    global one_step
+    os.sched_setaffinity(0, {core})
+    torch.set_flush_denormal(True)
+    torch.set_num_threads(1)
+    method = METHODS[name]()
+    # The first call loads code: on a small problem, without a start for the next.
+    step(method, torch.randn(2_048, 64), torch.ones(2_048, 64), 0.5)
     affinity_NE = affinities(case.profile, case.num_neurons, case.num_experts, case.seed)
-    if isinstance(method, Newton) and method_name == "dotmoe":
+    if isinstance(method, Newton) and name == "dotmoe":
         method.remember(affinity_NE, case.profile["tau"])
     affinity_NE = one_step_later(case.profile, affinity_NE, case.seed)
     generator = torch.Generator().manual_seed(case.seed + 2)
     # Of the size of a gradient of the plan in training; the cost does not depend on it.
     gradient_NE = 1e-3 * torch.randn(affinity_NE.shape, generator=generator)
-    _give_memory_back()
-    while (repeats := connection.recv()) is not None:
-        connection.send([step(method, affinity_NE, gradient_NE, case) for _ in range(repeats)])
+    one_step = partial(step, method, affinity_NE, gradient_NE, case.profile["next_tau"])
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # else freed memory would hide the peak
+        trim(0)
 
 
-def step(method: Paper | Newton, affinity_NE: Tensor, gradient_NE: Tensor, case: Case) -> Step:
+def steps_of(repeats: int) -> list[Step]:
+    """Steps of the method that this process was prepared for."""
+    return [one_step() for _ in range(repeats)]
+
+
+one_step: Callable[[], Step]
+
+
+def step(method: Paper | Newton, affinity_NE: Tensor, gradient_NE: Tensor, tau: float) -> Step:
     """Soft plan, its gradient, and the assignment, measured."""
+    num_neurons, num_experts = affinity_NE.shape
     leaf_NE = affinity_NE.requires_grad_()
     forget_peak()
     before = resident_bytes()
     started = time.perf_counter()
-    plan_NE = method.plan(leaf_NE, case.profile["next_tau"])
+    plan_NE = method.plan(leaf_NE, tau)
     solved = time.perf_counter()
     torch.autograd.grad(plan_NE, leaf_NE, gradient_NE)
     differentiated = time.perf_counter()
@@ -357,32 +296,16 @@ def step(method: Paper | Newton, affinity_NE: Tensor, gradient_NE: Tensor, case:
     method.rounded(plan_NE)
     rounded = time.perf_counter()
     peak = peak_bytes() - before
-    column_error = (plan_NE.sum(dim=0, dtype=torch.float64) / case.capacity - 1.0).abs().max()
-    row_error = (plan_NE.sum(dim=1, dtype=torch.float64) - 1.0).abs().max()
+    columns_E = plan_NE.sum(dim=0, dtype=torch.float64) * (num_experts / num_neurons)
+    rows_N = plan_NE.sum(dim=1, dtype=torch.float64)
     return Step(
         forward_s=solved - started,
         backward_s=differentiated - solved,
         rounding_s=rounded - differentiated,
         peak_bytes=peak,
-        marginal_error=float(torch.maximum(column_error, row_error)),
+        marginal_error=float(torch.cat([columns_E, rows_N]).sub(1.0).abs().max()),
         passes=method.num_passes,
     )
-
-
-def _warm_up(method_name: str) -> None:
-    """Load what the first call loads, on a small problem."""
-    method = METHODS[method_name]()
-    affinity_NE = torch.randn(2_048, 64).requires_grad_()
-    plan_NE = method.plan(affinity_NE, 0.5)
-    torch.autograd.grad(plan_NE.sum(), affinity_NE)
-    method.rounded(plan_NE.detach())
-
-
-def _give_memory_back() -> None:
-    """Return freed memory to the system where the C library can: it would hide the peak."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def affinities(profile: dict[str, Any], num_neurons: int, num_experts: int, seed: int) -> Tensor:
@@ -434,48 +357,25 @@ PARTS = ("forward", "backward", "rounding")
 
 def cost_table(cases: list[dict[str, Any]]) -> Table:
     """A row for each method of each case."""
-    columns = ["N x E", "stage", "threads", "method", *(f"{part} ms" for part in PARTS)]
+    columns = ["N x E", "stage", "method", *(f"{part} ms" for part in PARTS)]
     columns += ["step ms", "times faster", "marginal error", "peak MiB", "of paper's"]
     rows = []
     for case in cases:
         for name, figures in case["methods"].items():
-            is_compared = "times_faster" in figures
             rows.append(
                 [
                     f"{case['num_neurons']:,} x {case['num_experts']}",
-                    case["stage"] + ("" if case["flush_denormals"] else ", denormals kept"),
-                    str(case["threads"]),
+                    case["stage"],
                     name,
                     *(milliseconds(figures[f"{part}_s"]) for part in PARTS),
                     milliseconds(figures["seconds"]),
-                    f"{figures['times_faster']:.1f}" if is_compared else None,
+                    f"{figures['times_faster']:.1f}",
                     f"{figures['marginal_error']:.1e}",
                     f"{figures['peak_bytes'] / 2**20:,.0f}",
-                    f"{figures['share_of_peak']:.3f}" if is_compared else None,
+                    f"{figures['share_of_peak']:.3f}",
                 ]
             )
-    return Table(columns=columns, rows=rows, words=4)
-
-
-def growth_table(cases: list[dict[str, Any]]) -> Table:
-    """Time of a step by size, and by entry of the plan."""
-    columns = ["N", "E", "N x E", "step ms", "ns an entry", "passes", "peak bytes an entry"]
-    rows = []
-    for case in sorted(cases, key=lambda c: (c["num_neurons"] == 16_384, c["num_experts"])):
-        figures = case["methods"]["dotmoe"]
-        entries = case["num_neurons"] * case["num_experts"]
-        rows.append(
-            [
-                f"{case['num_neurons']:,}",
-                str(case["num_experts"]),
-                f"{entries:,}",
-                milliseconds(figures["seconds"]),
-                f"{1e9 * figures['seconds'] / entries:.1f}",
-                str(figures["passes"]),
-                f"{figures['peak_bytes'] / entries:.1f}",
-            ]
-        )
-    return Table(columns=columns, rows=rows)
+    return Table(columns=columns, rows=rows, words=3)
 
 
 def milliseconds(seconds: float) -> str:
@@ -484,4 +384,4 @@ def milliseconds(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings, description=__doc__))
+    main()

@@ -2,23 +2,19 @@
 
     taskset -c 0 python benchmarks/finetune_step.py            # some million parameters, CPU
 
-FLOPs are those that torch's own counter sees in forward and backward; the counter has no formula
-for grouped products, so it is given one, and is checked against the loop over experts, whose plain
-products it knows. Steps take turns, and each time is compared with the dense step's of the same
-round. The model is random, since neither depends on what it has learned.
+FLOPs are those that torch's own counter sees in forward and backward; it has no formula for grouped
+products, so it is given one. Steps take turns, and each time is compared with the dense step's of
+the same round. The model is random, since neither depends on what it has learned.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
-from unittest.mock import patch
 
 import torch
 import tyro
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from dotmoe.moe import sparse
@@ -31,10 +27,7 @@ from rounds import in_turns, keep, ratio
 class Settings:
     """What to measure."""
 
-    width: int = 512
-    ffn_width: int = 2_048
-    layers: int = 2
-    vocabulary: int = 4_096
+    shape: Shape = field(default_factory=lambda: Shape(512, 2_048, 2, 8, 8, 4_096))
     experts: int = 16
     tokens: int = 512
     """Of one step."""
@@ -43,36 +36,22 @@ class Settings:
     out: Path = Path("results/finetune_step.json")
     seed: int = 0
 
-    @property
-    def shape(self) -> Shape:
-        """Of the model, with heads of 64."""
-        heads = self.width // 64
-        return Shape(
-            width=self.width,
-            ffn_width=self.ffn_width,
-            layers=self.layers,
-            heads=heads,
-            kv_heads=heads,
-            vocabulary=self.vocabulary,
-        )
-
 
 class TrainingStep:
     """Forward and backward of a model, dense or with sparse FFNs, and AdamW."""
 
     def __init__(self, settings: Settings, active_experts: int | None) -> None:
-        dense = random_dense(settings.shape, seed=settings.seed)
-        self.model: nn.Module = dense.model.requires_grad_(True)
+        shape, seed = settings.shape, settings.seed
+        dense = random_dense(shape, seed=seed)
         self.routing: Routing | None = None
         if active_experts is not None:
-            layout = random_layout(settings.shape, settings.experts, active_experts, settings.seed)
             self.routing = Routing(
                 active_experts=active_experts, surrogate="soft_top_k", surrogate_temperature=1.0
             )
+            layout = random_layout(shape, settings.experts, active_experts, seed)
             sparse.make_sparse(dense, layout, self.routing)
-            dense.model.requires_grad_(True)
-        tokens = random_tokens(settings.shape, 2, settings.tokens // 2, settings.seed)
-        self.tokens_BT = tokens.long()
+        self.model = dense.model.requires_grad_(True)
+        self.tokens_BT = random_tokens(shape, 2, settings.tokens // 2, seed).long()
         # A rate of zero: the work is done, and the weights stay as they are for the next round.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
 
@@ -99,7 +78,7 @@ class TrainingStep:
         self.loss().backward()
         middle = perf_counter()
         self.optimizer.step()
-        return {"pass_s": middle - start, "step_s": perf_counter() - start}
+        return {"pass": middle - start, "step": perf_counter() - start}
 
 
 def main() -> None:
@@ -109,23 +88,20 @@ def main() -> None:
     counts.append(settings.experts)
     steps = {"dense": TrainingStep(settings, None)}
     steps |= {str(k): TrainingStep(settings, k) for k in counts}
-    dense_flops = steps["dense"].flops()
+    flops = {name: step.flops() for name, step in steps.items()}
     times = in_turns({name: step.seconds for name, step in steps.items()}, settings.rounds)
     rows = []
-    for k in counts:
-        mine, of_dense = (
-            {part: [one[part] for one in times[name]] for part in ("pass_s", "step_s")}
-            for name in (str(k), "dense")
-        )
-        row: dict[str, Any] = counted(settings, k, steps[str(k)], dense_flops)
-        row |= {part: median(values) for part, values in mine.items()}
-        row["pass_to_dense"] = ratio(mine["pass_s"], of_dense["pass_s"])
-        row["step_to_dense"] = ratio(mine["step_s"], of_dense["step_s"])
+    for name in map(str, counts):
+        row = {"active_experts": int(name), "flops": flops[name]}
+        row["flops_to_dense"] = flops[name] / flops["dense"]
+        for part in ("pass", "step"):
+            mine, dense = ([one[part] for one in times[who]] for who in (name, "dense"))
+            row |= {f"{part}_s": median(mine), f"{part}_to_dense": ratio(mine, dense)}
         rows.append(row)
-    show(rows)
+        print({key: float(f"{value:.4g}") for key, value in row.items()})
     record = {
         "settings": {name: value for name, value in asdict(settings).items() if name != "out"},
-        "dense": {"flops": dense_flops},
+        "dense": {"flops": flops["dense"]},
         "by_active_experts": rows,
     }
     keep(settings.out, record, settings.seed)
@@ -136,37 +112,6 @@ def grouped_flops(a_shape: tuple, b_shape: tuple, *_: object, **__: object) -> i
     if len(b_shape) == 3:  # [R, A] with [E, A, B]
         return 2 * a_shape[0] * b_shape[1] * b_shape[2]
     return 2 * a_shape[0] * a_shape[1] * b_shape[1]  # [A, R] with [R, B]
-
-
-def counted(settings: Settings, k: int, step: TrainingStep, dense_flops: int) -> dict[str, float]:
-    """FLOPs of a step: as counted, by the loop over experts, and by hand."""
-    without_grouped: Callable[..., bool] = lambda dtype, *widths: False  # noqa: E731
-    flops = step.flops()
-    with patch.object(sparse, "runs_grouped", without_grouped):
-        of_the_loop = step.flops()
-    # Three products of 2 T D n FLOPs forward; backward twice that. Routers are E rows.
-    a_neuron = 3 * 3 * 2 * settings.tokens * settings.width * settings.layers
-    neurons = settings.ffn_width // settings.experts * k
-    routers = 3 * 2 * settings.tokens * settings.width * settings.experts * settings.layers
-    elsewhere = dense_flops - a_neuron * settings.ffn_width
-    return {
-        "active_experts": k,
-        "flops": flops,
-        "flops_of_the_loop": of_the_loop,
-        "flops_by_hand": elsewhere + routers + a_neuron * neurons,
-        "flops_to_dense": flops / dense_flops,
-    }
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    print("  k   FLOPs/dense   forward and backward/dense   step/dense   by hand  by loop")
-    for row in rows:
-        print(
-            f"{row['active_experts']:>3}   {row['flops_to_dense']:>11.3f}   "
-            f"{row['pass_to_dense']:>26.3f}   {row['step_to_dense']:>10.3f}   "
-            f"{row['flops'] == row['flops_by_hand']!s:>7}  "
-            f"{row['flops'] == row['flops_of_the_loop']!s:>7}"
-        )
 
 
 if __name__ == "__main__":

@@ -26,51 +26,31 @@ from rounds import in_turns, keep, medians
 
 
 def subject(width: int, ffn: int, layers: int, vocabulary: int, **changes: Any) -> Subject:
-    """A subject with heads of 64."""
+    """A subject with heads of 64, as the small one but for these sizes and changes."""
     heads = width // 64
     kv_heads = changes.pop("kv_heads", heads)
-    shape = Shape(
-        width=width,
-        ffn_width=ffn,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        vocabulary=vocabulary,
-    )
-    return replace(SMALL, shape=shape, **changes)
+    return replace(SMALL, shape=Shape(width, ffn, layers, heads, kv_heads, vocabulary), **changes)
 
 
+EMBEDDED = Shape(192, 768, 5, 6, 2, 2_048)
 SUBJECTS = {
     "as the speed benchmark": replace(SMALL, micro_batches=2),
     "many tokens": replace(SMALL, micro_batch=8),
     "bfloat16 weights": replace(SMALL, micro_batch=8, dtype="bfloat16"),
-    "the embedded model": replace(
-        SMALL,
-        shape=Shape(width=192, ffn_width=768, layers=5, heads=6, kv_heads=2, vocabulary=2_048),
-        experts=48,
-        active=12,
-        micro_batch=4,
-    ),
+    "the embedded model": replace(SMALL, shape=EMBEDDED, experts=48, active=12, micro_batch=4),
     "large vocabulary": subject(512, 1_536, 2, 32_768, kv_heads=4, experts=24, active=6),
     "wide FFN, few tokens": subject(512, 9_472, 2, 4_096, kv_heads=2, micro_batch=1),
     "wider model": subject(1_024, 3_584, 2, 8_192, kv_heads=4, experts=56, active=14),
     "deep and narrow": subject(256, 1_024, 8, 4_096, experts=32, active=8, micro_batch=4),
     "long sequences": subject(
-        384, 1_536, 4, 4_096, experts=48, active=12, seq_len=1_024, micro_batch=1
+        *(384, 1_536, 4, 4_096), experts=48, active=12, seq_len=1_024, micro_batch=1
     ),
     "many small experts": subject(512, 4_096, 3, 16_384, experts=256, active=64, micro_batches=2),
     "three sequences, coarse experts": subject(
-        640, 2_560, 3, 12_288, kv_heads=2, experts=8, active=2, micro_batch=3
+        *(640, 2_560, 3, 12_288), kv_heads=2, experts=8, active=2, micro_batch=3
     ),
-    "four micro-batches": subject(
-        384,
-        1_024,
-        4,
-        8_192,
-        kv_heads=2,
-        experts=16,
-        active=4,
-        seq_len=128,
+    "four micro-batches": replace(
+        subject(384, 1_024, 4, 8_192, kv_heads=2, experts=16, active=4, seq_len=128),
         micro_batch=4,
         micro_batches=4,
     ),

@@ -25,7 +25,7 @@ ROUTER_LOGIT_STD = 2.5
 """Of the random routers' logits, for FFN inputs of unit variance."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Shape:
     """Sizes of a random Llama."""
 

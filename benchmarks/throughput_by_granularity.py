@@ -5,11 +5,9 @@
 
 The paper's figure (fig:throughput) has E = 8, 16, 74 and 148 with a quarter of the FFN active, in
 vLLM; this one runs in stock Transformers, with the dense model beside. Models are random, since
-speed does not depend on what they have learned. Writes JSON, CSV, and a figure if matplotlib is
-there (`pip install 'dotmoe[plots]'`).
+speed does not depend on what they have learned.
 """
 
-import csv
 import shutil
 import tempfile
 from dataclasses import asdict, dataclass, replace
@@ -72,8 +70,7 @@ class Settings:
     threads: int | None = None
     clock: Literal["wall", "cpu"] = "wall"
     """As in `dotmoe bench`; cpu for one thread on a busy machine."""
-    out: Path = Path("results/throughput_by_granularity")
-    """Files to write, without their suffixes."""
+    out: Path = Path("results/throughput_by_granularity.json")
     work: Path | None = None
     """Where a folder for the models is made, and removed. Left out: the system's temporary one."""
     seed: int = 0
@@ -90,13 +87,7 @@ def main() -> None:
         write_random_dense(preset.shape, dense, getattr(torch, preset.dtype), settings.seed)
         runs = {str(e): measured_at(settings, preset, dense, e) for e in settings.experts}
     record = {"preset": settings.preset, "shape": asdict(preset.shape), "runs": runs}
-    keep(settings.out.with_suffix(".json"), record, settings.seed)
-    rows = table(runs)
-    with settings.out.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    draw(rows, settings.out.with_suffix(".png"))
+    keep(settings.out, record, settings.seed)
 
 
 def measured_at(settings: Settings, preset: Preset, dense: Path, experts: int) -> dict[str, Any]:
@@ -125,54 +116,6 @@ def measured_at(settings: Settings, preset: Preset, dense: Path, experts: int) -
     for side, name in (("dense", "dense"), ("moe", f"moe-{experts}")):
         record[side]["name"] = record["settings"][side] = name
     return record | {"granularity": asdict(split)}
-
-
-def table(runs: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each expert count and batch size; the dense model's speed is of the same run."""
-    return [
-        {
-            "experts": run["granularity"]["num_experts"],
-            "expert_size": run["granularity"]["expert_size"],
-            "active_experts": run["granularity"]["active_experts"],
-            "batch": point["point"]["batch"],
-            "tokens_per_s": round(point["moe"]["tokens_per_s"], 2),
-            "dense_tokens_per_s": round(point["dense"]["tokens_per_s"], 2),
-            "ratio": round(point["speed_ratio"], 3),
-            "ratio_first_quartile": round(point["speed_ratio_quartiles"][0], 3),
-            "ratio_third_quartile": round(point["speed_ratio_quartiles"][1], 3),
-            "bytes_ratio": round(point["bytes_ratio"], 3),
-            "flops_ratio": round(point["flops_ratio"], 3),
-        }
-        for run in runs.values()
-        for point in run["points"]
-    ]
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Tokens per second, and their ratio to the dense model's, against batch size."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        print("matplotlib is not installed: no figure. pip install 'dotmoe[plots]'")
-        return
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    batches = sorted({row["batch"] for row in rows})
-    for experts in sorted({row["experts"] for row in rows}):
-        own = [row for row in rows if row["experts"] == experts]
-        label = f"{own[0]['active_experts']} of {experts}"
-        for place, column in zip(axes, ("tokens_per_s", "ratio"), strict=True):
-            place.plot([r["batch"] for r in own], [r[column] for r in own], marker="o", label=label)
-    dense = [max(r["dense_tokens_per_s"] for r in rows if r["batch"] == b) for b in batches]
-    axes[0].plot(batches, dense, color="black", linestyle="--", label="dense (best run)")
-    axes[1].axhline(1, color="black", linestyle="--")
-    for place, title in zip(axes, ("decoded tokens/s", "tokens/s, MoE / dense"), strict=True):
-        place.set_xscale("log", base=2)
-        place.set_xticks(batches, [str(batch) for batch in batches])
-        place.set_xlabel("batch size")
-        place.set_ylabel(title)
-    axes[0].set_yscale("log")
-    axes[0].legend(title="experts")
-    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def test_two_ranks_finetune_on_samples_of_the_dense_model(converted, tmp_path):
 
 @pytest.mark.slow
 def test_the_documents_example_runs(converted, tmp_path, monkeypatch, capsys):
-    document = Path(__file__).parents[2] / "docs" / "recovery.md"
+    document = Path(__file__).parents[2] / "docs" / "finetune.md"
     example = re.search(r"```python\n(.*?)```", document.read_text(), re.DOTALL)[1]
     example = example.replace("quickstart-run/dot_moe", str(converted[0]))
     monkeypatch.chdir(tmp_path)

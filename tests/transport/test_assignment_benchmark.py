@@ -37,10 +37,9 @@ def test_the_reference_is_the_papers_recipe(benchmarks):
 
 @pytest.mark.parametrize("name", ["paper", "POT", "dotmoe, cold", "dotmoe"])
 def test_every_method_solves_the_same_problem(benchmarks, name):
-    from assignment import METHODS, Case, Newton, affinities, normal_profile, one_step_later, step
+    from assignment import METHODS, Newton, affinities, normal_profile, one_step_later, step
 
     profile = normal_profile(std=0.2, tau=0.2, change=1e-3)
-    case = Case(num_neurons=128, num_experts=8, stage="normal", profile=profile)
     before = affinities(profile, 128, 8, seed=0)
     A = one_step_later(profile, before, seed=0)
     method = METHODS[name]()
@@ -48,7 +47,7 @@ def test_every_method_solves_the_same_problem(benchmarks, name):
         method.remember(before, 0.2)
     expected = sinkhorn(A, capacity=16, tau=0.2, num_sweeps=500).plan
     torch.testing.assert_close(method.plan(A, 0.2), expected, atol=1e-6, rtol=1e-4)
-    cost = step(method, A, torch.ones_like(A), case)
+    cost = step(method, A, torch.ones_like(A), 0.2)
     assert cost.marginal_error < 2e-6
     assert min(cost.forward_s, cost.backward_s, cost.rounding_s) > 0
     assert (cost.passes is not None) == name.startswith("dotmoe")
