@@ -1,16 +1,23 @@
 """Config dataclasses: ranges, identity, JSON. Oracle: the rules written out in the tables."""
 
+import dataclasses
+import importlib
+import inspect
 import json
 import math
+import pkgutil
+import typing
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
 import pytest
 import tyro
 
+import dotmoe
 from dotmoe.errors import UserError
 from dotmoe.options import (
     HOW,
+    Range,
     above,
     at_least,
     at_most,
@@ -153,3 +160,32 @@ def test_values_that_are_no_config_are_refused_in_one_line(values, message):
     with pytest.raises(UserError) as error:
         from_values(Outer, values, "F")
     assert str(error.value).startswith(message)
+
+
+def config_classes():
+    """Every dataclass of the package that is a config, or a part of one."""
+    for found in pkgutil.walk_packages(dotmoe.__path__, "dotmoe."):
+        if not found.name.endswith("__main__"):
+            for cls in vars(importlib.import_module(found.name)).values():
+                is_ours = inspect.isclass(cls) and cls.__module__.startswith("dotmoe.")
+                if is_ours and dataclasses.is_dataclass(cls) and cls.__name__.endswith("Config"):
+                    yield cls
+                    hints = typing.get_type_hints(cls).values()
+                    yield from (part for part in hints if dataclasses.is_dataclass(part))
+
+
+def parts_of(hint):
+    """A type and all it is made of, marks included."""
+    yield hint
+    for part in (*typing.get_args(hint), *getattr(hint, "__metadata__", ())):
+        yield from parts_of(part)
+
+
+def test_every_number_of_every_config_has_a_range():
+    classes = set(config_classes())
+    assert len(classes) > 20
+    for cls in classes:
+        for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+            parts = list(parts_of(hint))
+            if int in parts or float in parts:
+                assert any(isinstance(p, Range) for p in parts), f"{cls.__name__}.{name}"

@@ -6,8 +6,10 @@ Every layer of a supported model has the same width, so one `Granularity` holds 
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Annotated
 
 from dotmoe.errors import UserError
+from dotmoe.options import above, at_least, at_most
 
 PAPER_EXPERT_SIZE = 128
 """Neurons in one expert (tab:hyperparams_moefication)."""
@@ -24,15 +26,15 @@ experts and model width in multiples of 8 in bfloat16, of 4 in float32."""
 class ExpertsConfig:
     """Size of the experts and how many of them run per token."""
 
-    expert_size: int | None = None
+    expert_size: Annotated[int | None, at_least(1)] = None
     """Neurons in one expert (s), a divisor of the FFN width. Left out: 128, or less if need be."""
-    experts: int | None = None
+    experts: Annotated[int | None, at_least(2)] = None
     """Experts a layer (E), at least 2. Give this or `expert_size`."""
-    active: float | None = None
+    active: Annotated[float | None, above(0), at_most(1)] = None
     """Share of the experts that run per token, above 0 and at most 1. Left out: 0.25 (paper)."""
-    active_experts: int | None = None
+    active_experts: Annotated[int | None, at_least(1)] = None
     """Experts that run per token (k), 1 to E. Give this or `active`."""
-    first_dense_layers: int = 0
+    first_dense_layers: Annotated[int, at_least(0)] = 0
     """Leading layers that are not split, below the number of layers."""
 
 

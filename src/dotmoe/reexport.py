@@ -14,7 +14,7 @@ from dotmoe.export import GGUF_NAMES, ExportConfig, ExportRecord, GgufConfig, ex
 from dotmoe.finished_run import FinishedRun, finished_run
 from dotmoe.load import LoadConfig, describe_dense, resolved_dtype
 from dotmoe.models.dense import DenseModel
-from dotmoe.options import check
+from dotmoe.options import at_least, check
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,7 @@ class ReexportConfig:
     """Folder of a run whose extract stage, or finetune stage, is finished."""
     out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT")]
     """Folder to write; must not exist, or be empty."""
-    active_experts: int | None = None
+    active_experts: Annotated[int | None, at_least(1)] = None
     """Experts that run per token (k), 1 to E. Default: the run's."""
     export: ExportConfig = field(default_factory=ExportConfig)
     gguf_type: Literal["f32", "f16", "bf16", "q8_0", "q4_0"] = "f16"

@@ -19,12 +19,14 @@ from dotmoe.files import read_json, write_json
 from dotmoe.granularity import resolve
 from dotmoe.load import dense_config
 from dotmoe.models.family import widths_of
+from dotmoe.options import above, at_least, at_most
 from dotmoe.pipeline import finetune
 from dotmoe.progress import Progress
 from dotmoe.recipes import finetune_recipe
 from dotmoe.run_folder import STAGES
 from dotmoe.tables import Table, millions, percent, table_of
 
+Share = Annotated[float, above(0), at_most(1)]
 _CHANGED: dict[str, Callable[[RunConfig, Any], dict[str, Any]]] = {
     "experts": lambda run, E: {"experts": replace(run.experts, experts=E, expert_size=None)},
     "active": lambda run, share: {"experts": replace(run.experts, active=share)},
@@ -41,13 +43,13 @@ class SweepConfig(RunConfig):
 
     command: ClassVar[str] = "sweep"
 
-    over_experts: tuple[int, ...] = ()
+    over_experts: tuple[Annotated[int, at_least(2)], ...] = ()
     """Granularity: numbers of experts a layer (E). The active share stays, so that k grows with
     E."""
-    over_active: tuple[float, ...] = ()
+    over_active: tuple[Share, ...] = ()
     """Shares of the experts that run while aligning. Each model is then measured at all shares of
     `measured_at`, with k changed in the export alone."""
-    measured_at: tuple[float, ...] = ()
+    measured_at: tuple[Share, ...] = ()
     """Shares of the experts at which `over_active` measures. Default: those of `over_active`."""
     over_start: tuple[Start, ...] = ()
     """Starts of the alignment: what they are worth, step by step."""
@@ -55,7 +57,7 @@ class SweepConfig(RunConfig):
     """Methods whose conversions are finetuned alike (fig:effect_of_init)."""
     finetune: str = "sft"
     """Recipe of `dotmoe finetune` for `over_methods`."""
-    finetune_steps: tuple[int, ...] = ()
+    finetune_steps: tuple[Annotated[int, at_least(1)], ...] = ()
     """Lengths of that finetuning, each a training of its own with its own schedule. Default: the
     recipe's alone."""
     method: Annotated[Literal["dot_moe"], tyro.conf.Suppress] = "dot_moe"

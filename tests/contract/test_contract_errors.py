@@ -19,7 +19,7 @@ REFUSED = {
     "convert embedded OUT --data TEXT --lr nan": "lr is nan",
     "convert embedded OUT --data TEXT --batch-size 0": "batch_size is 0.*at least 1",
     "convert embedded OUT --data TEXT --active 1.5": r"1\.5.*at most 1",
-    "convert embedded OUT --data TEXT --active-experts 0": "0.*1 to",
+    "convert embedded OUT --data TEXT --active-experts 0": "active_experts is 0.*at least 1",
     "convert embedded OUT --data TEXT --expert-size 7": "7",
     "convert embedded OUT --data TEXT --format glm": "glm.*glm4_moe",
     "convert embedded OUT --data TEXT --method dotmoe": "Did you mean dot_moe",

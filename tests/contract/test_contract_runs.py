@@ -120,7 +120,7 @@ def test_keys_of_results_that_a_user_reads(kind, aligned, finetuned):
     assert results["steps"] == 20
     assert results["verification"]["tokens"] == 128
     assert set(results["provenance"]) >= {"time", "commit", "versions", "hardware", "seed"}
-    assert results["config"]["seed"] == 0
+    assert (results["config"]["command"], results["config"]["seed"]) == (kind, 0)
 
 
 def test_keys_of_the_export_that_a_user_reads(aligned):

@@ -119,7 +119,7 @@ def test_each_measurement_is_printed_and_kept(finished, evaluated, tmp_path):
 
 REFUSED = {
     "edit RUN --active-experts 13": "Choose 1 to 12",
-    "edit RUN --active-experts 0": "Choose 1 to 12",
+    "edit RUN --active-experts 0": "at least 1",
     "edit TEXT --active-experts 2": "text.txt",
     "export RUN OUT --format mixtrel": "Did you mean mixtral?",
     "export RUN OUT --format qwen3_moe": "Formats that can hold it: glm4_moe, mixtral",

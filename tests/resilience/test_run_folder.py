@@ -8,6 +8,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from dotmoe.checkpoint.folder import fingerprint
 from dotmoe.cli import run
 from dotmoe.config import FinetuneRunConfig, RunConfig
 from dotmoe.errors import UserError
@@ -88,6 +89,14 @@ def test_a_second_process_is_refused_before_it_writes_anything(finished, command
         # Another number of checkpoints would be allowed, and would be written into the config.
         assert "another dotmoe process" in command(*made.command(checkpoint_every=5)).refusal()
     assert made.contents() == before
+
+
+def test_the_tokenizer_is_part_of_the_models_fingerprint(finished, tmp_path):
+    model = shutil.copytree(finished.source, tmp_path / "model")
+    assert fingerprint(model) == fingerprint(finished.source)
+    with (model / "tokenizer.json").open("a") as file:
+        file.write(" ")
+    assert fingerprint(model) != fingerprint(finished.source)
 
 
 def test_a_model_that_changed_since_is_refused(finished, command, tmp_path):

@@ -113,7 +113,7 @@ def test_methods_are_finetuned_alike(start, tmp_path):
         (["--over-experts", "4", "5"], "does not divide"),
         (["--over-experts", "4", "--active-experts", "2"], "k must change"),
         (["--over-active", "0.5", "1.5"], "1.5"),
-        (["--over-active", "0.5", "--measured-at", "0"], "active"),
+        (["--over-active", "0.5", "--measured-at", "0"], "measured_at is 0.0"),
         (["--over-start", "data", "--measured-at", "0.5"], "for --over-active alone"),
         (["--over-start", "data", "--finetune-steps", "2"], "for --over-methods alone"),
         (["--over-methods", "dot_moe", "--finetune", "smal"], "Did you mean small?"),

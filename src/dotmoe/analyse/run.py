@@ -32,7 +32,7 @@ class AnalyseConfig:
     overhead_profile. Default: all that the run has something for."""
     tokens: Annotated[int, at_least(1)] = 32768
     """Tokens of the held-out text to route, at most; at least one block."""
-    layer: int | None = None
+    layer: Annotated[int | None, at_least(0)] = None
     """Layer whose expert outputs are shown, a split one. Default: the one at a third of the depth,
     as the paper's."""
     points: Annotated[int, at_least(10)] = 1000

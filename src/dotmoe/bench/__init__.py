@@ -71,7 +71,7 @@ class BenchConfig:
     """What times are taken from. cpu: seconds that one thread computed, without those in which
     other processes had its processor; for a busy machine, with --threads 1 and no GPU."""
     load: LoadConfig = field(default_factory=LoadConfig)
-    seed: int = 0
+    seed: Annotated[int, at_least(0)] = 0
     """Of the tokens that are fed in."""
 
     def check_together(self) -> None:

@@ -21,6 +21,7 @@ from dotmoe.evaluate import EvaluateConfig, gguf_file
 from dotmoe.export import explained, set_active_experts
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.inspection import ExportDtype, FinetuneSize, Machines, RunSize
+from dotmoe.options import at_least
 from dotmoe.progress import Progress
 from dotmoe.quickstart import QuickstartConfig
 from dotmoe.reexport import ReexportConfig
@@ -153,7 +154,7 @@ class EditConfig:
 
     export: Annotated[Positional[str], tyro.conf.arg(metavar="EXPORT")]
     """Exported folder, run folder, or GGUF file."""
-    active_experts: int
+    active_experts: Annotated[int, at_least(1)]
     """Experts that are to run per token (k), 1 to E."""
 
 

@@ -90,7 +90,7 @@ class GenerateConfig:
     """Of sampling, above 0."""
     top_p: Annotated[float, above(0), at_most(1)] = 0.95
     """Sample among the likeliest tokens that have this probability together, above 0, up to 1."""
-    sampling_seed: int = 0
+    sampling_seed: Annotated[int, at_least(0)] = 0
     """Of sampling; each prompt has one of its own, the same for both models."""
 
 
@@ -114,7 +114,7 @@ class EvaluateConfig:
     without numbers in the paper's of 2048, 4096, 8192 and 32768 that the context allows."""
     fidelity: bool = False
     """Compare hidden states, logits and FFN outputs with the dense model's on --text."""
-    curve: tuple[int, ...] | None = None
+    curve: Annotated[tuple[int, ...] | None, at_least(1)] = None
     """Measure an export at these k, and at k = E; without numbers at a ladder of them."""
     plot: str | None = None
     """Draw the curve into this file: .svg, .png or .pdf."""

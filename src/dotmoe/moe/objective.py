@@ -21,7 +21,7 @@ from dotmoe.training.loop import Schedule
 class ObjectiveConfig:
     """What alignment and finetuning have in common."""
 
-    steps: int
+    steps: Annotated[int, at_least(0)]
     """Optimizer steps."""
     batch_size: Annotated[int, at_least(1)]
     """Sequences per optimizer step, of all ranks together; they share them equally."""
