@@ -3,12 +3,12 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from dotmoe.align import AlignConfig, Alignment, align, steps_to_take
-from dotmoe.calibrate import CalibrateConfig, calibrate
+from dotmoe.align import AlignConfig, Alignment, align
 from dotmoe.data import TokenBlocks
 from dotmoe.errors import UserError
 from dotmoe.extract import extract
@@ -16,6 +16,7 @@ from dotmoe.granularity import Granularity
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.assignment import AlignState, AssignmentConfig
 from dotmoe.moe.masked import masked, masked_by
+from dotmoe.moe.objective import steps_to_take
 from dotmoe.training.loop import TrainingConfig
 from dotmoe.transport import balanced_plan, greedy_assignment
 
@@ -145,7 +146,6 @@ def test_gradients_are_those_of_the_whole_loss_written_out(dense, blocks):
 
 
 def test_micro_batches_add_up_to_the_batch(dense, blocks):
-    _, affinity, router = gradients(dense, alignment(dense, blocks, CONFIG))
     # Load balancing counts tokens per micro-batch, so it is left out of the comparison.
     even = replace(CONFIG, balance_weight=0.0)
     whole = gradients(dense, alignment(dense, blocks, even))
@@ -153,7 +153,6 @@ def test_micro_batches_add_up_to_the_batch(dense, blocks):
     # Cross-entropy has one unlabelled position a row, the same in each part.
     for one, other in zip(whole[1:], parts[1:], strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-7)
-    assert not torch.equal(affinity, whole[1]) or not torch.equal(router, whole[2])
 
 
 def test_leading_dense_layers_are_neither_trained_nor_measured(dense, blocks, tmp_path):
@@ -215,11 +214,6 @@ def test_activation_checkpointing_changes_no_gradient(dense, blocks, tmp_path):
     assert not any(module.training for module in dense.model.modules())
 
 
-def test_with_every_expert_active_the_student_is_the_teacher(dense, blocks):
-    metrics, _, _ = gradients(dense, alignment(dense, blocks, active_experts=E))
-    assert abs(metrics["kl"]) < 1e-6
-
-
 def test_only_affinities_and_routers_learn_and_kl_falls(dense, blocks, tmp_path):
     before = {name: p.clone() for name, p in dense.model.named_parameters()}
     initial = random_state(dense)
@@ -262,6 +256,13 @@ def test_steps_are_limited_by_the_passes_over_the_data():
     assert steps_to_take(replace(config, steps=0), 160) == 0
 
 
+def test_the_temperature_falls_linearly_and_then_stays():
+    config = AssignmentConfig(tau_start=1.0, tau_end=0.1)
+    taus = [config.tau(step, 700) for step in range(1000)]
+    assert taus == pytest.approx(np.interp(range(1000), [0, 700], [1.0, 0.1]), rel=1e-12)
+    assert config.tau(0, 0) == 0.1
+
+
 def test_surgery_leaves_no_trace(dense):
     tokens = torch.arange(2, 50)[None]
     before = dense.model(input_ids=tokens).logits
@@ -273,23 +274,6 @@ def test_surgery_leaves_no_trace(dense):
     assert [name for name, _ in dense.model.named_parameters()] == names
     with masked_by(dense, layout.with_active_experts(E)):
         assert torch.allclose(dense.model(input_ids=tokens).logits, before, atol=1e-5)
-
-
-def test_the_start_from_data_beats_a_random_start_and_repeats(dense, blocks):
-    tokens = blocks.tokens_BT
-    state = calibrate(dense, tokens, E, CalibrateConfig(calibration_tokens=240), seed=0)
-    again = calibrate(dense, tokens, E, CalibrateConfig(calibration_tokens=240), seed=0)
-    assert torch.equal(state.affinity_LNE, again.affinity_LNE)
-    assert torch.equal(state.router_LED, again.router_LED)
-    random = calibrate(dense, tokens, E, CalibrateConfig(start="random"), seed=0)
-    target = dense.model(input_ids=tokens.long()).logits
-
-    def error(start):
-        layout = extract(start, SPLIT, AssignmentConfig())
-        with masked_by(dense, layout):
-            return (dense.model(input_ids=tokens.long()).logits - target).square().mean()
-
-    assert error(state) < error(random)
 
 
 def test_bfloat16_weights_train_float32_affinities_and_routers(tiny_dense, blocks):

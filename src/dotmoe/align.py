@@ -14,13 +14,11 @@ from dotmoe.granularity import Granularity
 from dotmoe.models.dense import DenseModel
 from dotmoe.moe.assignment import AlignState, Assignment, AssignmentConfig
 from dotmoe.moe.masked import Masking, masked
-from dotmoe.moe.objective import Objective, ObjectiveConfig, require_trainable, steps_to_take
+from dotmoe.moe.objective import Objective, ObjectiveConfig, require_trainable
 from dotmoe.moe.units import recomputing
 from dotmoe.options import above, at_least, between
 from dotmoe.training.loop import DEFAULT_TRAINING, OnStep, ParameterGroup, TrainingConfig, train
 from dotmoe.transport import TransportPlan
-
-__all__ = ["AlignConfig", "Alignment", "align", "steps_to_take"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

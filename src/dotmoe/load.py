@@ -94,7 +94,7 @@ def _sharded(
     dense: DenseModel, ranks: DeviceMesh, device: torch.device, dtype: torch.dtype
 ) -> DenseModel:
     with quiet_transformers():
-        model = load_sharded(dense.config, dense.family, dense.folder, ranks, device, dtype)
+        model = load_sharded(dense, ranks, device, dtype)
     _require_finite(model, dense.folder)
     return replace(dense, model=model)
 

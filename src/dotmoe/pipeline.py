@@ -49,8 +49,9 @@ from dotmoe.export import (
 )
 from dotmoe.extract import extract
 from dotmoe.files import read_json, write_json
-from dotmoe.finetuning import LAYOUT, MODEL, divides_training, require_peft
+from dotmoe.finetuning import LAYOUT, MODEL, divides_training
 from dotmoe.finetuning import finetune as train
+from dotmoe.finetuning.lora import require_peft
 from dotmoe.finished_run import FinishedRun, finished_run
 from dotmoe.granularity import Granularity, resolve
 from dotmoe.layout import ExpertLayout

@@ -5,13 +5,12 @@ embedding; the head's matrix is whole where `distributed.whole` asks for it.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -19,12 +18,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from dotmoe.checkpoint.folder import tensor_files
+from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.distributed import local_part, own_rows
-from dotmoe.errors import UserError, one_line
-from dotmoe.models.family import Family
+from dotmoe.errors import UserError
+from dotmoe.models.dense import DenseModel
 from dotmoe.parameters import compute_constants
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 Sharding = Literal["auto", "replicate", "shard"]
 
@@ -48,21 +46,14 @@ def is_sharded(sharding: Sharding, num_bytes: int, device: torch.device) -> bool
 
 
 def load_sharded(
-    hf_config: Any,
-    family: Family,
-    folder: Path,
-    mesh: DeviceMesh,
-    device: torch.device,
-    dtype: torch.dtype,
+    dense: DenseModel, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype
 ) -> nn.Module:
     """The dense model of a checkpoint, frozen, each rank with its rows of every weight.
 
     Host memory holds the rows of one tensor besides the shards themselves.
 
     Args:
-        hf_config: Config of the checkpoint.
-        family: Its family.
-        folder: Where its files are, which every rank reads.
+        dense: The model, described; every rank reads its files.
         mesh: The ranks.
         device: Of this rank.
         dtype: Of the weights in memory.
@@ -70,8 +61,8 @@ def load_sharded(
     Raises:
         UserError: A tensor is missing, has another shape, or cannot be read.
     """
-    model = unloaded(hf_config, dtype)
-    source = source_of(model, folder)
+    family, model, tensors = dense.family, unloaded(dense.config, dtype), Tensors.of(dense)
+    require_shapes(model, tensors)
     trunk, head = family.trunk(model), family.head(model)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     is_tied = head.weight is embedding.weight
@@ -81,7 +72,7 @@ def load_sharded(
     compute_constants(model, device)
     head.weight = embedding.weight if is_tied else _empty_shard(head.weight, mesh, device)
     for name, parameter in model.named_parameters():
-        fill_own_rows(parameter, *source[name])
+        fill_own_rows(parameter, tensors, name)
     return model
 
 
@@ -117,42 +108,19 @@ def checkpoint_dtype(hf_config: Any, folder: Path) -> torch.dtype:
     stated = getattr(hf_config, "dtype", None)
     if isinstance(stated, torch.dtype):
         return stated
-    name, file = next(iter(tensor_files(folder).items()))
-    with safe_open(file, framework="pt") as opened:
-        stored: torch.dtype = opened.get_slice(name)[:0].dtype
-    return stored
+    name = next(iter(tensor_files(folder)))
+    return Tensors(folder, tied=False).describe(name)[1]
 
 
-def source_of(model: nn.Module, folder: Path) -> Mapping[str, tuple[Path, str]]:
-    """File and stored name of each parameter, all of which are there and of the right shape.
-
-    Args:
-        model: A dense model, which may be on the meta device.
-        folder: Of the checkpoint.
-
-    Raises:
-        UserError: A tensor is missing, or has another shape.
-    """
-    files = tensor_files(folder)
-    tied = bool(model.config.tie_word_embeddings)  # type: ignore[union-attr]
-    sources = {}
+def require_shapes(model: nn.Module, tensors: Tensors) -> None:
+    """Refuse a checkpoint that lacks a parameter of a dense model, or has it in another shape."""
     for name, parameter in model.named_parameters():
-        names = (EMBEDDING, HEAD) if tied and name in (EMBEDDING, HEAD) else (name,)
-        stored = next((each for each in names if each in files), None)
-        if stored is None:
-            raise UserError(
-                f"{name} is not in the checkpoint {folder}, so it would be random. Download the "
-                "checkpoint again or mend its config.json."
-            )
-        with safe_open(files[stored], framework="pt") as file:
-            shape = tuple(file.get_slice(stored).get_shape())
+        shape, _ = tensors.describe(name)
         if shape != tuple(parameter.shape):
             raise UserError(
-                f"{name} has shape {shape} in {folder}, but its config.json asks for "
+                f"{name} has shape {shape} in {tensors.folder}, but its config.json asks for "
                 f"{tuple(parameter.shape)}. Mend the config."
             )
-        sources[name] = (files[stored], stored)
-    return sources
 
 
 def _empty_shard(weight: Tensor, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
@@ -161,24 +129,6 @@ def _empty_shard(weight: Tensor, mesh: DeviceMesh, device: torch.device) -> nn.P
 
 
 @torch.no_grad()
-def fill_own_rows(parameter: Tensor, file: Path, stored: str) -> None:
+def fill_own_rows(parameter: Tensor, tensors: Tensors, name: str) -> None:
     """Read this rank's rows of one tensor."""
-    with stored_tensor(file, stored) as tensor:
-        local_part(parameter).copy_(tensor[own_rows(parameter)])
-
-
-@contextmanager
-def stored_tensor(file: Path, name: str) -> Iterator[Any]:
-    """Inside, slices of a stored tensor can be taken, which alone are read.
-
-    The file is opened for each tensor: what a mapped one has read counts as memory until it is
-    closed.
-
-    Raises:
-        UserError: It cannot be read.
-    """
-    try:
-        with safe_open(file, framework="pt") as opened:
-            yield opened.get_slice(name)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file} cannot be read ({one_line(error)}). Fetch it again.") from error
+    local_part(parameter).copy_(tensors.read_rows(name, own_rows(parameter)))

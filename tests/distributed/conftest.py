@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from start_ranks import torchrun
+
+from runs import torchrun
 
 WORKER = Path(__file__).with_name("watched_alignment.py")
 

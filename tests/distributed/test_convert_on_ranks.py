@@ -6,25 +6,14 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from start_ranks import torchrun
 
 from dotmoe.cli import run
 from dotmoe.layout import ExpertLayout
-
-OPTIONS = ["--expert-size", "8", "--steps", "6", "--batch-size", "4", "--micro-batch-size", "2",
-           "--seq-len", "32", "--lr", "1e-2", "--calibration-tokens", "512", "--eval-tokens", "512",
-           "--scale-tokens", "256", "--verify-tokens", "128", "--device", "cpu"]  # fmt: skip
+from runs import TINY_CONVERT, torchrun, words
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("\n".join(f"Line {i}: the crow ate {i * 7 % 13} figs." for i in range(400)))
-    return path
-
-
-def command(model, out, text, *extra):
-    return ["convert", str(model), str(out), "--data", str(text), *OPTIONS, *extra]
+def command(model, out, text, **options):
+    return words("convert", model, out, data=text, device="cpu", **TINY_CONVERT | options)
 
 
 def errors(finished):
@@ -33,10 +22,10 @@ def errors(finished):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["replicate", "shard"])
-def test_ranks_convert_as_one_does(sharding, tiny_dense, text, tmp_path):
+def test_ranks_convert_as_one_does(sharding, tiny_dense, text_file, tmp_path):
     model = tiny_dense("llama", tied=True, num_hidden_layers=3)
-    assert run(command(model, tmp_path / "one", text)) == 0
-    arguments = command(model, tmp_path / "two", text, "--sharding", sharding)
+    assert run(command(model, tmp_path / "one", text_file)) == 0
+    arguments = command(model, tmp_path / "two", text_file, sharding=sharding)
     finished = torchrun(2, "-m", "dotmoe", *arguments)
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert finished.stdout.count("DOT-MoE") == 1, "the first rank alone prints"
@@ -61,29 +50,28 @@ def test_ranks_convert_as_one_does(sharding, tiny_dense, text, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_batch_that_ranks_cannot_share_is_refused_in_one_line(tiny_dense, text, tmp_path):
-    arguments = command(tiny_dense("llama"), tmp_path / "run", text, "--batch-size", "5")
-    finished = torchrun(2, "-m", "dotmoe", *arguments, timeout=240)
-    assert finished.returncode != 0
-    assert errors(finished) == [
-        "dotmoe: error: batch_size is 5, but 2 ranks must share it equally. Choose 4 or 6."
-    ]
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_a_missing_text_ends_all_ranks_with_one_line(tiny_dense, tmp_path):
-    arguments = command(tiny_dense("llama"), tmp_path / "run", tmp_path / "gone.txt")
-    finished = torchrun(2, "-m", "dotmoe", *arguments, timeout=240)
+@pytest.mark.parametrize(
+    ("batch", "data", "said"),
+    [
+        ("3", "text.txt", "batch_size is 3, but 2 ranks must share it equally. Choose 2 or 4."),
+        ("4", "gone.txt", "gone.txt does not exist"),
+    ],
+)
+def test_what_ranks_cannot_run_is_refused_in_one_line(
+    batch, data, said, tiny_dense, text_file, tmp_path
+):
+    out = tmp_path / "run"
+    arguments = command(tiny_dense("llama"), out, text_file.parent / data, batch_size=batch)
+    finished = torchrun(2, "-m", "dotmoe", *arguments)
     assert finished.returncode != 0
     (line,) = errors(finished)
-    assert "gone.txt" in line
+    assert said in line
     assert not re.search(r'File ".*/dotmoe/', finished.stderr), "torchrun's own traceback is all"
-    assert not (tmp_path / "run").exists()
+    assert not out.exists()
 
 
 @pytest.mark.slow
-def test_what_one_rank_alone_lacks_is_told_once_with_its_number(tiny_dense, text, tmp_path):
+def test_what_one_rank_alone_lacks_is_told_once_with_its_number(tiny_dense, text_file, tmp_path):
     script = tmp_path / "start.py"
     script.write_text(
         "import os, sys\n"
@@ -97,7 +85,7 @@ def test_what_one_rank_alone_lacks_is_told_once_with_its_number(tiny_dense, text
         "sys.exit(run(sys.argv[1:]))\n"
     )
     model = tiny_dense("llama")
-    finished = torchrun(2, script, *command(model, tmp_path / "run", text), timeout=240)
+    finished = torchrun(2, script, *command(model, tmp_path / "run", text_file))
     assert finished.returncode != 0
     assert errors(finished) == [f"dotmoe: error: rank 1: {model} does not exist."]
     assert not (tmp_path / "run").exists()

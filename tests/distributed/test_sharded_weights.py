@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from dotmoe.distributed import full_tensor, local_part
 from dotmoe.errors import UserError
-from dotmoe.load import LoadConfig, describe_dense, load_dense
+from dotmoe.load import describe_dense
 from dotmoe.models.family import FAMILIES
 from dotmoe.sharded_weights import checkpoint_dtype, is_divided, is_sharded, load_sharded
 
@@ -29,7 +29,7 @@ def line_of_one():
 
 def loaded(folder, mesh, dtype=torch.float32):
     dense = describe_dense(str(folder))
-    return dense.family, load_sharded(dense.config, dense.family, folder, mesh, CPU, dtype)
+    return dense.family, load_sharded(dense, mesh, CPU, dtype)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_weights_are_held_in_the_dtype_asked_for(tiny_dense, line_of_one):
 def test_tensors_that_are_missing_or_misshapen_are_named(tiny_dense, line_of_one, tmp_path):
     name = "model.layers.1.mlp.up_proj.weight"
     for case, change, words in (
-        ("missing", lambda tensors: tensors.pop(name), "is not in the checkpoint"),
+        ("missing", lambda tensors: tensors.pop(name), "is missing from the safetensors"),
         ("short", lambda tensors: tensors.update({name: torch.ones(95, 64)}), r"shape \(95, 64\)"),
     ):
         folder = tmp_path / case
@@ -84,11 +84,6 @@ def test_tensors_that_are_missing_or_misshapen_are_named(tiny_dense, line_of_one
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(UserError, match=rf"{name}.*{words}"):
             loaded(folder, line_of_one)
-
-
-def test_one_rank_alone_holds_the_whole_model_however_it_is_asked(tiny_dense):
-    dense = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu", sharding="shard"))
-    assert not is_divided(dense.model)
 
 
 def test_only_what_takes_over_half_of_a_gpu_is_sharded_unasked(monkeypatch):

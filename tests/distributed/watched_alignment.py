@@ -8,12 +8,13 @@ import gc
 import json
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
-from dotmoe import sharded_weights
 from dotmoe.align import AlignConfig, Alignment
 from dotmoe.calibrate import CalibrateConfig, calibrate
+from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import (
     broadcast_from_rank_zero,
@@ -97,44 +98,17 @@ def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=N
     }
 
 
-class CountedFile:
-    """A safetensors file that notes the bytes of each slice taken from it."""
-
-    def __init__(self, opened, sizes):
-        self.opened, self.sizes = opened, sizes
-
-    def __enter__(self):
-        self.file = self.opened.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        return self.opened.__exit__(*error)
-
-    def get_slice(self, name):
-        return CountedSlice(self.file.get_slice(name), self.sizes)
-
-
-class CountedSlice:
-    def __init__(self, view, sizes):
-        self.view, self.sizes = view, sizes
-
-    def get_shape(self):
-        return self.view.get_shape()
-
-    def __getitem__(self, rows):
-        part = self.view[rows]
-        self.sizes.append(part.nbytes)
-        return part
-
-
 def read_sizes(model):
     """Bytes of each read while a model is loaded into shards, and what then is held."""
-    sizes, real = [], sharded_weights.safe_open
-    sharded_weights.safe_open = lambda *a, **k: CountedFile(real(*a, **k), sizes)
-    try:
+    sizes, read_rows = [], Tensors.read_rows
+
+    def counted(*arguments):
+        part = read_rows(*arguments)
+        sizes.append(part.nbytes)
+        return part
+
+    with patch.object(Tensors, "read_rows", counted):
         dense = load_dense(model, LoadConfig(device="cpu", sharding="shard"))
-    finally:
-        sharded_weights.safe_open = real
     held = {id(p): local_part(p).nbytes for p in dense.model.parameters()}
     return {"reads": sizes, "held": sum(held.values())}
 

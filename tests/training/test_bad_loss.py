@@ -95,11 +95,6 @@ def test_skipping_and_resuming_counts_on(tmp_path):
     assert lines[4]["loss"] is None
 
 
-def test_an_explosion_can_be_allowed(tmp_path):
-    never = TrainingConfig(max_loss_ratio=math.inf)
-    train(Regression({9: lambda task, metrics: {"loss": 1e30}}), SCHEDULE, tmp_path, never)
-
-
 def test_too_many_skipped_in_a_row_stop(tmp_path):
     few = TrainingConfig(on_bad_loss="skip", max_skipped=2)
     train(Regression({3: not_a_number, 4: not_a_number, 6: not_a_number}), SCHEDULE, tmp_path, few)

@@ -124,7 +124,7 @@ def test_training_in_another_thread_leaves_signals_alone(tmp_path):
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_command_line_says_how_to_go_on(signum, status, monkeypatch, capsys):
-    def stopped(arguments):
+    def stopped(*arguments):
         raise Interrupted(signum, "stopped after step 3")
 
     monkeypatch.setattr("dotmoe.cli._dispatch", stopped)

@@ -1,7 +1,9 @@
 """A checkpoint's tensors, read one at a time from its files, exactly as they are stored."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -102,6 +104,13 @@ class Tensors:
         rows = self._part_of(name).rows
         return whole if rows is None else whole[slice(*rows)]
 
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        """Rows of a tensor that is stored under its own name or alias; no others are read."""
+        stored = self.stored_name(name)
+        with self._opened(stored) as file:
+            part: Tensor = file.get_slice(stored)[rows]
+        return part
+
     def forget(self) -> None:
         """Let go of the tensor read last."""
         self._last = None
@@ -109,12 +118,18 @@ class Tensors:
     def _read_stored(self, stored: str) -> Tensor:
         if self._last is None or self._last[0] != stored:
             self._last = None  # free the old tensor before the new one is read
-            try:
-                with safe_open(self._file_of[stored], framework="pt") as file:
-                    self._last = (stored, file.get_tensor(stored))
-            except (OSError, SafetensorError) as error:
-                raise UserError(
-                    f"{self._file_of[stored]} cannot be read ({one_line(error)}). Fetch the "
-                    "checkpoint again."
-                ) from error
+            with self._opened(stored) as file:
+                self._last = (stored, file.get_tensor(stored))
         return self._last[1]
+
+    @contextmanager
+    def _opened(self, stored: str) -> Iterator[Any]:
+        """The file of a tensor, opened anew: what a mapped one has read counts as memory."""
+        try:
+            with safe_open(self._file_of[stored], framework="pt") as file:
+                yield file
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{self._file_of[stored]} cannot be read ({one_line(error)}). Fetch the "
+                "checkpoint again."
+            ) from error

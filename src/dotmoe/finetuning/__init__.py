@@ -18,7 +18,6 @@ from dotmoe.distributed import (
     raise_on_all_ranks,
     resolved_device,
 )
-from dotmoe.finetuning.lora import require_peft
 from dotmoe.finetuning.student import Student, write_student
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense, resolved_dtype
@@ -30,23 +29,11 @@ from dotmoe.moe.objective import (
     Taught,
     hidden_states,
     require_trainable,
-    steps_to_take,
 )
 from dotmoe.moe.units import recomputing
 from dotmoe.options import above, at_least, between
 from dotmoe.sharded_weights import checkpoint_dtype, is_sharded, unloaded
 from dotmoe.training.loop import DEFAULT_TRAINING, OnStep, ParameterGroup, TrainingConfig, train
-
-__all__ = [
-    "LAYOUT",
-    "MODEL",
-    "FinetuneConfig",
-    "Finetuned",
-    "divides_training",
-    "finetune",
-    "require_peft",
-    "steps_to_take",
-]
 
 MODEL, LAYOUT = "model", "layout.safetensors"
 """What is written into the stage's folder."""

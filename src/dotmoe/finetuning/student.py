@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.distributed import full_tensor, is_rank_zero, local_part, own_rows
 from dotmoe.files import write_json
 from dotmoe.finetuning.lora import ADAPTED, add_adapters, start_adapters
@@ -21,7 +22,7 @@ from dotmoe.models.dense import DenseModel
 from dotmoe.moe.router import Routing
 from dotmoe.moe.sparse import SparseFFN, make_sparse
 from dotmoe.parameters import compute_constants
-from dotmoe.sharded_weights import checkpoint_dtype, fill_own_rows, source_of, stored_tensor
+from dotmoe.sharded_weights import checkpoint_dtype, fill_own_rows, require_shapes
 
 if TYPE_CHECKING:
     from dotmoe.finetuning import FinetuneConfig
@@ -63,7 +64,9 @@ class Student(nn.Module):
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         dtype = next(dense.model.parameters()).dtype
-        files = source_of(dense.model, dense.folder)
+        tensors = Tensors.of(dense)
+        require_shapes(dense.model, tensors)
+        stored = {name for name, _ in dense.model.named_parameters()}
         compute_constants(dense.model, device)
         self.routing = Routing(
             active_experts=layout.active_experts,
@@ -85,7 +88,7 @@ class Student(nn.Module):
             self._divide(ranks, dtype)
         self._allocate(device)
         with torch.no_grad():
-            self._read(files, layout)
+            self._read(tensors, stored, layout)
         if self.tuner is not None:
             start_adapters(self.model, seed)
 
@@ -147,22 +150,19 @@ class Student(nn.Module):
         if is_tied:
             head.weight = embedding.weight
 
-    def _read(self, files: Any, layout: ExpertLayout) -> None:
+    def _read(self, tensors: Tensors, stored: set[str], layout: ExpertLayout) -> None:
         """Read this rank's rows; of an FFN projection, any neuron of which may be one, all."""
         for name, parameter in self.model.named_parameters():
             name = name.replace(ADAPTED, "")
-            if name in files:
-                fill_own_rows(parameter, *files[name])
-        family, config = self.dense.family, self.dense.config
+            if name in stored:
+                fill_own_rows(parameter, tensors, name)
         for layer, ffn in zip(layout.moe_layers, self.ffns, strict=True):
             for projection, experts, shared in ffn.weights():
-                part = family.stored(config, family.ffn_tensor(layer, projection))
-                with stored_tensor(*files[part.stored]) as tensor:
-                    stored = tensor[slice(*part.rows) if part.rows else slice(None)]
-                    rows_ND = stored.T if projection == "down" else stored
-                    _fill(experts, ffn.neurons_ES, rows_ND)
-                    if shared is not None:
-                        _fill(shared, ffn.shared_M, rows_ND)
+                weight = tensors.read(self.dense.family.ffn_tensor(layer, projection))
+                rows_ND = weight.T if projection == "down" else weight
+                _fill(experts, ffn.neurons_ES, rows_ND)
+                if shared is not None:
+                    _fill(shared, ffn.shared_M, rows_ND)
 
 
 def _fill(parameter: Tensor, neurons: Tensor, rows_ND: Tensor) -> None:

@@ -155,14 +155,12 @@ class _MaskedActivation(torch.autograd.Function):
         gate, up, routing, expert_of_neuron = ctx.saved_tensors
         _, _, wants_routing, _, wants_plan = ctx.needs_input_grad
         run = triton_kernels().masked_activation_gradient if triton_runs_on(gate) else _backward
-        grad_gate, grad_up, grad_mask = run(
-            grad_TN, gate, up, routing, expert_of_neuron, wants_mask=wants_routing or wants_plan
-        )
+        grad_gate, grad_up, grad_mask = run(grad_TN, gate, up, routing, expert_of_neuron)
         grad_routing = grad_plan = None
-        if wants_routing and grad_mask is not None:
+        if wants_routing:
             sums = _expert_sums(grad_mask, expert_of_neuron, routing.shape[1])
             grad_routing = sums.to(ctx.routing_dtype)
-        if wants_plan and grad_mask is not None:
+        if wants_plan:
             grad_plan = product_in_float32(grad_mask.T, routing).to(ctx.plan_dtype)
         return grad_gate, grad_up, grad_routing, None, grad_plan
 
@@ -180,12 +178,10 @@ def _backward(
     up_TN: Tensor,
     routing_TE: Tensor,
     expert_of_neuron_N: Tensor,
-    *,
-    wants_mask: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of gate, up and, if wanted, of the mask entries, G."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of gate, up and the mask entries, G."""
     silu = F.silu(gate_TN)
-    grad_mask = (silu * up_TN).mul_(grad_TN) if wants_mask else None
+    grad_mask = (silu * up_TN).mul_(grad_TN)
     grad_hidden = routing_TE.index_select(1, expert_of_neuron_N).mul_(grad_TN)
     grad_up = silu.mul_(grad_hidden)
     grad_silu = grad_hidden.mul_(up_TN)

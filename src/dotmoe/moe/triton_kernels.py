@@ -46,10 +46,9 @@ def _masked_activation_gradient(  # noqa: PLR0913
     grad_mask,
     num_neurons,
     num_experts,
-    WANTS_MASK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Gradients of gate, up and, if `WANTS_MASK`, of the mask's entries."""
+    """Gradients of gate, up and the mask's entries."""
     token = tl.program_id(0).to(tl.int64)
     neuron = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = neuron < num_neurons
@@ -64,8 +63,7 @@ def _masked_activation_gradient(  # noqa: PLR0913
     slope = sigmoid * (1.0 + x * (1.0 - sigmoid))
     tl.store(grad_gate + at, (g * mask * y * slope).to(grad_gate.dtype.element_ty), mask=inside)
     tl.store(grad_up + at, (g * mask * silu).to(grad_up.dtype.element_ty), mask=inside)
-    if WANTS_MASK:
-        tl.store(grad_mask + at, (g * silu * y).to(grad_mask.dtype.element_ty), mask=inside)
+    tl.store(grad_mask + at, (g * silu * y).to(grad_mask.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -121,22 +119,18 @@ def masked_activation_gradient(
     up_TN: Float[Tensor, "T N"],
     routing_TE: Float[Tensor, "T E"],
     expert_of_neuron_N: Int[Tensor, " N"],
-    *,
-    wants_mask: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of gate, up and, if wanted, of the entries of the mask; rounded once."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of gate, up and the entries of the mask; rounded once."""
     tensors = _contiguous(grad_TN, gate_TN, up_TN, routing_TE, expert_of_neuron_N)
-    grad_gate_TN, grad_up_TN = torch.empty_like(tensors[1]), torch.empty_like(tensors[1])
-    grad_mask_TN = torch.empty_like(tensors[1]) if wants_mask else None
+    grad_gate_TN, grad_up_TN, grad_mask_TN = (torch.empty_like(tensors[1]) for _ in range(3))
     with torch.cuda.device(gate_TN.get_device()):
         _masked_activation_gradient[_grid(gate_TN)](
             *tensors,
             grad_gate_TN,
             grad_up_TN,
-            grad_up_TN if grad_mask_TN is None else grad_mask_TN,
+            grad_mask_TN,
             gate_TN.shape[1],
             routing_TE.shape[1],
-            WANTS_MASK=wants_mask,
             COLUMNS=_COLUMNS,
         )
     return grad_gate_TN, grad_up_TN, grad_mask_TN
@@ -150,15 +144,7 @@ def soft_top_k(
     *,
     iterations: int,
 ) -> Float[Tensor, "T E"]:
-    """sigmoid(x - theta_t) with rows that sum to k; theta_t by Newton steps inside its bracket.
-
-    Args:
-        scaled_TE: Logits over temperature, float32.
-        low_T1: Lower end of each row's bracket.
-        high_T1: Upper end.
-        active_experts: k, below E.
-        iterations: Newton or bisection steps.
-    """
+    """sigmoid(x - theta_t) with rows that sum to k; theta_t by Newton steps inside its bracket."""
     tensors = _contiguous(scaled_TE, low_T1, high_T1)
     soft_TE = torch.empty_like(tensors[0])
     num_tokens, num_experts = scaled_TE.shape

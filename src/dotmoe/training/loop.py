@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 OnStep = Callable[[int, Metrics], None]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SECONDS_APART = 3.0
 
 
@@ -388,12 +388,8 @@ def stop_requests() -> Iterator[StopRequest]:
 
 def _agree(request: StopRequest, *, is_due: bool) -> tuple[int | None, bool]:
     """Which signal any rank has had, and whether rank 0 wants a checkpoint."""
-    wishes = torch.tensor(
-        [request.signum == signal.SIGTERM, request.signum == signal.SIGINT],
-        dtype=torch.int64,
-    )
-    due = torch.tensor([is_due and is_rank_zero()], dtype=torch.int64)
-    terminate, interrupt, save = sum_over_ranks(torch.cat([wishes, due])).tolist()
-    if terminate:
-        return signal.SIGTERM, bool(save)
-    return (signal.SIGINT if interrupt else None), bool(save)
+    got = [request.signum == number for number in _SIGNALS]
+    wishes = torch.tensor([*got, is_due and is_rank_zero()]).long()
+    *wanted, save = sum_over_ranks(wishes).tolist()
+    signum = next((number for number, count in zip(_SIGNALS, wanted, strict=True) if count), None)
+    return signum, bool(save)
