@@ -48,8 +48,6 @@ class Settings:
     prompt_tokens: int = 512
     context_tokens: tuple[int, ...] = (8, 128)
     """Contexts of decode; attention over a long one hides what the weights gain."""
-    llama_cpp_repack: bool = False
-    """As in `dotmoe bench`."""
     models: Path = Path("serving-speed-models")
     """Folder of the models; those that are there are not written again."""
     out: Path = Path("results/serving_speed.json")
@@ -72,7 +70,6 @@ def main() -> None:
                 rounds=settings.rounds,
                 threads=settings.threads,
                 clock=settings.clock,
-                llama_cpp_repack=settings.llama_cpp_repack,
                 load=LoadConfig(dtype=case if case in CHECKPOINTS else "auto", device="cpu"),
                 seed=settings.seed,
             )

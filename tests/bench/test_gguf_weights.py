@@ -62,8 +62,6 @@ def test_weights_are_grouped_by_use(tmp_path, tied, experts):
     assert weights.expert.num_bytes * E == sum(v.nbytes for v in per_expert.values())
     assert weights.expert.products * E == sum(v.size for v in per_expert.values() if v.ndim == 3)
     assert weights.embedding_row_bytes == 2 * D
-    late = E * D + K * 2 * S * D if experts else 2 * N * D
-    assert weights.late_products == late
     assert (weights.num_experts, weights.active_experts) == ((E, K) if experts else (0, 0))
 
 
@@ -72,7 +70,7 @@ def test_the_header_tells_sizes_and_the_number_format_of_most_bytes(tmp_path):
     file = GgufFile(tmp_path / "m.gguf")
     work = Work.of_gguf(file)
     assert (file.size("context_length"), file.most_bytes_in) == (77, "F16")
-    assert (work.layers, work.heads, work.head_dim) == (2, 4, 16)
+    assert work.flops_per_key == 4 * LAYERS * D
 
 
 def test_a_file_that_is_no_decoder_is_refused_in_one_line(tmp_path):

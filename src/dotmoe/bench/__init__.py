@@ -1,23 +1,21 @@
 """`dotmoe bench`: how fast a dense model and its MoE run, in one run, beside what is possible."""
 
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
 import tyro
 from tyro.conf import Positional
 
-from dotmoe import llama_cpp
-from dotmoe.bench.runners import Loaded, Point, Setup
+from dotmoe.bench.runners import Loaded, Point, Setup, llama_library
 from dotmoe.bench.sources import LLAMA_CPP, Source, sources
 from dotmoe.bench.work import causal_keys, expected_experts
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
+from dotmoe.llama_cpp import REMEDIES
 from dotmoe.load import LoadConfig
 from dotmoe.options import at_least, check
 from dotmoe.progress import Update, no_update
@@ -35,7 +33,7 @@ PROTOCOL = (
     "not in it: attention costs both models the same, and lowers the share as the context grows. A "
     "share of the ideal above 1 means that something else bounds the dense model."
 )
-_MIB = 2**20
+_REMEDIES = {"": "If memory ran out, lower batch_sizes, prompt_tokens or context_tokens."}
 
 Rounds = Sequence[Sequence[float]]
 """Seconds of each step, by round."""
@@ -61,12 +59,7 @@ class BenchConfig:
     rounds: Annotated[int, at_least(1)] = 10
     """Turns of each model at each point, at least 1."""
     threads: Annotated[int | None, at_least(1)] = None
-    """CPU threads of each model, at least 1. Left out: all processors this process may use."""
-    experts_implementation: Literal["grouped_mm", "eager", "batched_mm"] = "grouped_mm"
-    """How Transformers computes the experts; grouped_mm is its default."""
-    llama_cpp_repack: bool = False
-    """Let llama.cpp rearrange weights for special kernels, as it does by itself. Some of these know
-    no experts, and those for AMX have crashed; without, both models use the same kernels."""
+    """CPU threads of each model, at least 1. Left out: those that torch uses."""
     clock: Literal["wall", "cpu"] = "wall"
     """What times are taken from. cpu: seconds that one thread computed, without those in which
     other processes had its processor; for a busy machine, with --threads 1 and no GPU."""
@@ -109,7 +102,7 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> dict[str, Any
     check(config)
     runtime, *found = sources(config.dense, config.moe)
     _require_context(config, found)
-    threads = config.threads or _usable_processors()
+    threads = config.threads or torch.get_num_threads()
     is_llama = runtime == LLAMA_CPP
     device = "cpu" if is_llama else str(resolved_device(config.load.device))
     if config.clock == "cpu" and (threads > 1 or device != "cpu"):
@@ -117,9 +110,7 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> dict[str, Any
             f"clock is cpu with {threads} threads on {device}, but it adds up all threads and sees "
             "no GPU. Set threads to 1 and device to cpu, or clock to wall."
         )
-    load_before = _load_average()
     runner = f"dotmoe.bench.runners:{'LlamaRunner' if is_llama else 'TransformersRunner'}"
-    remedies = dict.fromkeys(llama_cpp.REMEDIES, "Measure without --llama-cpp-repack.")
     with ExitStack() as stack:
         workers = []
         for source in found:
@@ -128,8 +119,6 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> dict[str, Any
                 device=device,
                 dtype=config.load.dtype,
                 threads=threads,
-                experts_implementation=config.experts_implementation,
-                repack=config.llama_cpp_repack,
                 clock=config.clock,
                 seed=config.seed,
             )
@@ -138,19 +127,18 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> dict[str, Any
                 setup,
                 name=f"{runtime} on {source.path}",
                 threads=threads,
-                remedies=remedies if config.llama_cpp_repack else None,
+                remedies=REMEDIES if is_llama else _REMEDIES,
             )
             workers.append(stack.enter_context(worker))
         loaded: list[Loaded] = [worker.ask("load") for worker in workers]
         points = _measured(config, workers, loaded, on_progress)
-    names = (config.dense, config.moe)
     dense, moe = [
-        {"name": name, "loaded": asdict(each)} for name, each in zip(names, loaded, strict=True)
+        {"name": source.name, "loaded": asdict(each), "stored_bytes": each.weights.stored_bytes}
+        for source, each in zip(found, loaded, strict=True)
     ]
-    made = provenance(config.seed) | {"threads": threads, "processor": _processor()}
-    made["load_average"] = {"before": load_before, "after": _load_average()}
-    for package in ("llama_cpp_python", "gguf") if is_llama else ():
-        made["versions"][package] = _version(package)
+    made = provenance(config.seed) | {"threads": threads}
+    if is_llama:
+        made["versions"]["llama_cpp_python"] = llama_library().__version__
     settings = asdict(config) | {"threads": threads, "device": device}
     return {
         "origin": "measured",
@@ -241,16 +229,13 @@ def ratio_quartiles(dense: Rounds, moe: Rounds) -> list[float]:
 
 def tables(result: dict[str, Any]) -> list[Table]:
     """What `bench` measured: both models, then a line for each point with speed and work."""
-    settings, made = result["settings"], result["provenance"]
-    where = made["hardware"] if settings["device"].startswith("cuda") else made["processor"]
+    settings, hardware = result["settings"], result["provenance"]["hardware"]
     models, speeds, works = [], [], []
     for label, side in (("dense", result["dense"]), ("MoE", result["moe"])):
         loaded = side["loaded"]
         work = loaded["weights"]
         experts = f"{work['active_experts']} of {work['num_experts']}"
-        stored = work["head"]["num_bytes"] + work["fixed"]["num_bytes"]
-        stored += work["num_experts"] * work["expert"]["num_bytes"]
-        sizes = [stored, loaded["loading_peak_bytes"], loaded["before_bytes"]]
+        sizes = [side["stored_bytes"], loaded["loading_peak_bytes"], loaded["before_bytes"]]
         split = experts if work["num_experts"] else None
         models.append([label, side["name"], loaded["dtype"], split, *map(in_bytes, sizes)])
     for each in result["points"]:
@@ -268,26 +253,21 @@ def tables(result: dict[str, Any]) -> list[Table]:
                 percent(each["share_of_ideal"]),
             ]
         )
-        works.append(
-            [
-                name,
-                *(
-                    f"{dense[key] / unit:,.1f} / {moe[key] / unit:,.1f}"
-                    for key, unit in (
-                        ("weight_bytes", _MIB),
-                        ("flops_per_token", 1e6),
-                        ("peak_bytes", _MIB),
-                    )
-                ),
-                f"{moe['experts_touched']:.1f}",
-            ]
-        )
+        both = [
+            f"{dense[key] / unit:,.1f} / {moe[key] / unit:,.1f}"
+            for key, unit in (
+                ("weight_bytes", 2**20),
+                ("flops_per_token", 1e6),
+                ("peak_bytes", 2**20),
+            )
+        ]
+        works.append([name, *both, f"{moe['experts_touched']:.1f}"])
     unit = "tokens/s" if settings["clock"] == "wall" else "tokens/CPU s"
     origins = sorted({each["moe"]["experts_touched_by"] for each in result["points"]})
     sizes_of = ("weights", "loading peak", "before loading")
     return [
         Table(
-            title=f"{result['runtime']} on {where or made['hardware']}, {settings['threads']} "
+            title=f"{result['runtime']} on {hardware}, {settings['threads']} "
             f"threads, {settings['rounds']} rounds in turns",
             columns=("", "model", "dtype", "experts", *sizes_of),
             rows=models,
@@ -318,35 +298,3 @@ def _require_context(config: BenchConfig, found: Sequence[Source]) -> None:
                     f"{name} is {tokens}, but {source.name} has a context of {source.context}. "
                     f"Choose at most {source.context}."
                 )
-
-
-def _usable_processors() -> int:
-    """Processors that this process may use."""
-    has_affinity = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-
-
-def _load_average() -> float | None:
-    """Processes that wanted to run, mean of the last minute; None where the system does not say."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed as a package"
-
-
-def _processor() -> str | None:
-    """Model and widest vector instructions of the CPU; None where the system does not say."""
-    path = Path("/proc/cpuinfo")
-    if not path.exists():
-        return None
-    fields: dict[str, str] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        name, _, value = line.partition(":")
-        fields.setdefault(name.strip(), value.strip())
-    flags = set(fields.get("flags", "").split())
-    vector = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in flags]
-    return ", ".join([fields.get("model name", "unknown"), *vector])

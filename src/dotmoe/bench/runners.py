@@ -6,20 +6,21 @@ One point at a time: `prepare`, `run` as often as wanted, `finish`.
 import copy
 import ctypes
 import random
-import sys
+import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
-from dotmoe.bench.work import Work, expert_modules, num_experts
+from dotmoe.bench.work import Work, expert_modules
 from dotmoe.errors import UserError
+from dotmoe.evaluate.models import stock_model
 from dotmoe.load import resolved_dtype
 
 WARM_UP_ROUNDS = 2
@@ -60,10 +61,6 @@ class Setup:
     dtype: str
     """As in `LoadConfig`; a GGUF file has its own."""
     threads: int
-    experts_implementation: str
-    """Of Transformers."""
-    repack: bool
-    """Whether llama.cpp may rearrange weights."""
     clock: Literal["wall", "cpu"]
     seed: int
 
@@ -96,30 +93,16 @@ class TransformersRunner:
     def __init__(self, setup: Setup) -> None:
         self._setup, self._device = setup, torch.device(setup.device)
         self._model: Any = None
-        self._point: Point | None = None
+        self._point: Point
         self._cache: Any = None
-        self._inputs: Tensor | None = None
+        self._inputs: Tensor
 
     def load(self) -> Loaded:
         """Load the model, once."""
         torch.set_num_threads(self._setup.threads)
         before = resident_bytes(self._device)
-        config = AutoConfig.from_pretrained(self._setup.path, local_files_only=True)
-        chosen = {"experts_implementation": self._setup.experts_implementation}
-        with _out_of_memory():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                self._setup.path,
-                dtype=resolved_dtype(self._setup.dtype, self._device),
-                local_files_only=True,
-                output_loading_info=True,
-                **(chosen if num_experts(config) else {}),
-            )
-            self._model = model.eval().to(self._device)
-        if report["missing_keys"]:
-            raise UserError(
-                f"{min(report['missing_keys'])} is not in the checkpoint {self._setup.path}, so it "
-                "would be random. Get the checkpoint again."
-            )
+        dtype = resolved_dtype(self._setup.dtype, self._device)
+        self._model = stock_model(Path(self._setup.path), self._device, dtype)
         return Loaded(
             weights=Work.of_model(self._model),
             dtype=str(self._model.dtype).removeprefix("torch."),
@@ -141,7 +124,7 @@ class TransformersRunner:
         self._inputs = torch.tensor(ids, device=self._device).view(point.batch, point.length)
         if point.name == "decode":
             self._cache = DynamicCache(config=self._model.config)
-            self._forward(self._inputs[:, : point.tokens], self._cache)
+            self._seconds(self._inputs[:, : point.tokens], self._cache)
             self._inputs = self._inputs[:, point.tokens :]
         with counted_experts(self._model) as touched:
             self.run()
@@ -152,35 +135,25 @@ class TransformersRunner:
     @torch.inference_mode()
     def run(self) -> list[float]:
         """One round: seconds of each step. Every round starts from the same cache."""
-        assert self._point is not None
-        assert self._inputs is not None
         if self._point.name == "prefill":
-            config = self._model.config
-            return [
-                self._timed(self._inputs, DynamicCache(config=config))
-                for _ in range(self._point.steps)
-            ]
+            return [self._seconds(self._inputs, DynamicCache(config=self._model.config))]
         # A layer of the cache grows by making new tensors, so that rounds share what they start
         # from.
         cache = copy.copy(self._cache)
         cache.layers = [copy.copy(layer) for layer in self._cache.layers]
-        return [self._timed(ids_B1, cache) for ids_B1 in torch.split(self._inputs, 1, dim=1)]
+        return [self._seconds(ids_B1, cache) for ids_B1 in torch.split(self._inputs, 1, dim=1)]
 
     def finish(self) -> int:
-        """Drop the caches; gives the largest memory since `prepare`, in bytes."""
-        self._point = self._cache = self._inputs = None
+        """Drop the cache; gives the largest memory since `prepare`, in bytes."""
+        self._cache = None
         return peak_bytes(self._device)
 
-    def _timed(self, ids_BT: Tensor, cache: Any) -> float:
+    def _seconds(self, ids_BT: Tensor, cache: Any) -> float:
         self._wait()
         start = self._setup.now()
-        self._forward(ids_BT, cache)
+        self._model(input_ids=ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
         self._wait()
         return self._setup.now() - start
-
-    def _forward(self, ids_BT: Tensor, cache: Any) -> None:
-        with _out_of_memory():
-            self._model(input_ids=ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -199,27 +172,24 @@ class LlamaRunner:
         self._silence = self._lib.llama_log_callback(lambda level, text, data: None)
         self._model: Any = None
         self._context: Any = None
-        self._point: Point | None = None
+        self._point: Point
         self._tokens: list[int] = []
 
     def load(self) -> Loaded:
         """See `TransformersRunner.load`."""
-        lib, setup = self._lib, self._setup
+        lib = self._lib
         lib.llama_log_set(self._silence, ctypes.c_void_p(0))
         lib.llama_backend_init()
         before = resident_bytes()
         settings = lib.llama_model_default_params()
         settings.n_gpu_layers = 0
-        if hasattr(settings, "use_extra_bufts"):
-            settings.use_extra_bufts = setup.repack
-        elif setup.repack:
-            raise UserError(
-                "This llama-cpp-python cannot be told to repack weights. Update it, or measure "
-                "without --llama-cpp-repack."
-            )
-        self._model = lib.llama_model_load_from_file(setup.path.encode(), settings)
+        if hasattr(
+            settings, "use_extra_bufts"
+        ):  # weights as stored: both models in the same kernels
+            settings.use_extra_bufts = False
+        self._model = lib.llama_model_load_from_file(self._setup.path.encode(), settings)
         if not self._model:
-            raise UserError(f"llama.cpp cannot load {setup.path}. Write the file again.")
+            raise UserError(f"llama.cpp cannot load {self._setup.path}. Write the file again.")
         return Loaded(
             weights=Work.of_gguf(self._file),
             dtype=self._file.most_bytes_in,
@@ -247,38 +217,35 @@ class LlamaRunner:
             for sequence in range(point.batch):
                 for start in range(0, point.tokens, MOST_PER_CALL):
                     end = min(start + MOST_PER_CALL, point.tokens)
-                    self._decode([(sequence, at, False) for at in range(start, end)])
+                    self._seconds([(sequence, at, False) for at in range(start, end)])
         for _ in range(WARM_UP_ROUNDS):
             self.run()
 
     def run(self) -> list[float]:
         """See `TransformersRunner.run`."""
         point, lib = self._point, self._lib
-        assert point is not None
         memory = lib.llama_get_memory(self._context)
-        seconds = []
-        for step in range(point.steps):
-            if point.name == "prefill":
-                lib.llama_memory_clear(memory, True)
-                items = [(0, at, at == point.tokens - 1) for at in range(point.tokens)]
-            else:
-                items = [(s, point.tokens + step, True) for s in range(point.batch)]
-            seconds.append(self._decode(items))
-        if point.name == "decode":
-            for sequence in range(point.batch):
-                lib.llama_memory_seq_rm(memory, sequence, point.tokens, -1)
+        if point.name == "prefill":
+            lib.llama_memory_clear(memory, True)
+            last = point.tokens - 1
+            return [self._seconds([(0, at, at == last) for at in range(point.tokens)])]
+        sequences = range(point.batch)
+        seconds = [
+            self._seconds([(sequence, at, True) for sequence in sequences])
+            for at in range(point.tokens, point.length)
+        ]
+        for sequence in sequences:
+            lib.llama_memory_seq_rm(memory, sequence, point.tokens, -1)
         return seconds
 
     def finish(self) -> int:
         """See `TransformersRunner.finish`."""
         peak = peak_bytes()
         self._lib.llama_free(self._context)
-        self._context = self._point = None
         return peak
 
-    def _decode(self, items: Sequence[tuple[int, int, bool]]) -> float:
+    def _seconds(self, items: Sequence[tuple[int, int, bool]]) -> float:
         """Compute (sequence, position, logits wanted) items in one call; gives its seconds."""
-        assert self._point is not None
         lib, length = self._lib, self._point.length
         batch = lib.llama_batch_init(len(items), 0, 1)
         batch.n_tokens = len(items)
@@ -334,22 +301,11 @@ def counted_experts(model: nn.Module) -> Iterator[list[int]]:
             handle.remove()
 
 
-@contextmanager
-def _out_of_memory() -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"out of GPU memory ({error}). Lower batch_sizes, prompt_tokens or context_tokens."
-        ) from error
-
-
 _CPU = torch.device("cpu")
-_STATUS, _FORGET_PEAK = Path("/proc/self/status"), "5"
 
 
 def resident_bytes(device: torch.device = _CPU) -> int:
-    """Memory that is held now; elsewhere than on Linux, the most that was resident so far."""
+    """Memory that is held now."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS")
 
 
@@ -363,19 +319,16 @@ def forget_peak(device: torch.device = _CPU) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    try:
-        Path("/proc/self/clear_refs").write_text(_FORGET_PEAK, encoding="ascii")
-    except OSError:
-        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def _status(field: str) -> int:
-    if _STATUS.exists():
-        for line in _STATUS.read_text(encoding="utf-8").splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) * 1024
-    # Not on every system, and on Linux it still counts the process that started this one.
-    import resource
+    """Bytes of the process by the system; elsewhere than on Linux the most it ever held."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        import resource
 
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
+    found = re.search(rf"^{field}:\s*(\d+) kB$", status.read_text(encoding="utf-8"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0

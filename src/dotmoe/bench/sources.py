@@ -7,10 +7,9 @@ from transformers import AutoConfig
 
 from dotmoe.bench.runners import llama_library
 from dotmoe.bench.work import num_experts
-from dotmoe.checkpoint.folder import checkpoint_folder, require_checkpoint
 from dotmoe.errors import UserError, one_line
+from dotmoe.evaluate.models import model_folder
 from dotmoe.export import require_intact
-from dotmoe.run_folder import export_folder
 
 LLAMA_CPP = "llama.cpp"
 
@@ -85,10 +84,7 @@ def _gguf(name: str) -> Source:
 
 
 def _checkpoint(name: str) -> Source:
-    local = export_folder(Path(name).expanduser())
-    folder = local if local.is_dir() else checkpoint_folder(name)
-    require_checkpoint(folder)
-    require_intact(folder)
+    folder = model_folder(name)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, TypeError, KeyError, ArithmeticError) as error:

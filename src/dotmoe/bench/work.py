@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class Weights:
     """Weights that are used together."""
 
-    num_bytes: int = 0
+    num_bytes: int
     """Bytes as they lie in memory."""
-    products: int = 0
+    products: int
     """Multiply-adds a token: entries of the matrices, none of the vectors."""
 
 
@@ -43,38 +43,31 @@ class Work:
     """Experts a layer (E), 0 for a dense model."""
     active_experts: int
     """Experts that run per token (k), 0 for a dense model."""
-    late_products: int
-    """Multiply-adds a token, counted in `fixed` and `expert`, that the runtime does only for tokens
-    whose logits are wanted: the last layer's FFN in llama.cpp; 0 in Transformers."""
-    layers: int
-    heads: int
-    """Query heads a layer."""
-    head_dim: int
+    flops_per_key: int
+    """Operations of all layers' attention for one token and one position that it attends to."""
 
     @classmethod
     def of_model(cls, model: Any) -> "Work":
         """Of a causal language model of Transformers, as it is held in memory."""
-        config = model.config
+        config, experts = model.config, num_experts(model.config)
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        experts = num_experts(config)
         routed = {id(p) for module in expert_modules(model) for p in module.parameters()}
-        body = [p for p in model.parameters() if p is not embedding and p is not head]
+        tensors = [
+            (p.nbytes, p.numel(), p.dim(), id(p) in routed)
+            for p in model.parameters()
+            if p is not embedding and p is not head
+        ]
+        fixed, expert = _grouped(tensors, experts)
         heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(
-            embedding_row_bytes=embedding.shape[1] * embedding.element_size(),
-            head=_sum((p.nbytes, p.numel(), True) for p in [head]),
-            fixed=_sum((p.nbytes, p.numel(), p.dim() == 2) for p in body if id(p) not in routed),
-            expert=_sum(
-                (p.nbytes // experts, p.numel() // experts, p.dim() == 3)
-                for p in body
-                if id(p) in routed
-            ),
+            embedding_row_bytes=embedding.nbytes // len(embedding),
+            head=Weights(num_bytes=head.nbytes, products=head.numel()),
+            fixed=fixed,
+            expert=expert,
             num_experts=experts,
             active_experts=int(config.num_experts_per_tok) if experts else 0,
-            late_products=0,
-            layers=config.num_hidden_layers,
-            heads=heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            flops_per_key=4 * heads * head_dim * config.num_hidden_layers,
         )
 
     @classmethod
@@ -84,46 +77,33 @@ class Work:
         Raises:
             UserError: It holds no decoder.
         """
-        experts = file.size("expert_count", 0)
-        active = file.size("expert_used_count", 0) if experts else 0
-        layers, width = file.size("block_count"), file.size("embedding_length")
-        heads = file.size("attention.head_count")
+        experts, heads = file.size("expert_count", 0), file.size("attention.head_count")
+        head_dim = file.size("attention.key_length", file.size("embedding_length") // heads)
         tensors = {tensor.name: tensor for tensor in file.reader.tensors}
         embedding = tensors.pop("token_embd.weight")
         head = tensors.pop("output.weight", embedding)
-        fixed: list[tuple[int, int, bool]] = []
-        routed: list[tuple[int, int, bool]] = []
-        late = 0
-        for name, tensor in tensors.items():
-            is_routed = re.fullmatch(r"blk\.\d+\.ffn_(gate|up|down)_exps\.\w+", name) is not None
-            share = experts if is_routed else 1
-            is_matrix = sum(int(size) > 1 for size in tensor.shape) >= 2 + is_routed
-            entry = int(tensor.n_bytes) // share, int(tensor.n_elements) // share, is_matrix
-            (routed if is_routed else fixed).append(entry)
-            if is_matrix and name.startswith(f"blk.{layers - 1}.ffn_"):
-                late += entry[1] * (active if is_routed else 1)
+        routed = re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.\w+")
+        fixed, expert = _grouped(
+            (
+                (int(t.n_bytes), int(t.n_elements), len(t.shape), bool(routed.fullmatch(t.name)))
+                for t in tensors.values()
+            ),
+            experts,
+        )
         return cls(
             embedding_row_bytes=int(embedding.n_bytes) // int(embedding.shape[1]),
-            head=_sum([(int(head.n_bytes), int(head.n_elements), True)]),
-            fixed=_sum(fixed),
-            expert=_sum(routed),
+            head=Weights(num_bytes=int(head.n_bytes), products=int(head.n_elements)),
+            fixed=fixed,
+            expert=expert,
             num_experts=experts,
-            active_experts=active,
-            late_products=late,
-            layers=layers,
-            heads=heads,
-            head_dim=file.size("attention.key_length", width // heads),
+            active_experts=file.size("expert_used_count") if experts else 0,
+            flops_per_key=4 * heads * head_dim * file.size("block_count"),
         )
 
     @property
     def stored_bytes(self) -> int:
         """All weights, without the rows of an embedding that is not the head."""
         return self.head.num_bytes + self.fixed.num_bytes + self.num_experts * self.expert.num_bytes
-
-    @property
-    def flops_per_key(self) -> int:
-        """Operations of all layers' attention for one token and one position that it attends to."""
-        return 4 * self.heads * self.head_dim * self.layers
 
     def touched_bytes(self, tokens: int, experts_touched: float) -> float:
         """Bytes of weights that a step reads if it reads each weight that it needs once.
@@ -144,7 +124,6 @@ class Work:
             head_rows: Tokens whose logits are computed.
         """
         body = tokens * (self.fixed.products + self.active_experts * self.expert.products)
-        body -= (tokens - head_rows) * self.late_products
         return 2 * (body + head_rows * self.head.products) + keys * self.flops_per_key
 
 
@@ -185,10 +164,22 @@ def expected_experts(num_experts: int, active_experts: int, tokens: int) -> floa
     return num_experts * (1 - (1 - active_experts / max(1, num_experts)) ** tokens)
 
 
-def _sum(tensors: Iterable[tuple[int, int, bool]]) -> Weights:
-    """Of tensors as (bytes, entries, whether they are matrices)."""
-    entries = list(tensors)
-    return Weights(
-        num_bytes=sum(num_bytes for num_bytes, _, _ in entries),
-        products=sum(count for _, count, is_matrix in entries if is_matrix),
+def _grouped(
+    tensors: Iterable[tuple[int, int, int, bool]], num_experts: int
+) -> tuple[Weights, Weights]:
+    """Sums over what every token uses, and over one expert.
+
+    Args:
+        tensors: Bytes, entries, dimensions, and whether it is a stack of experts, of each.
+        num_experts: Experts in a stack.
+    """
+    num_bytes, products = {False: 0, True: 0}, {False: 0, True: 0}
+    for size, entries, dims, is_routed in tensors:
+        share = num_experts if is_routed else 1
+        num_bytes[is_routed] += size // share
+        if dims == 2 + is_routed:
+            products[is_routed] += entries // share
+    fixed, expert = (
+        Weights(num_bytes=num_bytes[at], products=products[at]) for at in (False, True)
     )
+    return fixed, expert
