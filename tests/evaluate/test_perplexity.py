@@ -244,6 +244,11 @@ def test_the_window_of_a_gguf_is_bounded_by_the_context_that_its_file_states(
     corpus = TextConfig(text=(str(source),), window=128)
     with pytest.raises(UserError, match="2 to 64, the model's context"):
         evaluate(EvaluateConfig(model=str(tmp_path / "out"), corpus=corpus))
+    with (tmp_path / "out/model-f32.gguf").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+    with pytest.raises(UserError, match=r"model-f32\.gguf.*Export the run again"):
+        evaluate(EvaluateConfig(model=str(tmp_path / "out"), corpus=corpus))
 
 
 @pytest.fixture(scope="module")

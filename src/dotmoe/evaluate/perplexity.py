@@ -17,7 +17,7 @@ from dotmoe.errors import UserError
 from dotmoe.evaluate.config import EvaluateConfig, TextConfig
 from dotmoe.evaluate.models import gguf_file, loaded, model_folder, stock_model
 from dotmoe.evaluate.scoring import TokenNats, row_nats, stock_nats
-from dotmoe.export.record import RECORD_FILE
+from dotmoe.export.record import RECORD_FILE, require_intact
 from dotmoe.files import read_json
 from dotmoe.models.dense import DenseModel
 from dotmoe.progress import Progress, Update, no_update
@@ -209,6 +209,7 @@ def measure_perplexity(config: EvaluateConfig, progress: Progress) -> dict[str, 
 def _measured(name: str, config: EvaluateConfig, update: Update) -> dict[str, Any]:
     file = gguf_file(Path(name))
     if file is not None:
+        require_intact(file.parent)
         return {"name": name, "dtype": "gguf", **_of_gguf(file, config, update).as_dict()}
     stock = loaded(model_folder(name), config.load)
     window = config.corpus.window_in(stock.context)
