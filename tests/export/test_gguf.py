@@ -25,7 +25,7 @@ from dotmoe.export import (
 )
 from dotmoe.export.format import BLOCKS, TensorSpec
 from dotmoe.export.gguf_file import GgufFile, write_gguf
-from dotmoe.export.rope import halves_order, pairwise_order
+from dotmoe.export.rope import pairwise_order
 from dotmoe.options import check
 from dotmoe.reexport import ReexportConfig
 
@@ -106,7 +106,6 @@ def test_rotating_pairs_of_permuted_rows_is_rotating_halves(num_heads):
     pairs = (x @ permuted.T).view(5, num_heads, 4, 2)
     actual = torch.cat(turned(pairs[..., 0], pairs[..., 1]), dim=2)
     torch.testing.assert_close(actual, expected)
-    assert torch.equal(halves_order(permuted, num_heads, head_dim), weight)
 
 
 def test_always_on_neurons_and_dense_layers_have_their_places(dense_of, layout_of, write):
@@ -194,10 +193,10 @@ def test_the_dense_model_itself_can_be_written(family, dense_of, layout_of, writ
 
 
 def test_a_full_disk_leaves_nothing(dense_of, layout_of, write, tmp_path, monkeypatch):
-    def full(spec):
+    def full(spec, made):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(gguf_file, "_encoded", full)
+    monkeypatch.setattr(gguf_file, "encoded", full)
     dense = dense_of("llama")
     with pytest.raises(UserError, match=r"No space left.*bytes are needed"):
         write(dense, layout_of(dense))
@@ -211,17 +210,17 @@ def test_a_wrong_bit_in_any_tensor_is_found_when_read_back(
     """One of them is `rope_freqs.weight`, whose values no tensor of the checkpoint has."""
     rope = LLAMA3_ROPE if broken == 18 else {}
     dense = dense_of("qwen2", num_hidden_layers=1, intermediate_size=32, **rope)
-    right, name = gguf_file._encoded, "gguf_llama" if rope else "gguf_glm4moe"
+    right, name = gguf_file.encoded, "gguf_llama" if rope else "gguf_glm4moe"
     calls = iter(range(100))
 
-    def one_bit_off(spec):
-        encoded = right(spec)
+    def one_bit_off(spec, made):
+        encoded = right(spec, made)
         if next(calls) == broken if not rope else spec.name == "rope_freqs.weight":
             encoded.view(np.uint8).reshape(-1)[6] ^= 1
         return encoded
 
-    monkeypatch.setattr(gguf_file, "_encoded", one_bit_off)
-    with pytest.raises(VerificationError, match=r"came back|not what was written"):
+    monkeypatch.setattr(gguf_file, "encoded", one_bit_off)
+    with pytest.raises(VerificationError, match="not what was written"):
         write(dense, layout_of(dense, num_experts=4), name)
     assert [path.name for path in tmp_path.iterdir()] == ["out_unverified"]
 
@@ -249,32 +248,16 @@ def stored_rows(path, rows, stored):
 
 
 @pytest.mark.parametrize("stored", list(BITS))
-@pytest.mark.parametrize("scale", [1e-6, 1e-2, 1.0, 300.0])
-def test_values_come_back_within_the_tolerance_and_not_far_below_it(stored, scale, tmp_path):
+@pytest.mark.parametrize("scale", [1e-2, 300.0])
+def test_values_come_back_with_the_error_of_their_format(stored, scale, tmp_path):
     rows = torch.randn(64, 96, generator=torch.Generator().manual_seed(1)) * scale
     rows[0] = 0.0
-    rows[1, ::2] = rows[1].abs().max()
-    rows[2, :] = -rows[1]
     file = stored_rows(tmp_path / "x.gguf", rows, stored)
     assert file.raw("x").nbytes == rows.numel() * BITS[stored] / 8
     assert BLOCKS[stored][1] / BLOCKS[stored][0] * 8 == BITS[stored]
-    error, allowed = (file.tensor("x") - rows).abs(), file.tolerance("x")
-    assert (error <= allowed).all()
-    if stored == "F32":
-        assert not error.any()
-    elif scale >= 1e-2:
-        # A tolerance that were far too wide would check nothing.
-        assert error.max() > 0.3 * allowed[error.flatten().argmax() // 96].max()
-        assert allowed.mean() < {"Q4_0": 0.5, "Q8_0": 0.02}.get(stored, 5e-3) * scale
-
-
-@pytest.mark.parametrize("stored", ["Q8_0", "Q4_0"])
-def test_a_neighbouring_code_is_out_of_tolerance(stored, tmp_path):
-    rows = torch.linspace(-1, 1, 64).view(2, 32)
-    stored_rows(tmp_path / "x.gguf", rows, stored)
-    file = GgufFile(tmp_path / "x.gguf", writable=True)
-    file.raw("x").reshape(-1)[10] ^= 0x22  # two steps, in both nibbles of a 4-bit code
-    assert ((file.tensor("x") - rows).abs() > file.tolerance("x")).any()
+    error = float((file.tensor("x") - rows).square().mean().sqrt()) / scale
+    most = {"F32": 0.0, "F16": 2**-11, "BF16": 2**-8, "Q8_0": 0.01, "Q4_0": 0.15}[stored]
+    assert most / 10 <= error <= most
 
 
 def test_what_is_stored_as_what(dense_of, layout_of, write):
@@ -386,6 +369,11 @@ def test_a_k_that_cannot_be_changes_nothing(dense_of, layout_of, write, tmp_path
         with pytest.raises(UserError, match=r"12 experts a layer. Choose 1 to 12"):
             set_active_experts(tmp_path / "out", active_experts)
     assert file.path.read_bytes() == before
+    second = file.path.with_name("another.gguf")
+    second.write_bytes(before)
+    with pytest.raises(UserError, match=r"has 2 GGUF files.*Move the others away"):
+        set_active_experts(tmp_path / "out", 2)
+    second.unlink()
     other = GgufFile(file.path, writable=True)
     field = other.reader.fields["glm4moe.expert_weights_scale"]
     field.parts[field.data[0]][0] = 2.5

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dotmoe.errors import UserError
-from dotmoe.export.format import BLOCKS, TensorSpec
+from dotmoe.export.format import TensorSpec
 from dotmoe.files import DISK_FULL, full_disk, require_free
 
 try:
@@ -64,23 +64,24 @@ def write_gguf(path: Path, arch: str, keys: dict[str, Any], specs: Sequence[Tens
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for spec in specs:
-                writer.write_tensor_data(_encoded(spec))
+                writer.write_tensor_data(encoded(spec, spec.make()))
     except OSError as error:
         if error.errno in DISK_FULL:
             raise full_disk(path.parent, error, total) from error
         raise
 
 
-def _encoded(spec: TensorSpec) -> np.ndarray:
-    tensor = spec.make().float().contiguous()
+def encoded(spec: TensorSpec, made: Tensor) -> np.ndarray:
+    """A tensor as it is stored, in its number format."""
+    tensor = made.float().contiguous()
     assert tuple(tensor.shape) == spec.shape, f"{spec.name} is {tuple(tensor.shape)}"
     if spec.stored == "F16" and float(tensor.abs().max()) > _FLOAT16_MAX:
         raise UserError(
             f"{spec.name} cannot be stored as F16: {float(tensor.abs().max()):g} does not fit into "
             "float16. Choose type bf16 or f32."
         )
-    encoded: np.ndarray = quants.quantize(tensor.numpy(), GGMLQuantizationType[spec.stored])
-    return encoded
+    stored: np.ndarray = quants.quantize(tensor.numpy(), GGMLQuantizationType[spec.stored])
+    return stored
 
 
 class GgufFile:
@@ -148,23 +149,3 @@ class GgufFile:
         """Values, float32."""
         values = quants.dequantize(self.raw(name), self._tensors[name].tensor_type)
         return torch.from_numpy(np.array(values, dtype=np.float32)).view(self.shape(name))
-
-    def tolerance(self, name: str) -> Tensor:
-        """How far each value may lie from the weight it stands for, in the shape of `tensor`.
-
-        Half a unit in the last place of float16 and bfloat16; of the block formats half a step, or
-        a whole one at the end of the scale of q4_0, which reaches seven steps to one side and eight
-        to the other. The scale of a block is itself rounded to float16.
-        """
-        stored, values = self.stored(name), self.tensor(name)
-        if stored == "F32":
-            return torch.zeros_like(values)
-        if stored == "F16":
-            return values.abs() * 2.0**-11 * 1.01 + 2.0**-25
-        if stored == "BF16":
-            return values.abs() * 2.0**-8 * 1.01
-        block, block_bytes = BLOCKS[stored]
-        scales = np.ascontiguousarray(self.raw(name).reshape(-1, block_bytes)[:, :2])
-        steps = torch.from_numpy(scales.view(np.float16).astype(np.float32)).abs()
-        steps = steps.repeat(1, block).view(values.shape)
-        return steps * 0.57 + 2.0**-18 if stored == "Q8_0" else steps * 1.01 + 2.0**-21

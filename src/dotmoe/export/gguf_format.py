@@ -274,7 +274,13 @@ class GgufFormat(Format):
 
     def with_active_experts(self, folder: Path, active_experts: int) -> tuple[Path, Path]:
         """See `Format.with_active_experts`."""
-        (path,) = folder.glob("*.gguf")
+        found = sorted(folder.glob("*.gguf"))
+        if len(found) != 1:
+            raise UserError(
+                f"{folder} has {len(found)} GGUF files, but an export has one. "
+                "Move the others away."
+            )
+        (path,) = found
         changed = path.with_name(f".{path.name}.new")
         write_with_active_experts(path, active_experts, changed)
         return changed, path

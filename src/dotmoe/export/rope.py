@@ -31,14 +31,6 @@ def pairwise_order(num_heads: int, head_dim: int) -> Int[Tensor, " R"]:
     return rows.transpose(1, 2).flatten()
 
 
-def halves_order(
-    rows: Float[Tensor, "R ..."], num_heads: int, head_dim: int
-) -> Float[Tensor, "R ..."]:
-    """Undo `pairwise_order` on rows or entries that were brought into it."""
-    pairs = rows.reshape(num_heads, head_dim // 2, 2, *rows.shape[1:])
-    return torch.cat([pairs[:, :, 0], pairs[:, :, 1]], dim=1).reshape(rows.shape)
-
-
 def frequency_factors(config: Any) -> tuple[Float[Tensor, " F"] | None, float]:
     """What arch `llama` divides the plain frequencies by, and multiplies sine and cosine by.
 
