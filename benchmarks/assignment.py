@@ -32,7 +32,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from dotmoe.bench.runners import forget_peak, peak_bytes, resident_bytes
+from dotmoe.bench.runners import forget_peak, peak_bytes
 from dotmoe.files import read_json
 from dotmoe.tables import Table, to_markdown
 from dotmoe.transport import TransportPlan, balanced_plan, greedy_assignment
@@ -286,7 +286,7 @@ def step(method: Paper | Newton, affinity_NE: Tensor, gradient_NE: Tensor, tau: 
     num_neurons, num_experts = affinity_NE.shape
     leaf_NE = affinity_NE.requires_grad_()
     forget_peak()
-    before = resident_bytes()
+    before = peak_bytes()
     started = time.perf_counter()
     plan_NE = method.plan(leaf_NE, tau)
     solved = time.perf_counter()

@@ -1,9 +1,7 @@
 """The whole benchmark on a tiny pair: what it tells, and what it refuses. No speed is judged."""
 
 import json
-import os
 import re
-import signal
 import sys
 import time
 from dataclasses import replace
@@ -24,14 +22,12 @@ from dotmoe.bench.runners import (
     counted_experts,
     forget_peak,
     peak_bytes,
-    resident_bytes,
 )
 from dotmoe.bench.sources import sources
 from dotmoe.bench.work import Work, causal_keys, expected_experts
 from dotmoe.errors import UserError
 from dotmoe.export import FORMATS, ExportConfig, GgufConfig, export
 from dotmoe.tables import to_markdown
-from dotmoe.worker import Worker
 
 SMALL = {
     "batch_sizes": (1, 3),
@@ -145,31 +141,21 @@ def setup_for(folder, **changes):
     return replace(setup, **changes)
 
 
-def test_every_round_of_decode_starts_from_the_same_cache(pair):
-    runner = TransformersRunner(setup_for(pair / "glm4_moe"))
-    runner.load()
-    runner.prepare(Point(name="decode", batch=2, tokens=6, steps=3))
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in runner._cache.layers]
-    runner.run()
-    assert runner._cache.get_seq_length() == 6
-    for layer, (keys, values) in zip(runner._cache.layers, before, strict=True):
-        assert torch.equal(layer.keys, keys)
-        assert torch.equal(layer.values, values)
-
-
-def test_decode_computes_what_a_forward_over_all_tokens_does(pair):
-    seen = []
+def test_every_round_of_decode_computes_what_a_forward_over_all_tokens_does(pair):
     setup, point = setup_for(pair / "dense"), Point(name="decode", batch=2, tokens=6, steps=3)
     runner = TransformersRunner(setup)
     runner.load()
     runner.prepare(point)
-    runner._model.register_forward_hook(lambda module, args, output: seen.append(output.logits))
-    runner.run()
     ids_BT = torch.tensor(setup.tokens(264, point)).view(2, 9)
     model = AutoModelForCausalLM.from_pretrained(pair / "dense", dtype=torch.float32)
     with torch.no_grad():
         whole_BTV = model(ids_BT, past_key_values=DynamicCache()).logits
-    assert torch.allclose(torch.cat(seen, dim=1), whole_BTV[:, 6:], atol=1e-4)
+    seen = []
+    runner._model.register_forward_hook(lambda module, args, output: seen.append(output.logits))
+    for _ in range(2):
+        runner.run()
+        assert torch.allclose(torch.cat(seen, dim=1), whole_BTV[:, 6:], atol=1e-4)
+        seen.clear()
 
 
 def test_a_run_folder_means_its_export(pair, tmp_path):
@@ -229,18 +215,6 @@ def test_time_of_the_processor_stands_still_while_a_process_sleeps(tmp_path):
     time.sleep(0.2)
     assert setup.now() - start < 0.1
     assert wall.now() - start_wall >= 0.2
-
-
-def test_what_happens_to_a_worker_is_told(pair, tmp_path):
-    target = "dotmoe.bench.runners:TransformersRunner"
-    with Worker(target, setup_for(tmp_path), name="it") as worker:
-        with pytest.raises(UserError, match="Unrecog") as caught:
-            worker.ask("load")
-        assert "\n" not in str(caught.value)
-    with Worker(target, setup_for(pair / "dense"), name="it") as worker:
-        os.kill(worker._process.pid, signal.SIGKILL)
-        with pytest.raises(UserError, match="memory runs out"):
-            worker.ask("load")
 
 
 def loaded(folder, **options):
@@ -336,7 +310,6 @@ def test_a_peak_is_seen_and_forgotten():
     start = peak_bytes()
     block = np.ones(64 << 20, dtype=np.uint8)
     assert peak_bytes() - start > 60 << 20
-    assert resident_bytes() - start > 60 << 20
     del block
     forget_peak()
     if peak_bytes() - start > 60 << 20:

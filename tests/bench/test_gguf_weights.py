@@ -51,7 +51,10 @@ def write(path, *, tied, experts):
 @pytest.mark.parametrize("experts", [True, False])
 def test_weights_are_grouped_by_use(tmp_path, tied, experts):
     arrays = write(tmp_path / "m.gguf", tied=tied, experts=experts)
-    weights = Work.of_gguf(GgufFile(tmp_path / "m.gguf"))
+    file = GgufFile(tmp_path / "m.gguf")
+    weights = Work.of_gguf(file)
+    assert (file.size("context_length"), file.most_bytes_in) == (77, "F16")
+    assert weights.flops_per_key == 4 * LAYERS * D
     per_expert = {k: v for k, v in arrays.items() if "_exps." in k}
     head = arrays["token_embd.weight" if tied else "output.weight"]
     outside = {"token_embd.weight", "output.weight", *per_expert}
@@ -63,14 +66,6 @@ def test_weights_are_grouped_by_use(tmp_path, tied, experts):
     assert weights.expert.products * E == sum(v.size for v in per_expert.values() if v.ndim == 3)
     assert weights.embedding_row_bytes == 2 * D
     assert (weights.num_experts, weights.active_experts) == ((E, K) if experts else (0, 0))
-
-
-def test_the_header_tells_sizes_and_the_number_format_of_most_bytes(tmp_path):
-    write(tmp_path / "m.gguf", tied=False, experts=True)
-    file = GgufFile(tmp_path / "m.gguf")
-    work = Work.of_gguf(file)
-    assert (file.size("context_length"), file.most_bytes_in) == (77, "F16")
-    assert work.flops_per_key == 4 * LAYERS * D
 
 
 def test_a_file_that_is_no_decoder_is_refused_in_one_line(tmp_path):

@@ -373,13 +373,6 @@ def test_a_k_that_cannot_be_changes_nothing(dense_of, layout_of, write, tmp_path
     second.write_bytes(before)
     with pytest.raises(UserError, match=r"has 2 GGUF files.*Move the others away"):
         set_active_experts(tmp_path / "out", 2)
-    second.unlink()
-    other = GgufFile(file.path, writable=True)
-    field = other.reader.fields["glm4moe.expert_weights_scale"]
-    field.parts[field.data[0]][0] = 2.5
-    other.reader.data.flush()
-    with pytest.raises(UserError, match="does not weight its experts by k"):
-        set_active_experts(tmp_path / "out", 2)
 
 
 def test_files_that_are_no_gguf_are_refused(tmp_path):

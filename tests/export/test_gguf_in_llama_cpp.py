@@ -4,7 +4,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 pytest.importorskip("gguf")
 pytest.importorskip("llama_cpp")
@@ -113,19 +112,6 @@ def test_every_family_runs_as_the_masked_dense_model(
     assert record.verification.run.all_experts_error < (1e-5 if "glm4" in name else 3e-3)
 
 
-def test_the_file_agrees_with_the_transformers_export(
-    dense_of, layout_of, tokens_BT, write, tmp_path
-):
-    dense = dense_of("qwen3")
-    layout = layout_of(dense)
-    export(dense, layout, tmp_path / "stock", ExportConfig(), tokens_BT)
-    write(dense, layout)
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stock", dtype=torch.float32)
-    # The stock gates deviate from 1 by what their float32 sigmoid needs; those of the GGUF do not.
-    reference = logits_of(stock, tokens_BT)
-    assert median_error(by_llama_cpp(tmp_path / "out", tokens_BT), reference) < 2e-3
-
-
 @pytest.mark.parametrize(
     ("name", "scaling"),
     [
@@ -194,7 +180,6 @@ def test_every_number_format_runs(name, kind, dense_of, layout_of, write):
     assert record.details["fallbacks"] == []
     # bfloat16 of float32 weights loses 2^-9 of a weight at most, 4 bits an eighth of the largest.
     assert 0 < record.verification.storing_error < {"q4_0": 0.15, "q8_0": 0.01}.get(kind, 0.003)
-    print("MEASURE", kind, name, record.verification)
     most = {"q4_0": 0.5, "q8_0": 0.05}.get(kind, 0.02)
     assert record.verification.run.all_experts_error < most
     assert record.verification.run.tokenized_texts == 5

@@ -101,7 +101,8 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> dict[str, Any
     """
     check(config)
     runtime, *found = sources(config.dense, config.moe)
-    _require_context(config, found)
+    for source in found:
+        _require_context(config, source)
     threads = config.threads or torch.get_num_threads()
     is_llama = runtime == LLAMA_CPP
     device = "cpu" if is_llama else str(resolved_device(config.load.device))
@@ -235,9 +236,9 @@ def tables(result: dict[str, Any]) -> list[Table]:
         loaded = side["loaded"]
         work = loaded["weights"]
         experts = f"{work['active_experts']} of {work['num_experts']}"
-        sizes = [side["stored_bytes"], loaded["loading_peak_bytes"], loaded["before_bytes"]]
         split = experts if work["num_experts"] else None
-        models.append([label, side["name"], loaded["dtype"], split, *map(in_bytes, sizes)])
+        size = in_bytes(side["stored_bytes"])
+        models.append([label, side["name"], loaded["dtype"], split, size])
     for each in result["points"]:
         point, dense, moe = each["point"], each["dense"], each["moe"]
         is_prefill = point["name"] == "prefill"
@@ -264,12 +265,11 @@ def tables(result: dict[str, Any]) -> list[Table]:
         works.append([name, *both, f"{moe['experts_touched']:.1f}"])
     unit = "tokens/s" if settings["clock"] == "wall" else "tokens/CPU s"
     origins = sorted({each["moe"]["experts_touched_by"] for each in result["points"]})
-    sizes_of = ("weights", "loading peak", "before loading")
     return [
         Table(
             title=f"{result['runtime']} on {hardware}, {settings['threads']} "
             f"threads, {settings['rounds']} rounds in turns",
-            columns=("", "model", "dtype", "experts", *sizes_of),
+            columns=("", "model", "dtype", "experts", "weights"),
             rows=models,
             words=3,
         ),
@@ -287,14 +287,13 @@ def tables(result: dict[str, Any]) -> list[Table]:
     ]
 
 
-def _require_context(config: BenchConfig, found: Sequence[Source]) -> None:
+def _require_context(config: BenchConfig, source: Source) -> None:
     wanted = {"prompt_tokens": config.prompt_tokens}
     if config.batch_sizes:
         wanted["context_tokens + decode_steps"] = config.context_tokens + config.decode_steps
-    for source in found:
-        for name, tokens in wanted.items():
-            if tokens > source.context:
-                raise UserError(
-                    f"{name} is {tokens}, but {source.name} has a context of {source.context}. "
-                    f"Choose at most {source.context}."
-                )
+    for name, tokens in wanted.items():
+        if tokens > source.context:
+            raise UserError(
+                f"{name} is {tokens}, but {source.name} has a context of {source.context}. "
+                f"Choose at most {source.context}."
+            )

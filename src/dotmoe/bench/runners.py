@@ -81,10 +81,6 @@ class Loaded:
     weights: Work
     dtype: str
     """Of most weights, as they are held."""
-    before_bytes: int
-    """Memory of the process before loading."""
-    loading_peak_bytes: int
-    """Largest memory while loading; a GPU's own memory on a GPU."""
 
 
 class TransformersRunner:
@@ -100,14 +96,11 @@ class TransformersRunner:
     def load(self) -> Loaded:
         """Load the model, once."""
         torch.set_num_threads(self._setup.threads)
-        before = resident_bytes(self._device)
         dtype = resolved_dtype(self._setup.dtype, self._device)
         self._model = stock_model(Path(self._setup.path), self._device, dtype)
         return Loaded(
             weights=Work.of_model(self._model),
             dtype=str(self._model.dtype).removeprefix("torch."),
-            before_bytes=before,
-            loading_peak_bytes=peak_bytes(self._device),
         )
 
     @torch.inference_mode()
@@ -180,7 +173,6 @@ class LlamaRunner:
         lib = self._lib
         lib.llama_log_set(self._silence, ctypes.c_void_p(0))
         lib.llama_backend_init()
-        before = resident_bytes()
         settings = lib.llama_model_default_params()
         settings.n_gpu_layers = 0
         if hasattr(
@@ -193,8 +185,6 @@ class LlamaRunner:
         return Loaded(
             weights=Work.of_gguf(self._file),
             dtype=self._file.most_bytes_in,
-            before_bytes=before,
-            loading_peak_bytes=peak_bytes(),
         )
 
     def prepare(self, point: Point) -> None:
@@ -304,14 +294,17 @@ def counted_experts(model: nn.Module) -> Iterator[list[int]]:
 _CPU = torch.device("cpu")
 
 
-def resident_bytes(device: torch.device = _CPU) -> int:
-    """Memory that is held now."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS")
-
-
 def peak_bytes(device: torch.device = _CPU) -> int:
     """Most memory that was held since `forget_peak`, or since the start if it cannot forget."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if not status.exists():
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
+    found = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(encoding="utf-8"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
 
 
 def forget_peak(device: torch.device = _CPU) -> None:
@@ -321,14 +314,3 @@ def forget_peak(device: torch.device = _CPU) -> None:
         return
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def _status(field: str) -> int:
-    """Bytes of the process by the system; elsewhere than on Linux the most it ever held."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
-    found = re.search(rf"^{field}:\s*(\d+) kB$", status.read_text(encoding="utf-8"), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from gguf import (
+    GGML_QUANT_VERSION,
     MODEL_ARCH,
     MODEL_ARCH_NAMES,
     LlamaFileType,
@@ -53,16 +54,6 @@ MOST_EXPERTS = 1024
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose frequencies do not depend on the text."""
 ANY_BIASES = ("none", "o", "qkv", "qkvo")
-
-_FILE_TYPES = {
-    "f32": LlamaFileType.ALL_F32,
-    "f16": LlamaFileType.MOSTLY_F16,
-    "bf16": LlamaFileType.MOSTLY_BF16,
-    "q8_0": LlamaFileType.MOSTLY_Q8_0,
-    "q4_0": LlamaFileType.MOSTLY_Q4_0,
-}
-"""Value of `general.file_type`, which llama.cpp only prints."""
-_QUANTISATION_VERSION = 2
 
 
 class GgufFormat(Format):
@@ -149,12 +140,15 @@ class GgufFormat(Format):
     def header(self, conversion: Conversion) -> dict[str, Any]:
         """All keys of the file but `general.architecture`, in full."""
         dense, tokenizer = conversion.dense, self._tokenizer(conversion)
+        stored = conversion.gguf.type.upper()
         keys = {**self._decoder_keys(dense), **self.ffn_keys(conversion)}
         return {
             "general.type": "model",
             "general.name": general_name(conversion.source, tokenizer),
-            "general.file_type": int(_FILE_TYPES[conversion.gguf.type]),
-            "general.quantization_version": _QUANTISATION_VERSION,
+            "general.file_type": int(
+                LlamaFileType[f"{'ALL' if stored == 'F32' else 'MOSTLY'}_{stored}"]
+            ),
+            "general.quantization_version": GGML_QUANT_VERSION,
             **{f"{self.arch(dense)}.{key}": value for key, value in keys.items()},
             **tokenizer.keys,
         }
@@ -221,18 +215,14 @@ class GgufFormat(Format):
     def _carried(self, conversion: Conversion, name: str) -> TensorSpec:
         """A dense tensor; where neighbours are rotated, its heads in that order."""
         spec = specs.carried(conversion, name)
-        heads = self.rotated_heads(conversion.dense, name)
-        if heads:
-            head_dim = conversion.dense.family.traits(conversion.dense.config).head_dim
+        config = conversion.dense.config
+        rotated = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        heads = rotated.get(name.split(".")[-2], 0)
+        if heads and self.reads_factors(conversion.dense):
+            head_dim = conversion.dense.family.traits(config).head_dim
             made, order = spec.make, pairwise_order(heads, head_dim)
             spec = replace(spec, make=lambda: made()[order])
         return self._stored(conversion, spec, self.name_of(conversion.dense, name))
-
-    def rotated_heads(self, dense: DenseModel, name: str) -> int:
-        """Heads of a query or key projection whose entries are reordered; 0: none are."""
-        config = dense.config
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        return heads.get(name.split(".")[-2], 0) if self.reads_factors(dense) else 0
 
     def _stored(self, conversion: Conversion, spec: TensorSpec, name: str) -> TensorSpec:
         """Under its GGUF name, in its number format.
@@ -447,21 +437,11 @@ def _num_shared(split: Granularity) -> int:
 def write_with_active_experts(path: Path, active_experts: int, out: Path) -> None:
     """Copy a file that dotmoe exported, with another k; it is then what an export with it writes.
 
-    Args:
-        path: The file.
-        active_experts: k, 1 to the number of experts.
-        out: File to write.
-
     Raises:
-        UserError: It holds a dense model or is not ours, or llama.cpp cannot run so many experts.
+        UserError: llama.cpp cannot run so many experts.
     """
     file = GgufFile(path)
-    experts, layers = file.size("expert_count", 0), file.size("block_count")
-    if not 1 <= active_experts <= experts:
-        raise UserError(
-            f"active_experts is {active_experts}, but {path} has {experts} experts a layer. "
-            + (f"Choose 1 to {experts}." if experts else "Name a MoE's file.")
-        )
+    layers = file.size("block_count")
     split = layers - file.size("leading_dense_block_count", 0)
     most = most_active_experts(len(file.names), layers, split)
     if active_experts > most:
@@ -469,22 +449,17 @@ def write_with_active_experts(path: Path, active_experts: int, out: Path) -> Non
             f"active_experts is {active_experts}, but llama.cpp's graph has room for {most} in "
             f"{path}, and it aborts beyond. Choose {most} or fewer."
         )
-    scale = f"{file.arch}.expert_weights_scale"
-    scales = [name for name in file.names if name.endswith(".ffn_down_exps.scale")]
-    used = file.size("expert_used_count")
-    stated = [float(value) for name in scales for value in file.tensor(name)]
-    if set(stated or [file.metadata(scale)]) != {used}:
-        raise UserError(
-            f"{path} does not weight its experts by k, so k is no free choice in it. "
-            "Name a file that dotmoe exported."
-        )
     shutil.copyfile(path, out)
     copy = GgufFile(out, writable=True)
-    values = {f"{file.arch}.expert_used_count": active_experts, scale: float(active_experts)}
+    values = {
+        f"{file.arch}.expert_used_count": active_experts,
+        f"{file.arch}.expert_weights_scale": float(active_experts),
+    }
     for key, value in values.items():
         field = copy.reader.fields.get(key)
         if field is not None:
             field.parts[field.data[0]][0] = value
-    for name in scales:
-        copy.raw(name)[:] = np.float32(active_experts)
+    for name in copy.names:
+        if name.endswith(".ffn_down_exps.scale"):
+            copy.raw(name)[:] = np.float32(active_experts)
     copy.reader.data.flush()
