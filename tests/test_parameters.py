@@ -11,42 +11,23 @@ from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.models.family import family_of
 from dotmoe.parameters import count_parameters, meta_model
 
-LLAMA_2_7B = LlamaConfig(
-    vocab_size=32_000,
-    hidden_size=4_096,
-    intermediate_size=11_008,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=32,
-    tie_word_embeddings=False,
-)
-LLAMA_3_8B = LlamaConfig(
-    vocab_size=128_256,
-    hidden_size=4_096,
-    intermediate_size=14_336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    tie_word_embeddings=False,
-)
-QWEN_2_5_7B = Qwen2Config(
-    vocab_size=152_064,
-    hidden_size=3_584,
-    intermediate_size=18_944,
-    num_hidden_layers=28,
-    num_attention_heads=28,
-    num_key_value_heads=4,
-    tie_word_embeddings=False,
-)
-QWEN_2_5_HALF_B = Qwen2Config(
-    vocab_size=151_936,
-    hidden_size=896,
-    intermediate_size=4_864,
-    num_hidden_layers=24,
-    num_attention_heads=14,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-)
+
+def published(kind, vocabulary, width, ffn, layers, heads, key_value_heads, tied=False):
+    return kind(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        tie_word_embeddings=tied,
+    )
+
+
+LLAMA_2_7B = published(LlamaConfig, 32_000, 4_096, 11_008, 32, 32, 32)
+LLAMA_3_8B = published(LlamaConfig, 128_256, 4_096, 14_336, 32, 32, 8)
+QWEN_2_5_7B = published(Qwen2Config, 152_064, 3_584, 18_944, 28, 28, 4)
+QWEN_2_5_HALF_B = published(Qwen2Config, 151_936, 896, 4_864, 24, 14, 2, tied=True)
 
 
 def counts(config, **settings):

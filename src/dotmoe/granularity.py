@@ -131,7 +131,7 @@ def nearest_expert_sizes(size: int, ffn_width: int, *, multiple: int) -> tuple[i
         (4, 8)
     """
     sizes = [n for n in range(multiple, ffn_width // 2 + 1, multiple) if ffn_width % n == 0]
-    return tuple([n for n in sizes if n < size][-1:] + [n for n in sizes if n > size][:1])
+    return _next_to(size, sizes)
 
 
 def _expert_size(config: ExpertsConfig, ffn_width: int) -> int:
@@ -146,11 +146,6 @@ def _expert_size(config: ExpertsConfig, ffn_width: int) -> int:
         return ffn_width // experts
     if size is None:
         return default_expert_size(ffn_width)
-    if size == ffn_width:
-        raise UserError(
-            f"expert_size is {size}, the whole FFN width, which leaves 1 expert of the at least 2 "
-            f"needed. Choose {_nearest(size, ffn_width, 1, ffn_width // 2)}."
-        )
     _require_divisor("expert_size", size, ffn_width, smallest=1, largest=ffn_width // 2)
     return size
 
@@ -182,18 +177,22 @@ def _active_experts(config: ExpertsConfig, num_experts: int) -> int:
 
 
 def _require_divisor(name: str, value: int, width: int, *, smallest: int, largest: int) -> None:
-    near = _nearest(value, width, smallest, largest)
-    if value < smallest:
-        raise UserError(f"{name} is {value}, but it must be at least {smallest}. Choose {near}.")
+    near = _next_to(value, [n for n in range(smallest, largest + 1) if width % n == 0])
+    choose = " or ".join(map(str, near)) or "another model: this width has no divisor"
+    if not smallest <= value <= largest:
+        raise UserError(
+            f"{name} is {value}, but for the FFN width {width} it must be {smallest} to {largest}, "
+            f"so that there are at least 2 experts. Choose {choose}."
+        )
     if width % value:
         raise UserError(
             f"{name} is {value}, which does not divide the FFN width {width} into equal experts. "
-            f"Choose {near}."
+            f"Choose {choose}."
         )
 
 
-def _nearest(value: int, width: int, smallest: int, largest: int) -> str:
-    """The divisors of the width next below and above a value, in words."""
-    divisors = [n for n in range(smallest, largest + 1) if width % n == 0]
-    near = [n for n in divisors if n < value][-1:] + [n for n in divisors if n > value][:1]
-    return " or ".join(map(str, near)) or "another model: this width has no divisor"
+def _next_to(value: int, ascending: list[int]) -> tuple[int, ...]:
+    """The last below and the first above a value, where there are such."""
+    below = [n for n in ascending if n < value]
+    above = [n for n in ascending if n > value]
+    return (*below[-1:], *above[:1])

@@ -49,11 +49,10 @@ def balanced_kmeans(
     rounds: int,
     starts: int,
     generator: torch.Generator,
-    is_exact: bool = True,
 ) -> Int[Tensor, " N"]:
     """Clusters of equal size with small squared distances to their centres.
 
-    Within the rounds the balanced assignment is our transport solver's.
+    The balanced assignment of each round is our transport solver's.
 
     Args:
         features_NF: What is clustered, float32; N must be a multiple of the number of clusters.
@@ -61,27 +60,22 @@ def balanced_kmeans(
         rounds: Rounds at most of each start; fewer where nothing moves any more.
         starts: Random starts; that with the smallest distances is kept.
         generator: Picks the first centres among the items.
-        is_exact: Whether the last assignment is `optimal_assignment`.
     """
-    best_N, least = None, float("inf")
-    for _ in range(starts):
+
+    def clustered() -> tuple[float, Tensor]:
         first = torch.randperm(len(features_NF), generator=generator)[:num_clusters]
         centre_EF = features_NF[first.to(features_NF.device)]
-        expert_N = harden(-_squared_distance(features_NF, centre_EF))
+        expert_N = harden(-squared_distance(features_NF, centre_EF))
         for _ in range(rounds):
             before_N, centre_EF = expert_N, means(features_NF, expert_N, num_clusters)
-            expert_N = harden(-_squared_distance(features_NF, centre_EF))
+            expert_N = harden(-squared_distance(features_NF, centre_EF))
             if torch.equal(before_N, expert_N):
                 break
         centre_EF = means(features_NF, expert_N, num_clusters)
-        spread = float((features_NF - centre_EF[expert_N]).square().sum())
-        if best_N is None or spread < least:
-            best_N, least = expert_N, spread
-    assert best_N is not None
-    if not is_exact:
-        return best_N
-    centre_EF = means(features_NF, best_N, num_clusters)
-    return optimal_assignment(_squared_distance(features_NF, centre_EF))
+        return float((features_NF - centre_EF[expert_N]).square().sum()), expert_N
+
+    _, best_N = min((clustered() for _ in range(starts)), key=lambda found: found[0])
+    return best_N
 
 
 def means(
@@ -93,6 +87,6 @@ def means(
     return sums_EF * (num_clusters / len(features_NF))
 
 
-def _squared_distance(features_NF: Tensor, centre_EF: Tensor) -> Tensor:
+def squared_distance(features_NF: Tensor, centre_EF: Tensor) -> Tensor:
     """Squared distances less each item's own norm, which no assignment can change."""
     return centre_EF.square().sum(dim=1) - 2 * features_NF @ centre_EF.T

@@ -58,7 +58,6 @@ def input_clusters(
         rounds=inputs.config.cluster_rounds,
         starts=inputs.config.cluster_starts,
         generator=generator,
-        is_exact=False,
     )
     return means(whole_TD, expert_T, num_experts)
 

@@ -17,24 +17,27 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dotmoe.baselines.contract import Layer, LayerSplit, SplitInputs
-from dotmoe.baselines.kmeans import balanced_kmeans, means
+from dotmoe.baselines.kmeans import balanced_kmeans, means, optimal_assignment, squared_distance
 
 
 def weight_clusters(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer by balanced clusters of its weights."""
-    config = inputs.config
+    config, num_experts = inputs.config, inputs.granularity.num_experts
     for layer in inputs.layers():
+        rows_NF = unit_rows(layer, config.clustered_rows)
         expert_N = balanced_kmeans(
-            unit_rows(layer, config.clustered_rows),
-            inputs.granularity.num_experts,
+            rows_NF,
+            num_experts,
             rounds=config.cluster_rounds,
             starts=config.cluster_starts,
             generator=layer.generator,
         )
+        centre_EF = means(rows_NF, expert_N, num_experts)
+        expert_N = optimal_assignment(squared_distance(rows_NF, centre_EF))
         yield LayerSplit(
             layer=layer,
             expert_of_neuron_N=expert_N,
-            router_ED=similarity_router(layer, expert_N, inputs.granularity.num_experts),
+            router_ED=similarity_router(layer, expert_N, num_experts),
         )
 
 
