@@ -293,7 +293,7 @@ def summary(record: dict[str, Any], subject: Subject, dense: DenseModel) -> dict
     """Medians over rounds of seconds and of the ratios within each round."""
     rounds = record["steps"]
     work = alignment_work(subject.sizes(dense), subject.run_size(), checkpointing=False)
-    unavoidable = sum(part.products + part.attention for part in work.values())
+    unavoidable = sum(part.products for part in work.values())
     rates = [one["flops_per_s"] for one in rounds["matmul"]]
     plain, again, dense_s = (
         [one["step"] for one in rounds[name]]

@@ -84,18 +84,17 @@ def main() -> None:
     for row in rows:
         row |= predicted(row)
         row["ratio"] = sum(row["predicted_s"].values()) / row["seconds"]["step"]
-        row["memory_ratio"] = row["predicted_bytes"] / row["measured_bytes"]
         again = ", checkpointing" if row["checkpointing"] else ""
-        print(
-            f"{row['name']}{again}: {row['ratio']:.2f} of time, {row['memory_ratio']:.3f} of memory"
-        )
+        print(f"{row['name']}{again}: {row['ratio']:.2f} of time")
+        if "measured_bytes" in row:  # older records are of time alone
+            row["memory_ratio"] = row["predicted_bytes"] / row["measured_bytes"]
     worst = {
         f"{what}, {kind}": max(
-            (abs(row[what] - 1) for row in rows if row["unseen"] == (kind == "unseen")),
+            (abs(row[what] - 1) for row in rows if what in row and row["unseen"] == is_unseen),
             default=None,
         )
         for what in ("ratio", "memory_ratio")
-        for kind in ("seen", "unseen")
+        for kind, is_unseen in (("seen", False), ("unseen", True))
     }
     print(f"farthest from 1: {worst}")
     record = {"clock": "processor", "rounds": settings.rounds, "rows": rows}

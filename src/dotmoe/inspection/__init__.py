@@ -203,7 +203,7 @@ def inspect_model(
         export_memory=export_memory(sizes),
         disk=disk(sizes, settled),
         exported=exported_bytes(sizes),
-        flops=settled.steps * sum(part.products + part.attention for part in work.values()),
+        flops=settled.steps * sum(part.products for part in work.values()),
         here=TimeHere(
             device=here.name,
             dtype=here.dtype,

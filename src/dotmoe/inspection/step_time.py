@@ -1,8 +1,9 @@
 """How long a step takes: its work part by part, over what a machine can do.
 
-A part takes products of matrices, attention, and bytes that operations without products read and
-write: those of Transformers' operations run one by one, each reading its inputs and writing its
-output. Kinds of work follow one another: nothing is taken to overlap within a device.
+A part takes products of matrices, and bytes that other operations read and write. Those are counted
+in passes over the model width, the FFN width and the vocabulary; how many passes a forward makes is
+fitted to measured steps, and a backward makes twice as many. Products and bytes follow one another:
+nothing is taken to overlap within a device.
 """
 
 from dataclasses import dataclass
@@ -14,26 +15,11 @@ from torch.utils.benchmark import Timer
 from dotmoe.inspection.memory import ALONE, Placement, affinity_entries
 from dotmoe.inspection.sizes import FLOAT32, FinetuneSize, GPUName, RunSize, Sizes, dtype_name
 
-NORM_BYTES, NORM_BACKWARD_BYTES = {2: 36, 4: 28}, {2: 87, 4: 86}
-"""Per entry of an RMSNorm's input, by the bytes of a weight; the norm itself is in float32."""
-RESIDUAL_PASSES, RESIDUAL_BACKWARD_PASSES = 3, 4
-ROTARY_PASSES, ROTARY_BACKWARD_PASSES = 10, 16
-"""Over queries and keys: two products, a half turned and a sum; heads put together."""
-GATED_PASSES, GATED_BACKWARD_PASSES = 5, 11
-"""SiLU(gate) * up of an FFN, over the width that runs."""
-MASKED_PASSES, MASKED_BACKWARD_PASSES = 9, 21
-"""The same under the mask, in PyTorch's own operations; 10 bytes more where sums are widened."""
-KERNEL_PASSES, KERNEL_BACKWARD_PASSES = 3, 8
-"""The same in the Triton kernel of a GPU, and two products that read the gradient of the mask."""
-GATHER_PASSES, GATHER_BACKWARD_PASSES = 4, 6
+ROUTED_PASSES = 3
 """Over the input of an expert, once for each of k: it is gathered, and the outputs are summed."""
-ROUTER_BYTES, ROUTER_BACKWARD_BYTES = 330, 82
-"""Per router logit: top-k, its surrogate, which is found by bisection, and both losses."""
 PLAN_BYTES = 42
 """Per entry of the plan and micro-batch: its gradient is formed and added up."""
-LOGIT_BYTES = {2: 118, 4: 100}
-"""Per token and word of the vocabulary, in the losses of both models and their gradient."""
-ASSIGNMENT_BYTES, NEWTON_STEPS = 200, 3
+ASSIGNMENT_BYTES = 150
 """Per entry of A and step: passes of Newton's method, rounding and implicit gradient."""
 ADAM_BYTES = 40
 """Per trainable entry: clipping reads the gradient twice; AdamW reads four and writes three."""
@@ -43,31 +29,36 @@ class Work(NamedTuple):
     """What one part of a step consists of."""
 
     products: int = 0
-    """FLOP of matrix products."""
-    attention: int = 0
-    """FLOP of attention scores and their weighted sums."""
+    """FLOP of matrix products; of attention, those of the whole square, of which half is needed."""
     moved: int = 0
     """Bytes read and written by operations without products."""
-    logits: int = 0
-    """The same, by the softmaxes over the vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """Shares of a device's rates that the kinds of work in a step reach."""
+    """Shares of a device's rates that a step reaches, and how often operations pass over memory."""
 
     products: float
-    attention: float
     moved: float
-    logits: float
+    width: int
+    """Passes of one layer's forward over the model width."""
+    neurons: int
+    """Passes of one layer's forward over the FFN width, masks and routers included."""
+    vocabulary: int
+    """Passes of the distillation loss over the logits of a token, with its gradient."""
     origin: str
 
 
 ON_CPU = Efficiency(
-    products=0.9, attention=0.4, moved=0.65, logits=0.65, origin="fitted to measured steps"
+    products=0.95,
+    moved=0.65,
+    width=31,
+    neurons=13,
+    vocabulary=44,
+    origin="fitted to measured steps",
 )
 ON_GPU = Efficiency(
-    products=0.65, attention=0.35, moved=0.75, logits=0.75, origin="assumed, not measured"
+    products=0.65, moved=0.75, width=56, neurons=5, vocabulary=60, origin="assumed, not measured"
 )
 
 
@@ -91,16 +82,13 @@ class Accelerator:
     origin: str = "quoted"
 
     def seconds(self, work: Work) -> float:
-        """Time of one part of a step.
+        """Time of one part of a step: products / (u_p F) + moved / (u_m B).
 
-            products / (u_p F) + attention / (u_a F) + moved / (u_m B) + logits / (u_l B)
-
-        with the rates F, B of the device and its shares u.
+        F and B are the rates of the device, u the shares of them.
         """
         share = self.efficiency
-        products = work.products / share.products + work.attention / share.attention
-        moved = work.moved / share.moved + work.logits / share.logits
-        return products / self.flops_per_s + moved / self.bytes_per_s
+        products = work.products / (share.products * self.flops_per_s)
+        return products + work.moved / (share.moved * self.bytes_per_s)
 
 
 def _quoted(name: str, tflops: float, gb: int, tb_per_s: float, link: int, net: int) -> Accelerator:
@@ -160,35 +148,19 @@ def share_of(run: RunSize, placement: Placement) -> tuple[int, int]:
     return sequences * run.seq_len, -(-sequences // run.micro_batch_size)
 
 
-def _layer_bytes(sizes: Sizes, neurons: int) -> tuple[int, int]:
-    """Bytes a token that one dense layer moves: forward, and backward without the FFN."""
-    held, width, heads = sizes.held, sizes.widths.model, sizes.head_width
-    norms = 2 * width + sizes.head_norms
-    forward = 2 * RESIDUAL_PASSES * width + ROTARY_PASSES * heads + GATED_PASSES * neurons
-    backward = 2 * RESIDUAL_BACKWARD_PASSES * width + ROTARY_BACKWARD_PASSES * heads
-    return (
-        NORM_BYTES[held] * norms + held * forward,
-        NORM_BACKWARD_BYTES[held] * norms + held * backward,
-    )
+def _passes(run: RunSize) -> Efficiency:
+    return ON_CPU if run.device == "cpu" else ON_GPU
 
 
-def _masking_bytes(sizes: Sizes, *, on_cpu: bool) -> tuple[int, int]:
-    """Bytes a token that masks add to a dense layer's forward, and those of the FFN's backward."""
-    held, neurons, experts = sizes.held, sizes.widths.ffn, sizes.split.num_experts
-    widened = held + FLOAT32 if held < FLOAT32 else 0
-    forward = (MASKED_PASSES if on_cpu else KERNEL_PASSES) - GATED_PASSES
-    backward = held * (MASKED_BACKWARD_PASSES if on_cpu else KERNEL_BACKWARD_PASSES)
-    sums = (FLOAT32 + widened) * on_cpu
-    router_input = sizes.widths.model * widened
-    return (
-        held * forward * neurons + ROUTER_BYTES * experts + router_input,
-        (backward + sums) * neurons + ROUTER_BACKWARD_BYTES * experts,
-    )
+def _layer_bytes(sizes: Sizes, run: RunSize, neurons: int) -> int:
+    """Bytes a token that the forward of one layer moves; the backward moves twice as many."""
+    passes = _passes(run)
+    return sizes.held * (passes.width * sizes.widths.model + passes.neurons * neurons)
 
 
 def _attention(sizes: Sizes, run: RunSize) -> int:
-    """FLOP a token of causal attention, forward, all layers."""
-    return 2 * run.seq_len * sizes.heads * sizes.traits.head_dim * sizes.widths.layers
+    """FLOP a token of attention without its projections, forward, all layers."""
+    return 4 * run.seq_len * sizes.heads * sizes.traits.head_dim * sizes.widths.layers
 
 
 def alignment_work(
@@ -196,8 +168,7 @@ def alignment_work(
 ) -> dict[str, Work]:
     """One alignment step on one GPU, by part.
 
-    Weights are frozen, so their products cost the backward as much as one forward, not two. Layers
-    that stay dense are neither masked nor routed.
+    Weights are frozen, so their products cost the backward as much as one forward, not two.
 
     Args:
         sizes: Of model and split.
@@ -205,33 +176,27 @@ def alignment_work(
         placement: Among how many GPUs.
         checkpointing: Whether the backward runs each layer's forward again.
     """
-    widths, experts, split_layers = sizes.widths, sizes.split.num_experts, sizes.moe_layers
     tokens, micro_batches = share_of(run, placement)
-    on_cpu, again = run.device == "cpu", int(checkpointing)
+    again = int(checkpointing)
     products = 2 * (sizes.counts.attention_and_norms + sizes.counts.ffn_total)
     attention, router = _attention(sizes, run), 2 * sizes.counts.routers
     # A GPU sums over each expert's neurons by a product, a CPU by index.
-    mask = 2 * sizes.affinities * (1 if on_cpu else 2)
-    head = 2 * widths.vocabulary * widths.model
-    forward, backward = (widths.layers * amount for amount in _layer_bytes(sizes, widths.ffn))
-    added, ffn = (split_layers * amount for amount in _masking_bytes(sizes, on_cpu=on_cpu))
-    ffn += (widths.layers - split_layers) * GATED_BACKWARD_PASSES * sizes.held * widths.ffn
+    mask = 2 * sizes.affinities * (1 if run.device == "cpu" else 2)
+    vocabulary = sizes.widths.vocabulary
+    forward = tokens * sizes.widths.layers * _layer_bytes(sizes, run, sizes.widths.ffn)
     own = affinity_entries(sizes, placement)
-    plan = sizes.affinities * PLAN_BYTES * micro_batches
     return {
-        "teacher forward": Work(tokens * products, tokens * attention, tokens * forward),
-        "student forward": Work(
-            tokens * (products + router), tokens * attention, tokens * (forward + added)
-        ),
+        "teacher forward": Work(tokens * (products + attention), forward),
+        "student forward": Work(tokens * (products + attention + router), forward),
         "head and losses": Work(
-            tokens * 3 * head, logits=tokens * LOGIT_BYTES[sizes.held] * widths.vocabulary
+            tokens * 6 * vocabulary * sizes.widths.model,
+            tokens * sizes.held * _passes(run).vocabulary * vocabulary,
         ),
         "backward": Work(
-            tokens * ((1 + again) * products + (2 + again) * router + mask),
-            tokens * (2 + again) * attention,
-            tokens * (backward + ffn + again * (forward + added)) + plan,
+            tokens * ((1 + again) * products + (2 + again) * (attention + router) + mask),
+            (2 + again) * forward + sizes.affinities * PLAN_BYTES * micro_batches,
         ),
-        "assignment": Work(NEWTON_STEPS * 2 * own * experts, moved=ASSIGNMENT_BYTES * own),
+        "assignment": Work(moved=ASSIGNMENT_BYTES * own),
         "optimizer": Work(moved=ADAM_BYTES * (own + sizes.counts.routers)),
     }
 
@@ -261,25 +226,20 @@ def finetune_work(
         merging = 2 * size.lora_rank * sizes.counts.ffn_total * micro_batches
     attention, head = _attention(sizes, run), 2 * widths.vocabulary * widths.model
     times, again = 1 + trains_all, int(checkpointing)
-    routed = held * split.active_experts * widths.model
-    neurons = split.active_neurons
-    forward, backward = _layer_bytes(sizes, neurons)
-    forward += GATHER_PASSES * routed + ROUTER_BYTES * split.num_experts
-    backward += held * GATED_BACKWARD_PASSES * neurons + GATHER_BACKWARD_PASSES * routed
-    backward += ROUTER_BACKWARD_BYTES * split.num_experts + again * forward
-    layers = tokens * widths.layers
+    layer = _layer_bytes(sizes, run, split.active_neurons)
+    layer += ROUTED_PASSES * held * split.active_experts * widths.model
+    forward = tokens * widths.layers * layer
     # Weights of a micro-batch are copied for the products.
     copies = (FLOAT32 + held) * micro_batches * trained * trains_all
     own = placement.part(trained) if placement.sharded else trained
+    # The loss has one model's logits, not two.
+    logits = tokens * held * _passes(run).vocabulary // 2 * widths.vocabulary
     return {
-        "forward": Work(tokens * products + merging, tokens * attention, layers * forward + copies),
-        "head and loss": Work(
-            tokens * (1 + times) * head, logits=tokens * LOGIT_BYTES[held] // 2 * widths.vocabulary
-        ),
+        "forward": Work(tokens * (products + attention) + merging, forward + copies),
+        "head and loss": Work(tokens * (1 + times) * head, logits),
         "backward": Work(
-            tokens * (times + again) * products + (2 + again) * merging,
-            tokens * (2 + again) * attention,
-            layers * backward,
+            tokens * ((times + again) * products + (2 + again) * attention) + (2 + again) * merging,
+            (2 + again) * forward,
         ),
         "optimizer": Work(moved=ADAM_BYTES * own),
     }
