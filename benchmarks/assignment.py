@@ -34,13 +34,13 @@ from torch import Tensor
 
 from dotmoe.bench.runners import forget_peak, peak_bytes
 from dotmoe.files import read_json
-from dotmoe.tables import Table, to_markdown
 from dotmoe.transport import TransportPlan, balanced_plan, greedy_assignment
-from rounds import in_turns, keep, ratio_quartiles
+from rounds import in_turns, keep, medians, ratio_quartiles
 
 EVERY_SHAPE = ("quickstart, ramp end", "quickstart, late")
 """Stages measured at every shape: the largest changes a step, and the sharpest plan."""
 SHARP = "beyond training, sharp"
+Steps = list[dict[str, float]]
 REPEATS = {"paper": 1, "POT": 1, "dotmoe, cold": 3, "dotmoe": 5}
 """Steps in one turn."""
 
@@ -76,26 +76,6 @@ class Case:
     profile: dict[str, Any]
     """Of `assignment_profile.py`."""
     seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """What the assignment of one alignment step cost."""
-
-    forward_s: float
-    backward_s: float
-    rounding_s: float
-    peak_bytes: int
-    """Most memory above what was resident before the step."""
-    marginal_error: float
-    """Largest relative error of a row or column sum of the plan."""
-    passes: int | None
-    """Passes over the affinities; None: not this package's solver."""
-
-    @property
-    def seconds(self) -> float:
-        """Of the whole step."""
-        return self.forward_s + self.backward_s + self.rounding_s
 
 
 class Paper:
@@ -201,8 +181,9 @@ def main() -> None:
             )
             rounds = 1 if stage == SHARP else settings.rounds
             rows.append(measured(case, rounds, settings.core))
-            print(to_markdown(cost_table(rows[-1:])))
-    print(to_markdown(cost_table(rows)))
+            print(f"{neurons:,} x {experts}, {stage}")
+            for name, figures in rows[-1]["methods"].items():
+                print(f"{name:>14}", {key: float(f"{x:.3g}") for key, x in figures.items()})
     profile = {"file": str(settings.profile), "provenance": source["provenance"]}
     keep(settings.out, {"profile": profile, "cases": rows})
 
@@ -210,23 +191,22 @@ def main() -> None:
 def measured(case: Case, rounds: int, core: int) -> dict[str, Any]:
     """All methods on one case, in turns, each in a process that waits meanwhile."""
     names = [name for name in METHODS if name != "POT" or find_spec("ot") is not None]
-    peaks: dict[str, int] = {}
-    turns: dict[str, Callable[[], list[Step]]] = {}
+    peaks: dict[str, float] = {}
+    turns: dict[str, Callable[[], Steps]] = {}
     with ExitStack() as stack:
         for name in names:
             pool = ProcessPoolExecutor(1, get_context("spawn"), prepare, (name, case, core))
             stack.enter_context(pool)
             # Memory that was freed before is given back by then, and paid for again.
-            peaks[name] = pool.submit(steps_of, 1).result()[0].peak_bytes
+            peaks[name] = pool.submit(steps_of, 1).result()[0]["peak_bytes"]
             turns[name] = partial(one_turn, pool, REPEATS[name])
         found = in_turns(turns, rounds)
-    methods = {name: figures_of(found[name]) | {"peak_bytes": peaks[name]} for name in names}
-    seconds = {
-        name: [median(step.seconds for step in turn) for turn in found[name]] for name in names
-    }
+    methods = {name: medians([s for turn in found[name] for s in turn]) for name in names}
+    seconds = {name: [median(s["seconds"] for s in turn) for turn in found[name]] for name in names}
     for name, figures in methods.items():
         low, high = ratio_quartiles(seconds["paper"], seconds[name])
         figures |= {
+            "peak_bytes": peaks[name],
             "times_faster": methods["paper"]["seconds"] / figures["seconds"],
             "times_faster_low": low,
             "times_faster_high": high,
@@ -236,19 +216,8 @@ def measured(case: Case, rounds: int, core: int) -> dict[str, Any]:
     return subject | {"rounds": rounds, "methods": methods}
 
 
-def one_turn(pool: ProcessPoolExecutor, repeats: int) -> list[Step]:
+def one_turn(pool: ProcessPoolExecutor, repeats: int) -> Steps:
     return pool.submit(steps_of, repeats).result()
-
-
-def figures_of(rounds: list[list[Step]]) -> dict[str, Any]:
-    """Medians over all steps of all rounds."""
-    steps = [step for one in rounds for step in one]
-    names = ("forward_s", "backward_s", "rounding_s", "seconds")
-    return {name: median(getattr(step, name) for step in steps) for name in names} | {
-        "steps": len(steps),
-        "marginal_error": max(step.marginal_error for step in steps),
-        "passes": steps[0].passes,
-    }
 
 
 def prepare(name: str, case: Case, core: int) -> None:
@@ -273,16 +242,23 @@ def prepare(name: str, case: Case, core: int) -> None:
         trim(0)
 
 
-def steps_of(repeats: int) -> list[Step]:
+def steps_of(repeats: int) -> Steps:
     """Steps of the method that this process was prepared for."""
     return [one_step() for _ in range(repeats)]
 
 
-one_step: Callable[[], Step]
+one_step: Callable[[], dict[str, float]]
 
 
-def step(method: Paper | Newton, affinity_NE: Tensor, gradient_NE: Tensor, tau: float) -> Step:
-    """Soft plan, its gradient, and the assignment, measured."""
+def step(
+    method: Paper | Newton, affinity_NE: Tensor, gradient_NE: Tensor, tau: float
+) -> dict[str, float]:
+    """Soft plan, its gradient, and the assignment, measured.
+
+    Returns:
+        Seconds; `peak_bytes`: most memory above what was resident before; `marginal_error`: largest
+        relative error of a row or column sum; of this package's solver `passes` over A.
+    """
     num_neurons, num_experts = affinity_NE.shape
     leaf_NE = affinity_NE.requires_grad_()
     forget_peak()
@@ -298,14 +274,15 @@ def step(method: Paper | Newton, affinity_NE: Tensor, gradient_NE: Tensor, tau: 
     peak = peak_bytes() - before
     columns_E = plan_NE.sum(dim=0, dtype=torch.float64) * (num_experts / num_neurons)
     rows_N = plan_NE.sum(dim=1, dtype=torch.float64)
-    return Step(
-        forward_s=solved - started,
-        backward_s=differentiated - solved,
-        rounding_s=rounded - differentiated,
-        peak_bytes=peak,
-        marginal_error=float(torch.cat([columns_E, rows_N]).sub(1.0).abs().max()),
-        passes=method.num_passes,
-    )
+    found = {
+        "forward_s": solved - started,
+        "backward_s": differentiated - solved,
+        "rounding_s": rounded - differentiated,
+        "seconds": rounded - started,
+        "peak_bytes": peak,
+        "marginal_error": float(torch.cat([columns_E, rows_N]).sub(1.0).abs().max()),
+    }
+    return found if method.num_passes is None else found | {"passes": method.num_passes}
 
 
 def affinities(profile: dict[str, Any], num_neurons: int, num_experts: int, seed: int) -> Tensor:
@@ -350,37 +327,6 @@ def normal_profile(*, std: float, tau: float, change: float) -> dict[str, Any]:
         "change_column_std": 0.0,
         "change_rest_std": change,
     }
-
-
-PARTS = ("forward", "backward", "rounding")
-
-
-def cost_table(cases: list[dict[str, Any]]) -> Table:
-    """A row for each method of each case."""
-    columns = ["N x E", "stage", "method", *(f"{part} ms" for part in PARTS)]
-    columns += ["step ms", "times faster", "marginal error", "peak MiB", "of paper's"]
-    rows = []
-    for case in cases:
-        for name, figures in case["methods"].items():
-            rows.append(
-                [
-                    f"{case['num_neurons']:,} x {case['num_experts']}",
-                    case["stage"],
-                    name,
-                    *(milliseconds(figures[f"{part}_s"]) for part in PARTS),
-                    milliseconds(figures["seconds"]),
-                    f"{figures['times_faster']:.1f}",
-                    f"{figures['marginal_error']:.1e}",
-                    f"{figures['peak_bytes'] / 2**20:,.0f}",
-                    f"{figures['share_of_peak']:.3f}",
-                ]
-            )
-    return Table(columns=columns, rows=rows, words=3)
-
-
-def milliseconds(seconds: float) -> str:
-    """With three digits where there are that many."""
-    return f"{1e3 * seconds:,.1f}" if seconds < 0.1 else f"{1e3 * seconds:,.0f}"
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ text, and what the C library keeps of freed memory.
 """
 
 import json
-import subprocess
-import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +47,11 @@ class Settings:
     max_shard_gib: float = 1.0
     threads: int = 1
     out: Path = Path("results/streaming_memory.json")
-    only: str | None = None
-    """Export the model in this folder in this process and print its figures; used by itself."""
 
 
 def main() -> None:
     """Measure every depth in a process of its own and write the results."""
     settings = tyro.cli(Settings, description=__doc__)
-    torch.set_num_threads(settings.threads)
-    if settings.only is not None:
-        print(json.dumps(exported(settings, Path(settings.only))))
-        return
     models = []
     for depth in settings.depths:
         shape = replace(settings.shape, layers=depth)
@@ -66,7 +60,8 @@ def main() -> None:
             write_random_dense(TINY, folder / "tiny", torch.bfloat16, SEED)
             write_random_dense(shape, folder / "dense", torch.bfloat16, SEED)
             stored = sum(f.stat().st_size for f in (folder / "dense").glob("*.safetensors"))
-            figures = in_new_process(settings, shape, scratch)
+            with ProcessPoolExecutor(1, get_context("spawn")) as process:
+                figures = process.submit(exported, settings, shape, folder).result()
         bound = {"libraries": figures["libraries_bytes"]} | bound_of(shape, settings.tokens)
         models.append(
             {
@@ -110,23 +105,13 @@ def bound_of(shape: Shape, tokens: int) -> dict[str, int]:
     }
 
 
-def in_new_process(settings: Settings, shape: Shape, scratch: str) -> dict[str, Any]:
-    """What `exported` finds in a fresh process."""
-    options = [f"--shape.{name.replace('_', '-')}={size}" for name, size in asdict(shape).items()]
-    options += [f"--tokens={settings.tokens}", f"--threads={settings.threads}"]
-    options += [f"--max-shard-gib={settings.max_shard_gib}"]
-    command = [sys.executable, __file__, "--only", scratch, *options]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return figures
-
-
-def exported(settings: Settings, folder: Path) -> dict[str, Any]:
+def exported(settings: Settings, shape: Shape, folder: Path) -> dict[str, Any]:
     """Export the tiny model, then the other, and take the time and the peak of memory."""
+    torch.set_num_threads(settings.threads)
     one_export(settings, TINY, folder / "tiny", folder / "tiny-moe")
     libraries = peak_bytes()
     start, start_cpu = time.perf_counter(), time.process_time()
-    figures = one_export(settings, settings.shape, folder / "dense", folder / "moe")
+    figures = one_export(settings, shape, folder / "dense", folder / "moe")
     return {
         "libraries_bytes": libraries,
         "peak_bytes": peak_bytes(),

@@ -48,9 +48,9 @@ def test_every_method_solves_the_same_problem(benchmarks, name):
     expected = sinkhorn(A, capacity=16, tau=0.2, num_sweeps=500).plan
     torch.testing.assert_close(method.plan(A, 0.2), expected, atol=1e-6, rtol=1e-4)
     cost = step(method, A, torch.ones_like(A), 0.2)
-    assert cost.marginal_error < 2e-6
-    assert min(cost.forward_s, cost.backward_s, cost.rounding_s) > 0
-    assert (cost.passes is not None) == name.startswith("dotmoe")
+    assert cost["marginal_error"] < 2e-6
+    assert min(cost["forward_s"], cost["backward_s"], cost["rounding_s"]) > 0
+    assert ("passes" in cost) == name.startswith("dotmoe")
 
 
 def test_drawn_affinities_are_as_wide_as_the_measured_ones(benchmarks):
