@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from dotmoe.data import TokenBlocks
-from dotmoe.errors import UserError
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.self_text import SampleConfig, sample_blocks, sampled_rows
 
@@ -94,8 +93,3 @@ def test_a_run_that_was_stopped_goes_on_and_ends_the_same(dense, tmp_path, monke
     assert len(calls) == 2 + 2  # the first batch was not sampled again
     assert torch.equal(blocks.tokens_BT, expected.tokens_BT)
     assert torch.equal(TokenBlocks.load(path).tokens_BT, expected.tokens_BT)
-
-
-def test_refuses_blocks_of_one_token(dense, tmp_path):
-    with pytest.raises(UserError, match="seq_len is 1"):
-        sample_blocks(dense, SampleConfig(), tmp_path / "a", seq_len=1, num_tokens=5, seed=0)

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dotmoe.data import SELF, BlockWriter, PackedSources, TokenBlocks
-from dotmoe.errors import UserError
 from dotmoe.models.dense import DenseModel
 from dotmoe.options import above, at_least
 
@@ -61,10 +60,8 @@ def sample_blocks(
         The blocks, mapped from the file, and a record of how they were made.
 
     Raises:
-        UserError: The disk is full, or `seq_len` is below 2.
+        UserError: The disk is full.
     """
-    if seq_len < 2:
-        raise UserError(f"seq_len is {seq_len}, but a block needs a token to predict. Choose 2 up.")
     num_blocks = -(-num_tokens // seq_len)
     parts = path.with_name(path.name + ".parts")
     parts.mkdir(exist_ok=True)

@@ -8,9 +8,8 @@ import torch
 from written_text import jsonl, write
 
 from dotmoe.data import DataConfig, pack, pack_sources, shares_in_words
-from dotmoe.data.mixes import MIXES, Source, expanded
-from dotmoe.data.mixing import Reading, mixed
-from dotmoe.data.sources import documents, opened, shuffled
+from dotmoe.data.packing import Reading, mixed
+from dotmoe.data.sources import MIXES, documents, opened, shuffled, sources_of
 from dotmoe.errors import UserError
 
 
@@ -171,13 +170,13 @@ def test_dolmino_is_read_from_a_copy_by_its_proportions(tmp_path, with_bos, monk
         packed(config, with_bos, tmp_path, 6000)
 
 
-def test_dolmino_on_the_hub_is_its_configurations():
-    (dclm, *_), count = expanded(["dolmino"], []), len(expanded(["dolmino"], []))
-    assert (dclm.name, count) == ("allenai/dolmino-mix-1124:dclm", 6)
-    parts = expanded(["dolmino", "mine.jsonl"], [3, 1])
-    assert sum(part.weight for part in parts) == pytest.approx(1)
-    assert parts[-1] == Source("mine.jsonl", 0.25)
-    assert parts[0].weight == pytest.approx(0.75 * 0.472, abs=1e-4)
+def test_dolmino_on_the_hub_is_its_configurations(three):
+    alone = sources_of(DataConfig(data=("dolmino",)))
+    assert (alone[0][0], len(alone)) == ("allenai/dolmino-mix-1124:dclm", 6)
+    parts = sources_of(DataConfig(data=("dolmino", three[0]), data_weights=(3, 1)))
+    assert sum(share for _, share in parts) == pytest.approx(1)
+    assert parts[-1] == (three[0], 0.25)
+    assert parts[0][1] == pytest.approx(0.75 * 0.472, abs=1e-4)
 
 
 @pytest.mark.parametrize(

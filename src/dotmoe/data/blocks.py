@@ -16,9 +16,6 @@ from torch import Tensor
 
 from dotmoe.errors import UserError
 
-MORE_TEXT = "Give more text, or lower seq_len."
-"""What to do about a text that fills no block."""
-
 FORMAT = "dotmoe-blocks-1"
 
 _HEADER_BYTES = 512
@@ -243,35 +240,6 @@ def _header(num_blocks: int, seq_len: int) -> bytes:
     }
     text = json.dumps(content).encode().ljust(_HEADER_BYTES - 8)
     return (_HEADER_BYTES - 8).to_bytes(8, "little") + text
-
-
-def require_room_for_a_block(
-    seq_len: int, max_tokens: int | None, name: str, remedy: str = MORE_TEXT
-) -> None:
-    """Refuse a block length, or a number of tokens, that can give no block.
-
-    Raises:
-        UserError: `seq_len` is below 2, or above `max_tokens`.
-    """
-    if seq_len < 2:
-        raise UserError(f"seq_len is {seq_len}, but a block needs a token to predict. Choose 2 up.")
-    if max_tokens is not None and max_tokens < seq_len:
-        raise UserError(
-            f"{max_tokens} tokens of {name} are asked for, but one block of {seq_len} must be "
-            f"filled. {remedy}"
-        )
-
-
-def require_a_block(num_tokens: int, seq_len: int, name: str, remedy: str = MORE_TEXT) -> None:
-    """Refuse a text that is too short.
-
-    Raises:
-        UserError: `num_tokens` is below `seq_len`.
-    """
-    if num_tokens < seq_len:
-        raise UserError(
-            f"{name} has {num_tokens} tokens, but one block of {seq_len} must be filled. {remedy}"
-        )
 
 
 @lru_cache(maxsize=4)

@@ -1,12 +1,11 @@
 """Documents of .txt, .jsonl and .parquet files, plain or gzip-compressed."""
 
-import codecs
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -21,7 +20,7 @@ PIECE_CHARACTERS = 1 << 16
 FIELDS = ("text", "content", "page", "passage", "document")
 """Fields looked for in a row, in this order, where none is named."""
 
-_READ_BYTES = 1 << 18
+_READ_CHARACTERS = 1 << 18
 
 
 class Continuation(str):
@@ -34,8 +33,8 @@ def file_documents(path: Path, text_field: str | None) -> Iterator[str]:
     """Stream the documents of one file; the format is told by its name.
 
     Raises:
-        UserError: Unknown format, unreadable or damaged file, text that is not UTF-8 (with the byte
-            offset), bad JSON or a missing field (with the line).
+        UserError: Unknown format, unreadable or damaged file, text that is not UTF-8, bad JSON or
+            a missing field (with the place).
     """
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
     if suffix not in _READERS:
@@ -101,56 +100,43 @@ def _text_pieces(path: Path, file: IO[bytes], _field: str | None) -> Iterator[st
     """The one document of a .txt file."""
     kind: type[str] = str
     pending = ""
-    for text in _decoded(path, file):
-        *pieces, pending = cut(pending + text)
-        for piece in pieces:
+    decoded = io.TextIOWrapper(cast(IO[Any], file), encoding="utf-8-sig", newline="")
+    while True:
+        try:
+            text = decoded.read(_READ_CHARACTERS)
+        except UnicodeDecodeError as error:
+            raise _not_text(path, f"before byte {file.tell():,}") from error
+        if "\0" in text:
+            raise _not_text(path, f"before byte {file.tell():,}")
+        *pieces, pending = cut(pending + text) if text else (pending, "")
+        for piece in filter(None, pieces):
             yield kind(piece)
             kind = Continuation
-    if pending:
-        yield kind(pending)
+        if not text:
+            return
 
 
-def _decoded(path: Path, file: IO[bytes]) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset = 0
-    for chunk in chain(iter(lambda: file.read(_READ_BYTES), b""), [b""]):
-        base = offset - len(decoder.getstate()[0])
-        try:
-            text = decoder.decode(chunk, final=not chunk)
-        except UnicodeDecodeError as error:
-            raise _not_text(path, base + error.start) from error
-        if "\0" in text:
-            raise _not_text(path, base + len(text[: text.index("\0")].encode()))
-        yield text if offset else text.removeprefix("\ufeff")
-        offset += len(chunk)
-
-
-def _not_text(path: Path, offset: int) -> UserError:
+def _not_text(path: Path, place: str) -> UserError:
     return UserError(
-        f"{path} is not UTF-8 text: bad byte at offset {offset:,}. Convert it to UTF-8, "
-        "or name a text file."
+        f"{path} is not UTF-8 text: a bad byte {place}. Convert it to UTF-8, or name a text file."
     )
 
 
 def _jsonl_rows(path: Path, file: IO[bytes], text_field: str | None) -> Iterator[str]:
-    offset = 0
     for number, line in enumerate(file, start=1):
+        place = f"{path} line {number}"
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            row = json.loads(text) if text.strip() else None
         except UnicodeDecodeError as error:
-            raise _not_text(path, offset + error.start) from error
-        offset += len(line)
+            raise _not_text(path, f"in line {number}") from error
+        except json.JSONDecodeError as error:
+            raise UserError(f"{place} is not JSON ({error}). Fix it.") from error
         if not text.strip():
             continue
-        try:
-            row = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path} line {number} is not JSON ({error}). Fix it.") from error
         if not isinstance(row, dict):
-            raise UserError(
-                f"{path} line {number} is not a JSON object. One object a line, please."
-            )
-        yield text_of_row(row, text_field, f"{path} line {number}")
+            raise UserError(f"{place} is not a JSON object. One object a line, please.")
+        yield text_of_row(row, text_field, place)
 
 
 def _parquet_rows(path: Path, file: IO[bytes], text_field: str | None) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""From the names a user gives to a stream of documents."""
+"""From the names a user gives to weighted sources, and to streams of documents."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -6,15 +6,12 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from random import Random
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
-from dotmoe.data.files import FORMATS, Continuation, file_documents, text_of_row
-from dotmoe.data.mixes import expanded, mix_named
+from dotmoe.data.files import FORMATS, file_documents, text_of_row
 from dotmoe.errors import UserError, nearest, one_line
 from dotmoe.options import above, at_least
 from dotmoe.stdlib_text import stdlib_documents
-
-__all__ = ["Continuation", "DataConfig", "documents", "opened", "shuffled", "sources_of"]
 
 SELF = "self"
 """Source name of text sampled from the dense model, which only a conversion can make."""
@@ -23,6 +20,33 @@ STDLIB = "python-stdlib"
 STDLIB_HELDOUT = "python-stdlib-heldout"
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
+
+
+class NamedMix(NamedTuple):
+    """A published data set whose parts are mixed in published proportions."""
+
+    dataset: str
+    """Its name for the `datasets` library."""
+    percent_of_part: dict[str, float]
+    """Percent of the tokens, by configuration of the data set."""
+
+
+MIXES = {
+    # Quoted from the OLMo 2 report (2 OLMo 2 Furious), its 50B-token mix; not measured by us. The
+    # DOT-MoE paper samples "from the larger Dolmino-mix" and gives no proportions of its own.
+    "dolmino": NamedMix(
+        dataset="allenai/dolmino-mix-1124",
+        percent_of_part={
+            "dclm": 47.2,
+            "flan": 16.6,
+            "pes2o": 5.85,
+            "wiki": 7.11,
+            "stackexchange": 2.45,
+            "math": 20.8,
+        },
+    )
+}
+"""By the name that `data` takes; `NAME:FOLDER` is a copy on this machine, a folder a part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,10 +81,19 @@ class DataConfig:
     seq_len: Annotated[int, at_least(2)] = 2048
     """Tokens of a block, 2 or more. Paper: 2048. Lowered to the model's context if that is less."""
 
+    @property
+    def named_mixes(self) -> list[str]:
+        """Sources that are a mix themselves; a file or folder of that very name is none."""
+        return [name for name in self.data if _mix_named(name)]
+
+    @property
+    def is_mix(self) -> bool:
+        """Whether sources are read side by side, by their weights."""
+        return bool(self.data_weights or self.named_mixes)
+
     def check_together(self) -> None:
         """Refuse to repeat sources that are not mixed."""
-        is_mix = self.data_weights or any(mix_named(name) for name in self.data)
-        if self.data and self.data_epochs > 1 and not is_mix:
+        if self.data and self.data_epochs > 1 and not self.is_mix:
             raise UserError(
                 f"data_epochs is {self.data_epochs}, but only the sources of a mix are repeated. "
                 "Give data_weights, or leave data_epochs out."
@@ -81,7 +114,7 @@ def documents(config: DataConfig) -> Iterator[str]:
             where reading finds it, with file and line. Weights or a named mix, which only
             `pack_sources` can mix.
     """
-    if config.data_weights or any(mix_named(name) for name in config.data):
+    if config.is_mix:
         raise UserError(
             f"{', '.join(config.data)} is a mix, which is for training. Name files or a data set."
         )
@@ -90,25 +123,40 @@ def documents(config: DataConfig) -> Iterator[str]:
 
 
 def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
-    """Every source with its weight, named mixes taken apart; None: read in order.
+    """Every source with its share of the tokens, named mixes taken apart; None: read in order.
 
     Raises:
-        UserError: No source, weights that do not fit them, or a source that is not there.
+        UserError: No source, weights that do not fit them, a named mix among sources without
+            weights, or a source that is not there.
     """
-    if not config.data:
+    names, weights = config.data, config.data_weights
+    if not names:
         raise UserError(
             f"data names no source. Give {', '.join(FORMATS)} files, a datasets name or {STDLIB}."
         )
-    if SELF in config.data:
+    if SELF in names:
         raise UserError(
             f"{SELF} is text to train on, sampled from the dense model, and cannot be mixed or "
             f"measured on. Give it to convert alone, or name a text. (A folder: ./{SELF})"
         )
-    mix = expanded(config.data, config.data_weights)
-    if mix is None:
-        sources: list[tuple[str, float | None]] = [(name, None) for name in config.data]
-    else:
-        sources = [(source.name, source.weight) for source in mix]
+    if config.named_mixes and not weights:
+        if len(names) > 1:
+            raise UserError(
+                f"{config.named_mixes[0]} is a mix itself. Give data_weights to mix it with other "
+                "sources, or give it alone."
+            )
+        weights = (1.0,)
+    if weights and len(weights) != len(names):
+        raise UserError(
+            f"data_weights has {len(weights)} numbers for {len(names)} sources. Give one for each."
+        )
+    sources: list[tuple[str, float | None]] = [(name, None) for name in names]
+    if weights:
+        sources = [
+            (part, share * weight / sum(weights))
+            for name, weight in zip(names, weights, strict=True)
+            for part, share in _parts_of(name)
+        ]
     for name, _ in sources:
         opened(name, config)
     return sources
@@ -126,8 +174,11 @@ def opened(source: str, config: DataConfig, epoch: int = 0) -> Iterator[str]:
         UserError: No such source.
     """
     name, own = _with_own_options(source, config)
-    size = buffer_size(config)
-    seed = _seed_of(config.data_seed, source, epoch)
+    size = config.shuffle_buffer
+    if size is None:  # the files of a named mix are sorted by origin
+        size = 10_000 if config.named_mixes else 0
+    digest = sha256(f"{config.data_seed}/{epoch}/{source}".encode()).digest()
+    seed = int.from_bytes(digest[:4], "little")
     if name in (STDLIB, STDLIB_HELDOUT):
         stream = stdlib_documents("train" if name == STDLIB else "heldout")
         return shuffled(stream, size, seed)
@@ -138,13 +189,6 @@ def opened(source: str, config: DataConfig, epoch: int = 0) -> Iterator[str]:
     if not path.is_dir() and (named_as_file or not _HUB_NAME.fullmatch(name)):
         raise UserError(f"{name} does not exist.{_nearest(path)} Name an existing file.")
     return _dataset_documents(name, own, size, seed)
-
-
-def buffer_size(config: DataConfig) -> int:
-    """Documents held back to shuffle; 0: none. The files of a named mix are sorted by origin."""
-    if config.shuffle_buffer is None:
-        return 10_000 if any(mix_named(name) for name in config.data) else 0
-    return config.shuffle_buffer
 
 
 def shuffled(stream: Iterable[str], size: int, seed: int) -> Iterator[str]:
@@ -179,10 +223,6 @@ def _with_own_options(source: str, config: DataConfig) -> tuple[str, DataConfig]
     return name, own
 
 
-def _seed_of(seed: int, source: str, epoch: int) -> int:
-    return int.from_bytes(sha256(f"{seed}/{epoch}/{source}".encode()).digest()[:4], "little")
-
-
 def _nearest(path: Path) -> str:
     beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
     return nearest(str(path), [str(path.parent / name) for name in beside])
@@ -214,17 +254,34 @@ def _dataset_documents(source: str, config: DataConfig, buffer: int, seed: int) 
         raise
     except (OSError, ValueError, DatasetGenerationError) as error:
         near = "" if is_folder else _nearest(Path(source))
+        cause = one_line(error)[:200].rstrip(".") or type(error).__name__
+        package = " Files of .zst need: pip install zstandard." if "zstd" in cause.lower() else ""
         raise UserError(
-            f"{source} ({config.split}) cannot be read by datasets: {_short(error)}. "
-            f"Check the name, the split and the network.{near}{_missing_package(error)}"
+            f"{source} ({config.split}) cannot be read by datasets: {cause}. "
+            f"Check the name, the split and the network.{near}{package}"
         ) from error
 
 
-def _missing_package(error: Exception) -> str:
-    """What to install where the files are compressed in a way that needs a package."""
-    return " Files of .zst need: pip install zstandard." if "zstd" in str(error).lower() else ""
+def _mix_named(name: str) -> NamedMix | None:
+    return None if Path(name).exists() else MIXES.get(name.partition(":")[0])
 
 
-def _short(error: Exception) -> str:
-    text = one_line(error).rstrip(".") or type(error).__name__
-    return text if len(text) <= 200 else text[:197] + "..."
+def _parts_of(name: str) -> list[tuple[str, float]]:
+    """Sources that a name stands for, with shares that sum to 1."""
+    mix = _mix_named(name)
+    if mix is None:
+        return [(name, 1.0)]
+    place, whole = name.partition(":")[2], sum(mix.percent_of_part.values())
+    return [
+        (_folder(place, part) if place else f"{mix.dataset}:{part}", percent / whole)
+        for part, percent in mix.percent_of_part.items()
+    ]
+
+
+def _folder(place: str, part: str) -> str:
+    """Folder of a part in a local copy: there, or in `data` as the hub has it."""
+    root = Path(place).expanduser()
+    for folder in (root / part, root / "data" / part):
+        if folder.is_dir():
+            return str(folder)
+    raise UserError(f"{root} has no folder {part} (nor data/{part}). Name a copy of the whole mix.")

@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from dotmoe.checkpoint.folder import checkpoint_folder
-from dotmoe.data import DataConfig, TokenBlocks, documents, pack
-from dotmoe.data.packing import separator_of
+from dotmoe.data import DataConfig, TokenBlocks, documents, pack, separator_of
 from dotmoe.errors import UserError
 from dotmoe.evaluate.config import EvaluateConfig, TextConfig
 from dotmoe.evaluate.models import gguf_file, loaded, model_folder, stock_model
