@@ -49,8 +49,7 @@ class Student(nn.Module):
         """Read this rank's part.
 
         Args:
-            dense: A dense model on the meta device, in the dtype to compute in. It becomes the
-                student.
+            dense: On the meta device, in the dtype to compute in. It becomes the student.
             layout: Experts and routers.
             config: What is trained.
             ranks: See `fsdp_mesh`.
@@ -189,7 +188,10 @@ def write_student(student: Student, layout: ExpertLayout, out: Path) -> ExpertLa
     if is_rank_zero():
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        _write_small_files(student.dense, out)
+        for name in ("config.json", "generation_config.json"):
+            if (student.dense.folder / name).is_file():
+                shutil.copyfile(student.dense.folder / name, out / name)
+        student.dense.tokenizer.save_pretrained(out)
     num_files = len(student.dense.family.layers(student.dense.model)) + 1
     sizes: dict[str, dict[str, int]] = {}
     for part in range(num_files):
@@ -205,13 +207,6 @@ def write_student(student: Student, layout: ExpertLayout, out: Path) -> ExpertLa
         rows_ED = full_tensor(ffn.router.weight_ED).float().cpu()
         router_LED[layer] = rows_ED - rows_ED.mean(dim=0, keepdim=True)
     return replace(layout, router_LED=router_LED)
-
-
-def _write_small_files(dense: DenseModel, out: Path) -> None:
-    for name in ("config.json", "generation_config.json"):
-        if (dense.folder / name).is_file():
-            shutil.copyfile(dense.folder / name, out / name)
-    dense.tokenizer.save_pretrained(out)
 
 
 def _write_part(student: Student, part: int, file: Path) -> dict[str, int]:

@@ -93,14 +93,12 @@ def worst_place(groups: Sequence["ParameterGroup"]) -> str:
     places = [place for group in groups for place in _squares(group)]
     bad = [place for place in places if not math.isfinite(place[2])]
     if bad:
+        what = "first gradient that is not finite"
         name, layer, _ = max(bad, key=lambda place: place[1] or 0)
-        return f"the first gradient that is not finite is that of {_shown(name, layer)}"
-    name, layer, _ = max(places, key=lambda place: place[2])
-    return f"the largest gradient is that of {_shown(name, layer)}"
-
-
-def _shown(name: str, layer: int | None) -> str:
-    return name if layer is None else f"{name}, layer {layer}"
+    else:
+        what = "largest gradient"
+        name, layer, _ = max(places, key=lambda place: place[2])
+    return f"the {what} is that of {name}" + ("" if layer is None else f", layer {layer}")
 
 
 def _squares(group: "ParameterGroup") -> Iterator[tuple[str, int | None, float]]:
