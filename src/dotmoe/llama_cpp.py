@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from dotmoe.errors import UserError
 from dotmoe.worker import Worker
@@ -68,20 +68,15 @@ def is_installed() -> bool:
     return importlib.util.find_spec("llama_cpp") is not None
 
 
-class LlamaCppModel:
+class LlamaCppModel(Worker):
     """A GGUF held by llama.cpp on the CPU, in a process of its own; use it in a `with` block."""
 
-    def __init__(
-        self, path: Path, *, context: int, threads: int | None = None, repack: bool = False
-    ) -> None:
+    def __init__(self, path: Path, *, context: int) -> None:
         """Load a file.
 
         Args:
             path: The GGUF.
             context: Tokens of the longest text, at least 1.
-            threads: CPU threads; None: those that torch uses.
-            repack: Rearrange quantised weights for this processor: faster, rounds otherwise, and
-                was seen to end the process on a virtual machine with AMX.
 
         Raises:
             UserError: llama-cpp-python is not installed, or cannot load the file.
@@ -94,16 +89,14 @@ class LlamaCppModel:
                 "Run pip install 'dotmoe[llama-cpp]'; it compiles llama.cpp."
             )
         self.context = context
-        self._worker = Worker(
+        super().__init__(
             "dotmoe.llama_cpp:Runtime",
             str(path),
             context,
-            threads or torch.get_num_threads(),
-            repack,
+            torch.get_num_threads(),
             name=f"llama.cpp on {path}",
             remedies=REMEDIES,
         )
-        self.version, self.vocabulary = self._worker.ask("describe")
 
     def logits(self, tokens_T: "Int[Tensor, ' T']") -> "Float[Tensor, 'T V']":
         """Logits of every token of one text, float32; texts do not see each other."""
@@ -114,31 +107,20 @@ class LlamaCppModel:
                 f"The text has {len(tokens_T)} tokens, but llama.cpp was given a context of "
                 f"{self.context}. Cut the text, or give more context."
             )
-        return torch.from_numpy(self._worker.ask("logits", tokens_T.tolist()))
+        return torch.from_numpy(self.ask("logits", tokens_T.tolist()))
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text; the names of special tokens in it become those tokens."""
-        ids: list[int] = self._worker.ask("tokenize", text)
+        ids: list[int] = self.ask("tokenize", text)
         return ids
-
-    def close(self) -> None:
-        """End the process and give its memory back."""
-        self._worker.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 class Runtime:
     """The model in the child process of `LlamaCppModel`."""
 
-    def __init__(self, path: str, context: int, threads: int, repack: bool) -> None:
+    def __init__(self, path: str, context: int, threads: int) -> None:
         self._library = importlib.import_module("llama_cpp")
-        if not repack:
-            self._keep_weights_as_stored()
+        _keep_weights_as_stored()
         batch = min(context, 512)
         self._model = self._library.Llama(
             path,
@@ -158,9 +140,9 @@ class Runtime:
             yarn_beta_slow=-1.0,
         )
 
-    def describe(self) -> tuple[str, int]:
-        """Version of llama-cpp-python, and logits a token."""
-        return str(self._library.__version__), int(self._model.n_vocab())
+    def version(self) -> str:
+        """Version of llama-cpp-python."""
+        return str(self._library.__version__)
 
     def logits(self, tokens: list[int]) -> "np.ndarray":
         """Logits of every token of one text, [T, V]."""
@@ -174,15 +156,16 @@ class Runtime:
         ids: list[int] = self._model.tokenize(text.encode(), add_bos=True, special=True)
         return ids
 
-    def _keep_weights_as_stored(self) -> None:
-        """Use the plain kernels; the wrapper has no option for it."""
-        functions: Any = importlib.import_module("llama_cpp.llama_cpp")
-        defaults = functions.llama_model_default_params
 
-        def plain() -> Any:
-            parameters = defaults()
-            if hasattr(parameters, "use_extra_bufts"):
-                parameters.use_extra_bufts = False
-            return parameters
+def _keep_weights_as_stored() -> None:
+    """Use the plain kernels, for which the wrapper has no option; those for AMX have crashed."""
+    functions: Any = importlib.import_module("llama_cpp.llama_cpp")
+    defaults = functions.llama_model_default_params
 
-        functions.llama_model_default_params = plain
+    def plain() -> Any:
+        parameters = defaults()
+        if hasattr(parameters, "use_extra_bufts"):
+            parameters.use_extra_bufts = False
+        return parameters
+
+    functions.llama_model_default_params = plain

@@ -120,7 +120,7 @@ def _run(
     """Compare logits at the file's own k and at k = E, and the tokenizer on probes."""
     dense, layout = conversion.dense, conversion.layout
     with llama_cpp.LlamaCppModel(file.path, context=tokens_BT.shape[1]) as runtime:
-        version, actual_TV = runtime.version, _logits(runtime, tokens_BT)
+        version, actual_TV = runtime.ask("version"), _logits(runtime, tokens_BT)
         tokenized = 0
         if tokenizer.name != "none":
             tokenized = _check_tokenizer(runtime, dense.tokenizer, tokenizer)
