@@ -3,6 +3,7 @@ import torch
 from torch import Tensor
 
 from dotmoe.transport import balanced_plan, sinkhorn
+from dotmoe.transport.gradient import attach_gradient, factored
 
 
 def affinity(*shape: int, std: float = 1.0, seed: int = 0) -> Tensor:
@@ -72,6 +73,37 @@ def test_a_fully_saturated_plan_passes_nothing_on() -> None:
     plan = balanced_plan(A, capacity=8, tau=0.1).plan
     (gradient,) = torch.autograd.grad((plan * affinity(48, 6).float()).sum(), A)
     assert gradient.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("distance", [0.0, 1e-3, 0.1, 10.0])
+@pytest.mark.parametrize("std", [0.1, 1.0, 5.0])
+def test_any_factor_gives_the_same(distance: float, std: float) -> None:
+    A = torch.stack([affinity(96, 8, std=std, seed=seed) for seed in (0, 1)])
+    plan = balanced_plan(A, capacity=12, tau=0.5, tolerance=1e-13).plan.detach()
+    nearby = balanced_plan(A + distance * affinity(2, 96, 8, seed=2), capacity=12, tau=0.5).plan
+    weight = affinity(2, 96, 8, seed=3)
+    near = [factored(layer) for layer in nearby]
+    gradients: list[Tensor] = []
+    for factors in (near, [None, None]):
+        leaf = A.clone().requires_grad_()
+        attached = attach_gradient(leaf, plan, 0.5, factors)
+        gradients += torch.autograd.grad((attached * weight).sum(), leaf)
+    torch.testing.assert_close(*gradients, atol=1e-10, rtol=1e-8)
+
+
+def test_layers_that_needed_no_newton_step_have_it_too() -> None:
+    # The second layer is solved by its start, so the solver has formed no Hessian for it.
+    A = affinity(2, 96, 8).float().requires_grad_()
+    start = balanced_plan(A, capacity=12, tau=0.2).potential
+    start[0] = 0.0
+    weight = affinity(2, 96, 8, seed=1).float()
+    result = balanced_plan(A, capacity=12, tau=0.2, start=start)
+    assert result.num_passes > 1
+    (gradient,) = torch.autograd.grad((result.plan * weight).sum(), A)
+    B = A.detach().double().requires_grad_()
+    plan = balanced_plan(B, capacity=12, tau=0.2, tolerance=1e-12).plan
+    (expected,) = torch.autograd.grad((plan * weight.double()).sum(), B)
+    torch.testing.assert_close(gradient.double(), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_autocast_does_not_coarsen_it() -> None:

@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from dotmoe.transport import balanced_plan, sinkhorn
+from dotmoe.transport import balanced_plan, plan, sinkhorn
 
 SHAPES = [(512, 16), (24, 6), (40, 2), (30, 30), (7, 1)]
 WIDER_SHAPES = [(2960, 148), (1280, 10), (128, 128), (999, 27)]
@@ -163,6 +163,22 @@ def test_layers_are_solved_as_if_alone() -> None:
         passes.append(alone.num_passes)
         torch.testing.assert_close(together.plan.view(6, 64, 8)[layer], alone.plan)
     assert together.num_passes == max(passes) > min(passes)
+
+
+@pytest.mark.parametrize("std", [0.01, 0.3, 3.0, 300.0])
+def test_blocks_do_not_change_the_plan(std: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    A = affinity(5, 64, 8, std=std).float().requires_grad_()
+    weight = affinity(5, 64, 8, seed=1).float()
+    whole = balanced_plan(A, capacity=8, tau=0.1)
+    (gradient,) = torch.autograd.grad((whole.plan * weight).sum(), A)
+    # Blocks of 12 neurons, the last one shorter.
+    monkeypatch.setattr(plan, "CACHED_ELEMENTS", 100)
+    parts = balanced_plan(A, capacity=8, tau=0.1)
+    assert parts.num_passes == whole.num_passes
+    torch.testing.assert_close(parts.plan, whole.plan, atol=1e-6, rtol=1e-5)
+    (again,) = torch.autograd.grad((parts.plan * weight).sum(), A)
+    # A saturated plan has next to no gradient: rounding is all that is left of it.
+    torch.testing.assert_close(again, gradient, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("tau", [1.0, 0.1, 0.003])

@@ -1,11 +1,17 @@
 """The E x E system behind Newton's step, and the gradient of a plan that it gives."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from dotmoe.transport.plan import row_blocks
+
+REFINEMENTS = 4
+"""Solutions with the matrix from near the plan before that of the plan itself is formed."""
 
 
 def factored(plan_NE: Float[Tensor, "N E"]) -> Float[Tensor, "E E"]:
@@ -38,8 +44,7 @@ def factored(plan_NE: Float[Tensor, "N E"]) -> Float[Tensor, "E E"]:
         factor_EE, failed = torch.linalg.cholesky_ex(damped_EE)
         # The matrix has eigenvalues in [0, 2]: a damping of 10 dominates any rounding.
         if not bool(failed) or damping > 10:
-            scaled_EE: Tensor = root_E.unsqueeze(-1) * factor_EE
-            return scaled_EE
+            return root_E.unsqueeze(-1) * factor_EE
         damping *= 100.0
 
 
@@ -54,6 +59,7 @@ def attach_gradient(
     affinity_LNE: Float[Tensor, "L N E"],
     plan_LNE: Float[Tensor, "L N E"],
     tau: float,
+    factors: Sequence[Float[Tensor, "E E"] | None],
 ) -> Float[Tensor, "L N E"]:
     """The solved plan, as a differentiable function of the affinities it was solved for.
 
@@ -67,6 +73,7 @@ def attach_gradient(
         affinity_LNE: Affinities A.
         plan_LNE: Plan M solved for them, detached, rows summing to 1.
         tau: Temperature > 0, in units of affinity.
+        factors: For each layer `factored` of a plan near M, which saves forming it again, or None.
 
     Returns:
         `plan_LNE` with a gradient function; first derivatives only.
@@ -76,32 +83,68 @@ def attach_gradient(
         plan is saturated beyond the rounding of its dtype are damped, and their share of the
         gradient is below that rounding.
     """
-    attached: Tensor = _ImplicitPlan.apply(affinity_LNE, plan_LNE, tau)  # type: ignore[no-untyped-call]
-    return attached
+    attached = _ImplicitPlan.apply(affinity_LNE, plan_LNE, tau, factors)  # type: ignore[no-untyped-call]
+    return cast(Tensor, attached)
 
 
 class _ImplicitPlan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, affinity_LNE: Tensor, plan_LNE: Tensor, tau: float) -> Tensor:
-        ctx.tau = tau
-        ctx.save_for_backward(plan_LNE)
-        return plan_LNE
+    def forward(
+        ctx: Any,
+        affinity_LNE: Tensor,
+        plan_LNE: Tensor,
+        tau: float,
+        factors: Sequence[Tensor | None],
+    ) -> Tensor:
+        ctx.tau, ctx.factors = tau, factors
+        output_LNE = plan_LNE.detach()
+        ctx.save_for_backward(output_LNE)
+        return output_LNE
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         (plan_LNE,) = ctx.saved_tensors
-        layers = zip(plan_LNE, grad_outputs[0], strict=True)
-        return torch.stack([_gradient(plan, grad) for plan, grad in layers]) / ctx.tau, None, None
+        flow_LNE = torch.empty_like(plan_LNE)
+        for flow, plan, grad, factor in zip(
+            flow_LNE, plan_LNE, grad_outputs[0], ctx.factors, strict=True
+        ):
+            _write_gradient(flow, plan, grad, ctx.tau, factor)
+        return flow_LNE, None, None, None
 
 
-def _gradient(plan_NE: Tensor, grad_NE: Tensor) -> Tensor:
-    """Gradient to the affinities of one layer, times tau."""
-    # M*(G - r) in one go: c - M^T r is the small difference of two large sums.
-    flow_NE = plan_NE * (grad_NE - (plan_NE * grad_NE).sum(dim=-1, keepdim=True))
-    potential_E = solved(factored(plan_NE), flow_NE.sum(dim=0, dtype=torch.float64))
-    potential_E = potential_E.to(plan_NE.dtype)
+def _write_gradient(
+    flow_NE: Tensor, plan_NE: Tensor, grad_NE: Tensor, tau: float, factor_EE: Tensor | None
+) -> None:
+    """dL/dA of one layer, into `flow_NE`."""
+    net_E = torch.zeros(plan_NE.shape[1], dtype=torch.float64, device=plan_NE.device)
+    for rows in row_blocks(plan_NE):
+        plan, grad, flow = plan_NE[rows], grad_NE[rows], flow_NE[rows]
+        # M*(G - r) in one go: c - M^T r is the small difference of two large sums.
+        torch.sub(grad, (plan * grad).sum(dim=-1, keepdim=True), out=flow)
+        flow *= 1.0 / tau
+        flow *= plan
+        net_E += flow.sum(dim=0)
+    small = 64 * torch.finfo(plan_NE.dtype).eps * float(net_E.abs().max())
+    for _ in range(REFINEMENTS if factor_EE is not None else 0):
+        assert factor_EE is not None
+        left_E = _balanced_columns(flow_NE, plan_NE, solved(factor_EE, net_E))
+        before, after = float(net_E.abs().max()), float(left_E.abs().max())
+        if after <= small:
+            return
+        net_E = left_E
+        if after >= 0.1 * before:
+            break
+    _balanced_columns(flow_NE, plan_NE, solved(factored(plan_NE), net_E))
+
+
+def _balanced_columns(flow_NE: Tensor, plan_NE: Tensor, potential_E: Tensor) -> Tensor:
+    """Subtract M*(1 b^T - (M b) 1^T) from a flow, in place; what its columns still sum to."""
+    left_E = torch.zeros_like(potential_E)
+    potential = potential_E.to(plan_NE.dtype)
     with torch.autocast(device_type=plan_NE.device.type, enabled=False):
-        return flow_NE.addcmul_(
-            plan_NE, potential_E - (plan_NE @ potential_E).unsqueeze(-1), value=-1.0
-        )
+        for rows in row_blocks(plan_NE):
+            plan, flow = plan_NE[rows], flow_NE[rows]
+            flow.addcmul_(plan, potential - (plan @ potential).unsqueeze(-1), value=-1.0)
+            left_E += flow.sum(dim=0)
+    return left_E

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dotmoe.transport.gradient import attach_gradient, factored, solved
-from dotmoe.transport.plan import Capacity, TransportPlan, check_problem
+from dotmoe.transport.plan import Capacity, TransportPlan, check_problem, row_blocks
 
 STAGE_TOLERANCE = 0.25
 """Neurons too many or too few at which a stage above the wanted temperature is left.
@@ -22,6 +22,8 @@ STALE_PASSES = 8
 """Passes in a row, none of which takes a third off the best error, that end a stage."""
 ROUNDING_ERROR = 5e-6
 """Relative error of a column below which only rounding can be in the way of a smaller one."""
+NARROW_LOGITS = 20.0
+"""|A| / tau + |v| up to which exponentials can neither overflow nor lose a row."""
 WIDE_LOGITS = 512.0
 """|A| / tau + |v| above which float32 would round logits too much: they are formed in float64."""
 
@@ -73,22 +75,24 @@ def balanced_plan(
         raise ValueError(f"max_passes is {max_passes}, but at least 1 pass is needed.")
     if start is not None and not bool(torch.isfinite(start).all()):
         raise ValueError("start contains NaN or infinity; pass None to start afresh.")
-    affinity_LNE = affinity.reshape(-1, *affinity.shape[-2:])
-    potential_LE = affinity_LNE.new_zeros(*affinity_LNE.shape[::2], dtype=torch.float64)
+    *leading, num_neurons, num_experts = affinity.shape
+    affinity_LNE = affinity.reshape(-1, num_neurons, num_experts)
+    plan_LNE = torch.empty_like(affinity_LNE, memory_format=torch.contiguous_format).detach()
+    potential_LE = affinity_LNE.new_zeros(len(affinity_LNE), num_experts, dtype=torch.float64)
     if start is not None:
         potential_LE.copy_(start.detach().reshape(potential_LE.shape))
-    plans, error_L, num_passes = [], torch.zeros_like(potential_LE[:, 0]), 0
+    error_L = torch.zeros_like(potential_LE[:, 0])
+    factors, num_passes = [], 0
     with torch.no_grad():
-        for layer, affinity_NE in enumerate(affinity_LNE.detach()):
-            problem = _SemiDual(affinity_NE, capacity_E, tau, max_passes)
+        for layer, layer_affinity in enumerate(affinity_LNE.detach()):
+            problem = _SemiDual(layer_affinity, plan_LNE[layer], capacity_E, tau, max_passes)
             potential_LE[layer], error_L[layer] = problem.solve(potential_LE[layer], tolerance)
-            plans.append(problem.plan_NE)
+            factors.append(problem.factor_EE)
             num_passes = max(num_passes, problem.num_passes)
-    plan_LNE = attach_gradient(affinity_LNE, torch.stack(plans), tau)
     return TransportPlan(
-        plan=plan_LNE.reshape(affinity.shape),
-        potential=potential_LE.reshape(*affinity.shape[:-2], -1),
-        marginal_error=error_L.reshape(affinity.shape[:-2]),
+        plan=attach_gradient(affinity_LNE, plan_LNE, tau, factors).reshape(affinity.shape),
+        potential=potential_LE.reshape(*leading, num_experts),
+        marginal_error=error_L.reshape(leading),
         num_passes=num_passes,
     )
 
@@ -99,15 +103,25 @@ class _SemiDual:
     def __init__(
         self,
         affinity_NE: Float[Tensor, "N E"],
+        plan_NE: Float[Tensor, "N E"],
         capacity_E: Int[Tensor, " E"],
         tau: float,
         max_passes: int,
     ) -> None:
-        self.affinity_NE, self.plan_NE = affinity_NE, affinity_NE
+        self.affinity_NE, self.plan_NE = affinity_NE, plan_NE
         self.capacity_E, self.tau, self.max_passes = capacity_E, tau, max_passes
         low, high = torch.stack(torch.aminmax(affinity_NE)).tolist()
         self.spread, self.widest = max(high - low, tau), max(abs(low), abs(high))
+        tiny, num_experts = torch.finfo(plan_NE.dtype).tiny, affinity_NE.shape[1]
+        self.lowest_logit = 0.5 * math.log(tiny) + math.log(num_experts)
+        """Keeps products of two entries of the plan normal: a CPU is a hundred times slower at
+        arithmetic on denormals."""
         self.num_passes = 0
+        self.factor_EE: Tensor | None = None
+        """Of the Laplacian behind the last Newton step."""
+        self.formed_tau = 0.0
+        self.formed_E = self.potential_E = torch.zeros_like(capacity_E, dtype=torch.float64)
+        """Potentials at which the plan's exponentials were taken, and of the plan."""
 
     def solve(self, start_E: Tensor, tolerance: float) -> tuple[Tensor, float]:
         """Potential and relative error of the plan that is left in `plan_NE`."""
@@ -125,10 +139,7 @@ class _SemiDual:
         Begins so hot that v = 0 solves it. A stage that fails is tried nearer to the one before,
         one that is easy is followed by a bolder one.
         """
-        hot, solution_E = (
-            self.spread * FIRST_FACTOR,
-            torch.zeros_like(self.capacity_E, dtype=torch.float64),
-        )
+        hot, solution_E = self.spread * FIRST_FACTOR, torch.zeros_like(self.potential_E)
         drift_E = solution_E
         factor = FIRST_FACTOR
         enough = STAGE_TOLERANCE / float(self.capacity_E.max())
@@ -177,7 +188,12 @@ class _SemiDual:
                 break
             # The dual is concave: while it still rises at the trial, the trial lies higher.
             if slope >= 0 or norm < 0.9 * accepted_norm:
-                move_E = solved(factored(self.plan_NE), gradient_E)
+                # With the matrix it has, a step gains as much as the one before: two such are
+                # cheaper than another matrix.
+                if error * norm**2 > 0.5 * tolerance * accepted_norm**2:
+                    self.factor_EE = factored(self.plan_NE)
+                assert self.factor_EE is not None
+                move_E = solved(self.factor_EE, gradient_E)
                 largest = float(move_E.abs().max())
                 direction_E = move_E * (LARGEST_MOVE / max(LARGEST_MOVE, largest))
                 accepted_E, accepted_norm, step = trial_E, norm, 1.0
@@ -189,11 +205,34 @@ class _SemiDual:
     def gradient(self, potential_E: Tensor, tau: float) -> Float[Tensor, " E"]:
         """One pass: the plan of a potential, and by how much its columns fall short."""
         self.num_passes += 1
-        affinity_NE, dtype = self.affinity_NE, self.affinity_NE.dtype
-        if self.widest / tau + float(potential_E.abs().max()) > WIDE_LOGITS:
-            affinity_NE = affinity_NE.double()
-        logits_NE = torch.add(potential_E.to(affinity_NE.dtype), affinity_NE, alpha=1.0 / tau)
-        # Products of two entries stay normal: a CPU is a hundred times slower on denormals.
-        smallest = torch.finfo(dtype).tiny ** 0.5
-        self.plan_NE = logits_NE.softmax(dim=-1).to(dtype).clamp_min_(smallest)
-        return self.capacity_E - self.plan_NE.sum(dim=0).double()
+        moved = float((potential_E - self.formed_E).abs().max())
+        is_near = self.formed_tau == tau and moved <= 2 * LARGEST_MOVE
+        # A small change scales the columns, so that the plan before serves as the kernel.
+        scale_E = (potential_E - self.potential_E).exp().to(self.plan_NE.dtype)
+        if not is_near:
+            self.formed_tau, self.formed_E = tau, potential_E
+        self.potential_E = potential_E
+        widest = self.widest / tau + float(potential_E.abs().max())
+        sums_E = torch.zeros_like(potential_E)
+        for rows in row_blocks(self.plan_NE):
+            plan = self.plan_NE[rows]
+            if is_near:
+                plan *= scale_E
+            else:
+                self._form(plan, self.affinity_NE[rows], widest)
+            plan *= plan.sum(dim=-1, keepdim=True).reciprocal_()
+            sums_E += plan.sum(dim=0)
+        return self.capacity_E - sums_E
+
+    def _form(self, plan: Tensor, affinity: Tensor, widest: float) -> None:
+        """Write exp(A / tau + v), times a constant of each row, into a block of the plan."""
+        dtype = torch.float64 if widest > WIDE_LOGITS else plan.dtype
+        logits = plan if plan.dtype == dtype else plan.to(dtype)
+        potential_E = self.formed_E.to(dtype)
+        torch.add(potential_E, affinity.to(dtype), alpha=1.0 / self.formed_tau, out=logits)
+        if widest > NARROW_LOGITS:
+            logits -= logits.amax(dim=-1, keepdim=True)
+            logits.clamp_min_(self.lowest_logit)
+        logits.exp_()
+        if logits is not plan:
+            plan.copy_(logits)

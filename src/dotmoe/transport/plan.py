@@ -9,6 +9,9 @@ from torch import Tensor
 Capacity = int | Int[Tensor, " E"]
 """Neurons of every expert (s), or of each."""
 
+CACHED_ELEMENTS = 2**17
+"""Elements of a block on the CPU: half a MiB in float32, so that a few of them share a cache."""
+
 
 @dataclass(frozen=True)
 class TransportPlan:
@@ -22,6 +25,19 @@ class TransportPlan:
     """Largest |column sum - capacity| / capacity (and row error, for Sinkhorn) of `plan`."""
     num_passes: int
     """Times the solver went over all N x E entries."""
+
+
+def row_blocks(plan_NE: Float[Tensor, "N E"]) -> list[slice]:
+    """Neurons of consecutive parts of a plan, for several operations to pass over each.
+
+    On the CPU a temporary as large as a plan costs more in page faults than the arithmetic on it.
+    Other devices get everything as one part.
+    """
+    num_neurons, num_experts = plan_NE.shape
+    rows = max(1, CACHED_ELEMENTS * torch.get_num_threads() // num_experts)
+    if plan_NE.device.type != "cpu":
+        rows = num_neurons
+    return [slice(first, first + rows) for first in range(0, num_neurons, rows)]
 
 
 def check_scores(scores: Float[Tensor, "*L N E"], capacity: Capacity) -> Int[Tensor, " E"]:
