@@ -44,7 +44,8 @@ def factored(plan_NE: Float[Tensor, "N E"]) -> Float[Tensor, "E E"]:
         factor_EE, failed = torch.linalg.cholesky_ex(damped_EE)
         # The matrix has eigenvalues in [0, 2]: a damping of 10 dominates any rounding.
         if not bool(failed) or damping > 10:
-            return root_E.unsqueeze(-1) * factor_EE
+            scaled_EE: Tensor = root_E.unsqueeze(-1) * factor_EE
+            return scaled_EE
         damping *= 100.0
 
 
