@@ -182,9 +182,19 @@ class Objective:
     def student(self, tokens_BT: Tensor, taught: Taught | None) -> DistillationLoss:
         """Losses of the model's predictions; those of its routers stay in `routing`."""
         self.routing.want_losses()
+        return self.distil(self.hidden(tokens_BT), taught, tokens_BT)
+
+    def hidden(self, tokens_BT: Tensor) -> Tensor:
+        """Final hidden states of the model as it is now, [T, D]."""
+        return hidden_states(self.dense, tokens_BT)
+
+    def distil(
+        self, hidden_TD: Tensor, taught: Taught | None, tokens_BT: Tensor
+    ) -> DistillationLoss:
+        """KL to the teacher, if there is one, and cross-entropy."""
         config = self.config
         return distillation_loss(
-            hidden_states(self.dense, tokens_BT),
+            hidden_TD,
             None if taught is None else taught.hidden_TD,
             full_tensor(self.dense.family.head(self.dense.model).weight),
             next_token_labels(tokens_BT),
