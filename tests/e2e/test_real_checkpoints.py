@@ -60,8 +60,7 @@ def test_a_training_free_conversion_is_exact_for_both(name, dtype, request, tmp_
         found = exported(input_ids=rows).logits
     error = (found - expected).abs().mean(dim=(1, 2)) / expected.std()
     assert error.median() < (2e-3 if dtype == "float32" else 2e-2)
-    agreement = (found.argmax(-1) == expected.argmax(-1)).float().mean()
-    assert agreement > (0.97 if dtype == "float32" else 0.94)  # of 84 tokens, weights rounded
+    assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.97
 
 
 def test_the_embedded_model_is_what_its_record_says():
