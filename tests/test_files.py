@@ -120,6 +120,18 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     assert os.listdir(out) == ["file"]
 
 
+def test_a_folder_in_the_making_is_not_taken_by_another(tmp_path):
+    with complete_folder(tmp_path / "out") as partial:
+        (partial / "file").write_text("first")
+        with (
+            pytest.raises(UserError, match="out is being written by another process"),
+            complete_folder(tmp_path / "out"),
+        ):
+            pass
+    assert (tmp_path / "out/file").read_text() == "first"
+    assert os.listdir(tmp_path) == ["out"]
+
+
 def test_a_full_disk_is_one_line(tmp_path):
     full = OSError(errno.ENOSPC, "No space left on device")
     with (

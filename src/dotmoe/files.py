@@ -1,6 +1,7 @@
 """Files and folders that are written whole or not at all, and whose damage is noticed."""
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -165,29 +166,44 @@ def complete_folder(out: Path) -> Iterator[Path]:
     power cut. On any exception the partial folder is removed.
 
     Raises:
-        UserError: `out` exists already and is not an empty folder, or the disk is full.
+        UserError: `out` exists already and is not an empty folder, another process writes it, or
+            the disk is full.
     """
     out = out.absolute()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out} exists already. Remove it, or choose another folder.")
-    partial = out.with_name(f".{out.name}.partial")
-    if partial.exists():  # left by a process that was killed
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
+    partial, lock = (out.with_name(f".{out.name}.{end}") for end in ("partial", "lock"))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as held:
+        _lock(held.fileno(), out)
+        try:
+            if partial.exists():  # left by a process that was killed
+                shutil.rmtree(partial)
+            partial.mkdir()
+            yield partial
+            for path in (*partial.rglob("*"), partial):
+                sync(path)
+            if out.exists():
+                out.rmdir()
+            partial.rename(out)
+            sync(out.parent)
+        except OSError as error:
+            if error.errno in DISK_FULL:
+                raise full_disk(out.parent, error) from error
+            raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+
+
+def _lock(descriptor: int, out: Path) -> None:
+    """Lock a file until it is closed, which the end of the process does in any case."""
     try:
-        yield partial
-        for path in (*partial.rglob("*"), partial):
-            sync(path)
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
-        sync(out.parent)
-    except OSError as error:
-        if error.errno in DISK_FULL:
-            raise full_disk(out.parent, error) from error
-        raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"{out} is being written by another process. Wait for it.") from error
+    except OSError:  # a file system without locks
+        pass
 
 
 def full_disk(folder: Path, error: OSError, needed_bytes: int | None = None) -> UserError:

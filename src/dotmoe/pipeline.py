@@ -63,6 +63,7 @@ from dotmoe.options import check, from_values, values_of
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
 from dotmoe.report import report
+from dotmoe.report.tables import perplexity_table, text_names
 from dotmoe.run_folder import RESULTS, RunFolder
 from dotmoe.sharded_weights import is_divided
 from dotmoe.tokenise import Text, require_sources, samples_itself, tokenise
@@ -281,7 +282,8 @@ class _Run:
             results = perplexities(
                 dense, exports | {"moe": exported}, text.heldout, text.heldout_name, update
             )
-        write_model_card(exported, record, _card_rows(results))
+        text_note = f"Text: {text_names(results['dense'])}."
+        write_model_card(exported, record, replace(perplexity_table(results), note=text_note))
         return results
 
     def evaluate(
@@ -575,17 +577,3 @@ def _verification(record: Verification | None) -> dict[str, Any]:
         "top1_agreement": record.top1_agreement,
         "all_experts_logits_error": record.dense_error,
     }
-
-
-def _card_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of the model card's results table."""
-    return [
-        {
-            "model": name,
-            "perplexity": f"{result['perplexity']:.3f}",
-            "unit": result["unit"],
-            "window": result["window"],
-            "text": ", ".join(Path(source).name for source in result["text"]),
-        }
-        for name, result in results.items()
-    ]

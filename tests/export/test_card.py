@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from dotmoe.export import ExportConfig, export, write_model_card
-from dotmoe.export.card import card_text
+from dotmoe.tables import Table
 
 
 @pytest.fixture
@@ -81,22 +81,8 @@ def test_a_finetuned_export_names_the_model_that_the_work_began_with(
 
 def test_results_become_a_table(record_and_folder):
     record, folder, _ = record_and_folder
-    rows = [
-        {"text": "a | b", "k": 3, "perplexity": 12.34567},
-        {"text": "dense", "k": 12, "perplexity": 11.0},
-    ]
-    write_model_card(folder, record, rows)
+    table = Table(columns=("model", "perplexity"), rows=[["a | b", "12.346"]], note="Text: b.txt.")
+    write_model_card(folder, record, table)
     text = (folder / "README.md").read_text()
-    assert "| text | k | perplexity |\n| --- | ---: | ---: |\n| a \\| b | 3 | 12.35 |\n" in text
-
-
-def test_near_ties_that_change_the_texts_are_told_in_a_note(record_and_folder):
-    from dotmoe.export import _agreement_notes
-
-    record, _, _ = record_and_folder
-    found = record.verification
-    assert _agreement_notes(found) == []
-    worse = dataclasses.replace(found, own_routes_top1_agreement=0.56)
-    (note,) = _agreement_notes(worse)
-    assert "56% of the most likely next tokens are the same" in note
-    assert note in card_text(dataclasses.replace(record, notes=[note]))
+    expected = "| model | perplexity |\n| --- | ---: |\n| a \\| b | 12.346 |\n\nText: b.txt."
+    assert f"## Results\n\n{expected}\n" in text

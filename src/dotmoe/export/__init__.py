@@ -13,14 +13,7 @@ from dotmoe.checkpoint.on_disk import on_disk
 from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.errors import UserError, VerificationError, nearest
 from dotmoe.export import edit
-from dotmoe.export.architectures import (
-    FlexOlmo,
-    Glm4Moe,
-    GraniteMoe,
-    Mixtral,
-    Qwen2Moe,
-    Qwen3Moe,
-)
+from dotmoe.export.architectures import FORMATS
 from dotmoe.export.card import write_model_card
 from dotmoe.export.edit import require_free_k
 from dotmoe.export.format import Conversion, Format, GgufConfig
@@ -53,18 +46,11 @@ __all__ = [
     "write_model_card",
 ]
 
-FORMATS: dict[str, TransformersFormat] = {
-    form.name: form
-    for form in (Glm4Moe(), Mixtral(), Qwen2Moe(), Qwen3Moe(), GraniteMoe(), FlexOlmo())
-}
-"""In order of preference: the first that can hold a model is its default."""
 AUTO = "auto"
 GGUF_NAMES = ("gguf", "gguf_glm4moe", "gguf_llama", "gguf_dense")
 """`gguf` is the first of the next two that can hold the model; `gguf_dense` is the dense model."""
 UNVERIFIED = "_unverified"
 """Ending of the folder of an export that failed its verification."""
-DISAGREES = 0.9
-"""Share of equal top tokens below which a note says that near-ties change the model's texts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,11 +272,7 @@ def export(
             routers=routers,
             verification=verification,
             problems=problems,
-            notes=[
-                *form.notes(conversion),
-                *routing_notes(routers),
-                *_agreement_notes(verification),
-            ],
+            notes=[*form.notes(conversion), *routing_notes(routers)],
         )
         (folder / RECORD_FILE).write_text(record.to_json())
         write_model_card(folder, record)
@@ -313,17 +295,6 @@ def _place_for(out: Path) -> Path:
     if (unverified / RECORD_FILE).is_file():
         shutil.rmtree(unverified)
     return unverified
-
-
-def _agreement_notes(found: object) -> list[str]:
-    if not isinstance(found, Verification) or found.own_routes_top1_agreement >= DISAGREES:
-        return []
-    return [
-        f"Where the export and the masked dense model each route for themselves, "
-        f"{found.own_routes_top1_agreement:.0%} of the most likely next tokens are the same: many "
-        "router logits lie at near-ties of the k-th place, and another rounding of the same "
-        "numbers chooses otherwise. Runtimes and number formats will differ from each other alike."
-    ]
 
 
 def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:

@@ -6,6 +6,7 @@ projections.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def _softmax_over_chosen_k(
     )
 
 
-class Glm4Moe(TransformersFormat):
+class _Glm4Moe(TransformersFormat):
     """GLM4-MoE: gates of 2 sigmoid(l), so that k can be edited after export.
 
     The 2 is folded into the down projections, which changes exponents alone. As the
@@ -55,19 +56,16 @@ class Glm4Moe(TransformersFormat):
     active_experts_editable = True
 
     def exactness(self, conversion: Conversion) -> str:
-        """See `Format.exactness`."""
-        rounded = " rounded to {}".format(str(conversion.dtype).removeprefix("torch."))
+        rounded = f" rounded to {str(conversion.dtype).removeprefix('torch.')}"
         return (
             f"expert weights are the dense ones{rounded if conversion.is_rounded else ''}, down "
             "projections times two (exact); gates 1 but for about 2^-11"
         )
 
     def gating(self, granularity: Granularity) -> Gating:
-        """See `Format.gating`."""
         return Gating(score="sigmoid", renormalised=False, constant=2.0)
 
     def own_notes(self, split: Granularity) -> list[str]:
-        """See `TransformersFormat.own_notes`."""
         if split.shared_size:
             return []
         return [
@@ -76,7 +74,6 @@ class Glm4Moe(TransformersFormat):
         ]
 
     def moe_config(self, dense: DenseModel, split: Granularity) -> dict[str, Any]:
-        """See `TransformersFormat.moe_config`."""
         traits = dense.family.traits(dense.config)
         return {
             "partial_rotary_factor": 1.0,
@@ -93,14 +90,12 @@ class Glm4Moe(TransformersFormat):
         }
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
-        """See `Format.header`."""
         config = super().header(conversion)
         # Read from rope_parameters by 5.x and from the top level by 4.5x; the default is 0.5.
         config["rope_parameters"]["partial_rotary_factor"] = 1.0
         return config
 
     def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        """See `TransformersFormat.moe_tensors`."""
         yield from super().moe_tensors(conversion, layer)
         split, prefix = conversion.granularity, f"model.layers.{layer}.mlp"
         bias = f"{prefix}.gate.e_score_correction_bias"
@@ -129,7 +124,7 @@ def _shared(
         )
 
 
-class Mixtral(TransformersFormat):
+class _Mixtral(TransformersFormat):
     """Mixtral, the native twin of LLaMA, Mistral and Phi-3; in every runtime."""
 
     name = "mixtral"
@@ -140,16 +135,13 @@ class Mixtral(TransformersFormat):
     router_name = "block_sparse_moe.gate.weight"
 
     def gating(self, granularity: Granularity) -> Gating:
-        """See `Format.gating`."""
         return _softmax_over_chosen_k(granularity, cast=False)
 
     def expert_tensor(self, expert: int, projection: str) -> str:
-        """See `TransformersFormat.expert_tensor`."""
         part = {"gate": "w1", "up": "w3", "down": "w2"}[projection]
         return f"block_sparse_moe.experts.{expert}.{part}.weight"
 
     def moe_config(self, dense: DenseModel, split: Granularity) -> dict[str, Any]:
-        """See `TransformersFormat.moe_config`."""
         return {
             "intermediate_size": split.expert_size,
             "sliding_window": dense.family.traits(dense.config).sliding_window,
@@ -157,7 +149,7 @@ class Mixtral(TransformersFormat):
         }
 
 
-class Qwen2Moe(TransformersFormat):
+class _Qwen2Moe(TransformersFormat):
     """Qwen2-MoE, the native twin of Qwen2: softmax over all experts, not renormalised; k is free.
 
     llama.cpp never renormalises here, whatever the config says.
@@ -172,7 +164,6 @@ class Qwen2Moe(TransformersFormat):
     block_error = 8e-3
 
     def gating(self, granularity: Granularity) -> Gating:
-        """See `Format.gating`."""
         return Gating(
             score="softmax",
             renormalised=False,
@@ -182,19 +173,14 @@ class Qwen2Moe(TransformersFormat):
         )
 
     def own_notes(self, split: Granularity) -> list[str]:
-        """See `TransformersFormat.own_notes`."""
-        notes = []
-        if not split.shared_size:
-            notes.append(
-                "Each layer stores a shared expert of zeros, which contributes nothing: llama.cpp "
-                "cannot load the architecture without one."
-            )
-        if split.first_dense_layers:
-            notes.append("llama.cpp cannot load this architecture with dense layers.")
-        return notes
+        notes = {
+            "Each layer stores a shared expert of zeros, which contributes nothing: llama.cpp "
+            "cannot load the architecture without one.": not split.shared_size,
+            "llama.cpp cannot load this architecture with dense layers.": split.first_dense_layers,
+        }
+        return [note for note, applies in notes.items() if applies]
 
     def moe_config(self, dense: DenseModel, split: Granularity) -> dict[str, Any]:
-        """See `TransformersFormat.moe_config`."""
         return {
             "moe_intermediate_size": split.expert_size,
             "shared_expert_intermediate_size": split.shared_size or EMPTY_SHARED_SIZE,
@@ -206,7 +192,6 @@ class Qwen2Moe(TransformersFormat):
         }
 
     def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        """See `TransformersFormat.moe_tensors`."""
         yield from super().moe_tensors(conversion, layer)
         prefix = f"model.layers.{layer}.mlp"
         gate, width = f"{prefix}.shared_expert_gate.weight", conversion.dense.widths.model
@@ -215,7 +200,7 @@ class Qwen2Moe(TransformersFormat):
         yield from _shared(conversion, layer, f"{prefix}.shared_expert", size, 2.0)
 
 
-class Qwen3Moe(TransformersFormat):
+class _Qwen3Moe(TransformersFormat):
     """Qwen3-MoE, the native twin of Qwen3."""
 
     name = "qwen3_moe"
@@ -224,11 +209,9 @@ class Qwen3Moe(TransformersFormat):
     holds = Holds(biases=("none", "qkvo"), qk_norm=("head",), dense_layers=True)
 
     def gating(self, granularity: Granularity) -> Gating:
-        """See `Format.gating`."""
         return _softmax_over_chosen_k(granularity)
 
     def moe_config(self, dense: DenseModel, split: Granularity) -> dict[str, Any]:
-        """See `TransformersFormat.moe_config`."""
         return {
             "moe_intermediate_size": split.expert_size,
             "norm_topk_prob": True,
@@ -239,7 +222,7 @@ class Qwen3Moe(TransformersFormat):
         }
 
 
-class GraniteMoe(TransformersFormat):
+class _GraniteMoe(TransformersFormat):
     """GraniteMoe, the native twin of Granite 3; with a shared expert GraniteMoeShared.
 
     Experts are chosen by their logits and weighted by a softmax over the chosen. The experts of a
@@ -257,11 +240,9 @@ class GraniteMoe(TransformersFormat):
     block_has_shared = False
 
     def gating(self, granularity: Granularity) -> Gating:
-        """See `Format.gating`."""
         return _softmax_over_chosen_k(granularity, score="softmax_of_chosen")
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
-        """See `Format.header`."""
         config = super().header(conversion)
         if conversion.layout.shared_size:
             config["architectures"] = ["GraniteMoeSharedForCausalLM"]
@@ -270,7 +251,6 @@ class GraniteMoe(TransformersFormat):
         return config
 
     def moe_config(self, dense: DenseModel, split: Granularity) -> dict[str, Any]:
-        """See `TransformersFormat.moe_config`."""
         traits = dense.family.traits(dense.config)
         multipliers = traits.multipliers
         attention = multipliers.attention
@@ -284,7 +264,6 @@ class GraniteMoe(TransformersFormat):
         }
 
     def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        """See `TransformersFormat.moe_tensors`."""
         prefix = f"model.layers.{layer}"
         yield specs.router(conversion, layer, f"{prefix}.{self.router_name}")
         factor = self.gating(conversion.granularity).constant
@@ -296,7 +275,6 @@ class GraniteMoe(TransformersFormat):
                 yield _only(spec)
 
     def router(self, block: nn.Module) -> nn.Module:
-        """See `TransformersFormat.router`."""
         return block.get_submodule("router")
 
 
@@ -311,24 +289,21 @@ def _linears(
         for projection in specs.PROJECTIONS
     )
     num_experts, size, width = gate.shape
-    yield TensorSpec(
+    yield replace(
+        gate,
         name=f"{prefix}.input_linear.weight",
         shape=(num_experts, 2 * size, width),
-        stored=gate.stored,
         make=lambda: torch.cat([gate.make(), up.make()], dim=1),
     )
-    name = f"{prefix}.output_linear.weight"
-    yield TensorSpec(name=name, shape=down.shape, stored=down.stored, make=down.make)
+    yield replace(down, name=f"{prefix}.output_linear.weight")
 
 
 def _only(spec: TensorSpec) -> TensorSpec:
     """The single expert of a tensor of experts."""
-    return TensorSpec(
-        name=spec.name, shape=spec.shape[1:], stored=spec.stored, make=lambda: spec.make()[0]
-    )
+    return replace(spec, shape=spec.shape[1:], make=lambda: spec.make()[0])
 
 
-class FlexOlmo(TransformersFormat):
+class _FlexOlmo(TransformersFormat):
     """FlexOlmo, the native twin of OLMo 2; in Transformers and vLLM."""
 
     name = "flex_olmo"
@@ -337,13 +312,18 @@ class FlexOlmo(TransformersFormat):
     holds = Holds(biases=("none", "qkvo"), qk_norm=("full",), norms_after=True, any_head_dim=False)
 
     def gating(self, granularity: Granularity) -> Gating:
-        """See `Format.gating`."""
         return _softmax_over_chosen_k(granularity)
 
     def moe_config(self, dense: DenseModel, split: Granularity) -> dict[str, Any]:
-        """See `TransformersFormat.moe_config`."""
         return {
             "intermediate_size": split.expert_size,
             "norm_topk_prob": True,
             "attention_bias": dense.family.traits(dense.config).qkv_bias,
         }
+
+
+FORMATS: dict[str, TransformersFormat] = {
+    form.name: form
+    for form in (_Glm4Moe(), _Mixtral(), _Qwen2Moe(), _Qwen3Moe(), _GraniteMoe(), _FlexOlmo())
+}
+"""In order of preference: the first that can hold a model is its default."""

@@ -1,7 +1,7 @@
 """README.md of an exported folder."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
@@ -9,52 +9,31 @@ from huggingface_hub import ModelCardData
 from dotmoe.export.gguf_record import GgufVerification
 from dotmoe.export.record import ExportRecord
 from dotmoe.export.verify import Verification
-from dotmoe.tables import Table, figure, percent, to_markdown
+from dotmoe.tables import Table, figure, percent, table_of, to_markdown
 
 CARD_FILE = "README.md"
 _FOLDER = "path/to/this/folder"
 
-Row = Mapping[str, str | int | float]
 
-
-def write_model_card(folder: Path, record: ExportRecord, results: Sequence[Row] = ()) -> None:
-    """Write `README.md`; call it again with results once the exported model has been evaluated.
-
-    Args:
-        folder: The exported folder.
-        record: What was exported.
-        results: Rows of a table, all with the same columns; none: no table.
-    """
+def write_model_card(folder: Path, record: ExportRecord, results: Table | None = None) -> None:
+    """Write `README.md`; call it again with results once the exported model has been evaluated."""
     (folder / CARD_FILE).write_text(card_text(record, results), encoding="utf-8")
 
 
-def card_text(record: ExportRecord, results: Sequence[Row] = ()) -> str:
-    """The content of `README.md`; arguments as for `write_model_card`."""
+def card_text(record: ExportRecord, results: Table | None = None) -> str:
+    """The content of `README.md`."""
     sections = [_front_matter(record), _introduction(record), _sizes(record), _usage(record)]
     sections += [_verification(record), _routing(record)]
-    if results:
-        sections.append("## Results\n\n" + markdown_table(results))
+    if results is not None:
+        sections.append("## Results\n\n" + to_markdown(results))
     if record.notes:
         sections.append("## Notes\n\n" + "\n".join(f"- {note}" for note in record.notes))
     return "\n\n".join(filter(None, sections)) + "\n"
 
 
-def markdown_table(rows: Sequence[Row]) -> str:
-    """A Markdown table of equal dicts.
-
-    Example:
-        >>> print(markdown_table([{"k": 4, "perplexity": 12.3456}]))
-        | k | perplexity |
-        | --- | ---: |
-        | 4 | 12.35 |
-    """
-    cells = [[_cell(value) for value in row.values()] for row in rows]
-    return to_markdown(Table(columns=list(rows[0]), rows=cells))
-
-
-def _cell(value: str | int | float) -> str:
-    text = f"{value:,}" if isinstance(value, int) else figure(value)
-    return text.replace("\n", " ")
+def _figures(what: str, unit: str, values: Mapping[str, int | float]) -> str:
+    columns = {what: lambda item: item[0], unit: lambda item: figure(item[1])}
+    return to_markdown(table_of(values.items(), columns))
 
 
 def _front_matter(record: ExportRecord) -> str:
@@ -94,17 +73,15 @@ def _introduction(record: ExportRecord) -> str:
 
 
 def _sizes(record: ExportRecord) -> str:
-    rows: list[Row] = [
-        {"parameters": name.replace("_", " "), "count": count}
-        for name, count in record.parameters.items()
-    ]
+    counts = {name.replace("_", " "): count for name, count in record.parameters.items()}
+    table = _figures("parameters", "count", counts)
     where = " of a split layer" if record.first_dense_layers else ""
     weights = f"Weights are {record.dtype}, {record.total_bytes:,} bytes."
     if not record.num_experts:
-        return f"## Size\n\n{markdown_table(rows)}\n\n{weights}"
+        return f"## Size\n\n{table}\n\n{weights}"
     return (
         "## Size\n\n"
-        + markdown_table(rows)
+        + table
         + f"\n\n{record.active_fraction:.1%} of the FFN neurons{where} run per token. `active` "
         "counts everything that works on a token but the router rows; the experts that do not run "
         f"are still stored. {weights}"
@@ -164,7 +141,7 @@ def _verification(record: ExportRecord) -> str:
         f"## Verification\n\n{warning}"
         f"Reloaded as `{check.loaded_class}` and compared in float32 on {check.tokens} tokens at "
         f"k = {record.verified_active_experts}; logit errors are medians over tokens, in standard "
-        "deviations of the logits.\n\n" + markdown_table(_compared(check))
+        "deviations of the logits.\n\n" + _figures("comparison", "value", _compared(check))
     )
 
 
@@ -183,11 +160,10 @@ def _gguf_verification(check: GgufVerification) -> str:
         }
         if run.all_experts_error is not None:
             values["logit error against the dense model, all experts on"] = run.all_experts_error
-    rows: list[Row] = [{"comparison": name, "value": value} for name, value in values.items()]
-    return f"{text}\n\n{markdown_table(rows)}"
+    return f"{text}\n\n{_figures('comparison', 'value', values)}"
 
 
-def _compared(check: Verification) -> list[Row]:
+def _compared(check: Verification) -> dict[str, float]:
     layers = check.layers
     values = {
         "worst median relative error of a block": max(layer.block_error for layer in layers),
@@ -197,31 +173,31 @@ def _compared(check: Verification) -> list[Row]:
         "worst share of misrouted tokens in a layer": max(layer.misrouted for layer in layers),
         "logit error against the masked dense model": check.logits_error,
         "share of tokens with the same top token": check.top1_agreement,
-        "the same where each model routes for itself": check.own_routes_top1_agreement,
         "logit error against the dense model, all experts on": check.dense_error,
     }
-    rows = values.items()
-    return [{"comparison": name, "value": value} for name, value in rows if value is not None]
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _routing(record: ExportRecord) -> str:
     """The worst layer of each runtime."""
     if not record.routers:
         return ""
-    rows: list[Row] = [
-        {
-            "router as in": groups[0].runtime,
-            "misrouted tokens": percent(max(each.misrouted for each in groups)),
-            "tied by rounding": percent(max(each.tied for each in groups)),
-            "gate deviation (95 % of tokens)": max(each.gate_deviation for each in groups),
-            "of the worst token": max(each.largest_gate_deviation for each in groups),
-            "common factor, less 1": max((each.gain_error for each in groups), key=abs),
-        }
-        for groups in zip(*(router.runtimes for router in record.routers), strict=True)
-    ]
+    columns = {
+        "router as in": lambda rows: rows[0].runtime,
+        "misrouted tokens": lambda rows: percent(max(row.misrouted for row in rows)),
+        "tied by rounding": lambda rows: percent(max(row.tied for row in rows)),
+        "gate deviation (95 % of tokens)": lambda rows: figure(
+            max(row.gate_deviation for row in rows)
+        ),
+        "of the worst token": lambda rows: figure(max(row.largest_gate_deviation for row in rows)),
+        "common factor, less 1": lambda rows: figure(
+            max((row.gain_error for row in rows), key=abs)
+        ),
+    }
+    layers = zip(*(router.runtimes for router in record.routers), strict=True)
     return (
         "## Routing in other runtimes\n\n"
         "Routers are written as 2^-p W_r, so that the weights of the chosen experts are all but "
         "equal. What runtimes make of that was imitated on calibration text; figures are those of "
-        "the worst layer.\n\n" + markdown_table(rows)
+        "the worst layer.\n\n" + to_markdown(table_of(layers, columns))
     )

@@ -1,8 +1,5 @@
 """k of an exported folder, changed in place."""
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +15,8 @@ def set_active_experts(folder: Path, active_experts: int, form: Format) -> Expor
 
     What decides what a runtime does is replaced last and in one step: a process that is killed
     leaves a model with the old k or one with the new, and the same call finishes what it left.
-    After an error in the course of it all files are the old ones. The card's perplexities, measured
-    with the old k, are left out of the new one.
+    After an error in writing, such as a full disk, all files are the old ones. The card's
+    perplexities, measured with the old k, are left out of the new one.
 
     Args:
         folder: An export.
@@ -42,40 +39,29 @@ def set_active_experts(folder: Path, active_experts: int, form: Format) -> Expor
                 f"{folder / CONFIG_FILE} lacks {record.active_experts_key}, where an export of "
                 f"{record.format} holds k. Export again."
             )
-    new, path = form.with_active_experts(folder, active_experts)
     changed = record.with_active_experts(active_experts)
-    if path.name in record.checksums:
-        sums = checksums(folder, [new.name])
-        changed = replace(changed, checksums=record.checksums | {path.name: sums[new.name]})
-    with _restored_on_error(folder / CARD_FILE, folder / RECORD_FILE):
-        write_text(folder / CARD_FILE, card_text(changed))
-        write_text(folder / RECORD_FILE, changed.to_json())
-        new.replace(path)
-    return changed
-
-
-@contextmanager
-def _restored_on_error(*paths: Path) -> Iterator[None]:
-    """On an exception files become what they were before, which takes no room on the disk."""
-    old = {path: path.with_name(f".{path.name}.old") for path in paths}
-    for path, kept in old.items():
-        kept.unlink(missing_ok=True)  # left by a process that was killed
-        if path.exists():
-            os.link(path, kept)
+    renamed: dict[Path, Path] = {}
     try:
-        yield
-    except BaseException as error:
-        for path, kept in old.items():
-            if kept.exists():
-                kept.replace(path)
-            else:
-                path.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in DISK_FULL:
-            raise full_disk(path.parent, error) from error
+        new, path = form.with_active_experts(folder, active_experts)
+        renamed[new] = path
+        if path.name in record.checksums:
+            sums = checksums(folder, [new.name])
+            changed = replace(changed, checksums=record.checksums | {path.name: sums[new.name]})
+        texts = {CARD_FILE: card_text(changed), RECORD_FILE: changed.to_json()}
+        for name, text in texts.items():
+            written = folder / f".{name}.new"
+            renamed = {written: folder / name} | renamed
+            write_text(written, text)
+        for written, place in renamed.items():  # needs no room, and the config comes last
+            written.replace(place)
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise full_disk(folder, error) from error
         raise
     finally:
-        for kept in old.values():
-            kept.unlink(missing_ok=True)
+        for written in renamed:
+            written.unlink(missing_ok=True)
+    return changed
 
 
 def require_free_k(folder: Path, record: ExportRecord, active_experts: int) -> None:

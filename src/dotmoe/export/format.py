@@ -125,13 +125,6 @@ class Conversion:
         return not self.keeps_dtypes and stored != self.dtype
 
 
-def exported_context(dense: DenseModel) -> int:
-    """Longest context in which full attention equals the dense model's windowed attention."""
-    window = dense.family.traits(dense.config).sliding_window
-    context = dense.widths.context
-    return context if window is None else min(window, context)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holds:
     """Features of a dense decoder that a format has a place for."""
@@ -182,17 +175,14 @@ class Format(ABC):
     def gating(self, granularity: Granularity) -> Gating:
         """How the runtimes of this format weight the chosen experts."""
 
-    def dtype(self, stored: torch.dtype, config: "ExportConfig") -> torch.dtype:
-        """Dtype of routers and experts, and the one in which runtimes compute logits."""
-        return stored if config.export_dtype == "source" else getattr(torch, config.export_dtype)
-
     def exactness(self, conversion: Conversion) -> str:
         """What is exact and what is not, in a clause."""
         return "expert weights are the dense ones; gates 1 but for about 2^-11"
 
     def context(self, dense: DenseModel) -> int:
         """Longest context in which the export computes what the dense model does, in tokens."""
-        return dense.widths.context if self.holds.sliding_window else exported_context(dense)
+        context, window = dense.widths.context, dense.family.traits(dense.config).sliding_window
+        return context if self.holds.sliding_window or window is None else min(window, context)
 
     def notes(self, conversion: Conversion) -> list[str]:
         """What a user of the exported model must know, one sentence each."""

@@ -23,7 +23,6 @@ from dotmoe.export.routers import outliers_in, shortfall
 from dotmoe.files import read_json
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.models.dense import DenseModel
-from dotmoe.moe.masked import masked_by
 
 if TYPE_CHECKING:
     from dotmoe.export.transformers_format import TransformersFormat
@@ -87,9 +86,6 @@ class Verification:
     """95th percentile of the same."""
     top1_agreement: float
     """Share of tokens with the masked dense model's most likely next token, routes as above."""
-    own_routes_top1_agreement: float
-    """The same where both models route for themselves. A near-tie that falls the other way changes
-    all later tokens."""
     dense_error: float | None
     """`logits_error` against the dense model at k = E; None: the format's k is not free."""
 
@@ -134,8 +130,6 @@ def verify(
     exact = on_disk(dense, dense.device, torch.float32, rounded_to=rounded_to)
     with routed(exact, layout, routes):
         same_routes_TV = logits_of(exact.model, tokens_BT)
-    with masked_by(exact, layout):
-        own_routes_TV = logits_of(exact.model, tokens_BT)
     error_T = logits_error(logits_TV, same_routes_TV)
     found = Verification(
         loaded_class=loaded_class,
@@ -145,7 +139,6 @@ def verify(
         logits_error=float(error_T.median()),
         logits_error_tail=float(error_T.quantile(0.95)),
         top1_agreement=top1_agreement(logits_TV, same_routes_TV),
-        own_routes_top1_agreement=top1_agreement(logits_TV, own_routes_TV),
         dense_error=(
             None
             if at_full_TV is None
