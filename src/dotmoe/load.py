@@ -10,7 +10,6 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dotmoe.checkpoint.folder import TOKENIZER_FILES, checkpoint_folder, is_local, tensor_files
@@ -25,14 +24,6 @@ from dotmoe.parameters import meta_model
 from dotmoe.sharded_weights import Sharding, checkpoint_dtype, is_sharded, load_sharded
 
 logger = logging.getLogger(__name__)
-
-__all__ = [
-    "LoadConfig",
-    "dense_config",
-    "describe_dense",
-    "load_dense",
-    "resolved_dtype",
-]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,30 +64,22 @@ def load_dense(source: str, config: LoadConfig) -> DenseModel:
     dense = raise_on_all_ranks(lambda: describe_dense(source))
     dtype = resolved_dtype(config.dtype, device)
     ranks = mesh(device)
+    divides = False
     if ranks is not None:
         own = checkpoint_dtype(dense.config, dense.folder) if dtype == "auto" else dtype
         num_bytes = own.itemsize * sum(p.numel() for p in dense.model.parameters())
-        if is_sharded(config.sharding, num_bytes, device):
-            return raise_on_all_ranks(lambda: _sharded(dense, ranks, device, own))
-    return raise_on_all_ranks(lambda: _whole(dense, device, dtype))
+        divides = is_sharded(config.sharding, num_bytes, device)
 
+    def read() -> DenseModel:
+        with quiet_transformers():
+            if ranks is not None and divides:
+                model = load_sharded(dense, ranks, device, own)
+            else:
+                model = _load_weights(dense.folder, dense.config, dtype)
+        _require_finite(model, dense.folder)
+        return replace(dense, model=model if divides else model.to(device))
 
-def _whole(
-    dense: DenseModel, device: torch.device, dtype: torch.dtype | Literal["auto"]
-) -> DenseModel:
-    with quiet_transformers():
-        model = _load_weights(dense.folder, dense.config, dtype)
-    _require_finite(model, dense.folder)
-    return replace(dense, model=model.to(device))
-
-
-def _sharded(
-    dense: DenseModel, ranks: DeviceMesh, device: torch.device, dtype: torch.dtype
-) -> DenseModel:
-    with quiet_transformers():
-        model = load_sharded(dense, ranks, device, dtype)
-    _require_finite(model, dense.folder)
-    return replace(dense, model=model)
+    return raise_on_all_ranks(read)
 
 
 def _device_of_this_rank(name: str) -> torch.device:

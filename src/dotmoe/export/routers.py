@@ -12,6 +12,7 @@ round. Where a model is exported few of them are at hand, so their routers are i
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -376,20 +377,15 @@ def at_routers(
 ) -> None:
     """Run the masked model once; `look` is given each split layer and its router's input [T, D]."""
 
-    def watch(index: int, layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def show(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            look(index, arguments[0].reshape(-1, arguments[0].shape[-1]))
+    def shows(index: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda module, arguments: look(index, arguments[0].flatten(0, -2))
 
-        return layer.get_submodule("mlp").register_forward_pre_hook(show)
-
-    with torch.no_grad(), masked_by(dense, layout):
+    with torch.no_grad(), masked_by(dense, layout), ExitStack() as hooks:
         layers = dense.family.layers(dense.model)
-        hooks = [watch(index, layers[index]) for index in layout.moe_layers]
-        try:
-            dense.family.trunk(dense.model)(input_ids=tokens_BT.to(dense.device), use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        for index in layout.moe_layers:
+            block = layers[index].get_submodule("mlp")
+            hooks.enter_context(block.register_forward_pre_hook(shows(index)))
+        dense.family.trunk(dense.model)(input_ids=tokens_BT.to(dense.device), use_cache=False)
 
 
 def _share(holds_T: Tensor) -> float:
@@ -399,10 +395,15 @@ def _share(holds_T: Tensor) -> float:
 # --- limits and notes -------------------------------------------------------------------------
 
 
+def largest_share(expected: float, num_tokens: int) -> float:
+    """Largest share of a sample of tokens that may be met by chance: four standard errors above."""
+    return expected + 4 * float((expected / num_tokens) ** 0.5)
+
+
 def routing_problems(scales: list[RouterScale], num_tokens: int) -> list[str]:
     """What some runtime could not follow: layer, runtime, figure, limit and remedy, a line each."""
     problems = []
-    misrouted = MISROUTED + 4 * (MISROUTED / num_tokens) ** 0.5
+    misrouted = largest_share(MISROUTED, num_tokens)
     for scale in scales:
         for row in scale.runtimes:
             limits = {

@@ -5,7 +5,7 @@ outlier tokens, which every language model has, are counted and left out of thos
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dotmoe.checkpoint.on_disk import exported_on_disk, on_disk
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.export.format import Conversion
-from dotmoe.export.routers import outliers_in, shortfall
+from dotmoe.export.routers import MISROUTED, largest_share, outliers_in, shortfall
 from dotmoe.files import read_json
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.models.dense import DenseModel
@@ -34,8 +34,6 @@ FOLDED = 2.0**-8
 """Relative error of a block whose down projections were rounded to bfloat16 with their factor."""
 WRONG_EXPERT = 0.1
 """Error of a block's output that only another computation explains."""
-MISROUTED = 5e-2
-"""Largest share of misrouted tokens of a layer, beyond four standard errors of the sample."""
 LOGITS, DENSE_LOGITS = 5e-3, 2e-3
 """Largest median error of a token's logits for up to 4 layers, at k and at k = E. They grow with
 the root of the number of layers, as every layer adds its own deviation of the gates."""
@@ -131,6 +129,9 @@ def verify(
     with routed(exact, layout, routes):
         same_routes_TV = logits_of(exact.model, tokens_BT)
     error_T = logits_error(logits_TV, same_routes_TV)
+    dense_error = None
+    if at_full_TV is not None:
+        dense_error = float(logits_error(at_full_TV, logits_of(exact.model, tokens_BT)).median())
     found = Verification(
         loaded_class=loaded_class,
         dtype=str(conversion.dtype).removeprefix("torch."),
@@ -139,11 +140,7 @@ def verify(
         logits_error=float(error_T.median()),
         logits_error_tail=float(error_T.quantile(0.95)),
         top1_agreement=top1_agreement(logits_TV, same_routes_TV),
-        dense_error=(
-            None
-            if at_full_TV is None
-            else float(logits_error(at_full_TV, logits_of(exact.model, tokens_BT)).median())
-        ),
+        dense_error=dense_error,
     )
     is_folded = conversion.dtype != torch.float32 and form.name != "glm4_moe"
     return found, problems(found, form.block_error, FOLDED if is_folded else 0.0)
@@ -160,21 +157,18 @@ def problems(found: Verification, block_error: float, rounding: float) -> list[s
     grows = max(1.0, len(found.layers) / 4) ** 0.5
     block = block_error + rounding
     logits = (LOGITS + rounding) * grows
+    misrouted = largest_share(MISROUTED, found.tokens)
     figures: list[tuple[str, float, float]] = []
     for each in found.layers:
         place = f"layer {each.layer}"
         figures += [
             (f"{place}: share misrouted by a clear margin", each.misrouted_far, 0.0),
-            (
-                f"{place}: share of misrouted tokens",
-                each.misrouted,
-                _share(MISROUTED, found.tokens),
-            ),
+            (f"{place}: share of misrouted tokens", each.misrouted, misrouted),
             (f"{place}: median relative block error", each.block_error, block),
             (f"{place}: 95th percentile of the block error", each.block_error_tail, 5 * block),
             (f"{place}: 99th percentile of the block error", each.block_error_99, WRONG_EXPERT),
         ]
-    disagreement = _share((DISAGREEMENT + rounding) * grows, found.tokens)
+    disagreement = largest_share((DISAGREEMENT + rounding) * grows, found.tokens)
     figures += [
         ("top-1 disagreement", 1 - found.top1_agreement, disagreement),
         ("median logit error", found.logits_error, logits),
@@ -190,11 +184,6 @@ def problems(found: Verification, block_error: float, rounding: float) -> list[s
         for what, value, limit in figures
         if not value <= limit  # so that NaN fails too
     ]
-
-
-def _share(expected: float, tokens: int) -> float:
-    """A share of a sample of tokens, with four standard errors."""
-    return expected + 4 * float((expected / tokens) ** 0.5)
 
 
 def _require_as_written(form: "TransformersFormat", conversion: Conversion, folder: Path) -> None:
@@ -217,23 +206,20 @@ def _checked_run(
     """Run an exported model once: a check of every block, the experts they chose, and logits."""
     layers, routes = [], {}
 
-    def watch(layer: int, block: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def compare(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
-            x_TD = arguments[0].reshape(-1, arguments[0].shape[-1])
+    def compares(layer: int) -> Any:
+        def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+            x_TD = arguments[0].flatten(0, -2)
             chosen_TK = form.chosen_experts(module, x_TD)
             layers.append(_check(form, conversion, layer, chosen_TK, x_TD, output.view_as(x_TD)))
             routes[layer] = chosen_TK.cpu()
 
-        return block.register_forward_hook(compare)
+        return hook
 
     blocks = form.blocks(model)
-    hooks = [watch(layer, blocks[layer]) for layer in conversion.layout.moe_layers]
-    try:
-        logits_TV = logits_of(model, tokens_BT)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return layers, routes, logits_TV
+    with ExitStack() as hooks:
+        for layer in conversion.layout.moe_layers:
+            hooks.enter_context(blocks[layer].register_forward_hook(compares(layer)))
+        return layers, routes, logits_of(model, tokens_BT)
 
 
 def _check(
@@ -324,15 +310,11 @@ def routed(
         return hook
 
     layers = dense.family.layers(dense.model)
-    hooks = [
-        dense.family.ffn(layers[index]).down.register_forward_pre_hook(masks_hidden(index))
-        for index in routes
-    ]
-    try:
+    with ExitStack() as hooks:
+        for index in routes:
+            down = dense.family.ffn(layers[index]).down
+            hooks.enter_context(down.register_forward_pre_hook(masks_hidden(index)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def logits_of(model: Any, tokens_BT: Int[Tensor, "B T"]) -> Float[Tensor, "T V"]:
