@@ -6,7 +6,7 @@ import torch
 from inspected_models import inspection, tiny
 from transformers import MistralConfig, Qwen2Config
 
-from dotmoe.export.architectures import Glm4Moe
+from dotmoe.export import FORMATS
 from dotmoe.granularity import GROUPED_MATMUL_BYTES
 from dotmoe.inspection import RunSize
 from dotmoe.load import LoadConfig, load_dense
@@ -130,7 +130,7 @@ def test_inspect_warns_of_exactly_the_expert_sizes_that_convert_refuses(tiny_den
     for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48):
         found = inspection(dense.config, stored=dtype, expert_size=size)
         warned = any("refuses expert size" in warning for warning in found.warnings)
-        refused = Glm4Moe().refusal(dense, found.granularity, dtype) is not None
+        refused = FORMATS["glm4_moe"].refusal(dense, found.granularity, dtype) is not None
         assert warned == refused
 
 
