@@ -75,7 +75,7 @@ def load_dense(source: str, config: LoadConfig) -> DenseModel:
             if ranks is not None and divides:
                 model = load_sharded(dense, ranks, device, own)
             else:
-                model = _load_weights(dense.folder, dense.config, dtype)
+                model = load_weights(dense.folder, dtype)
         _require_finite(model, dense.folder)
         return replace(dense, model=model if divides else model.to(device))
 
@@ -165,13 +165,16 @@ def _load_tokenizer(folder: Path) -> Any:
         ) from error
 
 
-def _load_weights(folder: Path, hf_config: Any, dtype: torch.dtype | Literal["auto"]) -> nn.Module:
+def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Module:
+    """A checkpoint as plain Transformers loads it: on the CPU, frozen, in evaluation mode.
+
+    Raises:
+        UserError: Weights are missing or damaged, or do not have the shapes of the config.
+    """
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             folder,
-            config=hf_config,
             dtype=dtype,
-            attn_implementation="sdpa",
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,

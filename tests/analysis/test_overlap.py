@@ -52,20 +52,13 @@ def test_where_all_experts_run_all_layers_are_alike():
 
 
 def test_the_table_is_symmetric_and_names_its_layers():
-    pytest.importorskip("sklearn")
     a, b = random_choice(0), random_choice(1)
-    routes = Routes(
-        layers=(1, 2, 3),
-        chosen_LTK=torch.stack([a, b, a.flip(1)]),
-        num_experts=E,
-        energy_LE=torch.full((3, E), 1 / E),
-    )
-    found = values(SimpleNamespace(routes=routes, config=SimpleNamespace(seed=0)))
+    chosen = torch.stack([a, b, a.flip(1)])
+    routes = Routes(layers=(1, 2, 3), chosen_LTK=chosen, num_experts=E)
+    found = values(SimpleNamespace(routes=routes))
     table = torch.tensor(found["similarity_LL"])
     assert found["layers"] == [1, 2, 3]
     assert torch.equal(table, table.T)
     assert table.diagonal().tolist() == [1.0, 1.0, 1.0]
     assert table[0, 2] == pytest.approx(1.0)
     assert abs(table[0, 1]) < 0.03
-    assert found["top1_nmi_LL"][0][0] == pytest.approx(1.0)
-    assert found["top1_nmi_LL"][0][1] == pytest.approx(found["top1_nmi_shuffled"], abs=0.01)

@@ -22,7 +22,7 @@ __all__ = ["ANALYSES", "AnalyseConfig", "Analysis", "analyse"]
 FOLDER = "analysis"
 """Subfolder of `6_evaluate`."""
 
-FORM = 2
+FORM = 3
 """Of the result files. To be raised where their content changes, so that they are made anew."""
 
 
@@ -76,8 +76,7 @@ ANALYSES = {
         title="Similarity of the routing of layers",
         values=overlap.values,
         says=overlap.says,
-        options=("seed",),
-        packages=("scipy", "sklearn"),
+        packages=("scipy",),
     ),
     "expert_outputs_tsne": Analysis(
         title="Outputs of the experts of one layer, by t-SNE",

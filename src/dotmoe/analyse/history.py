@@ -5,36 +5,17 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
-from jaxtyping import Float, Int
-from torch import Tensor
-
 from dotmoe.analyse.run import AnalysedRun
-from dotmoe.config import RunConfig
-from dotmoe.layout import ExpertLayout
-from dotmoe.moe.assignment import AlignState, AssignmentConfig, hard_assignment, soft_plan
 from dotmoe.tables import figure
 
 Columns = dict[str, list[Any]]
 
 
 def values(run: AnalysedRun) -> dict[str, Any]:
-    """`metric_columns` of the alignment, `settling`, and `kept_from_start` where it was learned."""
-    folder = run.aligned
-    assert folder is not None
-    columns = metric_columns(folder.verified("align") / "metrics.jsonl")
-    config = folder.config(RunConfig)
-    kept = None
-    if config.align.learn_assignment and config.method == "dot_moe":
-        start = folder.verified("calibrate") / "state.safetensors"
-        layout = ExpertLayout.load(folder.verified("extract") / "layout.safetensors")
-        kept = kept_from_start(
-            AlignState.load(start, torch.device("cpu")).affinity_LNE,
-            layout.expert_of_neuron_LN,
-            config.assignment,
-            layout.moe_layers,
-        )
-    return columns | {"settling": settling(columns), "kept_from_start": kept}
+    """`metric_columns` of the alignment, and `settling`."""
+    assert run.aligned is not None  # `Analysis.lack` says otherwise
+    columns = metric_columns(run.aligned.verified("align") / "metrics.jsonl")
+    return columns | {"settling": settling(columns)}
 
 
 def metric_columns(file: Path) -> Columns:
@@ -77,28 +58,8 @@ def settling(columns: Columns) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
-def kept_from_start(
-    start_LNE: Float[Tensor, "L N E"],
-    expert_of_neuron_LN: Int[Tensor, "L N"],
-    config: AssignmentConfig,
-    layers: range,
-) -> list[float]:
-    """Share of the neurons of each split layer that end in the expert they started in.
-
-    The start is what the initial affinities extract to: rounded at `tau_end`. Experts keep their
-    numbers through the alignment, so nothing needs to be matched.
-    """
-    kept = []
-    for layer in layers:
-        plan = soft_plan(start_LNE[layer : layer + 1], config, tau=config.tau_end)
-        same_N = hard_assignment(plan)[0] == expert_of_neuron_LN[layer].to(start_LNE.device)
-        kept.append(float(same_N.double().mean()))
-    return kept
-
-
 def says(values: dict[str, Any]) -> list[str]:
-    """Losses at both ends, how the assignment settled, and what is left of the start."""
+    """Losses at both ends, and how the assignment settled."""
     kl, ce, found = values["kl"], values["ce"], values["settling"]
     lines = [
         f"{len(values['steps'])} steps, kl {figure(kl[0], '.3f')} to {figure(kl[-1], '.3f')}, "
@@ -113,7 +74,4 @@ def says(values: dict[str, Any]) -> list[str]:
             f"{figure(found['soft_hard_gap_first'], '.3f')} to "
             f"{figure(found['soft_hard_gap_last'], '.3f')}"
         )
-    if values["kept_from_start"]:
-        kept = mean(values["kept_from_start"])
-        lines.append(f"neurons still in the expert they started in: {100 * kept:.0f} %")
     return lines

@@ -5,7 +5,6 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -14,33 +13,13 @@ from dotmoe.analyse.run import AnalysedRun
 
 
 def values(run: AnalysedRun) -> dict[str, Any]:
-    """Similarity of the routing of each pair of split layers; needs SciPy and scikit-learn.
-
-    Returns:
-        `similarity_LL`: see `matched_overlap`; 1 on the diagonal.
-        `top1_nmi_LL`: normalised mutual information of each token's first expert.
-        `top1_nmi_shuffled`: the same of layers whose tokens were shuffled, mean over pairs. Finite
-        text gives more than 0 to layers that have nothing in common, and this is how much.
-    """
-    from sklearn.metrics import normalized_mutual_info_score as nmi  # an extra
-
+    """`matched_overlap` of each pair of split layers, 1 on the diagonal; needs SciPy."""
     routes, size = run.routes, len(run.routes.layers)
-    similarity_LL, nmi_LL = np.eye(size), np.eye(size)
-    first_LT = routes.chosen_LTK[:, :, 0].numpy()
-    generator = torch.Generator().manual_seed(run.config.seed)
-    order_T = torch.randperm(first_LT.shape[1], generator=generator).numpy()
-    shuffled = []
+    similarity_LL = np.eye(size)
     for a, b in combinations(range(size), 2):
         chosen = routes.chosen_LTK[a], routes.chosen_LTK[b]
         similarity_LL[a, b] = similarity_LL[b, a] = matched_overlap(*chosen, routes.num_experts)
-        nmi_LL[a, b] = nmi_LL[b, a] = nmi(first_LT[a], first_LT[b])
-        shuffled.append(nmi(first_LT[a], first_LT[b][order_T]))
-    return {
-        "layers": list(routes.layers),
-        "similarity_LL": similarity_LL.tolist(),
-        "top1_nmi_LL": nmi_LL.tolist(),
-        "top1_nmi_shuffled": float(np.mean(shuffled)) if shuffled else None,
-    }
+    return {"layers": list(routes.layers), "similarity_LL": similarity_LL.tolist()}
 
 
 def matched_overlap(a_TK: Int[Tensor, "T K"], b_TK: Int[Tensor, "T K"], num_experts: int) -> float:
@@ -88,14 +67,12 @@ def _overlap(
 
 def says(values: dict[str, Any]) -> list[str]:
     """How much of their routing two layers share."""
-    pairs = list(combinations(range(len(values["layers"])), 2))
-    if not pairs:
+    layers, table = values["layers"], values["similarity_LL"]
+    similar = {(a, b): table[a][b] for a, b in combinations(range(len(layers)), 2)}
+    if not similar:
         return ["one split layer, so there is nothing to compare"]
-    similar = {(a, b): values["similarity_LL"][a][b] for a, b in pairs}
-    nmi = mean(values["top1_nmi_LL"][a][b] for a, b in pairs)
     a, b = max(similar, key=lambda pair: similar[pair])
     return [
         f"routing above chance shared by two layers: mean {mean(similar.values()):.3f}, most "
-        f"{similar[a, b]:.3f} (layers {values['layers'][a]} and {values['layers'][b]}); mutual "
-        f"information of first experts {nmi:.3f} ({values['top1_nmi_shuffled']:.3f} if shuffled)"
+        f"{similar[a, b]:.3f} (layers {layers[a]} and {layers[b]})"
     ]

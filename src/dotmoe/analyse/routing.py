@@ -7,7 +7,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.calibrate import contributions
 from dotmoe.export.routers import at_routers
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.dense import DenseModel
@@ -28,10 +27,6 @@ class Routes:
     """Experts of each token, the one with the largest logit first; int16, on the CPU."""
     num_experts: int
     """Experts a layer (E)."""
-    energy_LE: Float[Tensor, "L E"]
-    """Part of each expert in what its layer's dense FFN would add for these inputs: squared
-    contributions of its neurons (see `dotmoe.calibrate.contributions`) over those of all neurons of
-    experts; float64, rows sum to 1."""
 
 
 def captured_routes(
@@ -43,8 +38,7 @@ def captured_routes(
     """Run the masked model on a text and note what its routers choose (eq:router_topk).
 
     The masked model is what the experts compute, so a router sees what it will see in the export.
-    Memory: one forward pass without the head, all neurons of one FFN beside it, and 2 bytes for
-    each token, layer and active expert.
+    Memory: one forward pass without the head, and 2 bytes a token, layer and active expert.
 
     Args:
         dense: Dense model, or what finetuning left of it.
@@ -53,29 +47,22 @@ def captured_routes(
         on_progress: Told blocks done and blocks in all.
     """
     layers = tuple(layout.moe_layers)
-    ffns = [dense.family.ffn(layer) for layer in dense.family.layers(dense.model)]
     found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-    energy_LN = torch.zeros(layout.num_layers, layout.num_neurons, dtype=torch.float64)
 
     def look(layer: int, x_TD: Tensor) -> None:
         logits_TE = router_logits(x_TD, layout.router_LED[layer].to(x_TD.device))
         chosen_TK = logits_TE.topk(layout.active_experts, dim=1).indices
         found[layer].append(chosen_TK.to(torch.int16).cpu())
-        energy_LN[layer] += contributions(ffns[layer], x_TD).square().sum(dim=0).double().cpu()
 
     done = 0
     for rows in _passes(tokens_BT):
         at_routers(dense, layout, rows, look)
         done += len(rows)
         on_progress(done, len(tokens_BT))
-    energy_LE = torch.stack(
-        [energy_LN[layer][layout.neurons_of_expert(layer)].sum(dim=1) for layer in layers]
-    )
     return Routes(
         layers=layers,
         chosen_LTK=torch.stack([torch.cat(found[layer]) for layer in layers]),
         num_experts=layout.num_experts,
-        energy_LE=energy_LE / energy_LE.sum(dim=1, keepdim=True),
     )
 
 

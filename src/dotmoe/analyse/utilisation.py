@@ -26,16 +26,15 @@ def values(run: AnalysedRun) -> dict[str, Any]:
     """Load of every expert of every split layer, figures of each layer, and warnings."""
     routes = run.routes
     shares = [load_shares(chosen_TK, routes.num_experts) for chosen_TK in routes.chosen_LTK]
-    by_layer = list(zip(routes.layers, shares, routes.energy_LE, strict=True))
+    by_layer = list(zip(routes.layers, shares, strict=True))
     return {
         "layers": list(routes.layers),
         "share_LE": [share_E.tolist() for share_E in shares],
         "num_experts": routes.num_experts,
         "active_experts": routes.chosen_LTK.shape[2],
         "statistics": [
-            {"layer": layer} | load_statistics(share_E) for layer, share_E, _ in by_layer
+            {"layer": layer} | load_statistics(share_E) for layer, share_E in by_layer
         ],
-        "energy_share_LE": routes.energy_LE.tolist(),
         "warnings": [line for found in by_layer for line in warnings_of(*found)],
     }
 
@@ -74,13 +73,10 @@ def load_statistics(share_E: Float[Tensor, " E"]) -> dict[str, Any]:
     }
 
 
-def warnings_of(
-    layer: int, share_E: Float[Tensor, " E"], energy_E: Float[Tensor, " E"]
-) -> list[str]:
+def warnings_of(layer: int, share_E: Float[Tensor, " E"]) -> list[str]:
     """What is wrong with the load of a layer, a line each; none where nothing is.
 
-    - Dead experts: a load below 1 % of the mean. How much they would have added says whether that
-      is a loss: neurons that hardly ever matter are best kept together and left alone.
+    - Dead experts: a load below 1 % of the mean.
     - Experts that run for more than 95 % of the tokens, where the mean is below 75 %.
     - An uneven load: a coefficient of variation above half the largest there is. That one,
       `sqrt(E / k - 1)`, is reached where every token has the same k experts.
@@ -89,11 +85,9 @@ def warnings_of(
     dead, always = found["dead_experts"], found["always_on_experts"]
     lines = []
     if dead:
-        worth = float(energy_E[dead].sum())
         lines.append(
             f"layer {layer}: {len(dead)} of {len(share_E)} experts are dead, run for less than 1 % "
-            f"of the mean load: {_listed(dead)}. Together they would have added {100 * worth:.2g} "
-            "% of the layer's energy"
+            f"of the mean load: {_listed(dead)}"
         )
     if always:
         lines.append(

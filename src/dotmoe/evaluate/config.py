@@ -35,11 +35,7 @@ class TextConfig:
             raise UserError("--text names no file. Give a text to measure on.")
 
     def window_in(self, context: int) -> int:
-        """Tokens of a window for a model of this context.
-
-        Raises:
-            UserError: The window asked for is longer than the context.
-        """
+        """Tokens of a window for a model of this context; `UserError` if it is longer."""
         window = min(2048, context) if self.window is None else self.window
         if window > context:
             raise UserError(
@@ -136,11 +132,7 @@ class EvaluateConfig:
         return next(iter(self._asked()), "perplexity")
 
     def check_together(self) -> None:
-        """Refuse options that do not go together.
-
-        Raises:
-            UserError: Two measurements are asked for, or a plot without a curve.
-        """
+        """Raise a `UserError` for two measurements at once, or a plot without a curve."""
         asked = self._asked()
         if len(asked) > 1:
             options = " and ".join(asked.values())

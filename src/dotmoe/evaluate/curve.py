@@ -39,12 +39,8 @@ def active_experts_curve(
     k = E is always among them: the computation of the weights that were split. Those are the dense
     model's, unless they were finetuned, which `all_experts.model` says.
 
-    Args:
-        folder: An export whose k is free.
-        config: Text, window and batch size.
-        active_experts: Values of k; none: `ladder`.
-        load: Device and number format.
-        on_progress: Told windows done and in all, over all k.
+    Without `active_experts` those of `ladder` are measured; `on_progress` is told windows done and
+    in all, over all k.
 
     Raises:
         UserError: No such export, its k is fixed, a k out of range, or no text.
@@ -66,6 +62,7 @@ def active_experts_curve(
     window = config.window_in(stock.context)
     output = format_named(record.format)
     layers = range(record.first_dense_layers, record.num_layers)
+    nats, rows = stock_nats(stock.model), config.windows_at_once
     results: dict[int, Perplexity] = {}
     for index, active in enumerate(ks):
         output.run_active_experts(stock.model, layers, active)
@@ -73,25 +70,22 @@ def active_experts_curve(
         def update(done: int, total: int, note: str = "", before: int = index) -> None:
             on_progress(before * total + done, len(ks) * total, note)
 
-        results[active] = perplexity(
-            stock_nats(stock.model), text, window, config.windows_at_once, update
-        )
+        results[active] = perplexity(nats, text, window, rows, update)
     everything = results[record.num_experts]
     points = []
     for active, result in results.items():
         changed = record.with_active_experts(active)
-        points.append(
-            {
-                "active_experts": active,
-                "active_fraction": changed.active_fraction,
-                "active_parameters": changed.parameters["active"],
-                "active_parameters_with_routers": changed.parameters["active_with_routers"],
-                "loss": result.loss,
-                "perplexity": result.perplexity,
-                "bits_per_byte": result.bits_per_byte,
-                "loss_above_all_experts": result.loss - everything.loss,
-            }
-        )
+        point = {
+            "active_experts": active,
+            "active_fraction": changed.active_fraction,
+            "active_parameters": changed.parameters["active"],
+            "active_parameters_with_routers": changed.parameters["active_with_routers"],
+            "loss": result.loss,
+            "perplexity": result.perplexity,
+            "bits_per_byte": result.bits_per_byte,
+            "loss_above_all_experts": result.loss - everything.loss,
+        }
+        points.append(point)
     return {
         "name": record.name,
         "format": record.format,

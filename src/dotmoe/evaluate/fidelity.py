@@ -1,7 +1,6 @@
 """How close a model stays to its dense model: hidden states, logits, and FFN by FFN."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +60,6 @@ def fidelity(
     model: Any,
     tokens: Tensor,
     window: int,
-    *,
     ffns: FFNs,
     batch_size: int = 8,
     on_progress: Update = no_update,
@@ -69,8 +67,7 @@ def fidelity(
     """Compare a model with its dense model, both run on the same windows of tokens.
 
     tab:output_aware_similarity is `before_head` and `after_head`, tab:motivation_mse_combined the
-    `mse` of one layer's `ffn`. Memory is both models, one batch of hidden states, and one chunk of
-    logits of each (`scoring.CHUNK_LOGITS`).
+    `mse` of one layer's `ffn`.
 
     Args:
         dense: The dense model, a causal language model of Transformers.
@@ -103,8 +100,13 @@ def fidelity(
     before, after, by_layer = Closeness(), Closeness(), {layer: Closeness() for layer in ffns}
     kl, same, done = 0.0, 0, 0
     for batch in torch.split(rows, batch_size):
-        with _comparing(ffns, by_layer):
-            dense_TD = hidden_states(dense, batch).flatten(0, 1)
+        hooks = [
+            ffn.register_forward_hook(_comparing(other, by_layer[layer]))
+            for layer, (ffn, other) in ffns.items()
+        ]
+        dense_TD = hidden_states(dense, batch).flatten(0, 1)
+        for hook in hooks:
+            hook.remove()
         actual_TD = hidden_states(model, batch).flatten(0, 1).to(dense_TD.device)
         before.add(actual_TD, dense_TD)
         for part in chunks(len(dense_TD), int(dense.config.vocab_size)):
@@ -128,24 +130,13 @@ def fidelity(
     }
 
 
-@contextmanager
-def _comparing(ffns: FFNs, sums: Mapping[int, Closeness]) -> Iterator[None]:
-    """Inside, whatever a dense FFN is fed goes through the other model's too."""
+def _comparing(other: Callable[[Tensor], Tensor], sums: Closeness) -> Any:
+    """A hook that feeds the other model's FFN what a dense FFN is fed."""
 
-    def compare(layer: int, other: Callable[[Tensor], Tensor]) -> Any:
-        def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
-            sums[layer].add(other(arguments[0]).flatten(0, 1), output.flatten(0, 1))
+    def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+        sums.add(other(arguments[0]).flatten(0, 1), output.flatten(0, 1))
 
-        return hook
-
-    hooks = [
-        ffn.register_forward_hook(compare(layer, other)) for layer, (ffn, other) in ffns.items()
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return hook
 
 
 def measure_fidelity(config: EvaluateConfig, progress: Progress) -> dict[str, Any]:
@@ -154,27 +145,20 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> dict[str, An
     folders = named_folders(config)
     has_record = (folders["model"] / RECORD_FILE).is_file()
     record = ExportRecord.load(folders["model"]) if has_record else None
-    if config.against is None and record is None:
+    against = config.against or (record.source if record else None)
+    if against is None:
         raise UserError(
             f"{config.model} is no export of dotmoe, which would name its dense model. Name that "
             "with --against."
         )
-    against = config.against or (record.source if record else "")
-    dense = loaded(folders.get("against") or model_folder(against), config.load)
+    dense = loaded(model_folder(against), config.load)
     other = loaded(folders["model"], config.load)
     window = config.corpus.window_in(min(dense.context, other.context))
     text = packed_text(config.corpus, dense.tokenizer)
     ffns, reason = _ffns(dense, other, record)
     with progress.bar("evaluate") as update:
-        found = fidelity(
-            dense.model,
-            other.model,
-            text.tokens,
-            window,
-            ffns=ffns,
-            batch_size=config.corpus.windows_at_once,
-            on_progress=update,
-        )
+        rows = config.corpus.windows_at_once
+        found = fidelity(dense.model, other.model, text.tokens, window, ffns, rows, update)
     return {
         "against": against,
         "dtype": {"model": other.dtype, "against": dense.dtype},

@@ -106,11 +106,9 @@ def continuations(
         for index, prompt in enumerate(prompts):
             torch.manual_seed(config.sampling_seed + index)
             ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
+            every = torch.ones_like(ids)
             output = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=config.generate,
-                **options,
+                ids, attention_mask=every, max_new_tokens=config.generate, **options
             )
             new: list[int] = output[0, len(prompt) :].tolist()
             made[way].append(new[:-1] if new and new[-1] == end else new)
@@ -165,9 +163,6 @@ def distinct_n(texts: Sequence[Sequence[int]], n: int) -> float:
 
 def repetition(texts: Sequence[Sequence[int]]) -> dict[str, float]:
     """How much a set of continuations repeats itself, 0 to 1 each; `tokens` is their number.
-
-    Args:
-        texts: Token ids of one continuation or more.
 
     Returns:
         `loop_share`: share of all tokens that lie in a loop. `looping`: share of continuations that

@@ -3,17 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from dotmoe.checkpoint.folder import checkpoint_folder, require_checkpoint
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.evaluate.config import EvaluateConfig
 from dotmoe.export import require_intact
-from dotmoe.load import LoadConfig, resolved_dtype
+from dotmoe.load import LoadConfig, load_weights, resolved_dtype
 from dotmoe.run_folder import export_folder
 
 
@@ -35,29 +34,11 @@ class StockModel:
         return int(self.model.config.max_position_embeddings)
 
 
-def stock_model(folder: Path, device: torch.device, dtype: torch.dtype | Literal["auto"]) -> Any:
-    """A checkpoint as plain Transformers loads it, in evaluation mode.
-
-    Raises:
-        UserError: A tensor is missing, which Transformers would fill with random numbers.
-    """
-    model, loaded = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, output_loading_info=True
-    )
-    missing = sorted(loaded["missing_keys"])
-    if missing:
-        raise UserError(
-            f"{missing[0]} is not in the checkpoint {folder} ({len(missing)} missing in all), so "
-            "it would be random. Get the checkpoint again."
-        )
-    return model.eval().to(device)
-
-
 def loaded(folder: Path, load: LoadConfig) -> StockModel:
-    """A checkpoint and its tokenizer, see `stock_model`."""
+    """A checkpoint and its tokenizer."""
     device = resolved_device(load.device)
     return StockModel(
-        model=stock_model(folder, device, resolved_dtype(load.dtype, device)),
+        model=load_weights(folder, resolved_dtype(load.dtype, device)).to(device),
         tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
     )
 

@@ -14,10 +14,11 @@ from dotmoe.checkpoint.folder import checkpoint_folder
 from dotmoe.data import DataConfig, TokenBlocks, documents, pack, separator_of
 from dotmoe.errors import UserError
 from dotmoe.evaluate.config import EvaluateConfig, TextConfig
-from dotmoe.evaluate.models import gguf_file, loaded, model_folder, stock_model
+from dotmoe.evaluate.models import gguf_file, loaded, model_folder
 from dotmoe.evaluate.scoring import TokenNats, row_nats, stock_nats
 from dotmoe.export.record import RECORD_FILE, require_intact
 from dotmoe.files import read_json
+from dotmoe.load import load_weights
 from dotmoe.models.dense import DenseModel
 from dotmoe.progress import Progress, Update, no_update
 
@@ -31,11 +32,9 @@ class Text:
     tokens_per_byte: float
     """Of the same text in UTF-8: turns nats a token into bits a byte."""
     names: tuple[str, ...]
-    """Names of the sources."""
     joined: str
     """How documents became one row of tokens, the beginning of a sentence."""
     only_full_windows: bool = False
-    """Whether an unfilled last window is dropped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,17 +44,13 @@ class Perplexity:
     loss: float
     """Mean cross-entropy in nats a token."""
     perplexity: float
-    """exp(loss)."""
     bits_per_byte: float
     """loss / ln 2 times the text's tokens a byte of UTF-8; comparable between tokenizers."""
     window: int
-    """Tokens of a window."""
     tokens: int
     """Tokens scored."""
     unit: str = "token"
-    """What the loss is averaged over."""
     text: tuple[str, ...]
-    """Names of the sources."""
     protocol: str
     """How the text was cut and scored, in one sentence."""
 
@@ -72,12 +67,8 @@ def perplexity(
     Each token of a window but the first is predicted from those before it in the window. A last,
     shorter window counts from 2 tokens up, unless `text.only_full_windows`.
 
-    Args:
-        nats: The model.
-        text: What to score, see `packed_text` and `heldout_text`.
-        window: Tokens of a window, 2 to the model's context.
-        batch_size: Windows a call of `nats`.
-        on_progress: Told windows done and windows in all.
+    A window has 2 tokens to the model's context; `nats` is given `batch_size` of them a call.
+    `on_progress` is told windows done and windows in all.
 
     Raises:
         UserError: Nothing to score, or a loss that no working model has.
@@ -131,10 +122,7 @@ def packed_text(config: TextConfig, tokenizer: Any, pieces: Iterable[str] | None
     is empty: these are the rows of the data set `wikitext-2-raw-v1`, which the quantisation
     literature joins, made again from the file they were cut from.
 
-    Args:
-        config: Sources, protocol and limit.
-        tokenizer: A Hugging Face tokenizer.
-        pieces: What to read instead of the sources, as `dotmoe.data.documents` streams it.
+    `pieces`, as `dotmoe.data.documents` streams them, are read instead of the sources.
 
     Raises:
         UserError: A source that is missing, damaged or empty.
@@ -188,12 +176,12 @@ def perplexities(
     dtype = next(dense.model.parameters()).dtype
 
     def measured(model: Any) -> dict[str, Any]:
-        return perplexity(
-            stock_nats(model), text, heldout.seq_len, on_progress=on_progress
-        ).as_dict()
+        found = perplexity(stock_nats(model), text, heldout.seq_len, on_progress=on_progress)
+        return found.as_dict()
 
     return {"dense": measured(dense.model)} | {
-        name: measured(stock_model(folder, dense.device, dtype)) for name, folder in exports.items()
+        name: measured(load_weights(folder, dtype).to(dense.device))
+        for name, folder in exports.items()
     }
 
 

@@ -25,10 +25,7 @@ PROTOCOL = (
 
 
 def measure_words(config: EvaluateConfig, progress: Progress) -> dict[str, Any]:
-    """Perplexity a word of `config.corpus.text` at each window, of each model.
-
-    The two conventions of WikiText-2 are in docs/evaluation.md.
-    """
+    """Perplexity a word of `config.corpus.text` at each window, of each model."""
     config.corpus.require_text()
     if config.corpus.max_tokens is not None:
         raise UserError(
@@ -67,12 +64,8 @@ def rolling_perplexity(
     the tokenizer's own special tokens: where it adds a BOS itself there are two and the second is
     scored, as in the harness. Documents do not see each other.
 
-    Args:
-        nats: The model.
-        tokenizer: Its tokenizer.
-        texts: Documents, each in one piece.
-        window: Tokens that the model sees at once, 1 to its context.
-        on_progress: Told tokens scored and tokens in all.
+    The model sees `window` tokens at once, 1 to its context; `on_progress` is told tokens scored
+    and tokens in all.
 
     Returns:
         `word_perplexity` (exp(nats / words)), `bits_per_byte`, the counts `words` (parts between
@@ -110,9 +103,8 @@ def rolling_perplexity(
 def rolling_windows(num_tokens: int, window: int) -> list[tuple[slice, int]]:
     """Which tokens go in at once, and how many of the last ones are scored.
 
-    Positions are those of the prefix token followed by the document's tokens. Every window but the
-    last scores all that it sees; the last reaches back so that it is full too, and scores only what
-    no window scored before.
+    Positions are those of the prefix token followed by the document's tokens. The last window
+    reaches back so that it is full too, and scores only what no window scored before.
 
     Example:
         >>> rolling_windows(5, 2)
