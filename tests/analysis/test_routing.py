@@ -55,7 +55,6 @@ def test_routes_are_the_largest_logits_of_every_token(dense, layout, tokens, mon
     assert sum(used["share_LE"][0]) == pytest.approx(K)
 
 
-
 def test_a_later_layer_sees_what_the_masked_layers_before_it_give(dense, layout, tokens):
     """With k = E the masked model is the dense one; with k = 1 it is another."""
     last = layout.router_LED[-1]

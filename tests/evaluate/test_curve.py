@@ -50,13 +50,12 @@ def test_each_point_says_what_it_activates(exported):
     curve = curve_of(case, 3)
     total = sum(parameter.numel() for parameter in case.dense.model.parameters())
     ffn = 3 * 64 * 96 * 2
-    first = curve["points"][0]
+    first, last = curve["points"]
     assert first["active_fraction"] == 0.25
     assert first["active_parameters"] == total - ffn * 9 // 12
     assert first["active_parameters_with_routers"] == total - ffn * 9 // 12 + 2 * 12 * 64
-    assert curve["dense_parameters"] == total == curve["points"][-1]["active_parameters"]
-    expected = {"model": "dense", "perplexity": curve["points"][-1]["perplexity"]}
-    assert curve["all_experts"] == expected
+    assert curve["dense_parameters"] == total == last["active_parameters"]
+    assert curve["all_experts"] == {"model": "dense", "perplexity": last["perplexity"]}
 
 
 def test_the_ladder_is_taken_where_no_k_is_named_and_another_k_changes_nothing(exported):
@@ -93,14 +92,12 @@ def test_of_a_finetuned_run_all_experts_are_not_the_dense_model(finished, finetu
     assert "dense" not in str(curve_table(curve).rows)
 
 
-def test_the_curve_is_a_table_and_a_figure_that_is_the_same_every_time(exported, tmp_path):
+def test_the_curve_is_a_table_and_a_figure(exported, tmp_path):
     pytest.importorskip("matplotlib")
     curve = curve_of(exported(), 3)
     assert [row[0] for row in curve_table(curve).rows] == ["3 (now)", "12 (dense)"]
-    for name in ("a.svg", "b.svg", "c.png"):
-        draw_curve(curve, tmp_path / name)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    draw_curve(curve, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_figure_that_cannot_be_drawn_is_refused_at_once(tmp_path, monkeypatch):

@@ -2,6 +2,8 @@
 
 import json
 import math
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,9 +55,7 @@ def test_loss_equals_the_sum_by_hand_with_a_partial_last_window(llama):
     assert len(ids) % 50 >= 2
     scored = [token for place, token in enumerate(ids) if place % 50]
     told = []
-    result = perplexity(
-        nats, text_of(llama), 50, 3, lambda done, total, note="": told.append((done, total))
-    )
+    result = perplexity(nats, text_of(llama), 50, 3, lambda *progress: told.append(progress))
     expected = float(nats.nats_V[scored].mean())
     assert result.tokens == len(scored)
     assert result.loss == pytest.approx(expected, rel=1e-9)
@@ -188,7 +188,6 @@ def test_the_result_says_what_was_measured_and_how(tiny_dense, tmp_path):
     both = evaluate(EvaluateConfig(model=model, against=model, corpus=corpus, load=CPU))
     assert both["model"] == both["against"]
     assert both["model"]["loss"] == found["loss"]
-    assert both["provenance"]
     sides = {"org/dense": both["against"], "moe": both["model"]}
     assert perplexity_table(sides).columns[3] == "above dense"
     assert len(perplexity_table({"moe": found}).columns) == 4
@@ -222,33 +221,24 @@ def test_the_window_of_a_gguf_is_bounded_by_the_context_that_its_file_states(
     export(dense, layout, tmp_path / "out", config, tokens, gguf=GgufConfig(type="f32"))
     contexts = []
 
-    class Runtime:
-        def __init__(self, path, *, context):
-            contexts.append(context)
+    @contextmanager
+    def even_chances(path, *, context):
+        contexts.append(context)
+        yield SimpleNamespace(logits=lambda tokens_T: torch.zeros(len(tokens_T), 264))
 
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            pass
-
-        def logits(self, tokens_T):
-            return torch.zeros(len(tokens_T), 264)
-
-    monkeypatch.setattr("dotmoe.llama_cpp.LlamaCppModel", Runtime)
+    monkeypatch.setattr("dotmoe.llama_cpp.LlamaCppModel", even_chances)
     assert dense.tokenizer.model_max_length == 256
-    corpus = TextConfig(text=(str(source),))
-    found = evaluate(EvaluateConfig(model=str(tmp_path / "out"), corpus=corpus))
+    model, text = str(tmp_path / "out"), (str(source),)
+    found = evaluate(EvaluateConfig(model=model, corpus=TextConfig(text=text)))
     assert (contexts, found["window"]) == ([64], 64)
     assert found["loss"] == pytest.approx(math.log(264))
-    corpus = TextConfig(text=(str(source),), window=128)
     with pytest.raises(UserError, match="2 to 64, the model's context"):
-        evaluate(EvaluateConfig(model=str(tmp_path / "out"), corpus=corpus))
+        evaluate(EvaluateConfig(model=model, corpus=TextConfig(text=text, window=128)))
     with (tmp_path / "out/model-f32.gguf").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\xff")
     with pytest.raises(UserError, match=r"model-f32\.gguf.*Export the run again"):
-        evaluate(EvaluateConfig(model=str(tmp_path / "out"), corpus=corpus))
+        evaluate(EvaluateConfig(model=model, corpus=TextConfig(text=text)))
 
 
 @pytest.fixture(scope="module")

@@ -146,7 +146,6 @@ def test_every_number_is_the_one_of_the_harness(
     assert found["model"]["averages"] == {}
     by_name = {s["metric"]: s["sets"] for s in found["model"]["tasks"]["piqa"]["scores"]}
     assert by_name == {"acc": ["paper"], "acc_norm": ["paper-by-k"]}
-    assert expected["hellaswag"].keys() >= {"acc,none", "acc_norm,none"}
 
 
 def test_a_finished_task_is_not_run_again_and_other_settings_are_refused(
@@ -179,9 +178,8 @@ def test_requests_longer_than_the_context_are_counted(tiny_dense, task_data, tmp
     assert 4 * len(prompt) > 257
     assert (result["requests"], result["truncated"]) == (12, 12)
     assert "12 of 12 requests are longer than 256 tokens" in said
-    short, _ = evaluated(
-        [model, *options[:4], "--shots", 0, "--device", "cpu", "--out", tmp_path / "two"], capsys
-    )
+    options[options.index(3)] = 0
+    short, _ = evaluated([model, *options, "--out", tmp_path / "two"], capsys)
     assert short["model"]["tasks"]["boolq"]["truncated"] == 0
 
 
@@ -231,12 +229,10 @@ LLAMA_2 = {
     ("boolq", "acc"): 0.820,
     ("sciq", "acc"): 0.940,
     ("piqa", "acc"): 0.781,
-    ("piqa", "acc_norm"): 0.0,
     ("winogrande", "acc"): 0.743,
-    ("arc_challenge", "acc"): 0.0,
     ("arc_challenge", "acc_norm"): 0.525,
-    ("hellaswag", "acc"): 0.0,
     ("hellaswag", "acc_norm"): 0.789,
+    ("hellaswag", "acc"): 0.0,
     ("arc_easy", "acc_norm"): 0.0,
 }
 """A row of tab:fine_tuned_results, and metrics that are not in it; its average is 76.6."""

@@ -61,14 +61,10 @@ def values(run: AnalysedRun) -> dict[str, Any]:
 def sampled_pairs(
     chosen_TK: Int[Tensor, "T K"], num_experts: int, *, points: int, shown: int, seed: int
 ) -> tuple[Int[Tensor, " P"], Int[Tensor, " P"]]:
-    """Places of tokens at random, and the expert that runs for each; as many for every expert.
+    """About `points` places of tokens at random, and the expert that runs for each.
 
-    Args:
-        chosen_TK: Experts of each token.
-        num_experts: E.
-        points: Pairs wanted.
-        shown: Experts at most: evenly spaced among those with two tokens or more.
-        seed: Of the choice of tokens.
+    There are as many of every expert that is shown: at most `shown`, evenly spaced among those with
+    two tokens or more.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = torch.bincount(chosen_TK.flatten().long(), minlength=num_experts)

@@ -48,10 +48,9 @@ _ROUNDS = 5
 def values(run: AnalysedRun) -> dict[str, Any]:
     """Mean seconds and shares of the parts of a step, from a few steps of the run's own config.
 
-    Steps start from what the run has learned, so that plans are as sharp as they get: temperature
-    `tau_end`, half the peak rate. One more is taken first and not counted. `straight-through` is
-    what masks, routers and estimators add to the FFNs, measured on one layer alone and taken out of
-    `student forward` and `backward`; all parts and `other` make up the step.
+    Steps start from what the run has learned; one more is taken first and not counted.
+    `straight-through` is what masks, routers and estimators add to the FFNs, measured on one layer
+    alone and taken out of `student forward` and `backward`; all parts and `other` make up the step.
 
     Returns:
         `step_s`, `seconds` and `shares` by part, `overhead`: time of `OF_THE_METHOD` over that of
@@ -145,13 +144,7 @@ def mask_cost(
     """What masks and their estimators cost one FFN in one pass, by running it with and without.
 
     Only what lies between the projections is run, on random numbers, which cost what others do.
-
-    Args:
-        dense: Gives sizes, dtype and device.
-        split: E and k.
-        tokens: Tokens of one forward pass.
-        surrogate: Of the router.
-        clock: Takes the time.
+    `dense` gives sizes, dtype and device; a pass has so many `tokens`.
     """
     device, widths = dense.device, dense.widths
     dtype = next(dense.model.parameters()).dtype
@@ -229,13 +222,7 @@ class Clock:
 
 
 def time_methods(owner: Any, parts: Mapping[str, str], clock: Clock) -> None:
-    """From here on each call of a method of this one object belongs to a part of the clock.
-
-    Args:
-        owner: Any object whose class has no `__slots__`.
-        parts: Part of the clock by name of the method.
-        clock: Takes the time.
-    """
+    """From here on calls of methods of this one object belong to `parts` of the clock, by name."""
 
     def timed(method: Callable[..., Any], part: str) -> Callable[..., Any]:
         @wraps(method)

@@ -32,9 +32,7 @@ def values(run: AnalysedRun) -> dict[str, Any]:
         "share_LE": [share_E.tolist() for share_E in shares],
         "num_experts": routes.num_experts,
         "active_experts": routes.chosen_LTK.shape[2],
-        "statistics": [
-            {"layer": layer} | load_statistics(share_E) for layer, share_E in by_layer
-        ],
+        "statistics": [{"layer": layer} | load_statistics(share_E) for layer, share_E in by_layer],
         "warnings": [line for found in by_layer for line in warnings_of(*found)],
     }
 

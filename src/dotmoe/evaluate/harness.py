@@ -1,8 +1,4 @@
-"""Benchmark tasks by lm-evaluation-harness: the one place that calls it.
-
-The model is the harness's own Hugging Face runner on a folder that stock Transformers loads, and a
-task is the harness's own definition. What is added: local data, and a record that says everything.
-"""
+"""Benchmark tasks by lm-evaluation-harness, its own runner and definitions: what calls it."""
 
 import logging
 import sys
@@ -25,8 +21,8 @@ from dotmoe.evaluate.task_sets import (
     main_metric,
     require_known,
     sets_with,
-    write_definition,
 )
+from dotmoe.files import write_json
 from dotmoe.load import resolved_dtype
 
 MAX_LOGITS = 1 << 28
@@ -75,12 +71,8 @@ def task_manager(
 ) -> tuple[Any, dict[str, Values]]:
     """The harness's manager of tasks, and for each name what its tasks' data are.
 
-    Tasks are loaded here, so that missing data shows before a model is read.
-
-    Args:
-        names: Tasks that will be run; none: nothing is loaded.
-        local: Local files of all the tasks; none: they come from the hub.
-        definitions: Empty folder for the definitions of local tasks; kept while they are run.
+    Tasks are loaded here, so that missing data shows before a model is read. Without `local` files
+    data come from the hub; `definitions` is an empty folder that is kept while tasks are run.
 
     Raises:
         UserError: A name that the harness does not know, or data that cannot be read.
@@ -91,7 +83,8 @@ def task_manager(
 
     stock = Path(lm_eval.tasks.__file__).parent
     for task, files in local.items():
-        write_definition(definitions, task, stock / TASKS[task].definition, files)
+        definition = {"include": str(stock / TASKS[task].definition), "task": task, "tag": []}
+        write_json(definitions / f"{task}.yaml", definition | files.override())  # JSON is YAML
     # Reading all of the harness's own tasks takes a quarter of a minute.
     options = {"include_path": str(definitions), "include_defaults": False} if local else {}
     manager = lm_eval.tasks.TaskManager(**options)
@@ -123,14 +116,7 @@ def _data_of(task: Any, files: LocalFiles | None) -> Values:
 
 
 def harness_model(folder: Path, config: EvaluateConfig) -> Any:
-    """The harness's own runner of a Hugging Face folder.
-
-    A batch size of `auto` is on a GPU the largest that fits, found by the harness; on a CPU 16,
-    fewer where context times vocabulary is large.
-
-    Raises:
-        UserError: `max_length` is beyond the context.
-    """
+    """The harness's own runner of a Hugging Face folder; `UserError` beyond its context."""
     from lm_eval.models.huggingface import HFLM
 
     device = resolved_device(config.load.device)
@@ -160,12 +146,7 @@ def run_task(
 ) -> Values:
     """Run one task, or one group of tasks, with the harness's own seeds.
 
-    Args:
-        model: See `harness_model`.
-        manager: See `task_manager`.
-        name: Task, group or tag.
-        shots: Solved examples before each question; None: as the task's definition says.
-        limit: Questions of each task that are scored, at most.
+    Without `shots` there are as many solved examples as the task's definition says.
 
     Returns:
         `scores`: a row for each metric of the task and of the members of a group, see `_rows`.
@@ -231,10 +212,6 @@ def chance_of(samples: Sequence[Values]) -> float | None:
 
     All questions of BoolQ have the answers "yes" and "no", and always "yes" is right for 62 %.
     Where answers differ from question to question only guessing counts. None without a choice.
-
-    Args:
-        samples: As the harness logs them: `arguments` has a (context, answer) for each choice,
-            `target` is the number of the right one, or its text.
     """
     answers = [[texts[1] for texts in _texts(each) if len(texts) == 2] for each in samples]
     if not answers or min(map(len, answers)) < 2:
@@ -253,12 +230,8 @@ def _texts(sample: Values) -> Iterator[list[str]]:
 
 
 def _truncated(model: Any, samples: Mapping[str, Sequence[Values]]) -> tuple[int, int]:
-    """Number of scored texts, and of those that are longer than what the model may see.
-
-    The harness keeps the last `max_length` + 1 tokens, of which the last is only predicted.
-    Generation and rolling windows cut nothing off.
-    """
-    room = model.max_length + 1
+    """Number of scored texts, and of those that are longer than what the model may see."""
+    room = model.max_length + 1  # the last token is only predicted
     each = (texts for rows in samples.values() for sample in rows for texts in _texts(sample))
     requests = ["".join(texts) for texts in each if len(texts) == 2]
     # A token has a byte or more, but for BOS and blank.

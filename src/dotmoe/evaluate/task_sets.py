@@ -1,18 +1,16 @@
 """Benchmark tasks: what the paper's tables have of each, and which local file holds which split.
 
-Nothing of a task is changed but where its rows come from: a YAML file includes the harness's own
-definition and overrides its data source, which is the way the harness has for it. The same files
-can be given to its own command line (`lm_eval --include_path`).
+Of a task only the source of its rows is changed: a YAML file includes the harness's own definition
+and overrides that.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dotmoe.errors import UserError, nearest
+from dotmoe.files import sha256_of
 
 SUFFIXES = (".jsonl.gz", ".jsonl", ".json", ".json.gz")
 
@@ -104,9 +102,7 @@ def sets_with(task: str, metric: str) -> list[str]:
 def averages(names: Sequence[str], scores: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Unweighted mean over the tasks of each set that was named, as the paper counts it, 0 to 1.
 
-    Args:
-        names: What the user asked for.
-        scores: Rows with `value` and `sets`; a set that is not complete has no average.
+    A set that is not complete has no average.
     """
     found: dict[str, float] = {}
     for name in names:
@@ -117,11 +113,7 @@ def averages(names: Sequence[str], scores: Sequence[Mapping[str, Any]]) -> dict[
 
 
 def require_known(names: Sequence[str], all_names: Sequence[str]) -> None:
-    """Refuse a name that is neither a set nor a task.
-
-    Raises:
-        UserError: The first such name, with the nearest one.
-    """
+    """Raise a `UserError` for a name that is neither a set nor a task, with the nearest one."""
     known = set(all_names)
     for name in expanded(names):
         if name not in known:
@@ -151,10 +143,7 @@ class LocalFiles(NamedTuple):
     def digests(self) -> dict[str, dict[str, str]]:
         """Name and SHA-256 of each file, by split."""
         return {
-            split: {
-                "file": f"{path.parent.name}/{path.name}",
-                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-            }
+            split: {"file": f"{path.parent.name}/{path.name}", "sha256": sha256_of(path)}
             for split, path in self.files.items()
         }
 
@@ -185,12 +174,6 @@ def local_files(folder: Path, name: str, shots: int) -> LocalFiles:
                 "is not there. Put it there, or leave out --task-data to take it from the hub."
             )
     return LocalFiles(files, notes)
-
-
-def write_definition(folder: Path, task: str, harness_yaml: Path, files: LocalFiles) -> None:
-    """Write the YAML of a task that reads local files; JSON is YAML."""
-    definition = {"include": str(harness_yaml), "task": task, "tag": [], **files.override()}
-    (folder / f"{task}.yaml").write_text(json.dumps(definition, indent=2), encoding="utf-8")
 
 
 def _first(folder: Path, names: tuple[str, ...]) -> tuple[str, Path] | None:

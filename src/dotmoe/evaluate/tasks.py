@@ -20,10 +20,8 @@ from dotmoe.run_folder import STAGES
 
 FEWSHOT_SEED = 1234
 """The harness's own, with which solved examples are drawn."""
-
 FORM = 2
 """Of the result files; a file of another form is refused."""
-
 SUBFOLDERS = {"model": "tasks", "against": "against"}
 
 Values = dict[str, Any]
@@ -42,22 +40,15 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
     version = harness.require_harness()
     folders, names = named_folders(config), expanded(config.benchmark.tasks)
     local = _local_files(config, names)
-    models = {label: fingerprint(folder) for label, folder in folders.items()}
-    identities = {
-        (label, name): {"form": FORM, "harness": version, "model": models[label]}
-        | _settings(config, name, local.get(name))
-        for label in folders
-        for name in names
-    }
-    files = {
-        (label, name): results_folder(config) / SUBFOLDERS[label] / f"{name}.json"
-        for label, name in identities
-    }
-    results = {
-        key: _finished(files[key], identity)
-        for key, identity in identities.items()
-        if files[key].is_file()
-    }
+    identities, files, results = {}, {}, {}
+    for label, folder in folders.items():
+        made_with = {"form": FORM, "harness": version, "model": fingerprint(folder)}
+        for name in names:
+            key = label, name
+            identities[key] = made_with | _settings(config, name, local.get(name))
+            files[key] = results_folder(config) / SUBFOLDERS[label] / f"{name}.json"
+            if files[key].is_file():
+                results[key] = _finished(files[key], identities[key])
     pending = [key for key in identities if key not in results]
     if results:
         progress.log(f"{len(results)} of {len(identities)} tasks are finished already.")
@@ -137,11 +128,7 @@ def _settings(config: EvaluateConfig, name: str, files: LocalFiles | None) -> Va
 
 
 def _finished(file: Path, identity: Values) -> Values:
-    """The result that is there already.
-
-    Raises:
-        UserError: It is one of another model or with other settings.
-    """
+    """The result that is there already; `UserError` for another model's or other settings."""
     result = read_json(file)
     stored = result.get("identity", {})
     for key, value in identity.items():
