@@ -101,8 +101,6 @@ def test_a_silent_router_is_warned_of(folder, command, monkeypatch):
     ("options", "words"),
     [
         ({"layer": 2}, "split layers are 0 to 1"),
-        ({"tokens": 0}, "tokens is 0"),
-        ({"experts_shown": 1}, "experts_shown is 1"),
         ({"only": "expert_utilization"}, "Did you mean expert_utilisation?"),
     ],
 )

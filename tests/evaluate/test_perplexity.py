@@ -194,13 +194,7 @@ def test_the_result_says_what_was_measured_and_how(tiny_dense, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"window": 1}, "window is 1"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"max_tokens": 1}, "max_tokens is 1"),
-        ({}, "--text names no file"),
-    ],
+    ("options", "words"), [({"window": 1}, "window is 1"), ({}, "--text names no file")]
 )
 def test_options_out_of_range_are_refused_before_a_model_is_looked_for(options, words):
     with pytest.raises(UserError, match=words):

@@ -188,10 +188,7 @@ def test_requests_longer_than_the_context_are_counted(tiny_dense, task_data, tmp
     [
         (["--tasks", "hellaswog"], "hellaswog has no place in a local folder"),
         (["--tasks", "paper"], "sciq needs sciq/test.jsonl.gz"),
-        (["--tasks", "piqa", "--limit", "0"], "limit is 0"),
-        (["--tasks", "piqa", "--shots", "-1"], "shots is -1"),
         (["--tasks", "piqa", "--max-length", "257"], "max_length is 257"),
-        (["--tasks", "piqa", "--batch-size", "0"], "batch_size is 0"),
         (["--tasks", "piqa", "--fidelity"], "--tasks and --fidelity ask for two"),
     ],
 )

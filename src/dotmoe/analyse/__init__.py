@@ -107,10 +107,7 @@ def analyse(
 ) -> dict[str, dict[str, Any]]:
     """Make the analyses that the run does not hold yet, for the same inputs, and write each.
 
-    Args:
-        config: The run, and which analyses.
-        progress: Shows the progress.
-        command: What was typed, for the record.
+    `command` is what was typed, for the record.
 
     Returns:
         Contents of the result files, by name; those the run has nothing for are left out, which

@@ -1,7 +1,4 @@
-"""How evenly tokens use the experts of a layer (fig:expert_utilization), and when that is collapse.
-
-The rules are plain: see `warnings_of`.
-"""
+"""How evenly tokens use the experts of a layer (fig:expert_utilization); when that is collapse."""
 
 import math
 from typing import Any
@@ -44,10 +41,7 @@ def load_shares(chosen_TK: Int[Tensor, "T K"], num_experts: int) -> Float[Tensor
 
 
 def load_statistics(share_E: Float[Tensor, " E"]) -> dict[str, Any]:
-    """The load of one layer in a few figures; the mean load is k / E.
-
-    Args:
-        share_E: Share of the tokens that run each expert; sums to k.
+    """The load of one layer in a few figures, from the share of the tokens that run each expert.
 
     Returns:
         `coefficient_of_variation`: standard deviation over experts / mean; 0 is even, and

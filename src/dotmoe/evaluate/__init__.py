@@ -49,10 +49,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Make the one measurement that is asked for.
 
-    Args:
-        config: What to measure; `plot` is left to the caller.
-        progress: Shows the progress.
-        command: What was typed, for the record.
+    `config.plot` is left to the caller. `command` is what was typed, for the record.
 
     Returns:
         Plain values with `name`, `command` and `provenance`, which also lie in

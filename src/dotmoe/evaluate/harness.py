@@ -83,7 +83,7 @@ def task_manager(
 
     stock = Path(lm_eval.tasks.__file__).parent
     for task, files in local.items():
-        definition = {"include": str(stock / TASKS[task].definition), "task": task, "tag": []}
+        definition = {"include": f"{stock / TASKS[task].definition}.yaml", "task": task, "tag": []}
         write_json(definitions / f"{task}.yaml", definition | files.override())  # JSON is YAML
     # Reading all of the harness's own tasks takes a quarter of a minute.
     options = {"include_path": str(definitions), "include_defaults": False} if local else {}

@@ -24,7 +24,7 @@ class Task:
     shots: int | None
     """Solved examples before each question in the paper's tables; None: it is in none."""
     definition: str
-    """The harness's YAML of the task, below its folder of tasks."""
+    """The harness's YAML of the task, below its folder of tasks, without its suffix."""
     scored: tuple[str, ...]
     """Local files that may be scored; the name begins with that of their split. Solved examples
     are those of `train` beside them, or its stand-in."""
@@ -36,26 +36,16 @@ class Task:
         return (name, *(path for path in STAND_INS if path.startswith(name)))
 
 
-def _in(folder: str, *names: str) -> tuple[str, ...]:
-    return tuple(f"{folder}/{name}" for name in names)
-
-
-_BOOLQ, _ARC = "super_glue/boolq/default.yaml", "ai2_arc/ARC"
-
 TASKS = {
-    "boolq": Task("acc", 32, _BOOLQ, _in("boolq", "validation")),
-    "sciq": Task("acc", 0, "sciq/sciq.yaml", _in("sciq", "test", "validation")),
-    "piqa": Task("acc", 0, "piqa/piqa.yaml", _in("piqa", "validation")),
-    "winogrande": Task("acc", 5, "winogrande/default.yaml", _in("winogrande_xl", "validation")),
-    "arc_challenge": Task(
-        "acc_norm", 25, "arc/arc_challenge.yaml", _in(f"{_ARC}-Challenge", "test")
-    ),
-    "hellaswag": Task("acc_norm", 10, "hellaswag/hellaswag.yaml", _in("hellaswag", "validation")),
+    "boolq": Task("acc", 32, "super_glue/boolq/default", ("boolq/validation",)),
+    "sciq": Task("acc", 0, "sciq/sciq", ("sciq/test", "sciq/validation")),
+    "piqa": Task("acc", 0, "piqa/piqa", ("piqa/validation",)),
+    "winogrande": Task("acc", 5, "winogrande/default", ("winogrande_xl/validation",)),
+    "arc_challenge": Task("acc_norm", 25, "arc/arc_challenge", ("ai2_arc/ARC-Challenge/test",)),
+    "hellaswag": Task("acc_norm", 10, "hellaswag/hellaswag", ("hellaswag/validation",)),
     # The paper does not state the shots of ARC-E.
-    "arc_easy": Task("acc_norm", 0, "arc/arc_easy.yaml", _in(f"{_ARC}-Easy", "test")),
-    "wikitext": Task(
-        "", None, "wikitext/wikitext.yaml", ("wikitext/test", "wikitext2/test_documents")
-    ),
+    "arc_easy": Task("acc_norm", 0, "arc/arc_easy", ("ai2_arc/ARC-Easy/test",)),
+    "wikitext": Task("", None, "wikitext/wikitext", ("wikitext/test", "wikitext2/test_documents")),
 }
 """The one place that knows tasks, by the harness's names."""
 
