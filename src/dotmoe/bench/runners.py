@@ -20,8 +20,7 @@ from transformers import DynamicCache
 
 from dotmoe.bench.work import Work, expert_modules
 from dotmoe.errors import UserError
-from dotmoe.evaluate.models import stock_model
-from dotmoe.load import resolved_dtype
+from dotmoe.load import load_weights, resolved_dtype
 
 WARM_UP_ROUNDS = 2
 MOST_PER_CALL = 512
@@ -97,7 +96,7 @@ class TransformersRunner:
         """Load the model, once."""
         torch.set_num_threads(self._setup.threads)
         dtype = resolved_dtype(self._setup.dtype, self._device)
-        self._model = stock_model(Path(self._setup.path), self._device, dtype)
+        self._model = load_weights(Path(self._setup.path), dtype).to(self._device)
         return Loaded(
             weights=Work.of_model(self._model),
             dtype=str(self._model.dtype).removeprefix("torch."),
