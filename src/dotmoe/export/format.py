@@ -169,7 +169,9 @@ class Format(ABC):
         self, dense: DenseModel, granularity: Granularity, dtype: torch.dtype
     ) -> str | None:
         """Why such a split cannot be exported exactly (one sentence with the remedy), or None."""
-        return misfit(self, dense, granularity) or size_misfit(self.name, dense, granularity, dtype)
+        return unsupported_reason(self, dense, granularity) or unsupported_size(
+            self.name, dense, granularity, dtype
+        )
 
     @abstractmethod
     def gating(self, granularity: Granularity) -> Gating:
@@ -241,7 +243,7 @@ def biases_of(traits: DecoderTraits) -> str:
     return "qkv" if traits.qkv_bias else "none"
 
 
-def misfit(form: Format, dense: DenseModel, granularity: Granularity) -> str | None:
+def unsupported_reason(form: Format, dense: DenseModel, granularity: Granularity) -> str | None:
     """Why a format has no place for a model split that way (one sentence), or None."""
     name, holds, config = form.name, form.holds, dense.config
     traits = dense.family.traits(config)
@@ -278,7 +280,7 @@ def misfit(form: Format, dense: DenseModel, granularity: Granularity) -> str | N
     return None
 
 
-def size_misfit(
+def unsupported_size(
     name: str, dense: DenseModel, granularity: Granularity, dtype: torch.dtype
 ) -> str | None:
     """Why stock Transformers could not run experts of that size, or None."""

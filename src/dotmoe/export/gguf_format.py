@@ -33,7 +33,15 @@ from torch import Tensor
 from dotmoe.checkpoint.tensors import EMBEDDING, HEAD, NORM
 from dotmoe.errors import UserError
 from dotmoe.export import tensors as specs
-from dotmoe.export.format import BLOCKS, Conversion, Format, Gating, Holds, TensorSpec, misfit
+from dotmoe.export.format import (
+    BLOCKS,
+    Conversion,
+    Format,
+    Gating,
+    Holds,
+    TensorSpec,
+    unsupported_reason,
+)
 from dotmoe.export.gguf_check import check_gguf
 from dotmoe.export.gguf_file import GgufFile, write_gguf
 from dotmoe.export.gguf_record import GgufVerification
@@ -77,7 +85,7 @@ class GgufFormat(Format):
         self, dense: DenseModel, granularity: Granularity, dtype: torch.dtype
     ) -> str | None:
         """See `Format.refusal`."""
-        reason = misfit(self, dense, granularity)
+        reason = unsupported_reason(self, dense, granularity)
         if reason is None and not self.reads_factors(dense):
             reason = scaling_refusal(dense.config, self.name)
         return reason or self._experts_refusal(dense, granularity)
