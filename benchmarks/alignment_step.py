@@ -24,12 +24,12 @@ from dotmoe.align import AlignConfig, Alignment
 from dotmoe.analyse.overhead import OF_ASSIGNMENT, OF_TASK, Clock, time_methods
 from dotmoe.data import TokenBlocks
 from dotmoe.granularity import Granularity
-from dotmoe.inspection.sizes import RunSize, Sizes, sizes_of
-from dotmoe.inspection.step_time import alignment_work
+from dotmoe.inspection.planner import products
+from dotmoe.inspection.sizes import Step as PlannedStep
+from dotmoe.inspection.sizes import sizes_of
 from dotmoe.models.dense import DenseModel
 from dotmoe.moe.assignment import AlignState, AssignmentConfig
-from dotmoe.moe.masked import masked
-from dotmoe.moe.units import recomputing
+from dotmoe.moe.masked import masked, recomputing
 from dotmoe.training.loop import adamw
 from random_models import QWEN25_7B, ROUTER_LOGIT_STD, Shape, random_dense, random_tokens
 from rounds import in_turns, keep, medians, ratio, require_device
@@ -73,10 +73,10 @@ class Subject:
         dtype = getattr(torch, self.dtype)
         return random_dense(shape, dtype=dtype, device=self.device, seed=seed)
 
-    def sizes(self, dense: DenseModel) -> Sizes:
+    def planned(self, dense: DenseModel, *, checkpointing: bool = False) -> PlannedStep:
         """What the estimates of `dotmoe inspect` read."""
         dtype = getattr(torch, self.dtype)
-        return sizes_of(
+        sizes = sizes_of(
             dense.config,
             dense.family,
             self.split,
@@ -84,16 +84,13 @@ class Subject:
             written=dtype,
             held=dtype.itemsize,
         )
-
-    def run_size(self) -> RunSize:
-        """One step, for the estimates."""
-        return RunSize(
-            steps=1,
+        return PlannedStep(
+            sizes=sizes,
             batch_size=self.batch,
             seq_len=self.seq_len,
             micro_batch_size=self.micro_batch,
-            calibration_tokens=0,
-            device=self.device,
+            on_cpu=self.device == "cpu",
+            checkpointing=checkpointing,
         )
 
 
@@ -292,8 +289,7 @@ def dense_step(subject: Subject, dense: DenseModel, plain: Step) -> dict[str, fl
 def summary(record: dict[str, Any], subject: Subject, dense: DenseModel) -> dict[str, Any]:
     """Medians over rounds of seconds and of the ratios within each round."""
     rounds = record["steps"]
-    work = alignment_work(subject.sizes(dense), subject.run_size(), checkpointing=False)
-    unavoidable = sum(part.products for part in work.values())
+    unavoidable = sum(products(subject.planned(dense)).values())
     rates = [one["flops_per_s"] for one in rounds["matmul"]]
     plain, again, dense_s = (
         [one["step"] for one in rounds[name]]

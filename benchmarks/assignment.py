@@ -3,7 +3,7 @@
     python benchmarks/assignment.py    # ten minutes; writes results/assignment.json
 
 Soft plan, its gradient and the rounding, for the FFN widths of 7B to 32B models and the sharpness
-that training reaches (`assignment_profile.py`), by
+that training reaches (`results/assignment_profile.json`), by
 
 - `paper`: 50 unrolled log-domain sweeps, autograd through them, serial greedy selection;
 - `POT`: `ot.bregman.sinkhorn_log` with as many sweeps, if it is installed; rounding as `paper`;
@@ -57,7 +57,7 @@ class Settings:
     )
     """Neurons and experts of a layer; the first at every stage of the profile."""
     profile: Path = Path("results/assignment_profile.json")
-    """What affinities look like, by `assignment_profile.py`."""
+    """What affinities look like at a few steps of an alignment."""
     rounds: int = 3
     """Turns of every method."""
     core: int = 1
@@ -74,7 +74,7 @@ class Case:
     stage: str
     """Name of the profile."""
     profile: dict[str, Any]
-    """Of `assignment_profile.py`."""
+    """Of that file."""
     seed: int = 0
 
 
@@ -286,7 +286,7 @@ def step(
 
 
 def affinities(profile: dict[str, Any], num_neurons: int, num_experts: int, seed: int) -> Tensor:
-    """Affinities drawn from a stage of `assignment_profile.py`, [N, E].
+    """Affinities drawn from a stage of the profile, [N, E].
 
     Row means, column means and the rest are independent: the first two normal, the rest by its
     quantiles.

@@ -58,7 +58,7 @@ class TrainingStep:
     def loss(self) -> Tensor:
         """Next-token cross-entropy, and the losses of the routers."""
         if self.routing is not None:
-            self.routing.want_losses()
+            self.routing.losses = []
         loss: Tensor = self.model(
             input_ids=self.tokens_BT, labels=self.tokens_BT, use_cache=False
         ).loss

@@ -5,9 +5,15 @@ Every model is converted without training (`--steps 0`) and written in each GGUF
     python benchmarks/gguf_parity.py
     python benchmarks/gguf_parity.py --model path/to/stories260K --text path/to/text.txt
 
-Results are printed and kept in results/gguf_parity.json. Needs `pip install 'dotmoe[llama-cpp]'`.
+Finished runs of a real model (tokens, chat, perplexity on a text, size, speed):
+
+    python benchmarks/gguf_parity.py --runs RUN32 RUN64 --text wiki.test.raw.txt.gz --out FILE
+
+Results are printed and kept in results/gguf_parity.json. Needs `pip install -e '.[llama-cpp]'`.
 """
 
+import gzip
+import importlib
 import json
 import tempfile
 from collections.abc import Callable
@@ -19,12 +25,16 @@ import torch
 import tyro
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 import dotmoe
+from dotmoe.bench import BenchConfig, bench
 from dotmoe.cli import run
 from dotmoe.evaluate import stock_nats
-from dotmoe.evaluate.scoring import row_nats
+from dotmoe.evaluate.models import row_nats
+from dotmoe.export.gguf_check import PROBES
 from dotmoe.files import read_json
+from dotmoe.finished_run import FinishedRun
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.llama_cpp import LlamaCppModel
 from dotmoe.load import load_dense
@@ -36,6 +46,9 @@ NEW_TOKENS = 200
 PROMPT_TOKENS = 32
 PROMPTS = 3
 PERPLEXITY_TOKENS = 8192
+SCORED_TOKENS = 2048
+BENCH = BenchConfig(dense="", moe="", batch_sizes=(1,), prompt_tokens=0, threads=1, clock="cpu")
+FEW_TOKENS = ("--scale-tokens", "64", "--verify-tokens", "64")
 Logits = Callable[[Tensor], Tensor]
 """Token ids [T] -> logits [T, V]."""
 
@@ -52,6 +65,8 @@ class Settings:
     """Experts a layer; the recipe's if left out."""
     types: tuple[str, ...] = TYPES
     new_tokens: int = NEW_TOKENS
+    runs: tuple[Path, ...] = ()
+    """Finished runs of one real model, instead of `model`; needs `text`, a .gz."""
     out: Path = Path("results/gguf_parity.json")
 
 
@@ -59,6 +74,9 @@ def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
+        if settings.runs:
+            of_runs(settings, Path(scratch))
+            return
         found = measured(settings, Path(scratch))
     before = read_json(settings.out) if settings.out.exists() else {}
     keep(settings.out, before | {Path(settings.model).name: found})
@@ -102,11 +120,72 @@ def measured(settings: Settings, scratch: Path) -> dict[str, Any]:
     return found
 
 
+def of_runs(settings: Settings, scratch: Path) -> None:
+    """A row for each file, kept at once; the dense model's are those of the first run."""
+    text, rows = Path(settings.text or ""), []
+    with gzip.open(text, "rt", encoding="utf-8") as stream:
+        written = stream.read(200_000)
+    prose = (Path(__file__).read_text()[:3000] + written).splitlines()
+    lines = [*PROBES, *filter(str.strip, prose)][:200]
+    for folder in settings.runs:
+        finished = FinishedRun(folder)
+        dense = load_dense(finished.model, dotmoe.LoadConfig(device="cpu", dtype="float32"))
+        rows_BT = torch.tensor(dense.tokenizer(written).input_ids[:2048]).view(4, 512)
+        expected = {"gguf_dense": scores(transformers_logits(dense.model), rows_BT)}
+        with masked_by(dense, finished.layout):
+            expected["gguf"] = scores(transformers_logits(dense.model), rows_BT)
+        for kind in settings.types:
+            plain = scratch / f"gguf_dense-{kind}" / f"model-{kind}.gguf"
+            for name in ("gguf",) if plain.exists() else ("gguf_dense", "gguf"):
+                place = scratch / folder.name if name == "gguf" else scratch
+                file = exported(folder, place, name, kind, *FEW_TOKENS)
+                with LlamaCppModel(file, context=512) as model:
+                    mine, top = scores(model.logits, rows_BT)
+                    same = [model.tokenize(x) == dense.tokenizer(x).input_ids for x in lines]
+                row = {
+                    **{"model": name, "type": kind, "experts": finished.layout.num_experts},
+                    "active": finished.layout.active_experts,
+                    "bytes": file.stat().st_size,
+                    "perplexity": float(mine.mean().exp()),
+                    "in_transformers": float(expected[name][0].mean().exp()),
+                    "top1_agreement": float((top == expected[name][1]).double().mean()),
+                    "equal_lines": [sum(same), len(lines)],
+                    "answer": chatted(file),
+                }
+                if name == "gguf":
+                    pair = replace(BENCH, dense=str(plain), moe=str(file))
+                    (row["decode"],) = bench(pair)["points"]
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+                keep(settings.out, {"text": text.name, "tokens": rows_BT.numel(), "rows": rows})
+
+
+def scores(logits: Logits, rows_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of every token but a row's first, in nats, and the most likely tokens."""
+    found = [logits(row) for row in rows_BT]
+    nats = [cross_entropy(x[:-1], row[1:]) for x, row in zip(found, rows_BT, strict=True)]
+    return torch.stack(nats).double(), torch.cat([x.argmax(-1) for x in found])
+
+
+def chatted(file: Path) -> str:
+    """What the file answers to a question, by its own chat template."""
+    model = importlib.import_module("llama_cpp").Llama(str(file), n_ctx=256, verbose=False)
+    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = model.create_chat_completion(asked, max_tokens=24, temperature=0.0)
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def exported(made: Path, out: Path, name: str, kind: str, *options: str) -> Path:
+    """The GGUF of a run."""
+    out = out / f"{name}-{kind}"
+    line = ["export", str(made), str(out), "--format", name, "--gguf-type", kind, *options]
+    assert run(line) == 0
+    return out / f"model-{kind}.gguf"
+
+
 def in_llama_cpp(made: Path, scratch: Path, name: str, kind: str, context: int) -> LlamaCppModel:
     """A run, exported to a GGUF and loaded."""
-    out = scratch / f"{name}-{kind}"
-    assert run(["export", str(made), str(out), "--format", name, "--gguf-type", kind]) == 0
-    return LlamaCppModel(out / f"model-{kind}.gguf", context=context + 1)
+    return LlamaCppModel(exported(made, scratch, name, kind), context=context + 1)
 
 
 def mean_of(nats: Callable[[Tensor], Tensor], rows_BT: Tensor) -> float:

@@ -18,9 +18,9 @@ import tyro
 
 from alignment_step import SMALL, Step, Subject
 from dotmoe.analyse.overhead import Clock
-from dotmoe.files import read_json
-from dotmoe.inspection.memory import alignment_memory
-from dotmoe.inspection.step_time import ON_CPU, Accelerator, alignment_work
+from dotmoe.files import read_json, write_json
+from dotmoe.inspection.memory import step_memory
+from dotmoe.inspection.planner import ON_CPU, Accelerator, seconds
 from random_models import Shape
 from rounds import in_turns, keep, medians
 
@@ -77,9 +77,9 @@ class Settings:
 def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     torch.set_num_threads(1)
-    if settings.predict_only:
-        rows = read_json(settings.out)["rows"]
-    else:
+    earlier = read_json(settings.out) if settings.predict_only else {}
+    rows = earlier.get("rows")
+    if rows is None:
         rows = [row for name in settings.subjects for row in measured(name, settings)]
     for row in rows:
         row |= predicted(row)
@@ -97,8 +97,12 @@ def main() -> None:
         for kind, is_unseen in (("seen", False), ("unseen", True))
     }
     print(f"farthest from 1: {worst}")
-    record = {"clock": "processor", "rounds": settings.rounds, "rows": rows}
-    keep(settings.out, record | {"efficiency": asdict(ON_CPU), "worst_error": worst}, settings.seed)
+    record = {"clock": "processor", "rounds": earlier.get("rounds", settings.rounds), "rows": rows}
+    record |= {"efficiency": ON_CPU._asdict(), "worst_error": worst}
+    if earlier:  # what was measured keeps where it comes from
+        write_json(settings.out, earlier | record)
+    else:
+        keep(settings.out, record, settings.seed)
 
 
 def measured(name: str, settings: Settings) -> list[dict[str, Any]]:
@@ -127,19 +131,17 @@ def predicted(row: dict[str, Any]) -> dict[str, Any]:
     """Seconds of each part, from the rates measured beside it, and bytes, both from the shape."""
     one = Subject(**{**row["subject"], "shape": Shape(**row["subject"]["shape"])})
     # On the meta device: only the config and the shapes are read.
-    sizes = one.sizes(replace(one, device="meta").dense(seed=0))
+    dense = replace(one, device="meta").dense(seed=0)
+    step = one.planned(dense, checkpointing=row["checkpointing"])
     speed = Accelerator(
         name="here",
         flops_per_s=row["matmul_flops_per_s"],
         bytes_per_s=row["copy_bytes_per_s"],
         efficiency=ON_CPU,
     )
-    run, checkpointing = one.run_size(), row["checkpointing"]
-    parts = alignment_work(sizes, run, checkpointing=checkpointing)
-    items = alignment_memory(sizes, run, checkpointing=checkpointing)
     return {
-        "predicted_s": {name: speed.seconds(work) for name, work in parts.items()},
-        "predicted_bytes": sum(items.values()),
+        "predicted_s": seconds(step, speed),
+        "predicted_bytes": sum(step_memory(step).values()),
     }
 
 

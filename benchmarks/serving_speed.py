@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import tyro
 
-from dotmoe.bench import BenchConfig, bench, tables
+from dotmoe.bench import BenchConfig, bench, table
 from dotmoe.export import GgufConfig
 from dotmoe.load import LoadConfig
 from dotmoe.progress import Progress
@@ -83,8 +83,7 @@ def measured(config: BenchConfig, title: str) -> dict[str, Any]:
     """What `dotmoe bench` finds, also printed."""
     with Progress().bar(title) as update:
         result = bench(config, update)
-    for table in tables(result):
-        print(to_markdown(table))
+    print(to_markdown(table(result)))
     return result
 
 

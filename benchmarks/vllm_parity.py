@@ -6,7 +6,7 @@ vLLM needs versions of its own, so it runs in an environment of its own:
     python benchmarks/vllm_parity.py --vllm-python vllm-env/bin/python
 
 The quickstart's run is used if it is there, and made if not; its experts are also written as
-`mixtral`, and a small random Qwen3 is converted for `qwen3_moe`. Results are printed and kept in
+`mixtral`, and a small random Qwen3 is converted for `qwen3_moe`. Results are kept in
 results/vllm_parity.json.
 """
 
@@ -51,7 +51,6 @@ def main() -> None:
 def compare(arguments: argparse.Namespace) -> None:
     """Write one row for every export and dtype."""
     from dotmoe.provenance import provenance
-    from dotmoe.tables import Table, to_markdown
 
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -73,14 +72,6 @@ def compare(arguments: argparse.Namespace) -> None:
                 print(rows[-1], file=sys.stderr, flush=True)
                 record = {"origin": "measured", "rows": rows, "provenance": provenance(0)}
                 arguments.out.write_text(json.dumps(record, indent=2) + "\n")
-    columns = list(rows[0])
-    cells = [[shown(row[column]) for column in columns] for row in rows]
-    print(to_markdown(Table("vLLM beside Transformers", columns, cells, words=3)))
-
-
-def shown(value: Any) -> str:
-    """A figure as the table prints it."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def exports(

@@ -31,24 +31,22 @@ def readmes() -> dict[Path, str]:
     return texts
 
 
-def overview(where: str = "") -> str:
-    """A row an experiment: label, status, and which of the paper's findings show here.
-
-    Args:
-        where: Path from the document to this folder, with a slash.
-    """
+def overview() -> str:
+    """A row an experiment: label, status, and which of the paper's findings show here."""
     rows = []
     for one in all_experiments():
         shows = (one.result() or {"shows": []})["shows"]
-        found = "; ".join(f"{entry['text']}: {yes(entry['shows'])}" for entry in shows)
-        link = f"[`{one.label}`]({where}{one.name}/README.md)"
+        found = "; ".join(f"{entry['text']}: {said(entry)}" for entry in shows)
+        link = f"[`{one.label}`]({one.name}/README.md)"
         rows.append((link, one.title, one.status, found))
     columns = ("label", "what", "status", "the paper's finding at small scale")
     return to_markdown(Table(columns=columns, rows=rows, words=4))
 
 
-def yes(shows: bool) -> str:
-    return "shows" if shows else "**does not show**"
+def said(entry: dict[str, Any]) -> str:
+    """The verdict on a finding; of older results there is only whether the numbers rise."""
+    verdict = entry.get("verdict", "shows" if entry["shows"] else "does not show")
+    return verdict if verdict == "shows" else f"**{verdict}**"
 
 
 def readme(experiment: Experiment) -> str:
@@ -77,7 +75,7 @@ def measured(experiment: Experiment, result: dict[str, Any]) -> list[str]:
     parts += [grid(table["rows"], table["title"]) for table in result["tables"]]
     if result["shows"]:
         rows = [
-            (one["text"], " < ".join(map(shown, one["numbers"])), yes(one["shows"]))
+            (one["text"], " < ".join(map(shown, one["numbers"])), said(one))
             for one in result["shows"]
         ]
         columns = ("finding", "numbers, each to be below the next", "here")

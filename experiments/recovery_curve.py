@@ -26,7 +26,7 @@ from dotmoe.evaluate.perplexity import perplexity
 from dotmoe.files import write_json
 from dotmoe.finetuning import Finetuning
 from dotmoe.finetuning.student import Student
-from dotmoe.finished_run import finished_run
+from dotmoe.finished_run import FinishedRun
 from dotmoe.load import LoadConfig, describe_dense, load_dense
 from dotmoe.models.dense import DenseModel
 from dotmoe.moe.masked import masked_by
@@ -65,18 +65,18 @@ class Heldout:
     def measured(self) -> dict[str, Any]:
         """Loss and perplexity, with their protocol."""
         window = self.config.window_in(self.dense.widths.context)
-        return perplexity(stock_nats(self.dense.model), self.text, window).as_dict()
+        return perplexity(stock_nats(self.dense.model), self.text, window)
 
 
 def main() -> None:
     settings = tyro.cli(Settings)
     shutil.rmtree(settings.out, ignore_errors=True)
     settings.out.mkdir(parents=True)
-    found = finished_run(settings.run)
+    found = FinishedRun(settings.run)
     config = small_sft().finetune
     load = LoadConfig(dtype="float32")
     dense = load_dense(found.weights, load)
-    training = finished_run(settings.text_of).text.training
+    training = FinishedRun(settings.text_of).text.training
     text_file = settings.out / "text.safetensors"
     left_out = write_decontaminated(training, found.text.heldout, text_file)
     training = TokenBlocks.load(text_file)

@@ -4,7 +4,8 @@
     python experiments/run.py tab_zero_shot_results --collect    # from runs that are there
 
 Runs lie in experiments/runs, shared by all experiments; one that is finished is not made again, and
-one that was stopped goes on. Writes results/experiments/NAME.json and the experiment's README.
+one that was stopped goes on. All is made at a clean commit, which the results name. Writes
+results/experiments/NAME.json and the experiment's README.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from dotmoe.files import write_json
@@ -39,18 +41,26 @@ def main() -> int:
     name = folder_name(arguments.name)
     if name != "all" and name not in known:
         parser.error(f"{arguments.name} is no experiment. Experiments: {', '.join(sorted(known))}.")
-    for experiment in known.values() if name == "all" else [known[name]]:
-        if experiment.table:
-            made = make(experiment, start=not arguments.collect)
-            if made:
-                return made
+    commit = str(provenance(seed=0)["commit"])
+    if commit == "None" or "+" in commit:
+        parser.error(f"the commit is {commit}. Commit all changes, so that results can name it.")
+    wanted = [one for one in (known.values() if name == "all" else [known[name]]) if one.table]
+    for experiment in wanted:
+        made = make(experiment, start=not arguments.collect)
+        if made:
+            return made
+    runs = all_runs()
+    for experiment in wanted:  # last: what is written makes the commit unclean
+        write_json(
+            experiment.result_file, collected(experiment, in_order(experiment.runs, runs), runs)
+        )
     for file, text in readmes().items():
         file.write_text(text, encoding="utf-8")
     return 0
 
 
 def make(experiment: Experiment, *, start: bool) -> int:
-    """Exit status of the first run that failed; 0: the experiment's result is written."""
+    """Exit status of the first run that failed; 0: all are finished."""
     runs = all_runs()
     needed = in_order(experiment.runs, runs)
     for name in needed:
@@ -63,7 +73,6 @@ def make(experiment: Experiment, *, start: bool) -> int:
         if status and not done_file(name, runs[name]).exists():
             print(f"{experiment.label}: {name} failed with status {status}")
             return status
-    write_json(experiment.result_file, collected(experiment, needed, runs))
     return 0
 
 
@@ -93,16 +102,17 @@ def collected(experiment: Experiment, needed: list[str], runs: dict[str, Run]) -
     """The result file of an experiment, from the files of its runs."""
     tables = []
     numbers: dict[tuple[str, str], float] = {}
+    seeds: dict[tuple[str, str], list[float]] = {}
     for source in experiment.table:
         rows = {}
-        for row, file in source.rows.items():
-            values = json.loads(place_of(file).read_text(encoding="utf-8"))
-            rows[row] = {
-                column: first_of(
-                    values, key.replace("{row}", row).replace("{first}", row.split()[0])
-                )
-                for column, key in source.columns.items()
-            }
+        for row, named in source.rows.items():
+            files = [named] if isinstance(named, str) else named
+            values = [json.loads(place_of(file).read_text(encoding="utf-8")) for file in files]
+            for column, key in source.columns.items():
+                at_key = key.replace("{row}", row).replace("{first}", row.split()[0])
+                seeds[row, column] = [first_of(of_seed, at_key) for of_seed in values]
+            mean = {c: fmean(v) if v[1:] else v[0] for (r, c), v in seeds.items() if r == row}
+            rows[row] = {column: mean[column] for column in source.columns}
             numbers |= {(row, column): value for column, value in rows[row].items()}
         tables.append({"title": source.title, "files": source.rows, "rows": rows})
     return {
@@ -125,6 +135,9 @@ def collected(experiment: Experiment, needed: list[str], runs: dict[str, Run]) -
                 "text": one.text,
                 "numbers": one.numbers(numbers),
                 "shows": is_rising(one.numbers(numbers)),
+                "verdict": verdict(
+                    [seeds[tuple(p)] if isinstance(p, list) else [p] for p in one.less]
+                ),
                 "expected": one.expected,
             }
             for one in experiment.shows
@@ -132,6 +145,23 @@ def collected(experiment: Experiment, needed: list[str], runs: dict[str, Run]) -
         "runs": {name: made_by(name, runs[name]) for name in needed},
         "provenance": provenance(seed=0),
     }
+
+
+def verdict(by_seed: list[list[float]]) -> str:
+    """Whether each number is below the next, given its values of all seeds.
+
+    Example:
+        >>> [verdict(v) for v in ([[1, 2], [3, 4]], [[1, 3], [2, 4]], [[3], [2]])]
+        ['shows', 'undecided', 'does not show']
+    """
+    steps = [
+        (fmean(b) - fmean(a), max(max(v) - min(v) for v in (a, b))) for a, b in pairwise(by_seed)
+    ]
+    if any(step < 0 and -step >= spread for step, spread in steps) or any(
+        step == 0 == spread for step, spread in steps
+    ):
+        return "does not show"
+    return "undecided" if any(abs(step) <= spread for step, spread in steps) else "shows"
 
 
 def is_rising(values: list[float]) -> bool:
@@ -148,9 +178,11 @@ def done_file(name: str, run: Run) -> Path:
 
 
 def made_by(name: str, run: Run) -> dict[str, Any]:
-    """Command and provenance of a run; None where its file does not say."""
-    values = json.loads(done_file(name, run).read_text(encoding="utf-8"))
-    return {"command": shlex.join(command_of(name, run)), "provenance": values.get("provenance")}
+    """Command and provenance of a run, as its file recorded them; else the command as it is now."""
+    made = json.loads(done_file(name, run).read_text(encoding="utf-8")).get("provenance")
+    recorded = (made or {}).get("command")
+    command = recorded or shlex.join(command_of(name, run))
+    return {"command": command, "is_recorded": recorded is not None, "provenance": made}
 
 
 def first_of(values: Any, keys: str) -> Any:

@@ -22,8 +22,8 @@ STATUSES = {
 class Source:
     """A table of numbers collected from result files: a file a row, a key a column."""
 
-    rows: dict[str, str]
-    """Row -> file: `RUN/...` of a run, or `results/...` of the repository."""
+    rows: dict[str, str | list[str]]
+    """Row -> file: `RUN/...` of a run, or `results/...` of the repository; a file a seed."""
     columns: dict[str, str]
     """Column -> place in the file, such as `points[step=30].loss`; `{row}` stands for the row,
     `{first}` for its first word; ` or ` joins places of which the first that is there counts."""

@@ -20,12 +20,12 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, Qwen2Config
 
+from dotmoe.compare import over_seeds, spread
 from dotmoe.granularity import ExpertsConfig
-from dotmoe.inspection import Machines, RunSize, inspect_model
-from dotmoe.inspection.step_time import ON_CPU, Accelerator
-from dotmoe.models.family import family_of
+from dotmoe.inspection import InspectConfig, inspect_model
+from dotmoe.inspection.planner import ON_CPU, Accelerator
 from dotmoe.report import curve_table, quickstart_summary
-from dotmoe.tables import Table, in_bytes, table_of, to_markdown
+from dotmoe.tables import Table, in_bytes, in_time, percent, table_of, to_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "serving.md", ROOT / "docs" / "planning.md")
@@ -44,8 +44,9 @@ def part(table: Table, record: Mapping[str, Any] | None = None, name: str = "") 
     if record is None:
         return to_markdown(table)
     made = record["provenance"]
+    commit = f"commit `{made['commit']}`" if made["commit"] else "a commit that was not recorded"
     return (
-        f"{to_markdown(table)}\n\nMeasured at commit `{made['commit']}` on {made['hardware']}, "
+        f"{to_markdown(table)}\n\nMeasured at {commit} on {made['hardware']}, "
         f"{made['threads']} threads, torch {made['versions']['torch']}; results/{name}."
     )
 
@@ -67,6 +68,81 @@ def quickstart() -> str:
             f"{made['versions']['torch']}, {record['seconds']:.0f} s in all.",
         ]
     )
+
+
+SPLITS = {
+    "random_split": "random",
+    "llama_moe_v2": "LLaMA-MoE v2",
+    "co_activation": "co-activation (MoEfication)",
+    "dot_moe": "DOT-MoE",
+}
+
+
+def splits() -> str:
+    """Ways to split, each with its router trained as long from the same kind of start."""
+    is_made = (ROOT / "results" / "splits.json").exists()
+    name = "splits.json" if is_made else "baselines_quickstart_trained.json"
+    record = result(name)
+    found = over_seeds(
+        {"value": row.get("method"), "bits_per_byte": 0.0} | row for row in record["rows"]
+    )
+    dense = found[0]
+    trained = {"dot_moe": "router and experts"}
+    rows = [row for row in found if row.get("trained") == trained.get(row["value"], "router")]
+    columns: dict[str, Callable[[Row], str | None]] = {
+        "split": lambda row: SPLITS[row["value"]],
+        "nats a token above dense": lambda row: f"{row['loss_above_dense']:.3f}",
+        **({"least to greatest": spread} if is_made else {}),
+        "perplexity": lambda row: f"{row['perplexity']:.2f}",
+    }
+    table = table_of(
+        sorted(rows, key=lambda row: -row["loss_above_dense"]),
+        columns,
+        note=f"Quarter of the FFN active, {record['steps']} steps of {record['tokens_a_step']:,} "
+        f"tokens, {len(rows[0]['losses'])} seed{'s' * is_made}, {rows[0]['tokens']:,} held-out "
+        f"tokens in windows of {dense['window']}; dense perplexity {dense['perplexity']:.2f}.",
+    )
+    return part(table, record, name)
+
+
+def real_model() -> str:
+    """SmolLM2, dense and converted; what was not measured is left out, and all of it without file.
+
+    The file has `rows`, each with `model`, `training` and any of the keys of the columns below;
+    `perplexity` is by text, and `tasks` has a `value` and a `stderr` by task.
+    """
+    if not (ROOT / "results" / "smollm2.json").exists():
+        return ""
+    record = result("smollm2.json")
+    rows = record["rows"]
+    columns: dict[str, Callable[[Row], str | None]] = {
+        "model": lambda row: row["model"],
+        "training": lambda row: row.get("training"),
+        "of the FFN": lambda row: cell(row, "active_fraction", percent),
+    }
+    for text in dict.fromkeys(text for row in rows for text in row.get("perplexity", {})):
+        columns[f"perplexity, {text}"] = lambda row, text=text: cell(
+            row.get("perplexity", {}), text, "{:.2f}".format
+        )
+    for task in dict.fromkeys(task for row in rows for task in row.get("tasks", {})):
+        columns[f"{task}, %"] = lambda row, task=task: cell(
+            row.get("tasks", {}),
+            task,
+            lambda score: f"{100 * score['value']:.1f} ± {100 * score['stderr']:.1f}",
+        )
+    columns |= {
+        "decode, tokens/s": lambda row: cell(row, "decode_tokens_per_s", "{:.1f}".format),
+        "tokens of training": lambda row: cell(row, "training_tokens", "{:,}".format),
+        "time": lambda row: cell(row, "seconds", lambda seconds: in_time(seconds / 3_600)),
+    }
+    columns = {name: show for name, show in columns.items() if any(map(show, rows))}
+    table = table_of(rows, columns, title="A real model: SmolLM2-135M-Instruct.", words=2)
+    return part(table, record, "smollm2.json")
+
+
+def cell(row: Row, key: str, form: Callable[[Any], str]) -> str | None:
+    """A value as text, None where it was not measured."""
+    return None if row.get(key) is None else form(row[key])
 
 
 def embedded() -> str:
@@ -104,6 +180,22 @@ def active_experts() -> str:
     return part(curve_table(record), record, "quickstart_active_experts.json")
 
 
+def vllm() -> str:
+    """Exports in a real vLLM beside Transformers."""
+    record = result("vllm_parity.json")
+    columns: dict[str, Callable[[Row], str]] = {
+        "export": lambda row: row["export"],
+        "dtype": lambda row: row["dtype"],
+        "mean difference, nats": lambda row: f"{row['mean']:.2g}",
+        "to float32": lambda row: f"{row['mean_to_float32']:.2g}",
+        "Transformers to float32": lambda row: f"{row['stock_mean_to_float32']:.2g}",
+        "top-1 equal": lambda row: f"{row['top1_equal']:.2%}",
+        "perplexity": lambda row: f"{row['perplexity']:.2f}",
+        "in Transformers": lambda row: f"{row['stock_perplexity']:.2f}",
+    }
+    return part(table_of(record["rows"], columns, words=2), record, "vllm_parity.json")
+
+
 def gguf() -> str:
     """Perplexity in llama.cpp by number format, dense and MoE."""
     record = result("gguf_parity.json")
@@ -128,6 +220,32 @@ def gguf() -> str:
         "MiB, dense / MoE": size,
     }
     return part(table_of(rows, columns, words=3), next(iter(record.values())), "gguf_parity.json")
+
+
+def smollm2() -> str:
+    """GGUF files of a real model by number format, dense and MoE, beside Transformers."""
+    record = result("smollm2_gguf.json")
+
+    def split(row: Row) -> str:
+        made = f"{row['active']} of {row['experts']} experts"
+        return "dense" if row["model"] == "gguf_dense" else made
+
+    def speed(row: Row) -> str:
+        found = row.get("decode")
+        both = found and [found[side]["tokens_per_s"] for side in ("dense", "moe")]
+        return f"{both[1]:.0f} / {both[0]:.0f}" if both else ""
+
+    columns: dict[str, Callable[[Row], str]] = {
+        "model": split,
+        "type": lambda row: row["type"],
+        "MiB": lambda row: f"{row['bytes'] / 2**20:.0f}",
+        "perplexity": lambda row: f"{row['perplexity']:.2f}",
+        "in Transformers, float32": lambda row: f"{row['in_transformers']:.2f}",
+        "top-1 equal": lambda row: f"{row['top1_agreement']:.0%}",
+        "lines cut alike": lambda row: "{} of {}".format(*row["equal_lines"]),
+        "decode, tokens/s, MoE / dense": speed,
+    }
+    return part(table_of(record["rows"], columns, words=2), record, "smollm2_gguf.json")
 
 
 def speed() -> str:
@@ -173,24 +291,24 @@ def planner() -> str:
     rows = []
     for name, config in planned_models().items():
         for task in ("align", "finetune"):
-            found = inspect_model(
-                config,
-                family_of(config),
-                ExpertsConfig(expert_size=128),
-                RunSize(device="cpu"),
-                stored=torch.bfloat16,
-                here=no_machine,
-                machines=Machines(task=task, gpu="h100", gpus=8),
+            asked = InspectConfig(
+                model=name,
+                experts=ExpertsConfig(expert_size=128),
+                device="cpu",
+                task=task,  # type: ignore[arg-type]
+                gpu="h100",
+                gpus=8,
             )
-            rows.append((name, found.plans[0], found.plans[0].choice))
+            (plan,) = inspect_model(config, asked, stored=torch.bfloat16, here=no_machine)["plans"]
+            rows.append((name, plan, plan["recommended"]))
     columns: dict[str, Callable[[Row], str]] = {
         "model": lambda row: row[0],
-        "task": lambda row: row[1].task,
-        "weights": lambda row: row[2].way,
-        "sequences at once": lambda row: str(row[2].micro_batch_size),
-        "memory of a GPU": lambda row: in_bytes(sum(row[2].memory.values())),
-        "tokens/s": lambda row: f"{row[2].tokens_per_s:,.0f}",
-        "hours": lambda row: f"{row[1].hours:.1f}",
+        "task": lambda row: row[1]["task"],
+        "weights": lambda row: row[2]["way"],
+        "sequences at once": lambda row: str(row[2]["micro_batch_size"]),
+        "memory of a GPU": lambda row: in_bytes(row[2]["memory_total"]),
+        "tokens/s": lambda row: f"{row[2]['tokens_per_s']:,.0f}",
+        "hours": lambda row: f"{row[1]['hours']:.1f}",
     }
     return part(table_of(rows, columns, words=3))
 
@@ -243,11 +361,6 @@ def planner_check() -> str:
     return part(table_of(record["rows"], columns, words=2), record, "planner_check.json")
 
 
-def experiments() -> str:
-    """A row an experiment of the paper."""
-    return str(readmes().overview("experiments/"))
-
-
 def readmes() -> Any:
     """experiments/readmes.py, whose folder is no package."""
     folder = str(ROOT / "experiments")
@@ -259,7 +372,8 @@ def readmes() -> Any:
 PARTS: dict[str, Callable[[], str]] = {
     make.__name__: make
     for make in (
-        experiments,
+        splits,
+        real_model,
         planner,
         planner_check,
         quickstart,
@@ -267,6 +381,8 @@ PARTS: dict[str, Callable[[], str]] = {
         stories,
         active_experts,
         gguf,
+        smollm2,
+        vllm,
         speed,
         streaming,
     )

@@ -12,7 +12,7 @@ import socket
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
@@ -51,20 +51,6 @@ TINY = {
 """Config of every tiny model. The tokenizer has 258 entries; real models have spare rows too."""
 
 
-class TinyDense(Protocol):
-    """Type of the `tiny_dense` fixture."""
-
-    def __call__(
-        self,
-        family_name: str,
-        *,
-        tied: bool = False,
-        dtype: str = "float32",
-        head_only: bool = False,
-        **config_overrides: Any,
-    ) -> Path: ...
-
-
 @pytest.fixture(autouse=True)
 def _seeded_on_one_thread() -> None:
     torch.manual_seed(0)
@@ -101,10 +87,11 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_dense(tmp_path_factory: pytest.TempPathFactory) -> TinyDense:
+def tiny_dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Writes a tiny random dense checkpoint folder; the same arguments give the same folder.
 
-    The folder is shared between tests: copy it before changing a file in it.
+    The folder is shared between tests: copy it before changing a file in it. `head_only`: a tied
+    checkpoint that stores its matrix as `lm_head.weight` alone.
     """
     made: dict[str, Path] = {}
 
@@ -116,25 +103,24 @@ def tiny_dense(tmp_path_factory: pytest.TempPathFactory) -> TinyDense:
         head_only: bool = False,
         **config_overrides: Any,
     ) -> Path:
-        """`head_only`: a tied checkpoint that stores its matrix as `lm_head.weight` alone."""
         arguments = [family_name, tied, dtype, head_only, config_overrides]
         key = json.dumps(arguments, sort_keys=True)
         if key not in made:
             folder = tmp_path_factory.mktemp(family_name)
             tokenizer = byte_tokenizer(has_bos=not family_name.startswith("qwen"))
-            settings = {
-                **TINY,
+            settings = TINY | {
                 "tie_word_embeddings": tied or head_only,
                 "bos_token_id": tokenizer.bos_token_id,
                 "eos_token_id": tokenizer.eos_token_id,
                 "pad_token_id": None,
-                **config_overrides,
             }
-            config = AutoConfig.for_model(family_name, **settings)
+            config = AutoConfig.for_model(family_name, **settings | config_overrides)
             write_checkpoint(config, folder, getattr(torch, dtype), seed=zlib.crc32(key.encode()))
             tokenizer.save_pretrained(folder)
             if head_only:
-                store_only_the_head(folder)
+                tensors = load_file(folder / "model.safetensors")
+                tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+                save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
             made[key] = folder
         return made[key]
 
@@ -151,7 +137,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(
-    tiny_dense: TinyDense, text_file: Path, tmp_path_factory: pytest.TempPathFactory
+    tiny_dense: Callable[..., Path], text_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> TinyRun:
     """A finished `dotmoe convert` with a few steps; copy it before changing it."""
     out = tmp_path_factory.mktemp("finished") / "run"
@@ -183,7 +169,7 @@ def command(capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 
 
 @pytest.fixture(scope="session")
-def dense_of(tiny_dense: TinyDense) -> Callable[..., Any]:
+def dense_of(tiny_dense: Callable[..., Path]) -> Callable[..., Any]:
     """Loads a tiny dense model: the arguments of `tiny_dense`, and `load_dtype`."""
 
     def load(family_name: str, *, load_dtype: str = "float32", **arguments: Any) -> Any:
@@ -195,11 +181,32 @@ def dense_of(tiny_dense: TinyDense) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def layout_of() -> Callable[..., ExpertLayout]:
-    """`random_layout` for a dense model."""
+    """Balanced experts at random for a dense model; router logits deviate by about 1.5."""
 
-    def make(dense: Any, num_experts: int = 12, **options: Any) -> ExpertLayout:
-        sizes = dense.widths
-        return random_layout(sizes.layers, sizes.ffn, sizes.model, num_experts, **options)
+    def make(
+        dense: Any,
+        num_experts: int = 12,
+        *,
+        active_experts: int = 3,
+        shared_size: int = 0,
+        dense_layers: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> ExpertLayout:
+        layers, neurons, width = dense.widths.layers, dense.widths.ffn, dense.widths.model
+        generator = torch.Generator().manual_seed(5)
+        routed = torch.arange(num_experts)
+        routed = routed.repeat_interleave((neurons - shared_size) // num_experts)
+        experts = torch.cat([torch.full((shared_size,), ALWAYS_ON), routed])
+        order = [torch.randperm(neurons, generator=generator) for _ in range(layers)]
+        assignment = torch.stack([experts[numbers] for numbers in order])
+        assignment[:dense_layers] = ALWAYS_ON
+        router = torch.randn(layers, num_experts, width, generator=generator) * 1.5 / width**0.5
+        router = router - router.mean(dim=1, keepdim=True)
+        return ExpertLayout(
+            expert_of_neuron_LN=assignment,
+            router_LED=router.to(dtype).float(),
+            active_experts=active_experts,
+        )
 
     return make
 
@@ -208,33 +215,6 @@ def layout_of() -> Callable[..., ExpertLayout]:
 def text_tokens() -> torch.Tensor:
     """Four rows of 96 tokens of English that every tiny tokenizer knows."""
     return torch.tensor([2 + byte for byte in ENGLISH.encode()[:384]]).view(4, 96)
-
-
-def random_layout(
-    layers: int,
-    neurons: int,
-    width: int,
-    num_experts: int,
-    *,
-    active_experts: int = 3,
-    shared_size: int = 0,
-    dense_layers: int = 0,
-    dtype: torch.dtype = torch.float32,
-) -> ExpertLayout:
-    """Balanced experts at random; router logits of normed inputs have a deviation near 1.5."""
-    generator = torch.Generator().manual_seed(5)
-    experts = torch.arange(num_experts).repeat_interleave((neurons - shared_size) // num_experts)
-    experts = torch.cat([torch.full((shared_size,), ALWAYS_ON), experts])
-    order = [torch.randperm(neurons, generator=generator) for _ in range(layers)]
-    assignment = torch.stack([experts[numbers] for numbers in order])
-    assignment[:dense_layers] = ALWAYS_ON
-    router = torch.randn(layers, num_experts, width, generator=generator) * 1.5 / width**0.5
-    router = router - router.mean(dim=1, keepdim=True)
-    return ExpertLayout(
-        expert_of_neuron_LN=assignment,
-        router_LED=router.to(dtype).float(),
-        active_experts=active_experts,
-    )
 
 
 def byte_tokenizer(*, has_bos: bool) -> PreTrainedTokenizerFast:
@@ -275,9 +255,3 @@ def write_checkpoint(config: Any, folder: Path, dtype: torch.dtype, *, seed: int
             parameter.data = 1.5 * parameter.shape[1] ** -0.5 * noise
     model.tie_weights()
     model.to(dtype).save_pretrained(folder)
-
-
-def store_only_the_head(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -24,20 +24,10 @@ TEXT = "\n".join(
     f"Line {i}: the {['cat', 'dog', 'crow'][i % 3]} ate {i * 7 % 13} figs." for i in range(400)
 )
 """Some 12,000 tokens of a tiny model."""
-TINY_CONVERT = {
-    "expert_size": 8,
-    "steps": 6,
-    "batch_size": 2,
-    "seq_len": 32,
-    "lr": 1e-2,
-    "checkpoint_every": 2,
-    "calibration_tokens": 256,
-    "eval_tokens": 256,
-    "scale_tokens": 128,
-    "verify_tokens": 128,
-}
-TINY_FINETUNE = {"steps": 6, "batch_size": 2, "lr": 1e-3, "checkpoint_every": 2}
-TINY_FINETUNE |= {"eval_tokens": 256, "scale_tokens": 128, "verify_tokens": 128}
+_SHORT = {"steps": 6, "batch_size": 2, "checkpoint_every": 2}
+_SHORT |= {"eval_tokens": 256, "scale_tokens": 128, "verify_tokens": 128}
+TINY_CONVERT = _SHORT | {"expert_size": 8, "seq_len": 32, "lr": 1e-2, "calibration_tokens": 256}
+TINY_FINETUNE = _SHORT | {"lr": 1e-3}
 
 
 def words(*positional: Any, **options: Any) -> list[str]:
@@ -51,13 +41,11 @@ def words(*positional: Any, **options: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command left behind in this process."""
+    """What a command left behind in this process: exit status, standard output, standard error."""
 
     status: int
     out: str
-    """What it wrote to standard output."""
     err: str
-    """What it wrote to standard error, progress included."""
 
     def refusal(self) -> str:
         """The one line of a command that was refused."""
@@ -160,8 +148,7 @@ class Forked:
         """Whether it is no longer there."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.status = os.waitstatus_to_exitcode(status)
+            self.status = os.waitstatus_to_exitcode(status) if pid else None
         return self.status is not None
 
     def is_there_when(self, reached):

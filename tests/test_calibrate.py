@@ -8,24 +8,41 @@ import torch.nn.functional as F
 from dotmoe.calibrate import (
     CalibrateConfig,
     calibrate,
-    cluster_affinity,
     contributions,
     ffn_inputs,
     harden,
+    log_energy,
     ridge_router,
+    router_aware_start,
 )
-from dotmoe.load import LoadConfig, load_dense
+from dotmoe.granularity import Granularity
 
 
-def test_planted_clusters_are_found():
-    generator = torch.Generator().manual_seed(0)
-    topics_TE = torch.rand(200, 4, generator=generator)
-    truth = torch.arange(4).repeat(8)[torch.randperm(32, generator=generator)]
-    noise = 0.05 * torch.rand(200, 32, generator=generator)
-    affinity = cluster_affinity(topics_TE[:, truth] + noise, 4, CalibrateConfig(), seed=0)
-    found = harden(affinity)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_planted_experts_are_found_with_the_router_that_runs_them(seed):
+    generator = torch.Generator().manual_seed(seed)
+    topic_T = torch.randint(4, (400,), generator=generator)
+    x_TD = F.one_hot(topic_T, 8).float() + 0.1 * torch.randn(400, 8, generator=generator)
+    truth_N = torch.arange(4).repeat(8)[torch.randperm(32, generator=generator)]
+    energy_TN = (topic_T[:, None] == truth_N) + 0.1 * torch.rand(400, 32, generator=generator)
+    split = Granularity(num_experts=4, expert_size=8, active_experts=1)
+    expert_N, router_ED = router_aware_start(x_TD, energy_TN, split, CalibrateConfig(), seed=seed)
     for expert in range(4):
-        assert len(set(truth[found == expert].tolist())) == 1
+        assert len(set(truth_N[expert_N == expert].tolist())) == 1
+    expert_of_topic = torch.stack([expert_N[truth_N == topic][0] for topic in range(4)])
+    assert torch.equal((x_TD @ router_ED.T).argmax(dim=1), expert_of_topic[topic_T])
+
+
+def test_the_neurons_of_largest_energy_start_in_the_shared_expert():
+    generator = torch.Generator().manual_seed(0)
+    x_TD, energy_TN = torch.randn(90, 6, generator=generator), torch.rand(90, 32)
+    strong = [3, 8, 9, 20, 21, 22, 30, 31]
+    energy_TN[:, strong] += 5
+    split = Granularity(num_experts=6, expert_size=4, active_experts=2, shared_size=8)
+    expert_N, router_ED = router_aware_start(x_TD, energy_TN, split, CalibrateConfig(), seed=0)
+    assert (expert_N == 6).nonzero().flatten().tolist() == strong
+    assert torch.bincount(expert_N).tolist() == [4] * 6 + [8]
+    assert router_ED.shape == (6, 6)
 
 
 def test_hardening_is_balanced_at_any_scale_of_affinities():
@@ -33,6 +50,7 @@ def test_hardening_is_balanced_at_any_scale_of_affinities():
     for scale in (1e-4, 1.0, 1e4):
         assert torch.bincount(harden(affinity * scale), minlength=5).tolist() == [12] * 5
         assert torch.equal(harden(affinity * scale), harden(affinity))
+    assert torch.bincount(harden(torch.zeros(12, 4))).tolist() == [3] * 4
 
 
 @pytest.mark.parametrize("outlier", [1.0, 1e4])
@@ -41,12 +59,11 @@ def test_the_router_is_numpys_ridge_regression_up_to_scale(outlier):
     x = torch.randn(300, 6, generator=generator)
     x[:, 2] *= outlier  # as the channels of massive activations
     energy = torch.rand(300, 4, generator=generator)
-    router = ridge_router(x, energy, ridge=1e-7).numpy()
+    router = ridge_router(x, log_energy(energy), ridge=1e-7).numpy()
 
     x = x.double().numpy()
-    share = np.sqrt(energy.double().numpy())
-    share = share / share.sum(axis=1, keepdims=True)
-    target = share - share.mean(axis=1, keepdims=True)
+    size = np.log(np.sqrt(energy.double().numpy()))
+    target = size - size.mean(axis=1, keepdims=True)
     penalty = 1e-7 * np.mean(np.sum(x**2, axis=0))
     stacked = np.vstack([x, np.sqrt(penalty) * np.eye(6)])
     oracle = np.linalg.lstsq(stacked, np.vstack([target, np.zeros((6, 4))]), rcond=None)[0].T
@@ -55,36 +72,30 @@ def test_the_router_is_numpys_ridge_regression_up_to_scale(outlier):
     np.testing.assert_allclose(router, oracle, rtol=1e-5, atol=1e-9)
 
 
-def test_an_ffn_that_does_nothing_gets_experts_and_a_router_too(tiny_dense):
-    dense = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu"))
-    for layer in dense.model.model.layers[:1]:
-        layer.mlp.down_proj.weight.data.zero_()
-    tokens = torch.arange(2, 42).view(2, 20)
-    state = calibrate(dense, tokens, 4, CalibrateConfig(calibration_tokens=40), seed=0)
+def test_an_ffn_that_does_nothing_gets_experts_and_a_router_too(dense_of, tokens_BT):
+    dense = dense_of("llama")
+    dense.model.model.layers[0].mlp.down_proj.weight.data.zero_()
+    split = Granularity(num_experts=4, expert_size=24, active_experts=1)
+    state = calibrate(dense, tokens_BT, split, CalibrateConfig(calibration_tokens=40), seed=0)
     assert bool(torch.isfinite(state.affinity_LNE).all() & torch.isfinite(state.router_LED).all())
     assert float(state.affinity_LNE[0].std()) == pytest.approx(0.03, rel=0.2)
     assert float(state.affinity_LNE[1].std()) == pytest.approx(0.03)
     for affinity in state.affinity_LNE:
         assert torch.bincount(harden(affinity)).tolist() == [24] * 4
-    assert torch.bincount(harden(torch.zeros(12, 4))).tolist() == [3] * 4
 
 
-def test_contributions_are_the_sizes_of_the_neurons_terms(tiny_dense):
-    dense = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu"))
-    tokens = torch.arange(2, 42).view(2, 20)
-    inputs = ffn_inputs(dense, tokens)
-    seen = []
+@torch.no_grad()
+def test_contributions_are_the_sizes_of_the_neurons_terms(dense_of, tokens_BT):
+    dense = dense_of("llama")
+    inputs, seen = ffn_inputs(dense, tokens_BT), []
     mlp = dense.model.model.layers[1].mlp
     handle = mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    dense.model(input_ids=tokens)
+    dense.model(input_ids=tokens_BT)
     handle.remove()
     assert torch.equal(inputs[1], seen[0].flatten(0, 1))
 
     found = contributions(dense.family.ffn(dense.model.model.layers[1]), inputs[1])
     x = inputs[1][7]
-    hidden = F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)
-    for neuron in (0, 50, 95):
-        term = hidden[neuron] * mlp.down_proj.weight[:, neuron]
-        assert torch.isclose(found[7, neuron], term.norm(), rtol=1e-5)
-    whole = sum(hidden[n] * mlp.down_proj.weight[:, n] for n in range(96))
-    assert torch.allclose(whole, mlp(x), atol=1e-4)
+    terms_ND = (F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))[:, None] * mlp.down_proj.weight.T
+    torch.testing.assert_close(found[7], terms_ND.norm(dim=1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(terms_ND.sum(dim=0), mlp(x), rtol=1e-4, atol=1e-4)

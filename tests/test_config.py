@@ -13,28 +13,28 @@ from dotmoe.options import check, from_values, values_of
 from dotmoe.recipes import RECIPES, finetune_recipe, recipe, recipe_of
 
 HYPERPARAMETERS = {  # tab:hyperparams_moefication
-    ("assignment", "sinkhorn_sweeps"): 50,
-    ("assignment", "tau_start"): 1.0,
-    ("assignment", "tau_end"): 0.1,
-    ("align", "lr"): 5e-4,
-    ("align", "weight_decay"): 1e-4,
-    ("align", "warmup_ratio"): 0.2,
-    ("align", "max_grad_norm"): 1.0,
-    ("align", "batch_size"): 64,
-    ("data", "seq_len"): 2048,
-    ("align", "kl_weight"): 2.0,
-    ("align", "ce_weight"): 1.0,
-    ("align", "z_loss_weight"): 1e-3,
-    ("align", "balance_weight"): 1e-2,
-    ("align", "steps"): 3500,
+    "assignment": {"sinkhorn_sweeps": 50, "tau_start": 1.0, "tau_end": 0.1},
+    "data": {"seq_len": 2048},
+    "align": {
+        "lr": 5e-4,
+        "weight_decay": 1e-4,
+        "warmup_ratio": 0.2,
+        "max_grad_norm": 1.0,
+        "batch_size": 64,
+        "kl_weight": 2.0,
+        "ce_weight": 1.0,
+        "z_loss_weight": 1e-3,
+        "balance_weight": 1e-2,
+        "steps": 3500,
+    },
 }
 
 
 @pytest.mark.parametrize("name", ["default", "paper", "llama2_7b", "llama3_8b", "qwen25_7b"])
 def test_defaults_and_the_papers_recipes_have_the_papers_hyperparameters(name):
     config = asdict(recipe_of("convert", name))
-    for (stage, name), value in HYPERPARAMETERS.items():
-        assert config[stage][name] == value, f"{stage}.{name}"
+    for stage, values in HYPERPARAMETERS.items():
+        assert config[stage] | values == config[stage]
 
 
 @pytest.mark.parametrize(
@@ -68,17 +68,12 @@ def test_every_recipe_is_in_range_and_survives_json(command, name):
 def test_recipes_by_name():
     assert recipe_of("convert") == recipe() == RECIPES["convert"]["default"]()
     assert finetune_recipe("small", run="r", out="o").run == "r"
-    with pytest.raises(UserError, match="Did you mean quickstart"):
-        recipe("quikstart")
     with pytest.raises(UserError, match="Recipes: sft, small"):
         finetune_recipe("paper")
 
 
-@pytest.mark.parametrize(
-    ("data", "word"),
-    [({"data_epochs": 2}, "data_epochs"), ({"split": "test"}, "split"), ({"data_seed": 1}, "seed")],
-)
-def test_options_of_a_text_that_is_not_named_are_refused(data, word):
-    with pytest.raises(UserError, match=f"{word} is .* but data names no source"):
+@pytest.mark.parametrize("data", [{"data_epochs": 2}, {"split": "test"}, {"data_seed": 1}])
+def test_options_of_a_text_that_is_not_named_are_refused(data):
+    with pytest.raises(UserError, match=f"{next(iter(data))} is .* but data names no source"):
         check(FinetuneRunConfig(run="r", out="o", data=DataConfig(**data)))
     check(FinetuneRunConfig(run="r", out="o", data=DataConfig(seq_len=32)))

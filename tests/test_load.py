@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.utils import logging as transformers_logging
 
 from dotmoe.checkpoint.folder import tensor_files
 from dotmoe.errors import UserError
@@ -73,19 +72,13 @@ def test_weights_are_those_of_the_file_bit_for_bit(tiny_dense, family_name, tied
     assert dense.family.model_type == family_name
     assert dense.folder == folder
     assert (dense.source, dense.revision) == (str(folder), None)
+    assert not any(parameter.requires_grad for parameter in dense.model.parameters())
+    assert not any(module.training for module in dense.model.modules())
+    assert dense.model.config._attn_implementation == "sdpa"
 
 
-def test_the_model_is_frozen_and_in_evaluation_mode(tiny_dense):
-    model = load_dense(str(tiny_dense("qwen2")), LoadConfig()).model
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-    assert not any(module.training for module in model.modules())
-    assert model.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize("family_name", FAMILIES)
-def test_a_tied_checkpoint_that_stores_only_the_head_is_the_same_model(tiny_dense, family_name):
-    folder = tiny_dense(family_name, head_only=True)
-    assert "model.embed_tokens.weight" not in load_file(folder / "model.safetensors")
+def test_a_tied_checkpoint_that_stores_only_the_head_is_the_same_model(tiny_dense):
+    folder = tiny_dense("llama", head_only=True)
     ours = load_dense(str(folder), LoadConfig()).model
     theirs = AutoModelForCausalLM.from_pretrained(folder)
     head = load_file(folder / "model.safetensors")["lm_head.weight"]
@@ -99,24 +92,11 @@ def test_dtype_auto_is_float32_on_a_cpu_and_an_explicit_one_is_kept(tiny_dense):
     source = str(tiny_dense("llama", dtype="bfloat16"))
     stored = load_file(Path(source) / "model.safetensors")[GATE]
     assert stored.dtype == torch.bfloat16
-    for name, expected in (
-        ("auto", torch.float32),
-        ("bfloat16", torch.bfloat16),
-        ("float16", torch.float16),
-    ):
+    for name, expected in (("auto", torch.float32), ("float16", torch.float16)):
         model = load_dense(source, LoadConfig(dtype=name, device="cpu")).model
         weight = model.state_dict()[GATE]
         assert weight.dtype == expected
         assert torch.equal(weight, stored.to(expected))
-
-
-def test_loading_says_nothing_and_leaves_the_settings_of_transformers(tiny_dense, capfd):
-    before = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    load_dense(str(tiny_dense("mistral", tied=True)), LoadConfig())
-    after = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    out, err = capfd.readouterr()
-    assert (out, err) == ("", "")
-    assert before == after
 
 
 def test_shards_load_as_the_single_file_does(copied):
@@ -135,27 +115,14 @@ def test_config_alone_needs_no_weights(copied):
     assert (config.model_type, config.intermediate_size, folder) == ("llama", 96, copied)
 
 
-def test_the_real_stories_model_loads(shared_data):
-    dense = load_dense(str(shared_data / "models/stories260K"), LoadConfig())
-    assert sum(parameter.numel() for parameter in dense.model.parameters()) == 260_032
-    ids = dense.tokenizer("Once upon a time", return_tensors="pt").input_ids
-    assert ids[0, 0] == dense.tokenizer.bos_token_id == 1
-    text = dense.tokenizer.decode(dense.model(input_ids=ids).logits[0, -1].argmax())
-    assert text.strip() == ","
-
-
 def test_refuses_a_missing_folder_and_proposes_its_neighbour(copied):
     message = refusal_of(copied.parent / "chekpoint")
     assert message.startswith(f"{copied.parent}/chekpoint does not exist.")
     assert f"Did you mean {copied}?" in message
     assert "is a file" in refusal_of(copied / "config.json")
-
-
-def test_refuses_an_unknown_hub_name_in_one_line():
     message = refusal_of("nobody-at-all/no-such-model")
     assert "nobody-at-all/no-such-model is no folder here" in message
     assert "Check the name and the network." in message
-    assert len(message) < 400
 
 
 @pytest.mark.parametrize(
@@ -165,9 +132,7 @@ def test_refuses_an_unknown_hub_name_in_one_line():
         ("{not json", "config.json is not JSON"),
         ("[1, 2]", "config.json must hold one JSON object"),
         ('{"hidden_size": 8}', "model_type is ''"),
-        ('{"model_type": "lama"}', "Did you mean llama?"),
         ('{"model_type": ["llama"]}', "model_type is \"['llama']\", which dotmoe cannot convert"),
-        ('{"model_type": "gpt_neox"}', "model_type is 'gpt_neox', which dotmoe cannot convert"),
     ],
 )
 def test_refuses_a_config_that_says_no_usable_model(copied, content, expected):
@@ -181,8 +146,6 @@ def test_refuses_a_config_that_says_no_usable_model(copied, content, expected):
     ("changes", "expected"),
     [
         ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
-        ({"mlp_bias": True}, "mlp_bias is true"),
-        ({"num_local_experts": 8}, "num_local_experts is 8 in this llama config"),
         ({"hidden_size": "wide"}, "is no valid llama config"),
         ({"hidden_size": 65}, "not a multiple of the number of attention heads"),
         ({"num_attention_heads": 0}, "is no valid llama config"),
@@ -197,26 +160,13 @@ def test_refuses_a_config_that_cannot_be_converted_before_reading_weights(
     assert expected in refusal_of(copied)
 
 
-def without(*names):
-    def change(folder):
-        edit_tensors(folder, lambda tensors: [tensors.pop(name) for name in names])
-
-    return change
+def with_tensors(change):
+    return lambda folder: edit_tensors(folder, change)
 
 
-def with_value(value):
-    def change(folder):
-        edit_tensors(folder, lambda tensors: tensors[GATE].view(-1)[1234].fill_(value))
-
-    return change
-
-
-def cut_to(size):
-    def change(folder):
-        path = folder / "model.safetensors"
-        path.write_bytes(path.read_bytes()[:size])
-
-    return change
+def cut_short(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-40])
 
 
 def without_a_shard(folder):
@@ -232,23 +182,12 @@ def with_a_tensor_missing_from_its_shard(folder):
     save_file(tensors, path, {"format": "pt"})
 
 
-def with_a_small_vocabulary(folder):
-    def shrink(tensors):
-        for name in ("model.embed_tokens.weight", "lm_head.weight"):
-            tensors[name] = tensors[name][:200].clone()
-
-    edit_tensors(folder, shrink)
-    edit_config(folder, vocab_size=200)
-
-
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
         (without_a_shard, "model-00002-of-00002.safetensors is named in .* but missing"),
         (with_a_tensor_missing_from_its_shard, "lm_head.weight is not in .*model-00001-of-00002"),
-        (cut_to(0), "model.safetensors is no whole safetensors file"),
-        (cut_to(60), "model.safetensors is no whole safetensors file"),
-        (cut_to(-40), "model.safetensors is no whole safetensors file"),
+        (cut_short, "model.safetensors is no whole safetensors file"),
         (
             lambda folder: (folder / "model.safetensors").write_text(
                 "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
@@ -260,14 +199,18 @@ def with_a_small_vocabulary(folder):
             "only as pytorch_model.bin.*save_pretrained",
         ),
         (lambda folder: (folder / "model.safetensors").unlink(), "holds no model.safetensors"),
-        (without(UP, GATE), f"^{GATE} is not in the checkpoint .*2 missing in all"),
-        (without("lm_head.weight"), "^lm_head.weight is not in the checkpoint"),
         (
-            lambda folder: edit_tensors(folder, lambda t: t.update({GATE: torch.zeros(80, 64)})),
+            with_tensors(lambda t: [t.pop(UP), t.pop(GATE)]),
+            f"^{GATE} is not in the checkpoint .*2 missing in all",
+        ),
+        (
+            with_tensors(lambda t: t.update({GATE: torch.zeros(80, 64)})),
             rf"^{GATE} has shape \(80, 64\).*\(96, 64\)",
         ),
-        (with_value(float("nan")), f"^{GATE} in .* contains NaN or infinity"),
-        (with_value(float("-inf")), f"^{GATE} in .* contains NaN or infinity"),
+        (
+            with_tensors(lambda t: t[GATE][20, 3].fill_(-torch.inf)),
+            f"^{GATE} in .* contains NaN or infinity",
+        ),
         # tokenizer_config.json stays: of it alone Transformers makes a tokenizer of three entries.
         (
             lambda folder: (folder / "tokenizer.json").unlink(),
@@ -278,7 +221,7 @@ def with_a_small_vocabulary(folder):
             lambda folder: (folder / "tokenizer.json").write_text('{"a": 1}'),
             "tokenizer in .* cannot be loaded",
         ),
-        (with_a_small_vocabulary, "ids up to 257.*200 rows"),
+        (lambda folder: edit_config(folder, vocab_size=200), "ids up to 257.*200 rows"),
     ],
 )
 def test_damage_is_named(damage, expected, copied):

@@ -99,15 +99,9 @@ def test_the_ends_of_each_range_are_accepted():
     check(outer(weights=(0.1, 2)))
 
 
-def test_the_command_line_takes_and_shows_fields_with_ranges(capsys):
-    settings = (tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands)
-    arguments = ["o", "--level", "3", "--kind", "b"]
-    assert tyro.cli(Outer, args=arguments, config=settings) == Outer(out="o", level=3, kind="b")
-    with pytest.raises(SystemExit):
-        tyro.cli(Inner, args=["--help"])
-    shown = capsys.readouterr().out
-    assert "--lr FLOAT" in shown
-    assert "The rate." in shown
+def test_the_command_line_takes_fields_with_ranges():
+    found = tyro.cli(Outer, args=["o", "--level", "3"], config=(tyro.conf.OmitArgPrefixes,))
+    assert found == Outer(out="o", level=3)
 
 
 def test_a_config_survives_json_and_lists_are_as_good_as_tuples():

@@ -1,11 +1,7 @@
+"""Parameter counts. Oracles: the paper's table, published sizes, models in memory."""
+
 import pytest
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.models.family import family_of
@@ -36,30 +32,18 @@ def counts(config, **settings):
 
 
 @pytest.mark.parametrize(
-    ("config", "settings", "active"),
+    ("config", "settings", "total", "active"),
     [
-        (LLAMA_3_8B, {"active_experts": 28}, 3_802_402_816),
-        (QWEN_2_5_7B, {"active_experts": 37}, 3_338_212_864),
-        (QWEN_2_5_7B, {"active_experts": 74}, 4_764_014_080),
-        (LLAMA_2_7B, {"active_experts": 22}, 3_517_190_144),
-        (LLAMA_2_7B, {"expert_size": 64, "active_experts": 43}, 3_492_024_320),
+        (LLAMA_3_8B, {"active_experts": 28}, 8_030_261_248, 3_802_402_816),
+        (QWEN_2_5_7B, {"active_experts": 37}, 7_615_616_512, 3_338_212_864),
+        (QWEN_2_5_7B, {"active_experts": 74}, 7_615_616_512, 4_764_014_080),
+        (LLAMA_2_7B, {"active_experts": 22}, 6_738_415_616, 3_517_190_144),
+        (LLAMA_2_7B, {"expert_size": 64, "active_experts": 43}, 6_738_415_616, 3_492_024_320),
     ],
 )
-def test_active_parameters_are_the_papers_to_the_digit(config, settings, active):
-    assert counts(config, **settings).active == active
-
-
-@pytest.mark.parametrize(
-    ("config", "total"),
-    [
-        (LLAMA_2_7B, 6_738_415_616),
-        (LLAMA_3_8B, 8_030_261_248),
-        (QWEN_2_5_7B, 7_615_616_512),
-        (QWEN_2_5_HALF_B, 494_032_768),  # tied: the head is not counted again
-    ],
-)
-def test_dense_totals_are_the_published_ones(config, total):
-    assert counts(config).dense_total == total
+def test_active_parameters_are_the_papers_to_the_digit(config, settings, total, active):
+    found = counts(config, **settings)
+    assert (found.dense_total, found.active) == (total, active)
 
 
 def test_every_count_by_hand_for_llama_3():
@@ -71,8 +55,7 @@ def test_every_count_by_hand_for_llama_3():
     routers = layers * experts * d
     found = counts(LLAMA_3_8B)
     assert found.attention_and_norms == attention + norms
-    assert found.ffn_total == ffn
-    assert found.ffn_active == ffn * active // experts
+    assert (found.ffn_total, found.ffn_active) == (ffn, ffn * active // experts)
     assert found.routers == routers
     assert (found.input_embedding, found.output_head) == (embedding, head)
     assert found.floor == attention + norms + embedding + head
@@ -81,41 +64,26 @@ def test_every_count_by_hand_for_llama_3():
     assert found.active_without_embeddings == attention + norms + ffn * active // experts
 
 
-def test_a_tied_head_is_subtracted_once():
+def test_a_tied_head_is_counted_and_subtracted_once():
     found = counts(QWEN_2_5_HALF_B)
-    assert found.output_head == 0
+    assert (found.dense_total, found.output_head) == (494_032_768, 0)
     assert found.active - found.active_without_embeddings == 151_936 * 896
-
-
-TINY = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
 def test_the_meta_model_counts_as_the_real_model_and_its_parts_add_up(kind, tied):
-    config = kind(**TINY, tie_word_embeddings=tied)
+    config = published(kind, 100, 32, 48, 3, 4, 2, tied)
+    config.head_dim = 16
+    assert all(parameter.is_meta for parameter in meta_model(config).parameters())
     real = AutoModelForCausalLM.from_config(config)
     stored_once = {p.data_ptr(): p.numel() for p in real.parameters()}
     found = counts(config, experts=16, active_experts=16)
-    assert found.dense_total == sum(stored_once.values())
-    assert found.active == found.dense_total
+    assert found.dense_total == found.active == sum(stored_once.values())
     ffn = sum(p.numel() for name, p in real.named_parameters() if ".mlp." in name)
     assert found.ffn_total == ffn
     parts = found.attention_and_norms + found.input_embedding + found.output_head
     assert parts + ffn == found.dense_total
-
-
-def test_the_meta_model_holds_no_memory():
-    model = meta_model(LLAMA_2_7B)
-    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_a_split_of_another_width_is_refused():

@@ -42,27 +42,22 @@ __all__ = [
     "recipe",
 ]
 
-_HOME = {
-    "Conversion": "pipeline",
-    "DataConfig": "data",
-    "ExpertLayout": "layout",
-    "FinetuneConfig": "finetuning",
-    "FinetuneRunConfig": "config",
-    "LoadConfig": "load",
-    "RunConfig": "config",
-    "TrainingConfig": "training.loop",
-    "UserError": "errors",
-    "convert": "pipeline",
-    "finetune": "pipeline",
-    "finetune_recipe": "recipes",
-    "recipe": "recipes",
+_HOMES = {
+    "config": ("FinetuneRunConfig", "RunConfig"),
+    "data": ("DataConfig",),
+    "errors": ("UserError",),
+    "finetuning": ("FinetuneConfig",),
+    "layout": ("ExpertLayout",),
+    "load": ("LoadConfig",),
+    "pipeline": ("Conversion", "convert", "finetune"),
+    "recipes": ("finetune_recipe", "recipe"),
+    "training.loop": ("TrainingConfig",),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first asked for: PyTorch takes seconds to load."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'dotmoe' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"dotmoe.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"dotmoe.{home}"), name)
+    raise AttributeError(f"module 'dotmoe' has no attribute {name!r}")

@@ -13,9 +13,8 @@ from dotmoe.distributed import full_tensor, mesh, raise_on_all_ranks
 from dotmoe.granularity import Granularity
 from dotmoe.models.dense import DenseModel
 from dotmoe.moe.assignment import AlignState, Assignment, AssignmentConfig
-from dotmoe.moe.masked import Masking, masked
+from dotmoe.moe.masked import Masking, masked, recomputing
 from dotmoe.moe.objective import Objective, ObjectiveConfig, require_trainable
-from dotmoe.moe.units import recomputing
 from dotmoe.options import above, at_least, between
 from dotmoe.training.loop import DEFAULT_TRAINING, OnStep, ParameterGroup, TrainingConfig, train
 from dotmoe.transport import TransportPlan
@@ -62,6 +61,7 @@ class Alignment(Objective):
         self.assignment = Assignment(
             initial.affinity_LNE[first:],
             initial.router_LED[first:],
+            granularity.capacity,
             assignment,
             mesh(dense.device),
             is_learned=config.learn_assignment,
@@ -69,14 +69,14 @@ class Alignment(Objective):
         self.warmup_steps = warmup_steps
         self.plan_LNE: Tensor | None = None
         self.plan: TransportPlan | None = None
-        shape = self.assignment.shape
-        unknown_LN = torch.full(shape[:2], -1, device=dense.device)
+        shape = self.assignment.affinity_LNE.shape
         masking = Masking(
             active_experts=granularity.active_experts,
-            expert_of_neuron_LN=unknown_LN,
-            router_LED=self.assignment.routers(),
+            expert_of_neuron_LN=torch.full(shape[:2], -1, device=dense.device),
+            router_LED=(),
             surrogate=config.surrogate,
             surrogate_temperature=config.surrogate_temperature,
+            always_on=granularity.shared_size > 0,
             first_layer=first,
         )
         super().__init__(dense, masking, blocks, config, seed=seed)
@@ -97,23 +97,24 @@ class Alignment(Objective):
 
     def begin(self, step: int) -> dict[str, Tensor]:
         """Solve and round the plan of a step, which the masks follow from here on."""
-        router_LED = self.assignment.routers()
-        self.routers_LED = router_LED
+        assignment, routing = self.assignment, self.routing
+        self.routers_LED = full_tensor(assignment.router_LED.detach()).detach().requires_grad_()
         # Indexed layer by layer, each layer's gradient would be as large as that of all layers.
-        self.routing.router_LED = router_LED.unbind()
+        routing.router_LED = self.routers_LED.unbind()
         if not self.config.learn_assignment:
             return {}
-        tau = self.assignment.config.tau(step, self.warmup_steps)
-        self.plan = plan = self.assignment.plan(tau)
-        before, assigned = self.routing.expert_of_neuron_LN, self.assignment.rounded(plan)
-        self.routing.expert_of_neuron_LN = assigned
-        self.plan_LNE = self.assignment.gradient_buffer()
-        self.routing.plan_LNE = self.plan_LNE.unbind()
+        tau = assignment.config.tau(step, self.warmup_steps)
+        self.plan = plan = assignment.plan(tau)
+        before, assigned = routing.expert_of_neuron_LN, assignment.rounded(plan)
+        routing.expert_of_neuron_LN = assigned
+        # Stands for the plan of all layers where only its gradient is wanted; takes no memory.
+        nothing = torch.zeros((), device=assigned.device)
+        self.plan_LNE = nothing.expand(assignment.affinity_LNE.shape).requires_grad_()
+        routing.plan_LNE = self.plan_LNE.unbind()
         moved = (assigned != before) & (before >= 0)  # the first assignment has none before it
         return {
             "moved_fraction": moved.float().mean(),
-            "marginal_error": self.assignment.marginal_error(plan),
-            "soft_hard_gap": self.assignment.soft_hard_gap(plan, assigned),
+            **assignment.quality(plan, assigned),
             "tau": torch.tensor(tau, device=assigned.device),
         }
 
@@ -140,13 +141,12 @@ class Alignment(Objective):
 
     def learned(self, initial: AlignState, steps: int) -> AlignState:
         """What is learned now; leading dense layers as in `initial`. Every rank must ask."""
-        first = self.routing.first_layer
-        parts = (
-            (initial.affinity_LNE, self.assignment.affinity_LNE),
-            (initial.router_LED, self.assignment.router_LED),
-        )
         affinity, router = (
-            torch.cat([before[:first], full_tensor(now.detach())]) for before, now in parts
+            torch.cat([before[: self.routing.first_layer], full_tensor(now.detach())])
+            for before, now in (
+                (initial.affinity_LNE, self.assignment.affinity_LNE),
+                (initial.router_LED, self.assignment.router_LED),
+            )
         )
         return AlignState(affinity_LNE=affinity, router_LED=router, step=steps)
 
@@ -170,22 +170,20 @@ def align(
     """Train A and W_r so that the masked model follows the dense one (eq:total_loss).
 
     Under torchrun each rank takes an equal part of every batch and solves the assignment of some
-    layers; all ranks call this together, and return the same state.
+    layers; all ranks call this together, and return the same state. That of leading dense layers is
+    the initial one.
 
     Args:
         dense: The frozen model; teacher and student share its weights.
         blocks: Training text.
         initial: Where to start; left untouched.
-        granularity: Gives k, and the leading layers that stay dense.
+        granularity: Gives k, the shared expert's size, and the leading layers that stay dense.
         config: See `AlignConfig`.
         assignment: Solver and temperatures.
-        folder: Receives `metrics.jsonl` and `checkpoints/`; the newest there is resumed from.
+        folder: See `train`, as of `training` and `on_step`.
         seed: Of the data order.
         training: How often to save, what to do with bad values, and where to log.
-        on_step: Called after each step with its number and metrics.
-
-    Returns:
-        The trained state; that of leading dense layers is the initial one.
+        on_step: Called after each step.
 
     Raises:
         UserError: See `train`; or the model was loaded in float16.

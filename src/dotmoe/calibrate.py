@@ -4,19 +4,20 @@ The start from data is a method of its own: extracted at once (`--steps 0`) it i
 conversion.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from dotmoe.distributed import num_ranks
+from dotmoe.granularity import Granularity
 from dotmoe.models.dense import DenseModel
-from dotmoe.models.traits import GatedFFN
+from dotmoe.models.family import GatedFFN
 from dotmoe.moe.assignment import AlignState
+from dotmoe.moe.router import router_logits, top_k_mask
 from dotmoe.options import above, at_least
 from dotmoe.progress import Update, no_update
 from dotmoe.sharded_weights import whole_weights
@@ -25,6 +26,8 @@ from dotmoe.transport import balanced_plan, greedy_assignment
 Start = Literal["data", "random"]
 
 _TINY = 1e-30
+_LEAST_SHARE = 1e-9
+"""Of a token's energy, that an expert counts as having at least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,12 +35,12 @@ class CalibrateConfig:
     """Where affinities and routers start."""
 
     start: Start = "data"
-    """`data`: balanced clusters of output contributions and a ridge-regressed router. `random`: the
+    """`data`: experts by when a ridge-regressed router runs them, and that router. `random`: the
     paper's."""
     calibration_tokens: Annotated[int, at_least(1)] = 8192
     """Tokens whose activations are looked at. Only for the start from data."""
-    cluster_iterations: Annotated[int, at_least(0)] = 8
-    """Rounds of balanced k-means."""
+    start_rounds: Annotated[int, at_least(1)] = 10
+    """Rounds in which router and experts of the start from data take turns."""
     affinity_std: Annotated[float, above(0)] = 0.03
     """Standard deviation of the initial affinities."""
     router_std: Annotated[float, at_least(0)] = 0.02
@@ -51,38 +54,43 @@ class CalibrateConfig:
 def calibrate(
     dense: DenseModel,
     tokens_BT: Tensor,
-    num_experts: int,
+    split: Granularity,
     config: CalibrateConfig,
     *,
     seed: int,
     on_progress: Update = no_update,
 ) -> AlignState:
-    """Initial `AlignState` for `num_experts` experts a layer.
+    """Initial `AlignState` for the experts of `split`.
 
-    Under torchrun every rank computes all layers, and all return the state of rank 0.
-
-    Args:
-        dense: The dense model.
-        tokens_BT: Calibration text; read only for the start from data.
-        num_experts: E; must divide the FFN width.
-        config: See `CalibrateConfig`.
-        seed: Of the random numbers; the same seed gives the same state.
-        on_progress: Called with (layers done, layers).
+    Under torchrun every rank computes all layers, and all return the state of rank 0. The text is
+    read only for the start from data. The same seed gives the same state.
     """
+    widths = dense.widths
+
+    def at_random(seed: int, *layers: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        affinity = torch.randn(*layers, widths.ffn, split.columns, generator=generator)
+        router = torch.randn(*layers, split.num_experts, widths.model, generator=generator)
+        scaled = affinity * config.affinity_std, router * config.router_std
+        return scaled[0].to(dense.device), scaled[1].to(dense.device)
+
     if config.start == "random":
-        widths, generator = dense.widths, torch.Generator().manual_seed(seed)
-        shape = torch.Size((widths.layers, widths.ffn, num_experts))
-        affinity_LNE, router_LED = _random_start(
-            shape, widths.model, config, generator, dense.device
-        )
+        affinity_LNE, router_LED = at_random(seed, widths.layers)
         return AlignState(affinity_LNE=affinity_LNE, router_LED=router_LED, step=0)
     rows = -(-config.calibration_tokens // tokens_BT.shape[1])
     layers = dense.family.layers(dense.model)
     starts = []
     for index, x_TD in enumerate(ffn_inputs(dense, tokens_BT[:rows])):
         with whole_weights(layers[index]):
-            contribution_TN = contributions(dense.family.ffn(layers[index]), x_TD)
-        starts.append(_start_of_layer(x_TD, contribution_TN, num_experts, config, seed + index))
+            energy_TN = contributions(dense.family.ffn(layers[index]), x_TD).square()
+        if not bool(energy_TN.any()):  # an FFN that does nothing, such as a zeroed one
+            starts.append(at_random(seed + index))
+        else:
+            expert_N, router_ED = router_aware_start(
+                x_TD, energy_TN, split, config, seed=seed + index
+            )
+            affinity_NE = affinity_of(expert_N, split.columns)
+            starts.append((affinity_NE * (config.affinity_std / affinity_NE.std()), router_ED))
         on_progress(index + 1, len(layers))
     affinity_LNE, router_LED = (torch.stack(parts) for parts in zip(*starts, strict=True))
     if num_ranks() > 1:
@@ -91,18 +99,38 @@ def calibrate(
     return AlignState(affinity_LNE=affinity_LNE, router_LED=router_LED, step=0)
 
 
-def _start_of_layer(
-    x_TD: Tensor, contribution_TN: Tensor, num_experts: int, config: CalibrateConfig, seed: int
-) -> tuple[Tensor, Tensor]:
-    """Affinities [N, E] and router rows [E, D] of one layer."""
-    affinity_NE = cluster_affinity(contribution_TN, num_experts, config, seed=seed)
-    spread = float(affinity_NE.std())
-    if spread == 0:  # an FFN whose contributions never change, such as a zeroed one
-        generator = torch.Generator().manual_seed(seed)
-        return _random_start(affinity_NE.shape, x_TD.shape[1], config, generator, x_TD.device)
-    energy_TE = expert_sums(contribution_TN.square(), harden(affinity_NE), num_experts)
-    router_ED = ridge_router(x_TD, energy_TE, config.ridge)
-    return affinity_NE * (config.affinity_std / spread), router_ED
+@torch.no_grad()
+def ffn_inputs(dense: DenseModel, tokens_BT: Tensor) -> list[Tensor]:
+    """Input of the FFN of each layer, [T, D] a layer in the model's dtype, on the model's device.
+
+    A model that is sharded must be run by every rank.
+    """
+    ffns = [layer.get_submodule("mlp") for layer in dense.family.layers(dense.model)]
+    seen: dict[object, list[Tensor]] = {ffn: [] for ffn in ffns}
+    hooks = [
+        ffn.register_forward_pre_hook(lambda ffn, args: seen[ffn].append(args[0].flatten(0, -2)))
+        for ffn in ffns
+    ]
+    trunk = dense.family.trunk(dense.model)
+    try:
+        for rows in torch.split(tokens_BT, 4):
+            trunk(input_ids=rows.to(dense.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [torch.cat(seen[ffn]) for ffn in ffns]
+
+
+def activations(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:
+    """H of eq:ffn_intermediate for FFN inputs in the model's dtype, float32."""
+    hidden: Tensor = F.silu(ffn.gate(x_TD)) * ffn.up(x_TD)
+    return hidden.float()
+
+
+def contributions(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:
+    """Size of each neuron's term in the FFN output: |H[t, n]| * ||W_down[:, n]||, float32."""
+    size: Tensor = activations(ffn, x_TD).abs() * ffn.down.weight.float().norm(dim=0)
+    return size
 
 
 def expert_sums(
@@ -114,65 +142,47 @@ def expert_sums(
     return sums_TE[:, :num_experts]
 
 
-def ffn_inputs(dense: DenseModel, tokens_BT: Tensor) -> list[Tensor]:
-    """Input of the FFN of each layer, [T, D] a layer in the model's dtype, on the model's device.
+def router_aware_start(
+    x_TD: Float[Tensor, "T D"],
+    energy_TN: Float[Tensor, "T N"],
+    split: Granularity,
+    config: CalibrateConfig,
+    *,
+    seed: int,
+) -> tuple[Int[Tensor, " N"], Float[Tensor, "E D"]]:
+    """Experts and router of a layer, from its FFN's inputs and squared contributions.
 
-    Args:
-        dense: The dense model; one that is sharded must be run by every rank.
-        tokens_BT: Text.
+    The neurons of largest mean energy are the shared expert's, number E. Of the others, from a
+    random split, in turn: the ridge router of the experts there are, and balanced transport
+    of A = energy^T R, where R is the hard top-k mask of that router (eq:router_topk). So a neuron
+    is worth to an expert the energy that is kept where the two run together, which is the gradient
+    of eq:assignment_ste if the loss is the energy left out.
     """
-    captured: list[list[Tensor]] = []
-    hooks = []
-    for layer in dense.family.layers(dense.model):
-        bucket: list[Tensor] = []
-        captured.append(bucket)
-        ffn = layer.get_submodule("mlp")
-        hooks.append(ffn.register_forward_pre_hook(_keep_input(bucket)))
-    trunk = dense.family.trunk(dense.model)
-    try:
-        with torch.no_grad():
-            for rows in torch.split(tokens_BT, 4):
-                trunk(input_ids=rows.to(dense.device), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [torch.cat(bucket) for bucket in captured]
+    order_N = energy_TN.mean(dim=0).argsort(descending=True, stable=True)
+    routed_M = order_N[split.shared_size :].sort().values
+    routed_TM = energy_TN[:, routed_M]
+    first_M = torch.randperm(len(routed_M), generator=torch.Generator().manual_seed(seed))
+    expert_N = torch.full_like(order_N, split.num_experts)
+    expert_N[routed_M] = (first_M // split.expert_size).to(expert_N.device)
+
+    def router() -> Tensor:
+        energy_TE = expert_sums(energy_TN, expert_N, split.num_experts)
+        return ridge_router(x_TD, log_energy(energy_TE), config.ridge)
+
+    for _ in range(config.start_rounds):
+        mask_TE = top_k_mask(router_logits(x_TD, router()), split.active_experts)
+        expert_N[routed_M] = harden(routed_TM.T @ mask_TE, relative_tau=0.01)
+    return expert_N, router()
 
 
-def _keep_input(bucket: list[Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        bucket.append(args[0].reshape(-1, args[0].shape[-1]))
+def affinity_of(expert_of_neuron_LN: Int[Tensor, "*L N"], columns: int) -> Float[Tensor, "*L N E"]:
+    """Affinities that every solver rounds to these experts: one-hot, float32.
 
-    return hook
-
-
-def contributions(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:
-    """Size of each neuron's term in the FFN output: |H[t, n]| * ||W_down[:, n]||, float32."""
-    hidden = F.silu(ffn.gate(x_TD)) * ffn.up(x_TD)
-    size: Tensor = hidden.float().abs() * ffn.down.weight.float().norm(dim=0)
-    return size
-
-
-def cluster_affinity(
-    contribution_TN: Tensor, num_experts: int, config: CalibrateConfig, *, seed: int
-) -> Float[Tensor, "N E"]:
-    """Cosine similarity of each neuron to the centres of balanced clusters of neurons.
-
-    Neurons are described by their contributions over the calibration tokens, centred and of unit
-    length; the assignment step of the k-means is the balanced transport itself.
+    With experts of one size the plan is their softmax at any temperature, its largest entries the
+    experts. A shared expert, of number E, is larger: its column has the largest entries, those of
+    its own neurons first.
     """
-    features_NT = F.normalize(
-        contribution_TN.T - contribution_TN.T.mean(dim=1, keepdim=True), dim=1
-    )
-    generator = torch.Generator().manual_seed(seed)
-    first = torch.randperm(len(features_NT), generator=generator)[:num_experts]
-    centres_ET = features_NT[first.to(features_NT.device)]
-    for _ in range(config.cluster_iterations):
-        expert_of_neuron_N = harden(features_NT @ centres_ET.T)
-        centres_ET = torch.zeros_like(centres_ET)
-        centres_ET.index_add_(0, expert_of_neuron_N, features_NT)
-        centres_ET = F.normalize(centres_ET, dim=1)
-    return features_NT @ centres_ET.T
+    return F.one_hot(expert_of_neuron_LN, columns).float()
 
 
 def harden(affinity_NE: Tensor, relative_tau: float = 0.1) -> Int[Tensor, " N"]:
@@ -185,22 +195,26 @@ def harden(affinity_NE: Tensor, relative_tau: float = 0.1) -> Int[Tensor, " N"]:
     return greedy_assignment(plan, capacity=capacity)
 
 
+def log_energy(energy_TE: Float[Tensor, "T E"]) -> Float[Tensor, "T E"]:
+    """Half the logarithm of each expert's share of a token's energy, float64."""
+    share_TE = energy_TE.double() / energy_TE.double().sum(dim=1, keepdim=True).clamp_min(_TINY)
+    return 0.5 * share_TE.clamp_min(_LEAST_SHARE).log()
+
+
 def ridge_router(
-    x_TD: Float[Tensor, "T D"], energy_TE: Float[Tensor, "T E"], ridge: float
+    x_TD: Float[Tensor, "T D"], target_TE: Float[Tensor, "T E"], ridge: float
 ) -> Float[Tensor, "E D"]:
-    """Router rows that predict each expert's share of the contribution energy of a token.
+    """Router rows that predict how the targets of a token differ from their mean.
 
     Least squares from the FFN input with a ridge penalty, by normal equations in float64. Rows are
     centred over experts, which changes no routing, and scaled so that logits have standard
     deviation 1. Float32.
     """
-    x_TD, share_TE = x_TD.double(), energy_TE.double().sqrt()
-    share_TE = share_TE / share_TE.sum(dim=1, keepdim=True).clamp_min(_TINY)
-    target_TE = share_TE - share_TE.mean(dim=1, keepdim=True)
+    x_TD = x_TD.double()
+    target_TE = target_TE.double() - target_TE.double().mean(dim=1, keepdim=True)
     gram_DD = x_TD.T @ x_TD
     gram_DD.diagonal().add_(ridge * gram_DD.diagonal().mean())
-    router_ED = torch.linalg.solve(gram_DD, x_TD.T @ target_TE).T
-    return unit_logits(router_ED, x_TD)
+    return unit_logits(torch.linalg.solve(gram_DD, x_TD.T @ target_TE).T, x_TD)
 
 
 def unit_logits(router_ED: Float[Tensor, "E D"], x_TD: Float[Tensor, "T D"]) -> Tensor:
@@ -211,16 +225,3 @@ def unit_logits(router_ED: Float[Tensor, "E D"], x_TD: Float[Tensor, "T D"]) -> 
     centred_ED = router_ED - router_ED.mean(dim=0)
     scaled: Tensor = centred_ED / (x_TD @ centred_ED.T).std().clamp_min(_TINY)
     return scaled.float()
-
-
-def _random_start(
-    shape: torch.Size,
-    width: int,
-    config: CalibrateConfig,
-    generator: torch.Generator,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    """Normal affinities of a shape [..., N, E], and router rows [..., E, D] of a model width."""
-    affinity = torch.randn(shape, generator=generator) * config.affinity_std
-    router = torch.randn(*shape[:-2], shape[-1], width, generator=generator) * config.router_std
-    return affinity.to(device), router.to(device)

@@ -1,9 +1,11 @@
 """Several methods on one model: the same budget, data, seed and measurement, side by side."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from statistics import fmean
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import tyro
 
@@ -12,11 +14,18 @@ from dotmoe.config import RunConfig
 from dotmoe.errors import UserError
 from dotmoe.files import write_json, write_text
 from dotmoe.granularity import Granularity
-from dotmoe.pipeline import convert
+from dotmoe.load import describe_dense
+from dotmoe.options import at_least
+from dotmoe.pipeline import convert, split_of
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
 from dotmoe.run_folder import RunFolder
 from dotmoe.tables import Table, percent, table_of, to_markdown
+
+Row = dict[str, Any]
+
+_CONVERTING = ("calibrate", "align", "extract", "repair")
+"""Stages whose time a conversion is said to take."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,11 +38,16 @@ class CompareConfig(RunConfig):
     """Methods to compare. Each is converted without training, once with its own router and once
     with a ridge-regressed one, and with `router_steps` also trained: `dot_moe` that many steps of
     alignment, the others their router as long on the same batches."""
+    trained_only: bool = False
+    """Leave out what is not trained: every method starts from the ridge-regressed router and takes
+    `router_steps`."""
+    seeds: tuple[Annotated[int, at_least(0)], ...] = ()
+    """Seeds to make every conversion with; the table has their mean, least and greatest. Default:
+    `seed` alone."""
     method: Annotated[Literal["dot_moe"], tyro.conf.Suppress] = "dot_moe"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """One conversion of a comparison or of a sweep."""
 
     name: str
@@ -41,8 +55,6 @@ class Point:
     value: int | float | str
     """Of what changes: the method, or what is swept."""
     config: RunConfig
-    trained: str = ""
-    """What of it is trained, in words."""
 
 
 def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
@@ -61,31 +73,84 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     return summary
 
 
+COLUMNS: dict[str, Callable[[Row], str | None]] = {
+    "active": lambda row: percent(row["active_fraction"]),
+    "perplexity": lambda row: f"{row['perplexity']:.2f}",
+    "nats above dense": lambda row: f"{row['loss_above_dense']:.3f}",
+}
+"""What every table of conversions shows of one."""
+
+
 def table(summary: dict[str, Any]) -> Table:
-    """The rows of a comparison."""
-    columns: dict[str, Callable[[Any], str | None]] = {
+    """The rows of a comparison, the seeds of a conversion as one."""
+    rows = over_seeds(summary["rows"])
+    columns = {
         "method": lambda row: row["value"],
         "router": lambda row: row.get("router"),
         "trained": lambda row: row.get("trained"),
-        "perplexity": lambda row: f"{row['perplexity']:.2f}",
-        "nats above dense": lambda row: f"{row['loss_above_dense']:.3f}",
-        "active": lambda row: percent(row["active_fraction"]),
+        "weights": lambda row: row.get("weights"),
+        **COLUMNS,
+        **({"seeds": spread} if any(row["losses"][1:] for row in rows) else {}),
         "shared": lambda row: percent(row["shared_fraction"]),
         "seconds": lambda row: f"{row['seconds']:.0f}" if row.get("seconds") else None,
     }
-    return table_of(summary["rows"], columns, words=3)
+    if not any("weights" in row for row in rows):
+        del columns["weights"]
+    return table_of(rows, columns, words=4 if "weights" in columns else 3)
+
+
+def over_seeds(rows: Iterable[Row]) -> list[Row]:
+    """Rows with their conversions of several seeds as one: mean loss, perplexity of that.
+
+    Each has `losses`, the nats above dense of every seed.
+    """
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        kind = (row["value"], row.get("router"), row.get("trained"), row.get("weights"))
+        groups.setdefault(kind, []).append(row)
+    made = []
+    for alike in groups.values():
+        losses = [row["loss_above_dense"] for row in alike]
+        means = {name: fmean(row[name] for row in alike) for name in ("loss",)}
+        means |= {"perplexity": math.exp(means["loss"]), "loss_above_dense": fmean(losses)}
+        made.append(alike[0] | means | {"losses": losses})
+    return made
+
+
+def spread(row: Row) -> str | None:
+    """Least and greatest nats above dense of a row's seeds."""
+    losses = row["losses"]
+    return f"{min(losses):.3f} to {max(losses):.3f}" if losses[1:] else None
 
 
 def points_of(config: CompareConfig) -> list[Point]:
     """The runs of a comparison, in the order of its table.
 
     Raises:
-        UserError: A method named twice, or no text to measure on that all runs share.
+        UserError: No text to measure on that all runs share; or nothing to train, where only what
+            is trained is asked for.
     """
-    if len(set(config.methods)) < len(config.methods):
-        raise UserError("methods names one of them twice. Name each once.")
     plain = plain_run(config)
-    return [point for method in config.methods for point in _points_of(method, plain)]
+    points = [
+        point
+        for method in dict.fromkeys(config.methods)
+        for seed in dict.fromkeys(config.seeds or (config.seed,))
+        for point in _points_of(
+            method, replace(plain, seed=seed), f"-seed{seed}" * bool(config.seeds)
+        )
+        if not config.trained_only or steps_of(point.config)
+    ]
+    if not points:
+        raise UserError(
+            f"trained_only is set, but router_steps is {config.baseline.router_steps} and methods "
+            f"are {', '.join(config.methods)}, of which nothing is trained. Set router_steps."
+        )
+    return points
+
+
+def steps_of(config: RunConfig) -> int:
+    """Steps that a conversion trains routers, or routers and experts."""
+    return config.align.steps if config.method == "dot_moe" else config.baseline.router_steps
 
 
 def plain_run(config: RunConfig) -> RunConfig:
@@ -105,18 +170,18 @@ def plain_run(config: RunConfig) -> RunConfig:
 def summary_of(
     config: RunConfig,
     points: list[Point],
-    rows_of: Callable[[Point, dict[str, Any]], Iterable[dict[str, Any]]],
+    rows_of: Callable[[Point, dict[str, Any]], Iterable[Row]],
     progress: Progress,
 ) -> dict[str, Any]:
-    """What a comparison and a sweep record: makes every run that is not finished yet.
+    """What a comparison and a sweep record, after making every run that is not finished yet.
 
-    Args:
-        config: The config that holds all runs.
-        points: The runs; at least one.
-        rows_of: Rows of a run, from its results.
-        progress: Shows the progress.
+    A split that does not fit is refused before the first run. `rows_of` gives the rows of a run
+    from its results.
     """
-    rows: list[dict[str, Any]] = []
+    dense_model = describe_dense(config.model)
+    for point in points:
+        split_of(point.config, dense_model)
+    rows: list[Row] = []
     for point in points:
         progress.log(f"{point.name}:")
         results = convert(point.config, progress).results
@@ -124,23 +189,20 @@ def summary_of(
         if not rows:
             whole = {"active_fraction": 1.0, "shared_fraction": 0.0}
             whole["parameters"] = results["parameters"]["dense"]
-            rows.append({"run": "dense", "value": "dense", **whole, **measured(dense, dense)})
+            rows.append({"run": "dense", "value": "dense", **whole, **_measured(dense, dense)})
         rows.extend(rows_of(point, results))
     return {
         "origin": "measured",
         "model": config.model,
         "rows": rows,
-        "text": dense["text"],
-        "window": dense["window"],
-        "protocol": dense["protocol"],
+        **{name: dense[name] for name in ("text", "window", "protocol")},
         "provenance": provenance(config.seed),
     }
 
 
-def moe_row(point: Point, results: dict[str, Any]) -> dict[str, Any]:
+def moe_row(point: Point, results: dict[str, Any]) -> Row:
     """What a run measured of its export."""
     split = Granularity(**results["granularity"])
-    folder = RunFolder(Path(point.config.out))
     return {
         "run": point.name,
         "value": point.value,
@@ -149,15 +211,9 @@ def moe_row(point: Point, results: dict[str, Any]) -> dict[str, Any]:
         "shared_fraction": split.shared_size / split.ffn_width,
         "parameters": results["parameters"]["active"],
         "steps": results["steps"],
-        "seconds": folder.seconds("calibrate", "align", "extract"),
-        **measured(results["moe"], results["dense"]),
+        "seconds": RunFolder(Path(point.config.out)).seconds(*_CONVERTING),
+        **_measured(results["moe"], results["dense"]),
     }
-
-
-def measured(result: dict[str, Any], dense: dict[str, Any]) -> dict[str, Any]:
-    """A perplexity, and how far it is from the dense model's."""
-    kept = {name: result[name] for name in ("perplexity", "loss", "tokens", "window")}
-    return kept | {"loss_above_dense": result["loss"] - dense["loss"]}
 
 
 def write_summary(out: str, name: str, summary: dict[str, Any], tables: list[Table]) -> None:
@@ -167,44 +223,59 @@ def write_summary(out: str, name: str, summary: dict[str, Any], tables: list[Tab
     write_text(Path(out) / f"{name}.md", "\n\n".join([*map(to_markdown, tables), protocol]))
 
 
-def _points_of(method: MethodName, plain: RunConfig) -> Iterator[Point]:
-    steps = plain.baseline.router_steps
+def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:
+    """A perplexity, and how far it is from the dense model's."""
+    names = ("perplexity", "loss", "tokens", "window")
+    kept = {name: result[name] for name in names}
+    return kept | {"loss_above_dense": result["loss"] - dense["loss"]}
 
-    def point(variant: str, trained: str, config: RunConfig) -> Point:
-        name = f"{method}-{variant}"
-        config = replace(config, method=method, out=str(Path(plain.out) / name))
-        return Point(name=name, value=method, trained=trained, config=config)
 
+def _points_of(method: MethodName, plain: RunConfig, suffix: str) -> Iterator[Point]:
+    steps, has_shared_expert = plain.baseline.router_steps, False
+    if method != "dot_moe":
+        has_shared_expert = METHODS[method].has_shared_expert
     # What a method does not read must not make it another run.
-    options = replace(plain.baseline, router_steps=0)
-    has_shared_expert = method in METHODS and METHODS[method].has_shared_expert
-    if not has_shared_expert:
-        options = replace(options, shared_experts=None)
+    shared = plain.baseline.shared_experts if has_shared_expert else None
+    options = replace(plain.baseline, router_steps=0, shared_experts=shared)
+    if not has_shared_expert and method != "dot_moe":
+        plain = replace(plain, experts=replace(plain.experts, shared=0.0))
+
+    def point(variant: str, **changes: Any) -> Point:
+        name = f"{method}-{variant}{suffix}"
+        run = replace(plain, method=method, out=str(Path(plain.out) / name))
+        return Point(name, method, replace(run, **{"baseline": options} | changes))
+
     if method == "dot_moe":
-        free = replace(plain, baseline=options, align=replace(plain.align, steps=0))
-        yield point("untrained", "nothing", free)
-        for variant, trained, learns in (
-            ("router", "router", False),
-            ("trained", "router and experts", True),
-        ):
-            if steps:
-                align = replace(plain.align, steps=steps, learn_assignment=learns)
-                yield point(variant, trained, replace(free, align=align))
+        yield point("untrained", align=replace(plain.align, steps=0))
+        for variant, learns in (("router", False), ("trained", True)) if steps else ():
+            align = replace(plain.align, steps=steps, learn_assignment=learns)
+            yield point(variant, align=align)
         return
-    for router in ("own", "ridge"):
-        baseline = replace(options, split_router=router)
-        yield point(router, "nothing", replace(plain, baseline=baseline))
-    if steps and not has_shared_expert:
-        baseline = replace(options, split_router="ridge", router_steps=steps)
-        yield point("trained", "router", replace(plain, baseline=baseline))
+    yield point("own", baseline=replace(options, split_router="own"))
+    ridge = replace(options, split_router="ridge")
+    yield point("ridge", baseline=ridge)
+    if steps:
+        yield point("trained", baseline=replace(ridge, router_steps=steps))
 
 
-def _rows(point: Point, results: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _rows(point: Point, results: dict[str, Any]) -> Iterator[Row]:
     """Rows of a run: what was exported, and what its method's own router would be worth."""
-    row = moe_row(point, results) | {"trained": point.trained}
-    router: str = point.config.baseline.split_router if point.value != "dot_moe" else "ridge"
+    config, trained, router = point.config, "nothing", "ridge"
+    if config.method != "dot_moe":
+        trained = "router" if config.baseline.router_steps else "nothing"
+        router = config.baseline.split_router
+    elif config.align.steps:
+        trained = "router and experts" if config.align.learn_assignment else "router"
     exact = results.get("moe_own_router")
-    yield row | {"router": router if exact is None else "linear fit to own"}
+    row = moe_row(point, results) | {"trained": trained, "seed": config.seed}
+    row["router"] = router if exact is None else "linear fit to own"
+    frozen = row
+    if config.repair:
+        seconds = RunFolder(Path(config.out)).seconds(*_CONVERTING[:-1])
+        frozen = row | _measured(results["frozen"], results["dense"])
+        frozen |= {"weights": "frozen", "seconds": seconds}
+        yield frozen
+        row["weights"] = "repaired"
+    yield row
     if exact is not None:
-        own = measured(exact, results["dense"])
-        yield row | own | {"router": "own, not exportable"}
+        yield frozen | _measured(exact, results["dense"]) | {"router": "own, not exportable"}

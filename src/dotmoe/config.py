@@ -1,8 +1,8 @@
 """Configs of whole runs: the stages' own configs together, and rules across stages."""
 
 import dataclasses
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar, Self
 
 import tyro
 from tyro.conf import Positional
@@ -11,14 +11,16 @@ from dotmoe.align import AlignConfig
 from dotmoe.baselines import BaselineConfig, MethodName
 from dotmoe.calibrate import CalibrateConfig
 from dotmoe.data import DataConfig
+from dotmoe.distributed import num_ranks
 from dotmoe.errors import UserError
 from dotmoe.export import ExportConfig
 from dotmoe.finetuning import FinetuneConfig
+from dotmoe.finetuning.repair import RepairConfig, require_one_process
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.load import LoadConfig
 from dotmoe.moe.assignment import AssignmentConfig
 from dotmoe.options import HOW, at_least
-from dotmoe.self_text import SampleConfig
+from dotmoe.tokenise import SampleConfig
 from dotmoe.training.loop import TrainingConfig
 
 
@@ -29,7 +31,7 @@ class RunConfig:
     command: ClassVar[str] = "convert"
 
     model: Annotated[Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """Local folder or hub name of the dense model; `embedded` is the bundled one."""
+    """Local folder, GGUF file or hub name of the dense model; `embedded` is the bundled one."""
     out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT"), HOW]
     """Run folder to write; the checkpoint will be in its `5_export`."""
     method: MethodName = "dot_moe"
@@ -42,6 +44,9 @@ class RunConfig:
     calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
     assignment: AssignmentConfig = field(default_factory=AssignmentConfig)
     align: AlignConfig = field(default_factory=AlignConfig)
+    repair: bool = False
+    """Refit W_down in closed form, so that the MoE follows the dense model; not while it trains."""
+    repairing: RepairConfig = field(default_factory=RepairConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     training: Annotated[TrainingConfig, HOW] = field(default_factory=TrainingConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
@@ -51,6 +56,26 @@ class RunConfig:
     """Tokens of text to measure perplexity on, at most."""
     seed: Annotated[int, at_least(0)] = 0
     """Of initial values and data order. Same seed, machine and thread count: same result."""
+
+    def settled(self) -> Self:
+        """With what `method` decides for the alignment phase written out.
+
+        A method other than DOT-MoE keeps its experts; its router is trained for `router_steps`.
+
+        Raises:
+            UserError: Such a method, or a repair, on several ranks.
+        """
+        if self.repair:
+            require_one_process()
+        if self.method == "dot_moe":
+            return self
+        if num_ranks() > 1:
+            raise UserError(
+                f"method is {self.method}, which runs in one process, and torchrun started "
+                f"{num_ranks()}. Start without torchrun."
+            )
+        steps = self.baseline.router_steps
+        return replace(self, align=replace(self.align, steps=steps, learn_assignment=False))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +91,7 @@ class FinetuneRunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     """Text to train on. Default: the sources of RUN, read as RUN did."""
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    repairing: RepairConfig = field(default_factory=RepairConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     training: Annotated[TrainingConfig, HOW] = field(default_factory=TrainingConfig)
     load: LoadConfig = field(default_factory=LoadConfig)

@@ -10,17 +10,17 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from dotmoe.errors import RankError, UserError
+from dotmoe.errors import RankError, UserError, one_line
 
 Result = TypeVar("Result")
 
@@ -44,15 +44,13 @@ def resolved_device(name: str) -> torch.device:
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise UserError(f"device is {name!r}, but it must be auto, cpu, cuda or cuda:N. Name one.")
     try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        cause = " ".join(str(error).split())[:160]
         raise UserError(
-            f"device is {name!r}, which this machine does not have ({cause}). "
+            f"device is {name!r}, which this machine does not have ({one_line(error)[:160]}). "
             "Choose auto, cpu or cuda."
         ) from error
-    return device
+    return torch.device(name)
 
 
 def rank() -> int:
@@ -79,8 +77,7 @@ def started_by_torchrun() -> bool:
 def process_group(device: torch.device) -> Iterator[None]:
     """Inside, the ranks that torchrun started form one group; alone, nothing happens.
 
-    Args:
-        device: Kind of device the ranks compute on; on CUDA each takes the GPU of its local rank.
+    On CUDA each takes the GPU of its local rank.
 
     Raises:
         UserError: Another rank has gone.
@@ -90,7 +87,7 @@ def process_group(device: torch.device) -> Iterator[None]:
         yield
         return
     if device.type == "cuda":
-        _take_own_gpu(int(os.environ.get("LOCAL_RANK", "0")))
+        _take_own_gpu()
     dist.init_process_group(_backend(device), timeout=PATIENCE)
     if not is_rank_zero():
         logging.disable(logging.WARNING)  # rank 0 warns of the same
@@ -101,7 +98,8 @@ def process_group(device: torch.device) -> Iterator[None]:
             raise
         raise RankError(f"rank {rank()}: {error}") from error
     except RuntimeError as error:
-        if not _is_lost_connection(error):
+        # NCCL and the store have error types of their own; gloo's are known by their source file.
+        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
             raise
         gone = "another rank has gone, and its own message says why. Fix that and start again."
         raise UserError(gone) from error
@@ -114,13 +112,8 @@ def _backend(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def _is_lost_connection(error: RuntimeError) -> bool:
-    """NCCL and the store have error types of their own; gloo's are known by their source file."""
-    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
-
-
-def _take_own_gpu(local_rank: int) -> None:
-    num_gpus = torch.cuda.device_count()
+def _take_own_gpu() -> None:
+    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local_rank >= num_gpus:
         raise RankError(
             f"rank {local_rank} of this machine has no GPU: there are {num_gpus}. Start torchrun "
@@ -140,9 +133,7 @@ def mesh(device: torch.device) -> DeviceMesh | None:
 def fsdp_mesh(device: torch.device, *, shard: bool) -> Iterator[DeviceMesh]:
     """All ranks as FSDP2 wants them; alone, a group of this process for as long as the block lasts.
 
-    Args:
-        device: Kind of device the ranks compute on.
-        shard: Each rank holds its rows of every tensor; False: each holds all of them.
+    With `shard` each rank holds its rows of every tensor, else all of them.
     """
     is_alone = not dist.is_initialized()
     if is_alone:
@@ -157,13 +148,8 @@ def fsdp_mesh(device: torch.device, *, shard: bool) -> Iterator[DeviceMesh]:
 
 
 def require_equal_shares(batch_size: int) -> None:
-    """Refuse a batch that the ranks cannot share equally.
-
-    Raises:
-        UserError: The nearest sizes that they can share are named.
-    """
-    over = batch_size % num_ranks()
-    if over:
+    """Refuse a batch that the ranks cannot share equally, naming the nearest that they can."""
+    if over := batch_size % num_ranks():
         nearest = [size for size in (batch_size - over, batch_size - over + num_ranks()) if size]
         raise UserError(
             f"batch_size is {batch_size}, but {num_ranks()} ranks must share it equally. "
@@ -178,54 +164,34 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
-def broadcast_from_rank_zero(make: Callable[[], Result]) -> Result:
-    """Run `make` on rank 0 alone; every rank gets its result, or its error.
-
-    Args:
-        make: Returns something that can be pickled. Where it fails, rank 0 raises its error, and
-            the others a `UserError`, so that no rank waits for one that has gone. It must not
-            communicate: the other ranks are not in it.
-    """
-    if num_ranks() == 1:
-        return make()
-    result, own = _attempt(make) if is_rank_zero() else (None, None)
-    outcome: list[Any] = [result, None if own is None else _text(own)]
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise own or _ReportedElsewhereError(outcome[1])
-    shared: Result = outcome[0]
-    return shared
-
-
 def raise_on_all_ranks(make: Callable[[], Result]) -> Result:
     """Run `make` on every rank; if it fails on one, every rank raises, with that rank's message.
 
-    Args:
-        make: Has no collective in it, in which a rank that failed would leave the others waiting.
+    It must not communicate: a rank that fails would leave the others waiting.
     """
     if num_ranks() == 1:
         return make()
-    result, own = _attempt(make)
-    failures: list[Any] = [None] * num_ranks()
-    dist.all_gather_object(failures, None if own is None else _text(own))
-    failed = [number for number, message in enumerate(failures) if message is not None]
+    own: Exception | None = None
+    try:
+        result = make()
+    except Exception as error:  # noqa: BLE001  (reported to every rank and raised there)
+        own = error
+    failures: list[str | None] = [None] * num_ranks()
+    dist.all_gather_object(failures, None if own is None else str(own) or type(own).__name__)
+    failed = [f"rank {number}: {text}" for number, text in enumerate(failures) if text is not None]
     if not failed:
-        return result  # type: ignore[return-value]
+        return result
     if own is not None and (is_rank_zero() or not isinstance(own, UserError)):
         raise own
-    message = f"rank {failed[0]}: {failures[failed[0]]}"
-    raise UserError(message) if is_rank_zero() else _ReportedElsewhereError(message)
+    raise UserError(failed[0]) if is_rank_zero() else _ReportedElsewhereError(failed[0])
 
 
-def _attempt(make: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    try:
-        return make(), None
-    except Exception as error:  # noqa: BLE001  (reported to every rank and raised there)
-        return None, error
-
-
-def _text(error: Exception) -> str:
-    return str(error) or type(error).__name__
+def broadcast_from_rank_zero(make: Callable[[], Result]) -> Result:
+    """Run `make` on rank 0 alone; every rank gets its result, pickled, or its error."""
+    made = [raise_on_all_ranks(lambda: make() if is_rank_zero() else None)]
+    if num_ranks() > 1:
+        dist.broadcast_object_list(made, src=0)
+    return made[0]  # type: ignore[return-value]
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -249,18 +215,11 @@ def own_rows(tensor: Tensor) -> slice:
 
 
 def divided(whole: Tensor, ranks: DeviceMesh | None) -> Tensor:
-    """A copy with its rows divided over the ranks as `torch.chunk` cuts them; alone, a copy.
-
-    Args:
-        whole: Equal on all ranks.
-        ranks: See `mesh`.
-    """
+    """A copy of what is equal on all ranks, its rows divided over them as `torch.chunk` cuts."""
+    copy = whole.clone()
     if ranks is None:
-        return whole.clone()
-    parts = whole.chunk(ranks.size())
-    number = ranks.get_local_rank()
-    own = parts[number] if number < len(parts) else whole[:0]
-    return as_divided(own.clone(), len(whole), ranks)
+        return copy
+    return distribute_tensor(copy, ranks, [Shard(0)], src_data_rank=None)
 
 
 def as_divided(part: Tensor, length: int, ranks: DeviceMesh | None) -> Tensor:

@@ -31,7 +31,6 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(message)
         self.signum = signum
-        """Number of the signal."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

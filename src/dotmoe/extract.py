@@ -16,12 +16,14 @@ def extract(state: AlignState, split: Granularity, config: AssignmentConfig) -> 
 
     Args:
         state: Affinities and routers.
-        split: Gives k and the leading layers that stay dense: all their neurons are always on.
+        split: Gives k, the size of the shared expert, and the leading layers that stay dense: all
+            their neurons are always on.
         config: Solver and final temperature.
     """
-    plan = soft_plan(state.affinity_LNE, config, tau=config.tau_end)
+    plan = soft_plan(state.affinity_LNE, split.capacity, config, tau=config.tau_end)
     centred_LED = state.router_LED - state.router_LED.mean(dim=1, keepdim=True)
-    expert_of_neuron_LN = hard_assignment(plan).cpu()
+    expert_of_neuron_LN = hard_assignment(plan, split.capacity).cpu()
+    expert_of_neuron_LN[expert_of_neuron_LN == split.num_experts] = ALWAYS_ON
     expert_of_neuron_LN[: split.first_dense_layers] = ALWAYS_ON
     return ExpertLayout(
         expert_of_neuron_LN=expert_of_neuron_LN,

@@ -1,9 +1,9 @@
 """Files and folders that are written whole or not at all, and whose damage is noticed."""
 
 import errno
-import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,14 +12,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
+from filelock import FileLock, Timeout
+
 from dotmoe.errors import UserError, one_line
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a write that found no room: disk, quota, or file size limit."""
+logger = logging.getLogger(__name__)
 
 
-class DamagedError(ValueError):
+class DamagedError(UserError):
     """A file is missing, truncated or altered; the text names it."""
+
+
+class Checksum(TypedDict):
+    """What is recorded of one file."""
+
+    bytes: int
+    sha256: str
 
 
 def sync(path: Path) -> None:
@@ -35,10 +43,8 @@ def write_text(path: Path, text: str) -> None:
     """Write a whole file or nothing: temporary name, sync, rename, sync of the folder."""
     temporary = path.with_name(f".{path.name}.partial")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -55,15 +61,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        UserError: The file cannot be read, or holds no JSON object.
+        DamagedError: The file cannot be read, or holds no JSON object.
     """
-    try:
-        return _object_in(path)
-    except DamagedError as error:
-        raise UserError(f"{error}.") from error
-
-
-def _object_in(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:
@@ -73,9 +72,6 @@ def _object_in(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise DamagedError(f"{path} must hold one JSON object")
     return values
-
-
-# --- checksums --------------------------------------------------------------------------------
 
 
 def with_checksum(values: Mapping[str, Any]) -> str:
@@ -90,23 +86,15 @@ def read_with_checksum(path: Path) -> dict[str, Any]:
     Raises:
         DamagedError: The file is missing or not as it was written.
     """
-    values = _object_in(path)
+    values = read_json(path)
     if values.pop("sha256", None) != _content_sha256(values):
         raise DamagedError(f"{path} has been altered: its checksum is not that of its content")
     return values
 
 
 def _content_sha256(values: Mapping[str, Any]) -> str:
-    content = {key: value for key, value in values.items() if key != "sha256"}
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-class Checksum(TypedDict):
-    """What is recorded of one file."""
-
-    bytes: int
-    sha256: str
 
 
 def sha256_of(path: Path) -> str:
@@ -117,13 +105,13 @@ def sha256_of(path: Path) -> str:
 
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
     """Size and SHA-256 of files, by their paths below `folder` with `/` between folders."""
-    ordered = sorted(names)
+
+    def checksum(name: str) -> tuple[str, Checksum]:
+        path = folder / name
+        return name, {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
     with ThreadPoolExecutor() as threads:
-        digests = list(threads.map(lambda name: sha256_of(folder / name), ordered))
-    return {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": digest}
-        for name, digest in zip(ordered, digests, strict=True)
-    }
+        return dict(threads.map(checksum, sorted(names)))
 
 
 def damage_in(
@@ -147,15 +135,32 @@ def damage_in(
             return f"{path} is truncated: {size} of {wanted} bytes"
         if size > wanted:
             return f"{path} has been altered: {size} bytes instead of {wanted}"
-    if contents:
-        found = checksums(folder, expected)
-        for name, checksum in expected.items():
-            if found[name]["sha256"] != checksum["sha256"]:
-                return f"{folder / name} has been altered: its SHA-256 is not the recorded one"
+    for name, found in checksums(folder, expected if contents else ()).items():
+        if found != expected[name]:
+            return f"{folder / name} has been altered: its SHA-256 is not the recorded one"
     return None
 
 
-# --- whole folders ----------------------------------------------------------------------------
+@contextmanager
+def locked(file: Path, refusal: str) -> Iterator[None]:
+    """Keep other processes out until the block, or the process, ends.
+
+    Raises:
+        UserError: `refusal`, if another process holds the lock.
+    """
+    lock = FileLock(file, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise UserError(refusal) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
+            raise
+        logger.warning("%s cannot be locked: start no second process there", file.parent)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager
@@ -166,19 +171,16 @@ def complete_folder(out: Path) -> Iterator[Path]:
     power cut. On any exception the partial folder is removed.
 
     Raises:
-        UserError: `out` exists already and is not an empty folder, another process writes it, or
-            the disk is full.
+        UserError: `out` exists already and is not an empty folder, or another process writes it.
     """
     out = out.absolute()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out} exists already. Remove it, or choose another folder.")
     partial, lock = (out.with_name(f".{out.name}.{end}") for end in ("partial", "lock"))
     out.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as held:
-        _lock(held.fileno(), out)
+    with locked(lock, f"{out} is being written by another process. Wait for it."):
         try:
-            if partial.exists():  # left by a process that was killed
-                shutil.rmtree(partial)
+            shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
             partial.mkdir()
             yield partial
             for path in (*partial.rglob("*"), partial):
@@ -187,32 +189,9 @@ def complete_folder(out: Path) -> Iterator[Path]:
                 out.rmdir()
             partial.rename(out)
             sync(out.parent)
-        except OSError as error:
-            if error.errno in DISK_FULL:
-                raise full_disk(out.parent, error) from error
-            raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
             lock.unlink(missing_ok=True)
-
-
-def _lock(descriptor: int, out: Path) -> None:
-    """Lock a file until it is closed, which the end of the process does in any case."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UserError(f"{out} is being written by another process. Wait for it.") from error
-    except OSError:  # a file system without locks
-        pass
-
-
-def full_disk(folder: Path, error: OSError, needed_bytes: int | None = None) -> UserError:
-    """The error for a write that found no room."""
-    need = "" if needed_bytes is None else f"{needed_bytes:,} bytes are needed and "
-    return UserError(
-        f"Writing to {folder} failed ({error.strerror}): {need}"
-        f"{shutil.disk_usage(folder).free:,} bytes are free. Make room, or choose another disk."
-    )
 
 
 def require_free(folder: Path, needed_bytes: int) -> None:

@@ -4,7 +4,7 @@ Every layer of a supported model has the same width, so one `Granularity` holds 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Annotated
 
@@ -24,7 +24,7 @@ experts and model width in multiples of 8 in bfloat16, of 4 in float32."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsConfig:
-    """Size of the experts and how many of them run per token."""
+    """Size of the experts and how many of them run per token, a shared expert's parts included."""
 
     expert_size: Annotated[int | None, at_least(1)] = None
     """Neurons in one expert (s), a divisor of the FFN width. Left out: 128, or less if need be."""
@@ -34,6 +34,9 @@ class ExpertsConfig:
     """Share of the experts that run per token, above 0 and at most 1. Left out: 0.25 (paper)."""
     active_experts: Annotated[int | None, at_least(1)] = None
     """Experts that run per token (k), 1 to E. Give this or `active`."""
+    shared: Annotated[float, at_least(0), at_most(1)] = 0.0
+    """Share of the FFN that runs for every token, as one shared expert: so many of the active
+    experts are merged into it, fewer than run."""
     first_dense_layers: Annotated[int, at_least(0)] = 0
     """Leading layers that are not split, below the number of layers."""
 
@@ -58,6 +61,27 @@ class Granularity:
         """Neurons of one FFN, E * s and the shared expert's."""
         return self.num_experts * self.expert_size + self.shared_size
 
+    def with_shared(self, shared_experts: int) -> "Granularity":
+        """So many of the active experts merged into the shared expert; as many neurons run."""
+        return replace(
+            self,
+            num_experts=self.num_experts - shared_experts,
+            active_experts=self.active_experts - shared_experts,
+            shared_size=self.shared_size + shared_experts * self.expert_size,
+        )
+
+    @property
+    def capacity(self) -> int | tuple[int, ...]:
+        """Neurons of every expert, or of each column of the transport problem, shared one last."""
+        if not self.shared_size:
+            return self.expert_size
+        return (*[self.expert_size] * self.num_experts, self.shared_size)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the transport problem, E or E + 1."""
+        return self.num_experts + bool(self.shared_size)
+
     @property
     def active_neurons(self) -> int:
         """Neurons of a split FFN that run per token."""
@@ -76,22 +100,57 @@ def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
     half up, to at least 1.
 
     Raises:
-        UserError: Size or count does not divide the width (the nearest that do are named), fewer
-            than two experts, a share outside (0, 1], k outside 1 to E, or two settings that
-            contradict each other.
+        UserError: Experts that do not fit the width (the nearest that do are named), k above E, or
+            two settings that contradict each other.
 
     Example:
         >>> resolve(ExpertsConfig(), 11_008)
         Granularity(num_experts=86, expert_size=128, active_experts=22, ...)
     """
-    expert_size = _expert_size(config, ffn_width)
-    num_experts = ffn_width // expert_size
-    return Granularity(
-        num_experts=num_experts,
-        expert_size=expert_size,
-        active_experts=_active_experts(config, num_experts),
+    size, experts, share = config.expert_size, config.experts, config.active
+    sizes = _sizes(ffn_width)
+    counts = [ffn_width // n for n in reversed(sizes)]
+    for name, value, fitting in (("experts", experts, counts), ("expert_size", size, sizes)):
+        if value is not None and value not in fitting:
+            choose = " or ".join(map(str, _next_to(value, fitting))) or "another model"
+            raise UserError(
+                f"{name} is {value}, which does not divide the FFN width {ffn_width} into 2 or "
+                f"more equal experts. Choose {choose}."
+            )
+    if size and experts and size * experts != ffn_width:
+        raise UserError(
+            f"expert_size {size} and experts {experts} make {size * experts} neurons, but the "
+            f"FFN width is {ffn_width}. Give one of the two."
+        )
+    size = size or (ffn_width // experts if experts else default_expert_size(ffn_width))
+    experts, active = ffn_width // size, config.active_experts
+    if active is None or share is not None:
+        share = PAPER_ACTIVE if share is None else share
+        rounded = _part_of(experts, share)
+        if active not in (None, rounded):
+            raise UserError(
+                f"active {share:g} of {experts} experts is {rounded}, but active_experts is "
+                f"{active}. Give one of the two."
+            )
+        active = rounded
+    if active > experts:
+        raise UserError(
+            f"active_experts is {active}, but a layer has {experts} experts. Choose 1 to "
+            f"{experts}, or a smaller expert_size."
+        )
+    split = Granularity(
+        num_experts=experts,
+        expert_size=size,
+        active_experts=active,
         first_dense_layers=config.first_dense_layers,
     )
+    shared = _part_of(experts, config.shared) if config.shared else 0
+    if shared >= active:
+        raise UserError(
+            f"shared {config.shared:g} of {experts} experts is {shared}, but only {active} are "
+            "active, of which one must be routed. Set a smaller shared, or a larger active."
+        )
+    return split.with_shared(shared)
 
 
 def default_expert_size(ffn_width: int) -> int:
@@ -114,85 +173,36 @@ def default_expert_size(ffn_width: int) -> int:
             f"{FEWEST_DEFAULT_EXPERTS} neurons. Set experts or expert_size."
         )
     largest = min(PAPER_EXPERT_SIZE, ffn_width // FEWEST_DEFAULT_EXPERTS)
-    sizes = [size for size in range(1, largest + 1) if ffn_width % size == 0]
+    sizes = [size for size in _sizes(ffn_width) if size <= largest]
     return max(sizes, key=lambda size: (size % 8 == 0, size % 4 == 0, size))
 
 
-def nearest_expert_sizes(size: int, ffn_width: int, *, multiple: int) -> tuple[int, ...]:
-    """Expert sizes next below and above one that does not fit; empty where there is none.
+def nearest_expert_sizes(size: int, ffn_width: int, *, multiple: int = 1) -> tuple[int, ...]:
+    """Largest size below and smallest above `size` that fit, where there are such.
 
-    Args:
-        size: Neurons of an expert (s).
-        ffn_width: Neurons of one FFN; sizes divide it and leave at least two experts.
-        multiple: What sizes must be a multiple of.
+    They are of the given multiple, divide the width and leave at least two experts.
 
     Example:
         >>> nearest_expert_sizes(6, 96, multiple=4)
         (4, 8)
     """
-    sizes = [n for n in range(multiple, ffn_width // 2 + 1, multiple) if ffn_width % n == 0]
-    return _next_to(size, sizes)
+    return _next_to(size, [n for n in _sizes(ffn_width) if n % multiple == 0])
 
 
-def _expert_size(config: ExpertsConfig, ffn_width: int) -> int:
-    size, experts = config.expert_size, config.experts
-    if experts is not None:
-        _require_divisor("experts", experts, ffn_width, smallest=2, largest=ffn_width)
-        if size not in (None, ffn_width // experts):
-            raise UserError(
-                f"expert_size {size} and experts {experts} make {size * experts} neurons, but the "
-                f"FFN width is {ffn_width}. Give one of the two."
-            )
-        return ffn_width // experts
-    if size is None:
-        return default_expert_size(ffn_width)
-    _require_divisor("expert_size", size, ffn_width, smallest=1, largest=ffn_width // 2)
-    return size
+def _part_of(experts: int, share: float) -> int:
+    """A share in whole experts, at least 1, rounded half up.
+
+    Of the decimal the user wrote, not its binary neighbour: 0.29 of 50 is 14.5 and rounds to 15.
+    """
+    return max(1, math.floor(Fraction(str(float(share))) * experts + Fraction(1, 2)))
 
 
-def _active_experts(config: ExpertsConfig, num_experts: int) -> int:
-    share, active_experts = config.active, config.active_experts
-    if active_experts is not None and not 1 <= active_experts <= num_experts:
-        raise UserError(
-            f"active_experts is {active_experts}, but a layer has {num_experts} experts. "
-            f"Choose 1 to {num_experts}, or a smaller expert_size."
-        )
-    if share is None and active_experts is not None:
-        return active_experts
-    share = PAPER_ACTIVE if share is None else share
-    if not 0 < share <= 1:
-        raise UserError(
-            f"active is {share:g}, but the share of experts that run must be above 0 and at most "
-            f"1. For a quarter of them set active to 0.25."
-        )
-    # The decimal the user wrote, not its binary neighbour: 0.29 of 50 is 14.5 and rounds to 15.
-    rounded = math.floor(Fraction(str(float(share))) * num_experts + Fraction(1, 2))
-    from_share = max(1, rounded)
-    if active_experts not in (None, from_share):
-        raise UserError(
-            f"active {share:g} of {num_experts} experts is {from_share}, but active_experts is "
-            f"{active_experts}. Give one of the two."
-        )
-    return from_share
-
-
-def _require_divisor(name: str, value: int, width: int, *, smallest: int, largest: int) -> None:
-    near = _next_to(value, [n for n in range(smallest, largest + 1) if width % n == 0])
-    choose = " or ".join(map(str, near)) or "another model: this width has no divisor"
-    if not smallest <= value <= largest:
-        raise UserError(
-            f"{name} is {value}, but for the FFN width {width} it must be {smallest} to {largest}, "
-            f"so that there are at least 2 experts. Choose {choose}."
-        )
-    if width % value:
-        raise UserError(
-            f"{name} is {value}, which does not divide the FFN width {width} into equal experts. "
-            f"Choose {choose}."
-        )
+def _sizes(ffn_width: int) -> list[int]:
+    """Divisors that leave at least two experts, ascending."""
+    return [n for n in range(1, ffn_width // 2 + 1) if ffn_width % n == 0]
 
 
 def _next_to(value: int, ascending: list[int]) -> tuple[int, ...]:
-    """The last below and the first above a value, where there are such."""
     below = [n for n in ascending if n < value]
     above = [n for n in ascending if n > value]
     return (*below[-1:], *above[:1])

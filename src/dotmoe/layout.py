@@ -1,9 +1,7 @@
 """ExpertLayout: the waist of the system.
 
 Every road to a Mixture-of-Experts (DOT-MoE and each baseline) ends in an `ExpertLayout`, and it is
-all that export, evaluation and report know. Shape letters of the whole repository: T tokens,
-D model width, N FFN neurons, E experts, S neurons of one expert (capacity), K active experts,
-L layers, V vocabulary.
+all that export, evaluation and report know.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dotmoe.errors import UserError
+from dotmoe.errors import UserError, one_line
 from dotmoe.granularity import Granularity
 
 ALWAYS_ON = -1
@@ -42,19 +40,18 @@ class ExpertLayout:
     def __post_init__(self) -> None:
         """Refuse a layout that is unbalanced, out of range or not finite."""
         num_layers, num_experts, _ = self.router_LED.shape
-        assignment = self.expert_of_neuron_LN.cpu().long()
-        if assignment.shape[0] != num_layers:
-            raise ValueError(f"{assignment.shape[0]} assigned layers, {num_layers} routers")
-        if int(assignment.min()) < ALWAYS_ON or int(assignment.max()) >= num_experts:
+        expert_LN = self.expert_of_neuron_LN.cpu().long()
+        if len(expert_LN) != num_layers:
+            raise ValueError(f"{len(expert_LN)} assigned layers, {num_layers} routers")
+        if expert_LN.min() < ALWAYS_ON or expert_LN.max() >= num_experts:
             raise ValueError(f"expert numbers must lie in 0 to {num_experts - 1}, or be -1")
-        is_dense_L = (assignment == ALWAYS_ON).all(dim=1)
-        if bool(is_dense_L.all()) or bool((is_dense_L[1:] & ~is_dense_L[:-1]).any()):
+        first = self.first_dense_layers
+        if first == num_layers or bool((expert_LN[first:] == ALWAYS_ON).all(dim=1).any()):
             raise ValueError("only leading layers can be dense, and not all of them")
-        counts = torch.zeros(num_layers, num_experts + 1, dtype=torch.long)
-        counts.scatter_add_(1, assignment - ALWAYS_ON, torch.ones_like(assignment))
-        sizes = counts[~is_dense_L]
-        if bool((sizes != sizes[:1]).any()) or bool((sizes[:, 1:] != sizes[0, 1]).any()):
-            least, most = int(sizes[:, 1:].min()), int(sizes[:, 1:].max())
+        rows = [torch.bincount(row - ALWAYS_ON, minlength=num_experts + 1) for row in expert_LN]
+        shared, *sizes = torch.stack(rows[first:]).T.tolist()
+        if len(set(shared)) > 1 or len(set(map(tuple, sizes))) > 1 or len(set(sizes[0])) > 1:
+            least, most = min(map(min, sizes)), max(map(max, sizes))
             raise ValueError(f"experts are not balanced: {least} to {most} neurons")
         if not bool(torch.isfinite(self.router_LED).all()):
             raise ValueError("router weights contain NaN or infinity")
@@ -110,11 +107,6 @@ class ExpertLayout:
             first_dense_layers=self.first_dense_layers,
         )
 
-    @property
-    def active_fraction(self) -> float:
-        """Share of a split layer's FFN neurons that run per token."""
-        return self.granularity.active_fraction
-
     def neurons_of_expert(self, layer: int) -> Int[Tensor, "E S"]:
         """Neuron numbers of each expert of a split layer, ascending within an expert."""
         order = torch.argsort(self.expert_of_neuron_LN[layer], stable=True)
@@ -130,10 +122,9 @@ class ExpertLayout:
 
     def save(self, path: Path) -> None:
         """Write as one safetensors file."""
-        tensors = {
-            "expert_of_neuron": self.expert_of_neuron_LN.to(torch.int32).cpu().contiguous(),
-            "router": self.router_LED.float().cpu().contiguous(),
-        }
+        expert_of_neuron = self.expert_of_neuron_LN.to(torch.int32).cpu().contiguous()
+        router = self.router_LED.float().cpu().contiguous()
+        tensors = {"expert_of_neuron": expert_of_neuron, "router": router}
         metadata = {"format": "dotmoe-layout-1", "active_experts": str(self.active_experts)}
         save_file(tensors, path, metadata=metadata)
 
@@ -146,15 +137,10 @@ class ExpertLayout:
         """
         try:
             with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != "dotmoe-layout-1":
-                    raise UserError(f"{path} is not a dotmoe layout. Run the extract stage again.")
                 return cls(
                     expert_of_neuron_LN=file.get_tensor("expert_of_neuron").long(),
                     router_LED=file.get_tensor("router"),
-                    active_experts=int(metadata["active_experts"]),
+                    active_experts=int((file.metadata() or {})["active_experts"]),
                 )
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{path} cannot be read as a layout ({error}). Extract again."
-            ) from error
+        except (OSError, KeyError, SafetensorError) as error:
+            raise UserError(f"{path} is no layout ({one_line(error)}). Extract again.") from error

@@ -1,7 +1,7 @@
 """llama.cpp by way of llama-cpp-python: logits and tokens of a GGUF, and the k that it can run."""
 
-import importlib
 import importlib.util
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,21 +14,7 @@ if TYPE_CHECKING:  # torch stays out of the child process
     from torch import Tensor
 
     from dotmoe.granularity import Granularity
-    from dotmoe.models.traits import DecoderTraits
-
-_BUILT_ELSEWHERE = "Install a llama-cpp-python that was built for this machine."
-REMEDIES = {
-    "SIGILL": _BUILT_ELSEWHERE,
-    "SIGABRT": "An assertion of llama.cpp failed; it cannot run this file.",
-    "": "Export the file again.",
-}
-"""What a user can do when llama.cpp ends its process."""
-
-_F32 = 0
-"""`GGML_TYPE_F32`, of cached keys and values."""
-
-_NODES_A_TENSOR, _FEWEST_NODES = 8, 1024
-_NODES_OUTSIDE, _NODES_A_LAYER = 16, 56
+    from dotmoe.models.family import DecoderTraits
 
 
 def most_active_experts(num_tensors: int, num_layers: int, moe_layers: int) -> int:
@@ -36,14 +22,9 @@ def most_active_experts(num_tensors: int, num_layers: int, moe_layers: int) -> i
 
     Its graph has room for 8 nodes a tensor of the file, at least 1,024. A layer takes 52 to
     56 nodes, and the sum over the k experts of a token 2 k - 1 more (llama-cpp-python 0.3.36).
-
-    Args:
-        num_tensors: Tensors of the file.
-        num_layers: Layers.
-        moe_layers: Layers that are split, at least 1.
     """
-    room = max(_FEWEST_NODES, _NODES_A_TENSOR * num_tensors) - _NODES_OUTSIDE
-    return max(0, ((room - num_layers * _NODES_A_LAYER) // moe_layers + 1) // 2)
+    room = max(1024, 8 * num_tensors) - 16 - 56 * num_layers
+    return max(0, (room // moe_layers + 1) // 2)
 
 
 def most_active_experts_of(
@@ -51,11 +32,7 @@ def most_active_experts_of(
 ) -> int:
     """`most_active_experts` of a file that is not written yet.
 
-    Args:
-        traits: Of the dense model.
-        split: Its leading dense layers count.
-        num_layers: Layers.
-        moe_tensors: Tensors of a split FFN: 8 in `gguf_glm4moe`, 5 in `gguf_llama`.
+    A split FFN has `moe_tensors` tensors: 8 in `gguf_glm4moe`, 5 in `gguf_llama`.
     """
     attention = 6 + 3 * traits.qkv_bias + traits.output_bias + 2 * (traits.qk_norm != "none")
     moe_layers = num_layers - split.first_dense_layers
@@ -83,20 +60,12 @@ class LlamaCppModel(Worker):
         """
         import torch
 
-        if not is_installed():
-            raise UserError(
-                "llama-cpp-python is not installed, and only it can run a GGUF here. "
-                "Run pip install 'dotmoe[llama-cpp]'; it compiles llama.cpp."
-            )
+        name, threads = f"llama.cpp on {path}", torch.get_num_threads()
+        target, remedy = "dotmoe.llama_cpp:Runtime", "Export the file again."
+        super().__init__(target, str(path), threads, name=name, remedy=remedy)
         self.context = context
-        super().__init__(
-            "dotmoe.llama_cpp:Runtime",
-            str(path),
-            context,
-            torch.get_num_threads(),
-            name=f"llama.cpp on {path}",
-            remedies=REMEDIES,
-        )
+        # Keys and values in float32 and plain attention, as Transformers computes.
+        self.ask("open", context, 1, {"type_k": 0, "type_v": 0, "flash_attn_type": 0})
 
     def logits(self, tokens_T: "Int[Tensor, ' T']") -> "Float[Tensor, 'T V']":
         """Logits of every token of one text, float32; texts do not see each other."""
@@ -116,56 +85,80 @@ class LlamaCppModel(Worker):
 
 
 class Runtime:
-    """The model in the child process of `LlamaCppModel`."""
+    """A file in llama.cpp's low-level interface, in the child process."""
 
-    def __init__(self, path: str, context: int, threads: int) -> None:
-        self._library = importlib.import_module("llama_cpp")
-        _keep_weights_as_stored()
-        batch = min(context, 512)
-        self._model = self._library.Llama(
-            path,
-            n_ctx=context,
-            n_batch=batch,
-            n_ubatch=batch,
-            n_threads=threads,
-            n_threads_batch=threads,
-            n_gpu_layers=0,
-            logits_all=True,
-            flash_attn=False,
-            type_k=_F32,
-            type_v=_F32,
-            # The wrapper's own defaults would override what the file says.
-            yarn_attn_factor=-1.0,
-            yarn_beta_fast=-1.0,
-            yarn_beta_slow=-1.0,
-        )
+    def __init__(self, path: str, threads: int) -> None:
+        try:
+            self.lib: Any = importlib.import_module("llama_cpp")
+        except (ImportError, OSError, RuntimeError) as error:
+            raise UserError(
+                f"llama-cpp-python is not usable ({error}), and only it can run a GGUF here. "
+                "Run pip install -e '.[llama-cpp]' in the checkout; it compiles llama.cpp."
+            ) from error
+        self._threads = threads
+        self.context: Any = None
+        self.lib.llama_backend_init()
+        settings = self.lib.llama_model_default_params()
+        settings.n_gpu_layers = 0
+        settings.use_extra_bufts = False  # weights as stored; kernels for AMX have crashed
+        self._model = self.lib.llama_model_load_from_file(path.encode(), settings)
+        if not self._model:
+            raise RuntimeError("llama.cpp cannot load the file")
+        self._vocabulary = self.lib.llama_model_get_vocab(self._model)
 
     def version(self) -> str:
         """Version of llama-cpp-python."""
-        return str(self._library.__version__)
+        return str(self.lib.__version__)
+
+    def open(self, tokens: int, sequences: int, options: dict[str, Any]) -> None:
+        """Make room for sequences of so many tokens each; what was computed before is dropped."""
+        if self.context:
+            self.lib.llama_free(self.context)
+        settings = self.lib.llama_context_default_params()
+        settings.n_ctx = settings.n_batch = tokens * sequences
+        settings.n_seq_max = sequences
+        settings.n_threads = settings.n_threads_batch = self._threads
+        for name, value in options.items():
+            setattr(settings, name, value)
+        self.context = self.lib.llama_init_from_model(self._model, settings)
+        if not self.context:
+            raise RuntimeError(f"no room for {sequences} sequences of {tokens} tokens")
+
+    def forget(self, sequence: int, start: int) -> None:
+        """Drop what was computed of a sequence from a position on."""
+        memory = self.lib.llama_get_memory(self.context)
+        self.lib.llama_memory_seq_rm(memory, sequence, start, -1)
+
+    def call(self, items: Sequence[tuple[int, int, int, bool]]) -> Callable[[], None]:
+        """What computes tokens, given as (id, position, sequence, whether logits are wanted)."""
+        batch = self.lib.llama_batch_init(len(items), 0, 1)
+        batch.n_tokens = len(items)
+        for at, (token, position, sequence, wanted) in enumerate(items):
+            batch.token[at], batch.pos[at], batch.logits[at] = token, position, wanted
+            batch.n_seq_id[at], batch.seq_id[at][0] = 1, sequence
+
+        def compute() -> None:
+            status = self.lib.llama_decode(self.context, batch)
+            self.lib.llama_synchronize(self.context)
+            self.lib.llama_batch_free(batch)
+            if status:
+                raise RuntimeError(f"llama_decode gave status {status} for {len(items)} tokens")
+
+        return compute
 
     def logits(self, tokens: list[int]) -> "np.ndarray":
         """Logits of every token of one text, [T, V]."""
-        self._model.reset()
-        self._model.eval(tokens)
-        logits: np.ndarray = self._model.scores[: len(tokens)].copy()
-        return logits
+        import numpy as np
+
+        self.forget(0, 0)
+        self.call([(token, at, 0, True) for at, token in enumerate(tokens)])()
+        shape = len(tokens), self.lib.llama_vocab_n_tokens(self._vocabulary)
+        found = np.ctypeslib.as_array(self.lib.llama_get_logits(self.context), shape)
+        return np.array(found)
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text."""
-        ids: list[int] = self._model.tokenize(text.encode(), add_bos=True, special=True)
-        return ids
-
-
-def _keep_weights_as_stored() -> None:
-    """Use the plain kernels, for which the wrapper has no option; those for AMX have crashed."""
-    functions: Any = importlib.import_module("llama_cpp.llama_cpp")
-    defaults = functions.llama_model_default_params
-
-    def plain() -> Any:
-        parameters = defaults()
-        if hasattr(parameters, "use_extra_bufts"):
-            parameters.use_extra_bufts = False
-        return parameters
-
-    functions.llama_model_default_params = plain
+        raw = text.encode()
+        ids = (self.lib.llama_token * (3 * len(raw) + 8))()  # a byte is at most 3 tokens
+        count = self.lib.llama_tokenize(self._vocabulary, raw, len(raw), ids, len(ids), True, True)
+        return list(ids[:count])

@@ -1,4 +1,4 @@
-"""Stage load: a folder or hub name -> `DenseModel`, frozen, with every weight accounted for."""
+"""Stage load: a folder, GGUF or hub name -> `DenseModel`, frozen, every weight accounted for."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -12,8 +12,13 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from dotmoe.checkpoint.folder import TOKENIZER_FILES, checkpoint_folder, is_local, tensor_files
-from dotmoe.checkpoint.on_disk import quiet_transformers
+from dotmoe.checkpoint.folder import (
+    checkpoint_folder,
+    is_local,
+    require_tokenizer,
+    tensor_files,
+)
+from dotmoe.checkpoint.on_disk import on_disk, quiet_transformers
 from dotmoe.distributed import local_part, mesh, num_ranks, raise_on_all_ranks, resolved_device
 from dotmoe.errors import UserError, one_line
 from dotmoe.files import read_json
@@ -41,29 +46,29 @@ class LoadConfig:
 
 
 def load_dense(source: str, config: LoadConfig) -> DenseModel:
-    """Load a dense checkpoint, frozen and in evaluation mode.
+    """A dense checkpoint, frozen, every parameter read and finite; all ranks must come here.
+
+    On a GPU, host memory holds one copy of the weights for a moment; where the ranks divide them,
+    only the rank's rows of one tensor.
 
     Args:
-        source: Local folder, hub name, or `embedded` (the checkpoint that the package carries; a
-            folder of that name is reached as `./embedded`).
-        config: Device, number format, and whether the ranks of torchrun divide the weights. All
-            ranks must come here.
-
-    Returns:
-        The model with every parameter read from the checkpoint and finite: none is left at a random
-        initial value. On a GPU, host memory holds one copy of the weights for a moment; where the
-        ranks divide them, only the rank's rows of one tensor.
+        source: Local folder, GGUF file, hub name, or `embedded` (the checkpoint that the package
+            carries; a folder of that name is reached as `./embedded`).
+        config: Device, number format, and whether the ranks of torchrun divide the weights.
 
     Raises:
         UserError: Nothing usable under that name, a family that cannot be converted (checked before
             any weight is read or downloaded), files missing or damaged, tensors missing, of another
-            shape or not finite, or a tokenizer that is missing or does not fit. On every rank, if
-            on one.
+            shape or not finite, or a tokenizer that does not fit. On every rank, if on one.
     """
-    device = _device_of_this_rank(config.device)
+    device = resolved_device(config.device)
+    if device.index is not None and num_ranks() > 1:
+        raise UserError(
+            f"device is {config.device!r}, but under torchrun each rank takes a GPU of its own. "
+            "Choose cuda or auto."
+        )
     dense = raise_on_all_ranks(lambda: describe_dense(source))
-    dtype = resolved_dtype(config.dtype, device)
-    ranks = mesh(device)
+    dtype, ranks = resolved_dtype(config.dtype, device), mesh(device)
     divides = False
     if ranks is not None:
         own = checkpoint_dtype(dense.config, dense.folder) if dtype == "auto" else dtype
@@ -71,48 +76,64 @@ def load_dense(source: str, config: LoadConfig) -> DenseModel:
         divides = is_sharded(config.sharding, num_bytes, device)
 
     def read() -> DenseModel:
-        with quiet_transformers():
-            if ranks is not None and divides:
-                model = load_sharded(dense, ranks, device, own)
-            else:
-                model = load_weights(dense.folder, dtype)
-        _require_finite(model, dense.folder)
-        return replace(dense, model=model if divides else model.to(device))
+        if ranks is not None and divides:
+            model = load_sharded(dense, ranks, device, own)
+        else:
+            model = load_weights(dense.folder, dtype).to(device)
+        for name, parameter in model.named_parameters():
+            if not bool(torch.isfinite(local_part(parameter)).all()):
+                raise UserError(
+                    f"{name} in {dense.folder} contains NaN or infinity (as {parameter.dtype}). "
+                    "Repair it, or load it with --dtype float32."
+                )
+        return replace(dense, model=model)
 
     return raise_on_all_ranks(read)
 
 
-def _device_of_this_rank(name: str) -> torch.device:
-    device = resolved_device(name)
-    if device.index is not None and num_ranks() > 1:
-        raise UserError(
-            f"device is {name!r}, but under torchrun each rank takes a GPU of its own. "
-            "Choose cuda or auto."
-        )
-    return device
+def load_here(dense: DenseModel, config: LoadConfig) -> DenseModel:
+    """A described model with its weights whole, on this rank alone."""
+    device = resolved_device(config.device)
+    model = load_weights(dense.folder, resolved_dtype(config.dtype, device))
+    return replace(dense, model=model.to(device))
+
+
+def left_on_disk(dense: DenseModel, config: LoadConfig) -> DenseModel:
+    """A described model that can run while its weights stay in its folder, see `on_disk`."""
+    device = resolved_device(config.device)
+    return on_disk(dense, device, resolved_dtype(config.dtype, device))
 
 
 def describe_dense(source: str) -> DenseModel:
     """A dense checkpoint without its weights: its model is on the meta device and cannot run.
 
-    Args:
-        source: As for `load_dense`.
-
     Raises:
         UserError: As `load_dense`, except for what only the content of weights can show.
     """
     hf_config, _ = dense_config(source)
-    family = family_of(hf_config)
     folder = checkpoint_folder(source)
     tensor_files(folder)
-    with quiet_transformers():
-        tokenizer = _load_tokenizer(folder)
-    model = meta_model(hf_config)
-    _require_tokenizer_fits(tokenizer, model, folder)
+    # Without its files Transformers makes an empty tokenizer for some families, and says nothing.
+    for name in require_tokenizer(folder):
+        if name.endswith(".json"):
+            read_json(folder / name)
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise UserError(
+            f"the tokenizer in {folder} cannot be loaded ({one_line(error)}). Copy it again."
+        ) from error
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= hf_config.vocab_size:
+        raise UserError(
+            f"the tokenizer in {folder} has ids up to {largest}, but the embedding has "
+            f"{hf_config.vocab_size} rows. Copy the tokenizer that belongs to this checkpoint."
+        )
     return DenseModel(
-        model=model,
+        model=meta_model(hf_config),
         tokenizer=tokenizer,
-        family=family,
+        family=family_of(hf_config),
         folder=folder,
         source=source,
         revision=None if is_local(source) else folder.name,
@@ -149,22 +170,6 @@ def dense_config(source: str) -> tuple[Any, Path]:
     return config, folder
 
 
-def _load_tokenizer(folder: Path) -> Any:
-    # Without its files Transformers makes an empty tokenizer for some families, and says nothing.
-    present = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    if not present:
-        raise UserError(f"{folder} holds no {' or '.join(TOKENIZER_FILES)}. Copy the tokenizer.")
-    for name in present:
-        if name.endswith(".json"):
-            read_json(folder / name)
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise UserError(
-            f"the tokenizer in {folder} cannot be loaded ({one_line(error)}). Copy it again."
-        ) from error
-
-
 def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Module:
     """A checkpoint as plain Transformers loads it: on the CPU, frozen, in evaluation mode.
 
@@ -172,15 +177,16 @@ def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Modul
         UserError: Weights are missing or damaged, or do not have the shapes of the config.
     """
     try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            # Reported below with names; Transformers' own error does not say which tensor it is.
-            ignore_mismatched_sizes=True,
-        )
+        with quiet_transformers():
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                # Reported below; Transformers' own error does not say which tensor it is.
+                ignore_mismatched_sizes=True,
+            )
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder} cannot be loaded ({one_line(error)}).") from error
     missing, mismatched = sorted(loaded["missing_keys"]), sorted(loaded["mismatched_keys"])
@@ -195,31 +201,10 @@ def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Modul
             f"{name} has shape {tuple(stored)} in {folder}, but its config.json asks for "
             f"{tuple(expected)} ({len(mismatched)} such tensors). Mend the config."
         )
-    if loaded["unexpected_keys"]:
-        extra = sorted(loaded["unexpected_keys"])
+    if extra := sorted(loaded["unexpected_keys"]):
         logger.warning("%d tensors of %s are not used, such as %s", len(extra), folder, extra[0])
     frozen: nn.Module = model.requires_grad_(False).eval()
     return frozen
-
-
-def _require_finite(model: nn.Module, folder: Path) -> None:
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(local_part(parameter)).all()):
-            is_wide = parameter.dtype == torch.float32
-            remedy = "Repair it" if is_wide else "Repair it, or load it with --dtype float32"
-            raise UserError(
-                f"{name} in {folder} contains NaN or infinity (as {parameter.dtype}). {remedy}."
-            )
-
-
-def _require_tokenizer_fits(tokenizer: Any, model: Any, folder: Path) -> None:
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    rows = model.get_input_embeddings().weight.shape[0]
-    if largest >= rows:
-        raise UserError(
-            f"the tokenizer in {folder} has ids up to {largest}, but the embedding has {rows} "
-            "rows. Copy the tokenizer that belongs to this checkpoint."
-        )
 
 
 def resolved_dtype(name: str, device: torch.device) -> torch.dtype | Literal["auto"]:

@@ -5,7 +5,6 @@ Example::
     @dataclass(frozen=True, kw_only=True)
     class LoopConfig:
         steps: Annotated[int, at_least(0)] = 150
-        lr: Annotated[float, above(0)] = 5e-4
         micro_batch_size: Annotated[int, at_least(1), HOW] = 4
 
 A rule across fields goes into a method `check_together()` that raises `UserError`.
@@ -25,16 +24,10 @@ from dotmoe.errors import UserError, nearest
 COMMAND = "command"
 """Key of a config's values that names its command, for classes with a `command` of their own."""
 
-Config = TypeVar("Config")
-
-
-class _How:
-    def __repr__(self) -> str:
-        return "HOW"
-
-
-HOW = _How()
+HOW = object()
 """Marks a field that says how a result is made and not what it is: it may change on resume."""
+
+Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +45,10 @@ class Range:
         return self.low <= value <= self.high and not (self.above and value == self.low)
 
     def __str__(self) -> str:
-        if self.above:
-            return f"above {self.low:g}"
-        if self.high == math.inf:
-            return f"at least {self.low:g}"
-        return (
-            f"at most {self.high:g}" if self.low == -math.inf else f"{self.low:g} to {self.high:g}"
-        )
+        if self.high < math.inf:
+            ends = f"{self.low:g} to {self.high:g}"
+            return f"at most {self.high:g}" if self.low == -math.inf else ends
+        return f"above {self.low:g}" if self.above else f"at least {self.low:g}"
 
 
 def above(low: float, *, or_infinite: bool = False) -> Range:
@@ -94,17 +84,28 @@ def check(config: Any) -> None:
         if dataclasses.is_dataclass(kind):
             check(value)
             continue
+        ranges = [mark for mark in marks if isinstance(mark, Range)]
         for number in value if isinstance(value, tuple | list) else (value,):
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
-            can_be_infinite = any(isinstance(m, Range) and m.or_infinite for m in marks)
-            if not (math.isfinite(number) or (can_be_infinite and number == math.inf)):
+            if not math.isfinite(number) and not any(r.or_infinite and number > 0 for r in ranges):
                 raise UserError(f"{name} is {number}, but it must be a finite number.")
-            for allowed in marks:
-                if isinstance(allowed, Range) and number not in allowed:
+            for allowed in ranges:
+                if number not in allowed:
                     raise UserError(f"{name} is {number}, but it must be {allowed}.")
     if hasattr(config, "check_together"):
         config.check_together()
+
+
+def checked(config: Config) -> Config:
+    """A config made in Python, checked, with lists as tuples and whole numbers as its types say.
+
+    Raises:
+        UserError: As `check`, or a value of another type than its field's.
+    """
+    config = from_values(type(config), values_of(config), "the config")
+    check(config)
+    return config
 
 
 def values_of(config: Any) -> dict[str, Any]:
@@ -120,7 +121,17 @@ def values_of(config: Any) -> dict[str, Any]:
 
 def identity(config: Any) -> dict[str, Any]:
     """`values_of` without fields marked `HOW`: equal for runs that have the same result."""
-    return _without_how(type(config), values_of(config))
+
+    def without_how(cls: Any, values: dict[str, Any]) -> dict[str, Any]:
+        kept = dict(values)
+        for name, kind, marks in _fields(cls):
+            if HOW in marks:
+                del kept[name]
+            elif dataclasses.is_dataclass(kind):
+                kept[name] = without_how(kind, kept[name])
+        return kept
+
+    return without_how(type(config), values_of(config))
 
 
 def from_values(cls: type[Config], values: Any, place: str) -> Config:
@@ -137,26 +148,22 @@ def from_values(cls: type[Config], values: Any, place: str) -> Config:
     """
     if not isinstance(values, dict):
         raise UserError(f"{place} is {values!r}, but it must be a JSON object with its options.")
-    expected = getattr(cls, COMMAND, None)
-    if expected is not None:
-        values = dict(values)
-        command = values.pop(COMMAND, expected)
-        if command != expected:
-            raise UserError(
-                f"{place} is the config of a dotmoe {command}, not of a dotmoe {expected}. "
-                "Give it to the command it is for."
-            )
+    values, expected = dict(values), getattr(cls, COMMAND, None)
+    if expected is not None and (command := values.pop(COMMAND, expected)) != expected:
+        raise UserError(
+            f"{place} is the config of a dotmoe {command}, not of a dotmoe {expected}. "
+            "Give it to the command it is for."
+        )
     kinds = {name: kind for name, kind, _ in _fields(cls)}
-    arguments = {}
     for name, value in values.items():
         if name not in kinds:
             raise UserError(f"{name} in {place} is no option.{nearest(name, kinds)}")
-        arguments[name] = _value_of(kinds[name], value, name, place)
+        values[name] = _value_of(kinds[name], value, name, place)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         is_required = field.default is field.default_factory is dataclasses.MISSING
-        if is_required and field.name not in arguments:
+        if is_required and field.name not in values:
             raise UserError(f"{place} lacks {field.name}, which has no default. Add it.")
-    return cls(**arguments)
+    return cls(**values)
 
 
 def _fields(cls: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
@@ -172,19 +179,8 @@ def _plain(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     while typing.get_origin(hint) is Annotated:
         hint, marks = hint.__origin__, (*marks, *hint.__metadata__)
     for part in typing.get_args(hint):
-        if typing.get_origin(part) is Annotated:
-            marks += part.__metadata__
+        marks += getattr(part, "__metadata__", ())
     return hint, marks
-
-
-def _without_how(cls: Any, values: dict[str, Any]) -> dict[str, Any]:
-    kept = dict(values)
-    for name, kind, marks in _fields(cls):
-        if HOW in marks:
-            del kept[name]
-        elif dataclasses.is_dataclass(kind):
-            kept[name] = _without_how(kind, kept[name])
-    return kept
 
 
 def _value_of(kind: Any, value: Any, name: str, place: str) -> Any:
@@ -196,10 +192,9 @@ def _value_of(kind: Any, value: Any, name: str, place: str) -> Any:
     if not _fits(plain, kind):
         shown = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
         raise UserError(f"{name} in {place} is {value!r}, which is not {shown}.")
-    kinds = {part for part in (kind, *typing.get_args(kind)) if isinstance(part, type)}
-    if type(plain) is int and float in kinds and int not in kinds:  # JSON may write 1.0 as 1
-        return float(plain)
-    return plain
+    kinds = {kind, *typing.get_args(kind)}
+    is_rate = float in kinds and int not in kinds  # JSON may write 1.0 as 1
+    return float(plain) if is_rate and type(plain) is int else plain
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -19,7 +19,6 @@ class ParameterCounts:
     """Counts of whole parameters; a tied output head is counted once."""
 
     dense_total: int
-    """All parameters of the dense model."""
     stored: int
     """The dense model's and the routers': what alignment leaves behind."""
     active: int
@@ -29,19 +28,17 @@ class ParameterCounts:
     active_without_embeddings: int
     """`active` without the input embedding and the output head."""
     floor: int
-    """What conversion cannot remove: everything outside the FFNs."""
+    """What conversion cannot remove: everything outside the FFNs, which are the next three."""
     attention_and_norms: int
-    """Part of the floor: attention with its biases, and all norms."""
     input_embedding: int
-    """Part of the floor: the token embedding (and the head, if tied to it)."""
+    """The token embedding (and the head, if tied to it)."""
     output_head: int
-    """Part of the floor: the output projection; 0 if tied to the embedding."""
+    """The output projection; 0 if tied to the embedding."""
     ffn_total: int
-    """All FFN projections of all layers."""
     ffn_active: int
     """FFN parameters that work on one token."""
     routers: int
-    """Router rows of all layers, L * E * D."""
+    """Router rows of all split layers."""
 
     @property
     def active_fraction(self) -> float:
@@ -67,35 +64,25 @@ def compute_constants(model: nn.Module, device: torch.device) -> None:
 
 
 def count_parameters(config: Any, family: Family, granularity: Granularity) -> ParameterCounts:
-    """Count a dense model and its split.
+    """Exact counts of a dense model and its split.
 
         active = all - (1 - k / E) * FFN        (FFN = 3 * d * d_ffn * L)
         stored = all + L * E * d
 
-    where L counts the split layers only, and a shared expert is active.
-
-    Args:
-        config: Hugging Face config of a supported family.
-        family: Where its parts live.
-        granularity: The split; its `ffn_width` must be the model's.
-
-    Returns:
-        Exact counts.
+    where L counts the split layers only, and a shared expert is active. The split's `ffn_width`
+    must be the model's.
     """
-    model = meta_model(config)
-    total = _count(model)
-    layers = family.layers(model)
-    ffns = [family.ffn(layer) for layer in layers]
-    ffn_total = sum(
-        projection.weight.numel() for ffn in ffns for projection in (ffn.gate, ffn.up, ffn.down)
-    )
-    embedding = model.get_input_embeddings().weight.numel()  # type: ignore[operator]
-    head = total - _count(family.trunk(model))
     if granularity.ffn_width != config.intermediate_size:
         raise ValueError(
             f"a split of {granularity.ffn_width} neurons for FFNs of {config.intermediate_size}"
         )
-    split_layers = len(layers) - granularity.first_dense_layers
+    model = meta_model(config)
+    total = _count(model)
+    ffns = [family.ffn(layer) for layer in family.layers(model)]
+    ffn_total = sum(part.weight.numel() for ffn in ffns for part in (ffn.gate, ffn.up, ffn.down))
+    embedding = model.get_input_embeddings().weight.numel()  # type: ignore[operator]
+    head = total - _count(family.trunk(model))
+    split_layers = len(ffns) - granularity.first_dense_layers
     routers = split_layers * granularity.num_experts * config.hidden_size
     idle_neurons = split_layers * (granularity.ffn_width - granularity.active_neurons)
     ffn_active = ffn_total - 3 * config.hidden_size * idle_neurons

@@ -1,7 +1,9 @@
 """What a person sees while a command runs: lines and progress bars, on standard error."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Protocol
 
 from rich import progress
@@ -32,10 +34,19 @@ class Progress:
         self.console.print(Text(text))
 
     @contextmanager
-    def bar(self, title: str) -> Iterator[Update]:
-        """A progress bar, or a line at every tenth where the output is no terminal."""
+    def bar(self, title: str, tokens: int = 0) -> Iterator[Update]:
+        """A progress bar, or where the output is no terminal a line now and then.
+
+        Lines come with the first and the last update, and between them after 10 s, later when a
+        tenth more time has passed, at most 5 minutes. They state the time left.
+
+        Args:
+            title: What is done.
+            tokens: Of one of the things that are counted, to state tokens a second; 0: no tokens.
+        """
+        speed = _Speed(tokens)
         if not self.console.is_terminal:
-            yield self._lines(title)
+            yield self._lines(title, speed)
             return
         columns = (
             progress.TextColumn("{task.description:<28}", markup=False),
@@ -49,18 +60,49 @@ class Progress:
             task = bars.add_task(title, total=None, note="")
 
             def update(done: int, total: int, note: str = "") -> None:
-                bars.update(task, completed=done, total=total, note=note)
+                rate, _ = speed.after(done, total)
+                bars.update(task, completed=done, total=total, note=f"{rate} {note}".strip())
 
             yield update
 
-    def _lines(self, title: str) -> Update:
-        last_tenth = -1
+    def _lines(self, title: str, speed: "_Speed") -> Update:
+        next_line = 0.0
 
         def update(done: int, total: int, note: str = "") -> None:
-            nonlocal last_tenth
-            tenth = 10 * done // max(1, total)
-            if tenth > last_tenth:
-                last_tenth = tenth
-                self.log(f"{title}: {done} of {total} {note}".rstrip())
+            nonlocal next_line
+            rate, left = speed.after(done, total)
+            if 0 < speed.seconds < next_line and done < total:
+                return
+            next_line = speed.seconds + min(300.0, max(10.0, speed.seconds / 10))
+            parts = [f"{title}: {done:,} of {total:,}", rate, left, note]
+            self.log(", ".join(part for part in parts if part))
 
         return update
+
+
+class _Speed:
+    """Tokens a second and time left, by the updates so far: the first may go on from another run.
+
+    Less done than before begins another count, such as that of the next model.
+    """
+
+    seconds = 0.0
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._first: tuple[int, float] | None = None
+        self._last = 0
+
+    def after(self, done: int, total: int) -> tuple[str, str]:
+        """Both in words, empty where they are not known yet."""
+        now = time.monotonic()
+        if self._first is None or done < self._last:
+            self._first = done, now
+        (first, started), self._last = self._first, done
+        self.seconds, made = now - started, done - first
+        if made <= 0 or self.seconds <= 0:
+            return "", ""
+        each = self.seconds / made
+        rate = f"{self._tokens / each:,.0f} tokens/s" if self._tokens else ""
+        left = str(timedelta(seconds=round(each * (total - done)))) + " left"
+        return rate, left if done < total else ""

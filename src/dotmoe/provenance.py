@@ -2,7 +2,9 @@
 
 import os
 import platform
+import shlex
 import subprocess
+import sys
 import time
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -11,16 +13,18 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("dotmoe", "torch", "transformers", "safetensors", "datasets")
-
 
 def provenance(seed: int) -> dict[str, Any]:
-    """Versions, commit, machine, seed and time, to be written beside a result."""
+    """Command, versions, commit, machine, seed and time, to be written beside a result."""
+    program = Path(sys.argv[0])
+    name = "dotmoe" if program.stem == "__main__" else program.name
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    packages = ("dotmoe", "torch", "transformers", "safetensors", "datasets")
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": shlex.join([name, *sys.argv[1:]]),
         "commit": _commit(),
-        "versions": {"python": platform.python_version()} | {n: _version(n) for n in _PACKAGES},
+        "versions": {"python": platform.python_version()} | {n: _version(n) for n in packages},
         "hardware": gpu or f"CPU, {os.cpu_count()} cores, {platform.machine()}",
         "threads": torch.get_num_threads(),
         "seed": seed,
@@ -38,11 +42,9 @@ def _version(package: str) -> str:
 def _commit() -> str | None:
     """Commit of our source tree, with `+changes` where it is not clean; None outside git."""
     root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty=+changes", "--abbrev=12"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        said = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
-    return result.stdout.strip()
+    return said.strip() if (root / ".git").exists() else None

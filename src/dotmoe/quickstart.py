@@ -8,13 +8,14 @@ from typing import Annotated, Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dotmoe.checkpoint.folder import EMBEDDED, checkpoint_folder
 from dotmoe.config import RunConfig
 from dotmoe.files import write_json
 from dotmoe.options import at_least
-from dotmoe.pipeline import Conversion, convert
+from dotmoe.pipeline import convert
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
-from dotmoe.recipes import quickstart as quickstart_recipe
+from dotmoe.recipes import recipe
 from dotmoe.report import html_report
 
 PROMPT = "def read_config(path):\n"
@@ -35,29 +36,26 @@ class QuickstartConfig:
 def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:
     """Convert the embedded model twice, measure both, and write `quickstart.json`.
 
-    The random split has the same experts, k, data, steps, rates and router surrogate; only its
+    The random split has the same experts, k, data, start of the router, steps and rates; only its
     assignment stays as it was drawn.
     """
     started = time.monotonic()
     out = Path(config.out)
-    runs: dict[str, Conversion] = {}
-    for name, run_config in run_configs(config).items():
+    made = {}
+    for name, run in run_configs(config).items():
         progress.log(f"{name}:")
-        runs[name] = convert(run_config, progress)
-    random, learned = runs["random split"].results, runs["DOT-MoE"].results
+        made[name] = convert(run, progress)
+    random, learned = made["random split"].results, made["DOT-MoE"].results
     summary = {
         "origin": "measured",
         "dense": learned["dense"],
         "random_split": random["moe"],
         "dot_moe": learned["moe"],
-        "gap_ratio": gap(learned) / gap(random),
-        "granularity": learned["granularity"],
-        "parameters": learned["parameters"],
-        "verification": learned["verification"],
+        **{name: learned[name] for name in ("granularity", "parameters", "verification")},
         "steps": config.steps,
-        "samples": samples(runs["DOT-MoE"].export),
+        "samples": samples(made["DOT-MoE"].export),
         "seconds": time.monotonic() - started,
-        "checkpoint": str(runs["DOT-MoE"].export),
+        "checkpoint": str(made["DOT-MoE"].export),
         "report": str(out / "report.html"),
         "provenance": provenance(config.seed),
     }
@@ -68,31 +66,15 @@ def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:
 
 def run_configs(config: QuickstartConfig) -> dict[str, RunConfig]:
     """The two runs, equal but for the split."""
-    base = quickstart_recipe()
-    learned = replace(
-        base,
-        out=str(Path(config.out) / "dot_moe"),
-        align=replace(base.align, steps=config.steps),
-        seed=config.seed,
-    )
-    random = replace(
-        learned,
-        out=str(Path(config.out) / "random_split"),
-        calibrate=replace(learned.calibrate, start="random"),
-        align=replace(learned.align, learn_assignment=False),
-    )
+    out, base = Path(config.out), recipe("quickstart", seed=config.seed)
+    learned = replace(base, out=str(out / "dot_moe"), align=replace(base.align, steps=config.steps))
+    router = replace(base.baseline, split_router="ridge", router_steps=config.steps)
+    random = replace(learned, out=str(out / "random_split"), method="random_split", baseline=router)
     return {"random split": random, "DOT-MoE": learned}
-
-
-def gap(results: dict[str, Any]) -> float:
-    """Perplexity lost against the dense model."""
-    return float(results["moe"]["perplexity"] - results["dense"]["perplexity"])
 
 
 def samples(export: Path, prompt: str = PROMPT, new_tokens: int = 60) -> dict[str, str]:
     """Greedy continuations of one prompt, by the dense model and by the exported one."""
-    from dotmoe.checkpoint.folder import EMBEDDED, checkpoint_folder
-
     tokenizer = AutoTokenizer.from_pretrained(export)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     texts = {"prompt": prompt}

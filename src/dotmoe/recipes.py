@@ -6,7 +6,8 @@ A recipe leaves `model` and `out` to the caller. Numbers at the paper's scale ar
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from dotmoe.align import AlignConfig
 from dotmoe.calibrate import CalibrateConfig
@@ -28,38 +29,20 @@ def paper() -> RunConfig:
 
     Its text is Dolmino-mix, streamed from the hub where no other `data` is given.
     """
-    base = default()
-    return replace(
-        base,
-        data=replace(base.data, data=("dolmino",)),
-        calibrate=replace(base.calibrate, start="random"),
+    return RunConfig(
+        model="",
+        out="",
+        data=DataConfig(data=("dolmino",)),
+        calibrate=CalibrateConfig(start="random"),
         assignment=AssignmentConfig(solver="sinkhorn", sinkhorn_sweeps=50),
-        align=replace(base.align, surrogate="softmax"),
+        align=AlignConfig(surrogate="softmax"),
     )
 
 
-def llama2_7b() -> RunConfig:
-    """The paper's LLaMA-2-7B: E = 86, k = 22."""
-    experts = ExpertsConfig(expert_size=128, active_experts=22)
-    return replace(paper(), model="meta-llama/Llama-2-7b-hf", experts=experts)
-
-
-def llama3_8b() -> RunConfig:
-    """The paper's LLaMA-3-8B: E = 112, k = 28."""
-    experts = ExpertsConfig(expert_size=128, active_experts=28)
-    return replace(paper(), model="meta-llama/Meta-Llama-3-8B", experts=experts)
-
-
-def qwen25_7b() -> RunConfig:
-    """The paper's Qwen2.5-7B: E = 148, k = 37."""
-    experts = ExpertsConfig(expert_size=128, active_experts=37)
-    return replace(paper(), model="Qwen/Qwen2.5-7B", experts=experts)
-
-
-def qwen25_7b_half_active() -> RunConfig:
-    """The paper's Qwen2.5-7B at half the FFN active: E = 148, k = 74."""
-    base = qwen25_7b()
-    return replace(base, experts=replace(base.experts, active_experts=74))
+def paper_model(model: str, active_experts: int) -> RunConfig:
+    """The paper's run of one of its models: experts of 128 neurons, k of them active."""
+    experts = ExpertsConfig(expert_size=128, active_experts=active_experts)
+    return replace(paper(), model=model, experts=experts)
 
 
 def small() -> RunConfig:
@@ -79,7 +62,6 @@ def quickstart() -> RunConfig:
         model="embedded",
         experts=ExpertsConfig(expert_size=16, active=0.25),
         data=replace(base.data, data=("python-stdlib",)),
-        calibrate=CalibrateConfig(calibration_tokens=8192),
         eval_text=("python-stdlib-heldout",),
     )
 
@@ -104,10 +86,10 @@ RECIPES: dict[str, dict[str, Callable[[], AnyRunConfig]]] = {
     "convert": {
         "default": default,
         "paper": paper,
-        "llama2_7b": llama2_7b,
-        "llama3_8b": llama3_8b,
-        "qwen25_7b": qwen25_7b,
-        "qwen25_7b_half_active": qwen25_7b_half_active,
+        "llama2_7b": partial(paper_model, "meta-llama/Llama-2-7b-hf", 22),  # E = 86
+        "llama3_8b": partial(paper_model, "meta-llama/Meta-Llama-3-8B", 28),  # E = 112
+        "qwen25_7b": partial(paper_model, "Qwen/Qwen2.5-7B", 37),  # E = 148
+        "qwen25_7b_half_active": partial(paper_model, "Qwen/Qwen2.5-7B", 74),
         "small": small,
         "quickstart": quickstart,
     },
@@ -133,13 +115,9 @@ def recipe_of(command: str, name: str | None = None) -> AnyRunConfig:
 
 def recipe(name: str = "default", **changes: Any) -> RunConfig:
     """A named recipe with fields of `RunConfig` replaced, such as `model`, `out` and `data`."""
-    config = recipe_of("convert", name)
-    assert isinstance(config, RunConfig)
-    return replace(config, **changes)
+    return cast(RunConfig, replace(recipe_of("convert", name), **changes))
 
 
 def finetune_recipe(name: str = "sft", **changes: Any) -> FinetuneRunConfig:
     """A named recipe with fields of `FinetuneRunConfig` replaced, such as `run` and `out`."""
-    config = recipe_of("finetune", name)
-    assert isinstance(config, FinetuneRunConfig)
-    return replace(config, **changes)
+    return cast(FinetuneRunConfig, replace(recipe_of("finetune", name), **changes))

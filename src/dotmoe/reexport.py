@@ -7,14 +7,13 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional
 
-from dotmoe.checkpoint.on_disk import on_disk
-from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.export import GGUF_NAMES, ExportConfig, ExportRecord, GgufConfig, export
-from dotmoe.finished_run import FinishedRun, finished_run
-from dotmoe.load import LoadConfig, describe_dense, resolved_dtype
+from dotmoe.finished_run import FinishedRun
+from dotmoe.load import LoadConfig, describe_dense, left_on_disk
 from dotmoe.models.dense import DenseModel
 from dotmoe.options import at_least, check
+from dotmoe.progress import Update, no_update
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +21,7 @@ class ReexportConfig:
     """A run, and how to write it."""
 
     run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
-    """Folder of a run whose extract stage, or finetune stage, is finished."""
+    """Folder of a run whose extract stage, or repair or finetune stage, is finished."""
     out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT")]
     """Folder to write; must not exist, or be empty."""
     active_experts: Annotated[int | None, at_least(1)] = None
@@ -50,7 +49,7 @@ class ReexportConfig:
                 )
 
 
-def reexport(config: ReexportConfig) -> ExportRecord:
+def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportRecord:
     """Export the experts of a run again; the run itself is not changed.
 
     The dense model's weights stay on disk: memory holds those of one decoder layer, or of the
@@ -64,13 +63,10 @@ def reexport(config: ReexportConfig) -> ExportRecord:
             refuses. Nothing is left behind.
     """
     check(config)
-    run = finished_run(Path(config.run))
+    run = FinishedRun(Path(config.run))
     layout, heldout = run.layout, run.text.heldout
-    described = describe_dense(run.weights)
-    device = resolved_device(config.load.device)
-    dense = on_disk(described, device, resolved_dtype(config.load.dtype, device))
-    if not run.is_finetuned:  # whose weights lie in the run, and have checksums there
-        run.require_same_model(dense.folder)
+    described = run.described()
+    dense = left_on_disk(described, config.load)
     if config.active_experts is not None:
         layout = layout.with_active_experts(config.active_experts)
     return export(
@@ -79,14 +75,15 @@ def reexport(config: ReexportConfig) -> ExportRecord:
         Path(config.out),
         config.export,
         heldout.tokens_BT,
-        origin=_origin(run, described) if run.is_finetuned else None,
+        origin=_origin(run, described) if run.has_own_weights else None,
         gguf=GgufConfig(type=config.gguf_type, tokenizer=config.gguf_tokenizer),
+        on_progress=on_progress,
     )
 
 
-def _origin(run: FinishedRun, finetuned: DenseModel) -> DenseModel:
-    """The dense model that a finetuned run began with; its files need not be there any more."""
+def _origin(run: FinishedRun, changed: DenseModel) -> DenseModel:
+    """The dense model that such a run began with; its files need not be there any more."""
     try:
         return describe_dense(run.model)
     except UserError:
-        return replace(finetuned, source=run.model, revision=None)
+        return replace(changed, source=run.model, revision=None)

@@ -6,8 +6,6 @@ files. It is replaced in one step, so its records are always those of the first 
 `config.json` is a plain copy of the config, for `--config`.
 """
 
-import errno
-import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,14 +13,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from typing import Any, TypeVar
 
-from filelock import FileLock, Timeout
-
 from dotmoe.distributed import broadcast_from_rank_zero, raise_on_all_ranks
 from dotmoe.errors import UserError
 from dotmoe.files import (
     DamagedError,
     checksums,
     damage_in,
+    locked,
     read_with_checksum,
     sync,
     with_checksum,
@@ -32,13 +29,12 @@ from dotmoe.files import (
 from dotmoe.options import COMMAND, from_values, identity, values_of
 from dotmoe.provenance import provenance
 
-logger = logging.getLogger(__name__)
-
 STAGES = {
     "data": "0_data",
     "calibrate": "1_calibrate",
     "align": "2_align",
     "extract": "3_extract",
+    "repair": "4_repair",
     "finetune": "4_finetune",
     "export": "5_export",
     "evaluate": "6_evaluate",
@@ -52,6 +48,8 @@ RESULTS = "results.json"
 _MANIFEST, _CONFIG, _LOCK = "manifest.json", "config.json", ".lock"
 _CHECKPOINTS = "checkpoints"
 _LOGS = ("tensorboard", "wandb")
+_PROGRESS = (_CHECKPOINTS, "metrics.jsonl", *_LOGS)
+"""What an unfinished stage goes on from; `*.parts` besides."""
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")
@@ -66,8 +64,6 @@ class RunFolder:
         self._manifest: dict[str, Any] | None = None
         self._verified: set[str] = set()
         self._made: list[Path] = []
-
-    # --- reading ------------------------------------------------------------------------------
 
     @property
     def exists(self) -> bool:
@@ -104,7 +100,7 @@ class RunFolder:
         return self.path / STAGES[name]
 
     def holds(self, *names: str) -> bool:
-        """Whether these stages are finished, and their folders are still there."""
+        """Whether these stages are finished, and what they made is still there."""
         return self.exists and all(
             name in self.manifest["stages"] and _is_filled(self._result_of(name)) for name in names
         )
@@ -112,7 +108,7 @@ class RunFolder:
     def verified(self, name: str, *only: str) -> Path:
         """Folder of a finished stage after comparing its files with their checksums, once.
 
-        An export has checksums of its own, see `dotmoe.export.require_intact`.
+        An export has checksums of its own, see `dotmoe.export.require_checksums`.
 
         Args:
             name: The stage.
@@ -121,10 +117,10 @@ class RunFolder:
         Raises:
             UserError: A file is missing, truncated or altered since the stage ended.
         """
+        folder = self.stage(name)
         if name not in self._verified:
             recorded = self.manifest["stages"][name]["files"]
-            wanted = {file: recorded[file] for file in only} if only else recorded
-            damage = damage_in(self.stage(name), wanted)
+            damage = damage_in(folder, {file: recorded[file] for file in only or recorded})
             if damage is not None:
                 raise UserError(
                     f"{damage}. Delete {self._result_of(name)} and repeat the dotmoe "
@@ -132,7 +128,7 @@ class RunFolder:
                 )
             if not only:
                 self._verified.add(name)
-        return self.stage(name)
+        return folder
 
     def seconds(self, *names: str) -> float | None:
         """Time that finished stages took, without what an interrupted process had done before."""
@@ -140,48 +136,27 @@ class RunFolder:
         times: list[float] = [stages[name]["seconds"] for name in names if name in stages]
         return sum(times) if times else None
 
-    # --- starting -----------------------------------------------------------------------------
-
-    def require_usable(self, config: Any) -> None:
-        """Refuse a folder that this config cannot be run in; touches nothing.
-
-        Raises:
-            UserError: It holds something else, or a run with another config.
-        """
-        if self.exists:
-            command = self.manifest[COMMAND]
-            if command != config.command:
-                raise UserError(
-                    f"{self.path} holds a run of dotmoe {command}, not of dotmoe {config.command}. "
-                    "Choose another folder."
-                )
-            if identity(self.config(type(config))) != identity(config):
-                raise UserError(
-                    f"{self.path} holds a run with another config. Choose another folder, repeat "
-                    f"that run with --config {self.path / _CONFIG}, or delete the folder."
-                )
-        elif self.path.exists() and (not self.path.is_dir() or self._holds_more_than_a_start()):
-            raise UserError(
-                f"{self.path} is in the way: it exists and is no dotmoe run. Choose another folder."
-            )
-
     def alone(self) -> AbstractContextManager[None]:
         """Keep other processes out of the folder; the system takes the lock back after any end.
 
         Raises:
             UserError: Another process is at work in it.
         """
-        return _locked(self.path)
+        return locked(
+            self.path / _LOCK,
+            f"{self.path} is being worked on by another dotmoe process. Wait for it, or choose "
+            "another folder.",
+        )
 
     @contextmanager
     def at_work(self, config: Any) -> Iterator[None]:
         """Make the folder and keep other processes out; leave nothing if nothing was finished.
 
         Raises:
-            UserError: As `require_usable`, the folder cannot be made, or another process works in
-                it.
+            UserError: It holds something else, or a run with another config; it cannot be made; or
+                another process works in it. It is left as it was.
         """
-        self.require_usable(config)
+        self._require_usable(config)
         with ExitStack() as held:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -194,7 +169,7 @@ class RunFolder:
                     "another folder, or get permission."
                 ) from error
             self._manifest = None  # another process may have changed it
-            self.require_usable(config)
+            self._require_usable(config)
             is_new = not self.exists
             try:
                 yield
@@ -214,10 +189,8 @@ class RunFolder:
         Raises:
             UserError: An input is not what the run was started with.
         """
-        stages: dict[str, Any] = {}
         if self.exists:
             self.require_inputs(inputs)
-            stages = self.manifest["stages"]
         values = values_of(config)
         manifest = {
             "format": 1,
@@ -225,7 +198,7 @@ class RunFolder:
             "model": model,
             "config": values,
             "inputs": dict(inputs),
-            "stages": stages,
+            "stages": self.manifest["stages"] if self.exists else {},
         }
         if not self.exists or manifest != self.manifest:
             self._write(manifest)
@@ -248,8 +221,6 @@ class RunFolder:
                 f"{self.path} was started from another run: the experts are not the same. Name "
                 "that run, or choose another folder."
             )
-
-    # --- stages -------------------------------------------------------------------------------
 
     def run_stage(
         self,
@@ -288,28 +259,28 @@ class RunFolder:
         if self.holds(name):
             self.verified(name)
             return True
-        names = list(STAGES)
+        folder, names, stages = self.stage(name), list(STAGES), self.manifest["stages"]
         later = names[names.index(name) :]
-        stages = self.manifest["stages"]
-        if any(stage in stages for stage in later):
-            if name in stages:
-                self._log(f"{self.stage(name)} is gone: it is made again, and all that follows it")
+        if name in stages:
+            self._log(f"{folder} is gone: it is made again, and all that follows it")
+        if not stages.keys().isdisjoint(later):
             kept = {stage: record for stage, record in stages.items() if stage not in later}
             self._write({**self.manifest, "stages": kept})
-        for stage in later:
-            self._clear(stage, but_progress=stage == name)
-        folder = self.stage(name)
+        is_kept = _is_progress if name != "evaluate" else lambda path: path.name != RESULTS
+        for path in folder.glob("*"):
+            if not is_kept(path):
+                _remove(path)
+        for stage in later[1:]:
+            _remove(self._result_of(stage))
         folder.mkdir(exist_ok=True)
         self._made.append(folder)
         return False
 
     def _record(self, name: str, seconds: float) -> None:
-        folder = self.stage(name)
-        if name == "export":
-            files = []
-        elif name == "evaluate":
+        folder, files = self.stage(name), list[str]()
+        if name == "evaluate":
             files = [RESULTS]
-        else:
+        elif name != "export":
             paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
             skipped = (_CHECKPOINTS, *_LOGS)
             files = [path.as_posix() for path in paths if path.parts[0] not in skipped]
@@ -324,22 +295,25 @@ class RunFolder:
         self._verified.add(name)
         shutil.rmtree(folder / _CHECKPOINTS, ignore_errors=True)
 
-    def _clear(self, name: str, *, but_progress: bool) -> None:
-        """Remove what an unfinished stage left, but for that from which it can go on."""
-        folder = self.stage(name)
-        if name == "evaluate":
-            (folder / RESULTS).unlink(missing_ok=True)
-        elif not but_progress:
-            shutil.rmtree(folder, ignore_errors=True)
-        elif folder.is_dir():
-            for path in folder.iterdir():
-                if path.is_dir():
-                    if not _is_progress(path):
-                        shutil.rmtree(path)
-                elif path.name != "metrics.jsonl":
-                    path.unlink()
-
-    # --- the rest -----------------------------------------------------------------------------
+    def _require_usable(self, config: Any) -> None:
+        if self.exists:
+            command = self.manifest[COMMAND]
+            if command != config.command:
+                raise UserError(
+                    f"{self.path} holds a run of dotmoe {command}, not of dotmoe {config.command}. "
+                    "Choose another folder."
+                )
+            if identity(self.config(type(config))) != identity(config):
+                raise UserError(
+                    f"{self.path} holds a run with another config. Choose another folder, repeat "
+                    f"that run with --config {self.path / _CONFIG}, or delete the folder."
+                )
+            return
+        left_at_a_start = {_LOCK, f".{_MANIFEST}.partial"}
+        if self.path.is_file() or any(p.name not in left_at_a_start for p in self.path.glob("*")):
+            raise UserError(
+                f"{self.path} is in the way: it exists and is no dotmoe run. Choose another folder."
+            )
 
     def _result_of(self, name: str) -> Path:
         """What a stage leaves: its folder, or of the evaluate stage the one file in it."""
@@ -351,24 +325,17 @@ class RunFolder:
 
     def _has_progress(self) -> bool:
         """Whether a stage is finished, or has left something to go on from."""
-        if self.exists and self.manifest["stages"]:
-            return True
         folders = (self.stage(name) for name in STAGES)
-        return any(_is_progress(item) for folder in folders for item in folder.glob("*"))
+        return (self.exists and bool(self.manifest["stages"])) or any(
+            _is_progress(item) for folder in folders for item in folder.glob("*")
+        )
 
     def _remove(self) -> None:
         """Remove what this process made; the folder goes if nothing else is in it."""
-        for folder in self._made:
-            shutil.rmtree(folder, ignore_errors=True)
-        for name in (_MANIFEST, _CONFIG, _LOCK):
-            (self.path / name).unlink(missing_ok=True)
+        for path in (*self._made, *(self.path / name for name in (_MANIFEST, _CONFIG, _LOCK))):
+            _remove(path)
         with suppress(OSError):
             self.path.rmdir()
-
-    def _holds_more_than_a_start(self) -> bool:
-        """Whether there is anything that a process killed at its start would not leave."""
-        left = {_LOCK, f".{_MANIFEST}.partial"}
-        return any(item.name not in left for item in self.path.iterdir())
 
 
 def export_folder(path: Path) -> Path:
@@ -377,30 +344,17 @@ def export_folder(path: Path) -> Path:
     return export if any(export.glob("*")) else path
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    lock = FileLock(folder / _LOCK, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise UserError(
-            f"{folder} is being worked on by another dotmoe process. Wait for it, or choose "
-            "another folder."
-        ) from error
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
-            raise
-        logger.warning("%s cannot be locked: start no second run in it", folder)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def _is_filled(path: Path) -> bool:
     return path.is_file() or any(path.glob("*"))
 
 
 def _is_progress(path: Path) -> bool:
-    """Whether a folder in that of a stage is one from which the stage can go on."""
-    return path.is_dir() and (path.name in (_CHECKPOINTS, *_LOGS) or path.suffix == ".parts")
+    """Whether this in the folder of a stage is something from which the stage can go on."""
+    return path.name in _PROGRESS or path.suffix == ".parts"
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

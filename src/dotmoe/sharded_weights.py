@@ -1,7 +1,7 @@
 """Frozen weights divided over the ranks by FSDP2, and loaded straight into their shards.
 
 Each rank holds its rows of every tensor. A decoder layer is whole only while it runs, so is the
-embedding; the head's matrix is whole where `distributed.whole` asks for it.
+embedding; the head's matrix where `distributed.full_tensor` asks for it.
 """
 
 import copy
@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 from dotmoe.checkpoint.folder import tensor_files
 from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.distributed import local_part, own_rows
-from dotmoe.errors import UserError
 from dotmoe.models.dense import DenseModel
 from dotmoe.parameters import compute_constants
 
@@ -33,10 +32,7 @@ LARGEST_SHARE = 0.5
 def is_sharded(sharding: Sharding, num_bytes: int, device: torch.device) -> bool:
     """Whether weights of that size are divided over the ranks, if there are several.
 
-    Args:
-        sharding: What the user wants; auto: divide what takes more than half of a GPU's memory.
-        num_bytes: Of all weights.
-        device: Where they are to be.
+    `auto` divides what takes more than half of a GPU's memory.
     """
     if sharding != "auto":
         return sharding == "shard"
@@ -50,27 +46,26 @@ def load_sharded(
 ) -> nn.Module:
     """The dense model of a checkpoint, frozen, each rank with its rows of every weight.
 
-    Host memory holds the rows of one tensor besides the shards themselves.
-
-    Args:
-        dense: The model, described; every rank reads its files.
-        mesh: The ranks.
-        device: Of this rank.
-        dtype: Of the weights in memory.
+    Host memory holds the rows of one tensor besides the shards themselves. Every rank reads the
+    files of `dense`, which is described.
 
     Raises:
         UserError: A tensor is missing, has another shape, or cannot be read.
     """
     family, model, tensors = dense.family, unloaded(dense.config, dtype), Tensors.of(dense)
-    require_shapes(model, tensors)
+    tensors.require_shapes(model)
     trunk, head = family.trunk(model), family.head(model)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
-    is_tied = head.weight is embedding.weight
+    matrix = head.weight
+    is_tied = matrix is embedding.weight
     for part in (*family.layers(model), embedding, trunk):
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
     trunk.to_empty(device=device)
     compute_constants(model, device)
-    head.weight = embedding.weight if is_tied else _empty_shard(head.weight, mesh, device)
+    head.weight = embedding.weight
+    if not is_tied:
+        shard = distribute_tensor(matrix, mesh, [Shard(0)])  # on the meta device: nothing is sent
+        head.weight = nn.Parameter(torch.empty_like(shard, device=device), requires_grad=False)
     for name, parameter in model.named_parameters():
         fill_own_rows(parameter, tensors, name)
     return model
@@ -110,22 +105,6 @@ def checkpoint_dtype(hf_config: Any, folder: Path) -> torch.dtype:
         return stated
     name = next(iter(tensor_files(folder)))
     return Tensors(folder, tied=False).describe(name)[1]
-
-
-def require_shapes(model: nn.Module, tensors: Tensors) -> None:
-    """Refuse a checkpoint that lacks a parameter of a dense model, or has it in another shape."""
-    for name, parameter in model.named_parameters():
-        shape, _ = tensors.describe(name)
-        if shape != tuple(parameter.shape):
-            raise UserError(
-                f"{name} has shape {shape} in {tensors.folder}, but its config.json asks for "
-                f"{tuple(parameter.shape)}. Mend the config."
-            )
-
-
-def _empty_shard(weight: Tensor, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
-    shard = distribute_tensor(weight, mesh, [Shard(0)])  # on the meta device: nothing is sent
-    return nn.Parameter(torch.empty_like(shard, device=device), requires_grad=False)
 
 
 @torch.no_grad()

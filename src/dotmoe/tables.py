@@ -6,7 +6,7 @@ Whoever measures something makes a `Table` of formatted text; whoever prints it 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rich import box
 from rich.table import Table as RichTable
@@ -15,12 +15,11 @@ from rich.text import Text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Text in rows and columns."""
+    """Formatted text in rows and columns; None where there is no value."""
 
     title: str = ""
     columns: Sequence[str]
     rows: Sequence[Sequence[str | None]]
-    """Formatted cells, as many as columns; None where there is no value."""
     note: str = ""
     """Stands below the table."""
     words: int = 1
@@ -28,12 +27,7 @@ class Table:
 
 
 def table_of(
-    items: Iterable[Any],
-    columns: Mapping[str, Callable[[Any], str | None]],
-    *,
-    title: str = "",
-    note: str = "",
-    words: int = 1,
+    items: Iterable[Any], columns: Mapping[str, Callable[[Any], str | None]], **options: Any
 ) -> Table:
     """A table with a row for each item; each column says how it shows one.
 
@@ -42,7 +36,7 @@ def table_of(
         [['50 %'], ['25 %']]
     """
     rows = [[show(item) for show in columns.values()] for item in items]
-    return Table(title=title, columns=tuple(columns), rows=rows, note=note, words=words)
+    return Table(columns=tuple(columns), rows=rows, **options)
 
 
 def to_rich(table: Table) -> RichTable:
@@ -58,18 +52,21 @@ def to_rich(table: Table) -> RichTable:
         show_header=any(table.columns),
     )
     for index, column in enumerate(table.columns):
-        justify: Literal["left", "right"] = "left" if index < table.words else "right"
-        rich.add_column(Text(column), justify=justify, overflow="fold")
+        rich.add_column(
+            Text(column), justify="left" if index < table.words else "right", overflow="fold"
+        )
     for row in table.rows:
-        rich.add_row(*(Text(_cell(cell)) for cell in row))
+        rich.add_row(*(Text("-" if cell is None else cell) for cell in row))
     return rich
 
 
 def to_markdown(table: Table) -> str:
     """The table in Markdown, its title above and its note below as paragraphs."""
     rules = ["---" if index < table.words else "---:" for index in range(len(table.columns))]
-    cells = [[_cell(cell).replace("|", "\\|") for cell in row] for row in table.rows]
-    lines = [f"| {' | '.join(row)} |" for row in [list(table.columns), rules, *cells]]
+    cells = [
+        ["-" if cell is None else cell.replace("|", "\\|") for cell in row] for row in table.rows
+    ]
+    lines = [f"| {' | '.join(row)} |" for row in [table.columns, rules, *cells]]
     return "\n\n".join(part for part in (table.title, "\n".join(lines), table.note) if part)
 
 
@@ -135,7 +132,3 @@ def figure(value: Any, form: str = ".4g") -> str:
     if isinstance(value, bool | str):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else format(value, form)
-
-
-def _cell(text: str | None) -> str:
-    return "-" if text is None else text

@@ -1,29 +1,48 @@
 """STAGE tokenise: text, or samples of the dense model -> blocks to train on and to measure on."""
 
+import hashlib
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Self
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
 
 from dotmoe.data import (
     SELF,
     DataConfig,
-    PackedSources,
+    Record,
     TokenBlocks,
+    block_writer,
+    boundaries,
     documents,
     pack_sources,
-    shares_in_words,
     sources_of,
     split_off_tail,
     write_decontaminated,
 )
 from dotmoe.files import read_json, write_json
 from dotmoe.models.dense import DenseModel
-from dotmoe.progress import Progress
-from dotmoe.self_text import NOTE, SampleConfig, sample_blocks
+from dotmoe.options import above, at_least
+from dotmoe.progress import Progress, Update, no_update
 
 _TRAINING, _HELDOUT, _RECORD = "training.safetensors", "heldout.safetensors", "data.json"
 HELDOUT_FILES = (_HELDOUT, _RECORD)
 """Files in the stage's folder that say what to measure on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleConfig:
+    """How text is sampled where `data` is `self`."""
+
+    sample_tokens: Annotated[int | None, at_least(2)] = None
+    """Tokens to sample for training, at most. Default: as many as the steps use."""
+    sample_temperature: Annotated[float, above(0)] = 1.0
+    """Divides the logits; 1: the model's own distribution. Nothing is cut off from it."""
+    sample_batch_size: Annotated[int, at_least(1)] = 16
+    """Blocks sampled side by side: more is faster and takes more memory (their keys and values)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,110 +103,186 @@ def tokenise(
         folder: Where to write.
         blocks: Of training text, at most.
         min_tokens: Of training text, if `blocks` are fewer.
-        eval_text: Sources of the held-out text. Default: that of `beside`, else the last blocks of
-            the training text.
-        eval_tokens: Tokens of `eval_text`, or of the last blocks, at most.
+        eval_text: Held-out text. Default: that of `beside`, else the last training blocks.
+        eval_tokens: Of the held-out text, at most.
         progress: Shows bars and, of several sources, the shares reached.
-        beside: Text of the run that is finetuned: blocks that are part of the held-out text are
+        beside: Text of the run that is finetuned: blocks that are part of its held-out text are
             then left out of training.
 
     Raises:
         UserError: A source that cannot be read, too little text, or no room.
     """
-    seq_len = min(data.seq_len, dense.widths.context)
-    if seq_len < data.seq_len:
-        progress.log(f"seq_len lowered to {seq_len}: the model has no longer context")
-    data = replace(data, seq_len=seq_len)
-    tokens = max(blocks * seq_len, min_tokens)
+    context = dense.widths.context
+    if data.seq_len > context:
+        progress.log(f"seq_len lowered to {context}: the model has no longer context")
+        data = replace(data, seq_len=context)
+    tokens = max(blocks * data.seq_len, min_tokens)
+    origin = "the data"
     if samples_itself(data):
         tokens = min(tokens, sample.sample_tokens or tokens)
-    training_file, heldout_file = folder / _TRAINING, folder / _HELDOUT
-    record: dict[str, Any] = {"heldout": "the last blocks of the same text"}
-    origin = NOTE if samples_itself(data) else "the data"
+        origin = "text that the dense model itself sampled"
+    training, heldout = folder / _TRAINING, folder / _HELDOUT
+    record: Record = {"heldout": "the last blocks of the same text"}
     name: tuple[str, ...] = (f"blocks of {origin} kept out of training",)
     if eval_text:
         name = eval_text
-        record["heldout"] = _heldout_text(
-            data, dense, heldout_file, eval_text, eval_tokens, progress
-        )
+        windows = replace(_in_order(data, eval_text), seq_len=min(2048, context))
+        remedy = "Give more eval_text and eval_tokens, or no eval_text."
+        record["heldout"] = _packed(windows, dense, heldout, eval_tokens, progress, remedy)
     elif beside is not None:
         name = beside.heldout_name
         record["heldout"] = "that of the run that is finetuned"
-        beside.heldout.save(heldout_file)
+        beside.heldout.save(heldout)
+
+    def write(path: Path, num_tokens: int) -> Record:
+        if not samples_itself(data):
+            return _packed(data, dense, path, num_tokens, progress)
+        with progress.bar("sample from the dense model", tokens=1) as update:
+            return sample_blocks(dense, sample, path, data, num_tokens, update)
+
     if beside is not None:
-        heldout = TokenBlocks.load(heldout_file)
-        whole_file = folder / "whole.safetensors"
         # Some of the held-out text may be part of the source, and is left out.
-        whole = _training_text(
-            data, sample, dense, whole_file, tokens + heldout.num_tokens, progress
-        )
-        left_out = write_decontaminated(whole.blocks, heldout, training_file)
+        whole, avoided = folder / "whole.safetensors", TokenBlocks.load(heldout)
+        record["training"] = write(whole, tokens + avoided.num_tokens)
+        left_out = write_decontaminated(TokenBlocks.load(whole), avoided, training)
+        record["left_out_blocks"] = left_out
         if left_out:
             progress.log(
-                f"{left_out} of {whole.blocks.num_blocks} blocks of training text left out: they "
-                "are part of the held-out text"
+                f"{left_out} blocks of training text left out: they are part of the held-out text"
             )
-        whole_file.unlink()
-        record |= {"training": whole.record, "left_out_blocks": left_out}
+        whole.unlink()
     else:
-        tail = 0 if eval_text else eval_tokens
-        text = _training_text(data, sample, dense, training_file, tokens + tail, progress)
-        record["training"] = text.record
-        if tail:
-            split_off_tail(training_file, heldout_file, tail)
+        record["training"] = write(training, tokens if eval_text else tokens + eval_tokens)
+        if not eval_text:
+            split_off_tail(training, heldout, eval_tokens)
     write_json(folder / _RECORD, {**record, "heldout_name": name})
     return Text.load(folder)
 
 
-def _training_text(
-    data: DataConfig,
-    sample: SampleConfig,
-    dense: DenseModel,
-    file: Path,
-    tokens: int,
-    progress: Progress,
-) -> PackedSources:
-    if samples_itself(data):
-        with progress.bar("sample from the dense model") as update:
-            return sample_blocks(
-                dense,
-                sample,
-                file,
-                seq_len=data.seq_len,
-                num_tokens=tokens,
-                seed=data.data_seed,
-                on_progress=lambda done: update(min(done, tokens), tokens),
-            )
-    with progress.bar("tokenise") as update:
-        text = pack_sources(
-            data, dense.tokenizer, file, tokens, on_progress=lambda done: update(done, tokens)
-        )
-    if len(text.record["sources"]) > 1:
-        progress.log(shares_in_words(text.record))
-    return text
-
-
-def _heldout_text(
+def _packed(
     data: DataConfig,
     dense: DenseModel,
-    file: Path,
-    eval_text: tuple[str, ...],
+    path: Path,
     tokens: int,
     progress: Progress,
-) -> dict[str, Any]:
-    """Write blocks of `eval_text`, in windows of 2048 tokens or the model's context."""
-    window = min(2048, dense.widths.context)
-    with progress.bar("tokenise") as update:
-        return pack_sources(
-            replace(_in_order(data, eval_text), seq_len=window),
-            dense.tokenizer,
-            file,
-            tokens,
-            on_progress=lambda done: update(done, tokens),
-            remedy="Give more eval_text and eval_tokens, or no eval_text.",
-        ).record
+    remedy: str = "Give more text, or lower seq_len.",
+) -> Record:
+    with progress.bar("tokenise", tokens=1) as update:
+        record = pack_sources(data, dense.tokenizer, path, tokens, update, remedy)
+    if len(record["sources"]) > 1:
+        progress.log("; ".join(map(_share_in_words, record["sources"])))
+    return record
+
+
+def _share_in_words(source: Record) -> str:
+    words = f"{source['name']} {source['share']:.1%} of the tokens"
+    if source["weight"] is not None:
+        words += f" (asked {source['weight']:.1%})"
+        if source["ran_out"]:
+            words += f", ran out after {source['tokens']:,}"
+    return words
 
 
 def _in_order(data: DataConfig, sources: tuple[str, ...]) -> DataConfig:
     """Other sources, read in their own order."""
     return replace(data, data=sources, data_weights=(), data_epochs=1, shuffle_buffer=0)
+
+
+# --- text of the model itself ------------------------------------------------------------------
+
+
+def sample_blocks(
+    dense: DenseModel,
+    config: SampleConfig,
+    path: Path,
+    data: DataConfig,
+    num_tokens: int,
+    on_progress: Update = no_update,
+) -> Record:
+    """Write `TokenBlocks` of ancestral samples of the dense model.
+
+    Each block is a sample of its own; see `sampled_rows`. Finished batches are kept beside `path`
+    until all are done, so that a process that was killed goes on where it was. A batch is a pure
+    function of model, config, seed and its number.
+
+    `data` says `seq_len` of the blocks and `data_seed` of the draws; `num_tokens` is rounded up to
+    whole blocks.
+
+    Returns:
+        A record of how they were made.
+
+    Raises:
+        UserError: The disk is full.
+    """
+    num_blocks, size = -(-num_tokens // data.seq_len), config.sample_batch_size
+    parts = path.with_name(path.name + ".parts")
+    parts.mkdir(exist_ok=True)
+    with block_writer(path, data.seq_len) as writer:
+        for number, first in enumerate(range(0, num_blocks, size)):
+            part = parts / f"{number}.safetensors"
+            if not part.exists():
+                digest = hashlib.sha256(f"{data.data_seed}/{number}".encode()).digest()
+                seed = int.from_bytes(digest[:7], "little")
+                generator = torch.Generator(dense.device).manual_seed(seed)
+                rows = min(size, num_blocks - first)
+                temperature = config.sample_temperature
+                tokens_BT = sampled_rows(dense, rows, data.seq_len, temperature, generator)
+                TokenBlocks(tokens_BT).save(part)
+            writer.append(TokenBlocks.load(part).tokens_BT.flatten())
+            on_progress(min(writer.num_tokens, num_tokens), num_tokens)
+    shutil.rmtree(parts)
+    bos = dense.tokenizer.bos_token
+    return {
+        "tokens": writer.num_tokens,
+        "seq_len": data.seq_len,
+        "sources": [{"name": SELF, "weight": None, "share": 1.0, "tokens": writer.num_tokens}],
+        "sampling": {
+            "temperature": config.sample_temperature,
+            "first_token": bos or "drawn evenly from the plain tokens",
+            "after_eos": bos if _restarts(dense) else "as the model likes",
+        },
+        "boundaries": boundaries(dense.tokenizer)
+        | {"separator": "as sampled", "blocks": "each is a sample of its own"},
+    }
+
+
+@torch.no_grad()
+def sampled_rows(
+    dense: DenseModel, rows: int, seq_len: int, temperature: float, generator: torch.Generator
+) -> Tensor:
+    """Independent samples of the model: int32, [rows, seq_len].
+
+    A row begins with BOS; where the tokenizer has none, with a token drawn evenly from those that
+    are not special. Every token after it is drawn from the model's softmax at `temperature`, over
+    the tokenizer's own tokens, given all tokens before it. A row goes on after EOS: with BOS where
+    that is another token (then a document begins, as in packed text), else as the model likes.
+    The generator of the draws is on the model's device.
+    """
+    tokenizer = dense.tokenizer
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    vocabulary = max(tokenizer.get_vocab().values()) + 1
+    tokens_BT = torch.empty(rows, seq_len, dtype=torch.long, device=dense.device)
+    if bos is not None:
+        tokens_BT[:, 0] = bos
+    else:
+        plain = torch.tensor(sorted(set(range(vocabulary)) - set(tokenizer.all_special_ids)))
+        draws = torch.randint(len(plain), (rows,), generator=generator, device=generator.device)
+        tokens_BT[:, 0] = plain.to(generator.device)[draws]
+    cache, restarts = DynamicCache(config=dense.config), _restarts(dense)
+    for place in range(1, seq_len):
+        last_B1 = tokens_BT[:, place - 1 : place]
+        output = dense.model(
+            input_ids=last_B1, past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        logits_BV = output.logits[:, -1, :vocabulary].float() / temperature
+        drawn_B1 = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)
+        if restarts:
+            drawn_B1[last_B1 == eos] = bos
+        tokens_BT[:, place] = drawn_B1[:, 0]
+    return tokens_BT.int().cpu()
+
+
+def _restarts(dense: DenseModel) -> bool:
+    """Whether BOS goes after EOS: both are there, and are two tokens."""
+    bos, eos = dense.tokenizer.bos_token_id, dense.tokenizer.eos_token_id
+    return bos is not None and eos is not None and bos != eos

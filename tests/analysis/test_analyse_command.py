@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dotmoe.analyse import ANALYSES, AnalyseConfig, analyse
-from dotmoe.analyse.routing import Routes
 from dotmoe.errors import UserError
 
 QUICK = {"tokens": 128, "points": 40, "experts_shown": 4, "profile_steps": 2}
@@ -33,7 +32,7 @@ def test_every_analysis_is_written_and_found_again(folder, command):
         assert result["origin"] == "measured"
         assert result["command"].startswith(f"dotmoe analyse {folder} --tokens")
         assert result["provenance"]["seed"] == 0
-        assert all(line in said.out for line in ANALYSES[name].says(result["values"]))
+        assert all(line in said.out for line in result["says"])
     used = found["expert_utilisation"]
     assert (used["tokens"], len(used["text"])) == (128, 1)
     assert used["values"]["layers"] == [0, 1]
@@ -91,7 +90,7 @@ def test_parts_of_a_step_make_up_the_step_and_leave_the_run_as_it_was(folder):
 
 
 def test_a_silent_router_is_warned_of(folder, command, monkeypatch):
-    routes = Routes(layers=(0,), chosen_LTK=torch.arange(3).expand(1, 50, 3), num_experts=12)
+    routes = torch.arange(3).expand(2, 50, 3)
     monkeypatch.setattr("dotmoe.analyse.run.captured_routes", lambda *arguments: routes)
     said = command("analyse", folder, only="expert_utilisation")
     assert "warning: layer 0: 9 of 12 experts are dead" in said.out
@@ -114,7 +113,7 @@ def test_what_a_run_has_nothing_for_is_left_out_or_refused_by_name(folder, monke
     (folder / "2_align" / "metrics.jsonl").unlink()
     found = analyse(AnalyseConfig(run=str(folder), tokens=128))
     assert list(found) == ["expert_utilisation"]
-    for name, word in (("routing_overlap", "dotmoe\\[analysis\\]"), ("overhead_profile", "steps")):
+    for name, word in (("routing_overlap", "\\.\\[analysis\\]"), ("overhead_profile", "steps")):
         with pytest.raises(UserError, match=word):
             analyse(AnalyseConfig(run=str(folder), only=(name,)))
     assert "is no run" in command("analyse", folder.parent).refusal()
@@ -139,10 +138,7 @@ def test_a_shared_expert_is_no_part_of_the_load(tiny_dense, text_file, tmp_path,
     options = {"method": "cmoe", "cluster_starts": 1, "expert_size": 8, "active_experts": 4}
     options |= {"calibration_tokens": 256, "data": text_file}
     options |= {"eval_tokens": 512, "scale_tokens": 256, "verify_tokens": 256, "seq_len": 32}
-    model = tiny_dense("llama")
-    said = command(
-        "convert", model, out, method="cmoe", cluster_starts=1, data=text_file, **options
-    )
+    said = command("convert", tiny_dense("llama"), out, **options)
     assert said.status == 0, said.err
     found = analyse(AnalyseConfig(run=str(out), tokens=256, points=40))
     assert list(found) == list(ANALYSES)[:3]

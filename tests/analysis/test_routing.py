@@ -1,4 +1,6 @@
-"""Routing of the masked model and its load. Oracle: the dense model with a mask, in NumPy."""
+"""Routing of the masked model, its load and its overlap. Oracles: the dense model with a mask, in
+NumPy; routing that is alike or independent by making.
+"""
 
 import math
 from dataclasses import replace
@@ -9,14 +11,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dotmoe.analyse import routing
+from dotmoe.analyse import overlap, run, utilisation
 from dotmoe.analyse.outputs import sampled_outputs
-from dotmoe.analyse.routing import captured_routes
-from dotmoe.analyse.utilisation import load_shares, load_statistics, values, warnings_of
+from dotmoe.analyse.overlap import matched_overlap
+from dotmoe.analyse.run import captured_routes, router_inputs
+from dotmoe.analyse.utilisation import load_statistics, warnings_of
 from dotmoe.layout import ALWAYS_ON
 from dotmoe.moe.masked import masked_by
 
-E, K = 12, 3
+E, K, T = 12, 3, 4000
+
+
+@pytest.fixture
+def dense(dense_of):
+    return dense_of("llama")
+
+
+@pytest.fixture
+def tokens():
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(2, 258, (10, 24), generator=generator, dtype=torch.int32)
 
 
 @pytest.fixture
@@ -39,20 +53,23 @@ def inputs_of_the_last_ffn(dense, tokens):
 
 
 def test_routes_are_the_largest_logits_of_every_token(dense, layout, tokens, monkeypatch):
-    monkeypatch.setattr(routing, "FORWARD_TOKENS", 72)  # three blocks a pass, the last pass of one
-    x_TD = inputs_of_the_last_ffn(dense, tokens).double().numpy()
-    logits_TE = x_TD @ layout.router_LED[-1].double().numpy().T
+    monkeypatch.setattr(run, "FORWARD_TOKENS", 72)  # three blocks a pass, the last pass of one
+    x_TD = inputs_of_the_last_ffn(dense, tokens)
+    logits_TE = x_TD.double().numpy() @ layout.router_LED[-1].double().numpy().T
     expected_TK = np.argsort(-logits_TE, axis=1)[:, :K]
     done = []
     routes = captured_routes(dense, layout, tokens, lambda *told: done.append(told))
-    assert routes.layers == (1,)
-    assert np.array_equal(routes.chosen_LTK[0].numpy(), expected_TK)
+    assert np.array_equal(routes.numpy(), expected_TK[None])
     assert done == [(3, 10), (6, 10), (9, 10), (10, 10)]
 
-    used = values(SimpleNamespace(routes=routes))
+    analysed = SimpleNamespace(layers=layout.moe_layers, routes=routes, layout=layout)
+    used = utilisation.values(analysed)
     counted = [(expected_TK == expert).any(axis=1).mean() for expert in range(E)]
+    assert used["layers"] == [1]
     assert used["share_LE"][0] == pytest.approx(counted)
-    assert sum(used["share_LE"][0]) == pytest.approx(K)
+
+    wanted = torch.tensor([0, 71, 72, 150, 239])
+    torch.testing.assert_close(router_inputs(dense, layout, tokens, 1, wanted), x_TD[wanted])
 
 
 def test_a_later_layer_sees_what_the_masked_layers_before_it_give(dense, layout, tokens):
@@ -61,35 +78,37 @@ def test_a_later_layer_sees_what_the_masked_layers_before_it_give(dense, layout,
     both = replace(layout, expert_of_neuron_LN=layout.expert_of_neuron_LN[[1, 1]], active_experts=E)
     dense_first = (inputs_of_the_last_ffn(dense, tokens) @ last.T).argmax(dim=1)
     everything = captured_routes(dense, both, tokens)
-    assert torch.equal(everything.chosen_LTK[1, :, 0].long(), dense_first)
+    assert torch.equal(everything[1, :, 0].long(), dense_first)
     one = captured_routes(dense, both.with_active_experts(1), tokens)
-    assert not torch.equal(one.chosen_LTK[1, :, 0].long(), dense_first)
+    assert not torch.equal(one[1, :, 0].long(), dense_first)
 
 
-def test_inputs_of_single_tokens_are_picked_from_all_passes(dense, layout, tokens, monkeypatch):
-    monkeypatch.setattr(routing, "FORWARD_TOKENS", 72)
-    wanted = torch.tensor([0, 71, 72, 150, 239])
-    found = routing.router_inputs(dense, layout, tokens, 1, wanted)
-    torch.testing.assert_close(found, inputs_of_the_last_ffn(dense, tokens)[wanted])
+def test_outputs_of_all_chosen_experts_add_up_to_the_masked_ffn(dense, layout, tokens):
+    """Oracle: the masked model's own FFN."""
+    x_TD = inputs_of_the_last_ffn(dense, tokens)[:20]
+    chosen_TK = (x_TD @ layout.router_LED[-1].T).topk(K, dim=1).indices
+    layer = dense.family.layers(dense.model)[-1]
+    ffn, own_N = dense.family.ffn(layer), layout.expert_of_neuron_LN[-1]
+    outputs = sampled_outputs(x_TD.repeat_interleave(K, dim=0), ffn, own_N, chosen_TK.flatten())
+    with masked_by(dense, layout), torch.no_grad():
+        expected = layer.mlp(x_TD)
+    torch.testing.assert_close(outputs.view(20, K, -1).sum(dim=1), expected)
+    assert F.cosine_similarity(outputs[0], outputs[1], dim=0) < 0.99
 
 
 def test_statistics_of_a_load_written_out():
-    share = torch.tensor([0.8, 0.6, 0.4, 0.2], dtype=torch.float64)
-    found = load_statistics(share)
-    loads = share.numpy()
+    loads = np.array([0.8, 0.6, 0.4, 0.2])
+    found = load_statistics(torch.from_numpy(loads))
     portion = loads / loads.sum()
     assert found["coefficient_of_variation"] == pytest.approx(np.std(loads) / np.mean(loads))
-    assert found["entropy_normalised"] == pytest.approx(
-        -(portion * np.log(portion)).sum() / np.log(4)
-    )
+    entropy = -(portion * np.log(portion)).sum() / np.log(4)
+    assert found["entropy_normalised"] == pytest.approx(entropy)
     assert (found["max_over_mean"], found["min_over_mean"]) == pytest.approx((1.6, 0.4))
     assert (found["dead_experts"], found["always_on_experts"]) == ([], [])
-    assert warnings_of(3, share) == []
 
 
 def test_the_same_experts_for_every_token_are_the_largest_variation_there_is():
-    chosen = torch.arange(K).repeat(50, 1)
-    share = load_shares(chosen, E)
+    share = torch.tensor([1.0] * K + [0.0] * (E - K), dtype=torch.float64)
     found = load_statistics(share)
     assert found["coefficient_of_variation"] == pytest.approx(math.sqrt(E / K - 1))
     assert found["dead_experts"] == list(range(K, E))
@@ -118,18 +137,35 @@ def test_each_rule_warns_by_itself(share, words):
     assert all(word in line for word, line in zip(words, said, strict=True))
 
 
-def test_outputs_of_all_chosen_experts_add_up_to_the_masked_ffn(dense, layout, tokens):
-    """Oracle: the masked model's own FFN."""
-    x_TD = inputs_of_the_last_ffn(dense, tokens)[:20]
-    chosen_TK = (x_TD @ layout.router_LED[-1].T).topk(K, dim=1).indices
-    layer = dense.family.layers(dense.model)[-1]
-    outputs = sampled_outputs(
-        x_TD.repeat_interleave(K, dim=0),
-        dense.family.ffn(layer),
-        layout.expert_of_neuron_LN[-1],
-        chosen_TK.flatten(),
-    )
-    with masked_by(dense, layout), torch.no_grad():
-        expected = layer.mlp(x_TD)
-    torch.testing.assert_close(outputs.view(20, K, -1).sum(dim=1), expected)
-    assert F.cosine_similarity(outputs[0], outputs[1], dim=0) < 0.99
+def random_choice(seed, tokens=T, loads=(1.0,) * E):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.multinomial(torch.tensor(loads).expand(tokens, E), K, generator=generator)
+
+
+def test_overlap_is_one_for_other_names_a_half_for_half_the_tokens_and_none_by_chance():
+    a, b, uneven = random_choice(0), random_choice(1), (6.0, 4, 3, 2, *[1.0] * (E - 4))
+    renamed = torch.randperm(E, generator=torch.Generator().manual_seed(1))[a]
+    assert matched_overlap(a, renamed, E) == pytest.approx(1.0)
+    half = torch.where((torch.arange(T) % 2 == 0)[:, None], a, b)
+    assert matched_overlap(a, half, E) == pytest.approx(0.5, abs=0.03)
+    for other in (b, random_choice(2, loads=uneven)):
+        assert matched_overlap(a, other, E) == pytest.approx(0.0, abs=0.03)
+        assert matched_overlap(a, other, E) == pytest.approx(matched_overlap(other, a, E))
+    everything = torch.arange(E).repeat(T, 1)
+    assert matched_overlap(everything, everything.flip(1), E) == 1.0
+
+
+def test_few_tokens_do_not_look_alike_by_the_pairing():
+    """Pairs that were found on the very tokens they are measured on would share 0.25 here."""
+    pairs = [(random_choice(2 * n, 60), random_choice(2 * n + 1, 60)) for n in range(40)]
+    mean = sum(matched_overlap(a, b, E) for a, b in pairs) / len(pairs)
+    assert mean == pytest.approx(0.0, abs=0.03)
+
+
+def test_the_table_of_overlaps_is_symmetric_and_names_its_layers():
+    a, b = random_choice(0), random_choice(1)
+    routes, layout = torch.stack([a, b, a.flip(1)]), SimpleNamespace(num_experts=E)
+    found = overlap.values(SimpleNamespace(layers=(1, 2, 3), routes=routes, layout=layout))
+    assert found["layers"] == [1, 2, 3]
+    expected = [[1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0]]
+    np.testing.assert_allclose(found["similarity_LL"], expected, atol=0.03)

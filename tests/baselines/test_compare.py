@@ -2,47 +2,44 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from dotmoe.baselines import METHODS, BaselineConfig
-from dotmoe.cli import run
 from dotmoe.compare import CompareConfig, points_of
 from dotmoe.data import DataConfig
 from dotmoe.errors import UserError
+from dotmoe.granularity import ExpertsConfig
 from dotmoe.layout import ExpertLayout
+from runs import TINY_CONVERT, TINY_FINETUNE
 
-OPTIONS = ["--expert-size", "8", "--active-experts", "4", "--batch-size", "4", "--seq-len", "32",
-           "--calibration-tokens", "256", "--eval-tokens", "512", "--scale-tokens", "256",
-           "--verify-tokens", "256", "--lr", "1e-2", "--cluster-starts", "1"]  # fmt: skip
+OPTIONS = TINY_CONVERT | {"active_experts": 4, "cluster_starts": 1}
+del OPTIONS["steps"]
 
 
 @pytest.fixture
-def texts(tmp_path):
-    names = []
-    for name, animals in (("text", ["cat", "dog", "crow"]), ("held", ["hen", "cow", "cat"])):
-        path = tmp_path / f"{name}.txt"
-        lines = [f"Line {i}: the {animals[i % 3]} ate {i * 7 % 13} figs." for i in range(300)]
-        path.write_text("\n".join(lines))
-        names.append(str(path))
-    return names
+def eval_text(tmp_path):
+    path = tmp_path / "held.txt"
+    path.write_text("\n".join(f"Line {i}: the hen ate {i * 7 % 13} figs." for i in range(100)))
+    return path
 
 
 def layout_in(folder):
-    return ExpertLayout.load(Path(folder) / "3_extract" / "layout.safetensors")
+    return ExpertLayout.load(folder / "3_extract" / "layout.safetensors")
+
+
+def results_in(folder):
+    return json.loads((folder / "6_evaluate" / "results.json").read_text())
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_convert_exports_every_method_verified(method, tiny_dense, texts, tmp_path, capsys):
+def test_convert_exports_every_method_verified(method, tiny_dense, text_file, tmp_path, command):
     out = tmp_path / "run"
-    model = str(tiny_dense("qwen2"))
-    command = ["convert", model, str(out), "--method", method, "--data", texts[0], *OPTIONS]
-    assert run(command) == 0
-    assert method in capsys.readouterr().out
-    results = json.loads((out / "6_evaluate" / "results.json").read_text())
+    said = command("convert", tiny_dense("qwen2"), out, method=method, data=text_file, **OPTIONS)
+    assert (said.status, method in said.out) == (0, True)
+    results = results_in(out)
     assert results["steps"] == 0
     assert results["verification"]["largest_block_error"] < 0.02
     assert ("moe_own_router" in results) == (method == "cmoe")
@@ -51,74 +48,135 @@ def test_convert_exports_every_method_verified(method, tiny_dense, texts, tmp_pa
     assert layout.shared_size + layout.active_experts * layout.expert_size == 32
 
 
+def test_a_shared_expert_is_aligned_exported_and_finetuned(
+    tiny_dense, text_file, tmp_path, command
+):
+    out, model = tmp_path / "run", tiny_dense("llama")
+    options = TINY_CONVERT | {"data": text_file, "active": 0.5, "shared": 0.25}
+    refused = command("convert", model, out, **options, format="mixtral").refusal()
+    assert "takes only 0. Formats that can hold it: glm4_moe" in refused
+    assert not out.exists()
+    assert command("convert", model, out, **options).status == 0
+    results, layout = results_in(out), layout_in(out)
+    shared = 8 * round(layout.num_neurons / 8 / 4)
+    assert results["granularity"]["shared_size"] == layout.shared_size == shared
+    assert results["verification"]["largest_block_error"] < 0.02
+    state = load_file(out / "2_align" / "state.safetensors")
+    assert state["affinity"].shape[2] == state["router"].shape[1] + 1 == layout.num_experts + 1
+    moved = [json.loads(line) for line in (out / "2_align/metrics.jsonl").read_text().splitlines()]
+    assert max(step["marginal_error"] for step in moved) < 1e-5
+    tuned = TINY_FINETUNE | {"train": "everything"}
+    assert command("finetune", out, tmp_path / "tuned", **tuned).status == 0
+    assert results_in(tmp_path / "tuned")["granularity"] == results["granularity"]
+
+
 def test_a_comparison_measures_all_on_the_same_text_and_goes_on(
-    tiny_dense, texts, tmp_path, capsys, monkeypatch
+    tiny_dense, text_file, eval_text, tmp_path, command, monkeypatch
 ):
     out = tmp_path / "compared"
-    options = ["--methods", "dot_moe", "random_split", "--router-steps", "2", *OPTIONS]
-    sources = ["--data", texts[0], "--eval-text", texts[1]]
-    command = ["compare", str(tiny_dense("llama")), str(out), *sources, *options]
-    assert run(command) == 0
-    printed = capsys.readouterr().out
+    options = {"methods": ["dot_moe", "random_split"], "router_steps": 2, **OPTIONS}
+    options |= {"data": text_file, "eval_text": eval_text}
+    said = command("compare", tiny_dense("llama"), out, **options)
+    assert (said.status, "compare.json" in said.out) == (0, True)
     summary = json.loads((out / "compare.json").read_text())
     rows = {row["run"]: row for row in summary["rows"]}
-    assert list(rows) == [
-        "dense", "dot_moe-untrained", "dot_moe-router", "dot_moe-trained",
-        "random_split-own", "random_split-ridge", "random_split-trained",
-    ]  # fmt: skip
     assert rows["dense"]["loss_above_dense"] == 0
-    for name, row in rows.items():
-        if name == "dense":
-            continue
-        results = json.loads((out / name / "6_evaluate" / "results.json").read_text())
-        assert row["perplexity"] == results["moe"]["perplexity"]
+    names = [name for name in rows if name != "dense"]
+    assert names == [
+        *("dot_moe-untrained", "dot_moe-router", "dot_moe-trained"),
+        *("random_split-own", "random_split-ridge", "random_split-trained"),
+    ]
+    for name in names:
+        row = rows[name]
+        measured = results_in(out / name)["moe"]
+        assert row["perplexity"] == measured["perplexity"]
         assert row["tokens"] == rows["dense"]["tokens"]
         assert row["active_fraction"] == pytest.approx(1 / 3)
         assert f"{row['perplexity']:.2f}" in (out / "compare.md").read_text()
-    assert "compare.json" in printed
-    held = [load_file(out / n / "0_data" / "heldout.safetensors")["tokens"] for n in list(rows)[1:]]
+    held = [load_file(out / name / "0_data" / "heldout.safetensors")["tokens"] for name in names]
     assert all(torch.equal(held[0], other) for other in held)
-
     fixed = layout_in(out / "random_split-ridge"), layout_in(out / "random_split-trained")
     assert torch.equal(fixed[0].expert_of_neuron_LN, fixed[1].expert_of_neuron_LN)
     assert not torch.equal(fixed[0].router_LED, fixed[1].router_LED)
 
     # A finished comparison reads what its runs left; neither models nor the age of files matter.
-    for name in list(rows)[1:]:
+    for name in names:
         os.utime(out / name / "3_extract" / "layout.safetensors", (2e9, 2e9))
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
-    assert run(command) == 0
-    again = json.loads((out / "compare.json").read_text())
-    assert again["rows"] == summary["rows"]
-    assert all(0 < row["seconds"] < 1e4 for row in summary["rows"][1:])
+    assert command("compare", tiny_dense("llama"), out, **options).status == 0
+    assert json.loads((out / "compare.json").read_text())["rows"] == summary["rows"]
+    assert all(0 < rows[name]["seconds"] < 1e4 for name in names)
 
 
-def plain(**options):
-    return CompareConfig(
-        model="m", out="o", data=DataConfig(data=("a.txt",)), eval_text=("b.txt",), **options
-    )
+def test_a_comparison_of_trained_splits_shows_the_mean_and_range_of_its_seeds(
+    tiny_dense, text_file, eval_text, tmp_path, command
+):
+    out = tmp_path / "compared"
+    options = {"methods": ["random_split"], "router_steps": 2, "seeds": [3, 5], **OPTIONS}
+    options |= {"data": text_file, "eval_text": eval_text, "trained_only": ()}
+    assert command("compare", tiny_dense("llama"), out, **options).status == 0
+    rows = json.loads((out / "compare.json").read_text())["rows"][1:]
+    assert [(row["run"], row["seed"], row["steps"]) for row in rows] == [
+        (f"random_split-trained-seed{seed}", seed, 2) for seed in (3, 5)
+    ]
+    split = [layout_in(out / row["run"]).expert_of_neuron_LN for row in rows]
+    assert not torch.equal(*split)
+    low, high = sorted(row["loss_above_dense"] for row in rows)
+    assert low < high
+    shown = f"| {(low + high) / 2:.3f} | {low:.3f} to {high:.3f} |"
+    assert shown in (out / "compare.md").read_text()
+
+
+def config_of(eval_text=("b.txt",), **options):
+    data = DataConfig(data=("a.txt",))
+    return CompareConfig(model="m", out="o", data=data, eval_text=eval_text, **options)
 
 
 def test_options_reach_the_methods_they_are_for_and_no_run_is_made_twice():
-    made = points_of(plain(baseline=BaselineConfig(shared_experts=2, router_steps=7)))
+    shared_expert = {"cmoe", "llama_moe_v2_residual"}
+    made = points_of(config_of(baseline=BaselineConfig(shared_experts=2, router_steps=7)))
     assert len({point.name for point in made}) == len(made)
     for point in made:
         shared = point.config.baseline.shared_experts
-        assert shared == (2 if point.value in ("cmoe", "llama_moe_v2_residual") else None)
-    trained = {p.value for p in made if p.config.baseline.router_steps or p.value == "dot_moe"}
-    assert trained == set(METHODS) - {"cmoe", "llama_moe_v2_residual"} | {"dot_moe"}
-    steps = [p.config.align.steps for p in made if p.value == "dot_moe"]
+        assert shared == (2 if point.value in shared_expert else None)
+    trained = {point.value for point in made if point.config.baseline.router_steps}
+    assert trained == set(METHODS)
+    steps = [point.config.align.steps for point in made if point.value == "dot_moe"]
     assert steps == [0, 7, 7]
 
 
+def test_a_shared_expert_goes_to_the_methods_that_have_one():
+    made = points_of(config_of(experts=ExpertsConfig(shared=0.1)))
+    having = {point.value for point in made if point.config.experts.shared}
+    assert having == {"dot_moe", "cmoe", "llama_moe_v2_residual"}
+
+
 def test_a_comparison_without_a_text_of_its_own_is_refused():
-    config = CompareConfig(model="m", out="o", data=DataConfig(data=("a.txt",)))
     with pytest.raises(UserError, match=r"eval_text names no text.*--eval-text"):
-        points_of(config)
-    with pytest.raises(UserError, match="twice"):
-        points_of(plain(methods=("cmoe", "cmoe")))
+        points_of(config_of(eval_text=()))
 
 
-def test_an_unknown_method_offers_the_nearest(texts, tmp_path, capsys):
-    assert run(["convert", "m", str(tmp_path / "o"), "--method", "cmoee", "--data", texts[0]]) == 2
-    assert "Did you mean cmoe" in capsys.readouterr().err
+def test_a_comparison_of_what_is_trained_needs_steps():
+    with pytest.raises(UserError, match=r"trained_only is set, but router_steps is 0.*cmoe"):
+        points_of(config_of(trained_only=True))
+
+
+def test_every_method_is_repaired_alike_beside_its_frozen_row(
+    tiny_dense, text_file, eval_text, tmp_path, command
+):
+    out = tmp_path / "compared"
+    options = {"methods": ["dot_moe", "cmoe"], "repair_tokens": 1024, **OPTIONS}
+    options |= {"data": text_file, "eval_text": eval_text}
+    words = ["compare", tiny_dense("llama"), out, "--repair"]
+    assert command(*words, **options).status == 0
+    rows = json.loads((out / "compare.json").read_text())["rows"]
+    kinds = [(row["run"], row.get("weights")) for row in rows[1:]]
+    runs = ("dot_moe-untrained", "cmoe-own", "cmoe-ridge")
+    expected = [(run, weights) for run in runs for weights in ("frozen", "repaired")]
+    expected.insert(4, ("cmoe-own", "frozen"))  # under the method's own router
+    assert kinds == expected
+    for row in rows[1:4]:
+        measured = results_in(out / row["run"])
+        key = {"frozen": "frozen", "repaired": "moe"}[row["weights"]]
+        assert row["perplexity"] == measured[key]["perplexity"]
+    assert "repaired" in (out / "compare.md").read_text()

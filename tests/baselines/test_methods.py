@@ -1,6 +1,8 @@
-"""Each method against its own definition, written out serially. Oracles: NumPy, SciPy, autograd."""
+"""Each method against its definition, written out serially. Oracles: NumPy, SciPy, autograd."""
 
-from importlib import import_module
+import itertools
+import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,12 +10,55 @@ import torch
 import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 
-from dotmoe.baselines import METHODS
-from dotmoe.baselines.co_activation import co_activation_counts, swapped, weight_inside
+from dotmoe.baselines import (
+    METHODS,
+    Baseline,
+    BaselineConfig,
+    SplitInputs,
+    baseline,
+    granularity_of,
+    routed_by_representatives,
+    state_of,
+)
+from dotmoe.baselines.co_activation import co_activation_counts, swapped
+from dotmoe.baselines.contract import balanced_kmeans, optimal_assignment
 from dotmoe.baselines.llama_moe_v2 import importance, most_listed
-from dotmoe.calibrate import ffn_inputs
+from dotmoe.calibrate import CalibrateConfig, contributions, ffn_inputs, ridge_router
+from dotmoe.errors import UserError
+from dotmoe.extract import extract
+from dotmoe.granularity import Granularity
+from dotmoe.layout import ALWAYS_ON
+from dotmoe.moe.assignment import AssignmentConfig
 
 S, E, K = 8, 12, 4
+SPLIT = Granularity(num_experts=E, expert_size=S, active_experts=K)
+
+
+@pytest.fixture
+def dense(dense_of):
+    return dense_of("llama")
+
+
+@pytest.fixture
+def given(dense, tokens_BT):
+    """What a method of a name is given."""
+
+    def make(method, seed=0, **options):
+        config = BaselineConfig(**{"cluster_starts": 1} | options)
+        return SplitInputs(
+            dense=dense,
+            tokens_BT=tokens_BT,
+            granularity=granularity_of(method, SPLIT, config),
+            config=config,
+            calibrate=CalibrateConfig(),
+            seed=seed,
+        )
+
+    return make
+
+
+def splits(method, inputs):
+    return list(METHODS[method].split(inputs))
 
 
 def silu(x):
@@ -24,18 +69,134 @@ def unit(rows):
     return rows / np.linalg.norm(rows, axis=-1, keepdims=True)
 
 
-def weights(dense, layer):
-    mlp = dense.model.model.layers[layer].mlp
-    return (
-        mlp.gate_proj.weight.detach().double().numpy(),
-        mlp.up_proj.weight.detach().double().numpy(),
+# --- from methods to layouts
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_runs_the_same_number_of_neurons_and_repeats(method, given):
+    layout, again = (baseline(method, given(method)).layout for _ in range(2))
+    assert layout.shared_size + layout.active_experts * layout.expert_size == K * S
+    assert torch.equal(layout.expert_of_neuron_LN, again.expert_of_neuron_LN)
+    assert torch.equal(layout.router_LED, again.router_LED)
+
+
+def test_the_stored_router_chooses_as_the_methods_own(given):
+    layout = baseline("weight_clusters", given("weight_clusters")).layout
+    for layer, made in enumerate(splits("weight_clusters", given("weight_clusters"))):
+        own = (made.layer.x_TD @ made.router_ED.T).argsort(dim=1)
+        logits = made.layer.x_TD @ layout.router_LED[layer].T
+        assert (logits.argsort(dim=1) == own).float().mean() > 0.999
+        assert logits.std() == pytest.approx(1, rel=1e-3)
+
+
+def test_a_ridge_router_is_fitted_to_the_routed_experts_only(given):
+    what = given("cmoe", split_router="ridge")
+    layout = baseline("cmoe", what).layout
+    layer = list(what.layers())[1]
+    contribution = contributions(layer.ffn, layer.x_TD)
+    energies = [contribution[:, own].square().sum(dim=1) for own in layout.neurons_of_expert(1)]
+    target = 0.5 * torch.stack(energies, dim=1).log()
+    expected = ridge_router(layer.x_TD, target, what.calibrate.ridge)
+    torch.testing.assert_close(layout.router_LED[1], expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["random_split", "cmoe"])
+@pytest.mark.parametrize("solver", ["newton", "sinkhorn"])
+def test_the_state_of_a_layout_rounds_to_that_layout(solver, method, given):
+    layout = baseline(method, given(method)).layout
+    state = state_of(layout, torch.device("cpu"))
+    for tau in (1.0, 0.1, 0.01):
+        again = extract(state, layout.granularity, AssignmentConfig(solver=solver, tau_end=tau))
+        assert torch.equal(again.expert_of_neuron_LN, layout.expert_of_neuron_LN)
+
+
+def test_dense_layers_stay_dense_and_what_is_saved_is_loaded(given, tmp_path):
+    what = given("cmoe")
+    made = baseline(
+        "cmoe", replace(what, granularity=replace(what.granularity, first_dense_layers=1))
     )
+    assert (made.layout.first_dense_layers, made.layout.shared_size) == (1, 2 * S)
+    made.save(tmp_path)
+    again = Baseline.load(tmp_path)
+    assert torch.equal(again.layout.expert_of_neuron_LN, made.layout.expert_of_neuron_LN)
+    assert torch.equal(again.representative_LE, made.representative_LE)
+
+
+@pytest.mark.parametrize(
+    ("method", "shared", "active", "said"),
+    [
+        ("cmoe", 4, 4, r"shared_experts is 4, but of 4 active"),
+        ("llama_moe_v2_residual", None, 1, r"of 1 active experts llama_moe_v2_residual needs"),
+        ("random_split", 2, 4, r"random_split is none of .*choose llama_moe_v2_res"),
+        ("dot_moe", 2, 4, r"dot_moe is none of .*dot_moe has shared"),
+    ],
+)
+def test_a_shared_expert_that_does_not_fit_is_refused(method, shared, active, said):
+    with pytest.raises(UserError, match=said) as refused:
+        granularity_of(
+            method, replace(SPLIT, active_experts=active), BaselineConfig(shared_experts=shared)
+        )
+    assert "\n" not in str(refused.value)
+
+
+def test_a_split_with_a_shared_expert_goes_to_methods_that_have_one():
+    split = SPLIT.with_shared(1)
+    for method in ("dot_moe", "cmoe"):
+        assert granularity_of(method, split, BaselineConfig()) == split
+    with pytest.raises(UserError, match=r"of \d+ neurons, but random_split has none"):
+        granularity_of("random_split", split, BaselineConfig())
+    with pytest.raises(UserError, match=r"shared_experts is 1, but shared says it as well"):
+        granularity_of("cmoe", split, BaselineConfig(shared_experts=1))
+
+
+# --- balanced clusters
+
+
+@pytest.mark.parametrize("kind", ["normal", "counts", "skewed", "crowded", "equal"])
+def test_no_assignment_is_cheaper_than_scipys(kind):
+    generator = torch.Generator().manual_seed(1)
+    for num_neurons, num_experts in ((12, 3), (60, 10), (90, 6)):
+        cost = torch.randn(num_neurons, num_experts, generator=generator)
+        if kind == "counts":
+            cost = torch.randint(0, 5, cost.shape, generator=generator).float()
+        elif kind == "skewed":
+            cost = cost.exp() * 1e3
+        elif kind == "crowded":
+            cost[:, 0] -= 10  # everyone wants the first
+        elif kind == "equal":
+            cost.fill_(1)
+        expert = optimal_assignment(cost)
+        room = num_neurons // num_experts
+        assert torch.bincount(expert).tolist() == [room] * num_experts
+        square = np.repeat(cost.double().numpy(), room, axis=1)
+        least = square[linear_sum_assignment(square)].sum()
+        found = cost.double().gather(1, expert[:, None]).sum()
+        assert float(found) == pytest.approx(least, rel=1e-9, abs=1e-9)
+
+
+def test_without_pot_its_installation_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ot", None)
+    with pytest.raises(UserError, match=r"pip install -e '\.\[baselines\]'"):
+        optimal_assignment(torch.ones(4, 2))
+
+
+def test_planted_clusters_are_found_from_any_seed():
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.arange(5).repeat(8)[torch.randperm(40, generator=generator)]
+    centres = 5 * torch.randn(5, 7, generator=generator)
+    features = centres[truth] + 0.3 * torch.randn(40, 7, generator=generator)
+    for seed in range(3):
+        own = torch.Generator().manual_seed(seed)
+        found = balanced_kmeans(features, 5, BaselineConfig(), own)
+        for cluster in range(5):
+            assert len(set(truth[found == cluster].tolist())) == 1
+
+
+# --- splits without data
 
 
 def test_random_split_deals_differently_in_every_layer_and_repeats_with_its_seed(given):
-    layers = list(METHODS["random_split"].split(given("random_split")))
-    again = list(METHODS["random_split"].split(given("random_split")))
-    other = list(METHODS["random_split"].split(given("random_split", seed=5)))
+    layers, again, other = (splits("random_split", given("random_split", s)) for s in (0, 0, 5))
     for one, two, three in zip(layers, again, other, strict=True):
         assert torch.equal(one.expert_of_neuron_N, two.expert_of_neuron_N)
         assert torch.equal(one.router_ED, two.router_ED)
@@ -44,7 +205,7 @@ def test_random_split_deals_differently_in_every_layer_and_repeats_with_its_seed
 
 
 def test_contiguous_split_cuts_where_the_neurons_lie(given):
-    for made in METHODS["contiguous_split"].split(given("contiguous_split")):
+    for made in splits("contiguous_split", given("contiguous_split")):
         assert made.expert_of_neuron_N.tolist() == [n // S for n in range(E * S)]
 
 
@@ -53,53 +214,50 @@ def test_weight_clusters_join_rows_of_one_direction(dense, given):
     truth = torch.arange(E).repeat(S)[torch.randperm(E * S, generator=generator)]
     directions = torch.randn(E, 64, generator=generator)
     lengths = 0.1 + 3 * torch.rand(E * S, 1, generator=generator)  # must not matter
-    gate = dense.model.model.layers[1].mlp.gate_proj
-    with torch.no_grad():
-        kept = gate.weight.clone()
-        noise = 0.1 * torch.randn(E * S, 64, generator=generator)
-        gate.weight.copy_(lengths * (directions[truth] + noise))
-    made = list(METHODS["weight_clusters"].split(given("weight_clusters", cluster_starts=8)))[1]
-    rows = unit(gate.weight.detach().double().numpy())
-    with torch.no_grad():
-        gate.weight.copy_(kept)
+    noise = 0.1 * torch.randn(E * S, 64, generator=generator)
+    gate = dense.model.model.layers[1].mlp.gate_proj.weight
+    gate.data = lengths * (directions[truth] + noise)
+    made = splits("weight_clusters", given("weight_clusters", cluster_starts=8))[1]
+    rows = unit(gate.detach().double().numpy())
     for expert in range(E):
         members = (made.expert_of_neuron_N == expert).numpy()
         assert len(set(truth[members].tolist())) == 1
-        np.testing.assert_allclose(
-            made.router_ED[expert], unit(rows[members].mean(axis=0)), atol=1e-5
-        )
+        direction = unit(rows[members].mean(axis=0))
+        np.testing.assert_allclose(made.router_ED[expert], direction, atol=1e-5)
 
 
-def test_co_activation_counts_are_the_tokens_on_which_both_are_active(given):
+# --- co-activation
+
+
+def weight_inside(counts, expert):
+    return float((counts * (expert[:, None] == expert)).sum())
+
+
+def test_co_activation_counts_are_the_tokens_on_which_both_are_active():
     hidden = torch.randn(30, 10, generator=torch.Generator().manual_seed(0))
     counts = np.zeros((10, 10))
     for token in hidden.abs().numpy():
         active = sorted(range(10), key=lambda n: -token[n])[:4]
-        for one in active:
-            for other in active:
-                counts[one, other] += one != other
-    found = co_activation_counts(hidden, 4)
-    assert found.tolist() == counts.tolist()
-    expert = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 4, 4])
-    pairs = [(n, n + 1) for n in range(0, 10, 2)]
-    assert weight_inside(found, expert) == 2 * sum(counts[pair] for pair in pairs)
+        for one, other in itertools.permutations(active, 2):
+            counts[one, other] += 1
+    assert co_activation_counts(hidden, 4).tolist() == counts.tolist()
 
 
 def test_no_swap_of_two_neurons_improves_the_co_activation_cut(given):
-    made = list(METHODS["co_activation"].split(given("co_activation")))[1]
-    counts = co_activation_counts(made.layer.hidden(), K * S)
+    made = splits("co_activation", given("co_activation"))[1]
+    ffn, x = made.layer.ffn, made.layer.x_TD
+    with torch.no_grad():
+        counts = co_activation_counts(F.silu(ffn.gate(x)) * ffn.up(x), K * S)
     expert = made.expert_of_neuron_N
     reached = weight_inside(counts, expert)
     for one in range(0, E * S, 5):
         for other in range(one + 1, E * S):
-            swapped = expert.clone()
-            swapped[one], swapped[other] = expert[other], expert[one]
-            assert weight_inside(counts, swapped) <= reached
+            moved = expert.clone()
+            moved[one], moved[other] = expert[other], expert[one]
+            assert weight_inside(counts, moved) <= reached
     generator = torch.Generator().manual_seed(0)
-    chance = [
-        weight_inside(counts, torch.randperm(E * S, generator=generator) // S) for _ in range(50)
-    ]
-    assert reached > max(chance)
+    chance = [torch.randperm(E * S, generator=generator) // S for _ in range(50)]
+    assert reached > max(weight_inside(counts, order) for order in chance)
 
 
 def test_swaps_end_at_the_size_of_a_real_ffn():
@@ -112,47 +270,31 @@ def test_swaps_end_at_the_size_of_a_real_ffn():
     assert torch.bincount(end).tolist() == [128] * 16
 
 
+# --- LLaMA-MoE v2
+
+
 def test_importance_is_the_gradient_of_a_factor_on_each_activation(dense, tokens_BT):
     """|H dL/dH| is |dL/dm| at m = 1, where m multiplies H."""
-    generator = torch.Generator().manual_seed(2)
-    routers = [torch.randn(3, 64, generator=generator) for _ in range(2)]
-    found = importance(dense, tokens_BT, routers, rows=4)
-    tokens = tokens_BT.long()
+    experts = [x[:, :3].argmax(dim=1) for x in ffn_inputs(dense, tokens_BT)]
+    found = importance(dense, tokens_BT, experts, 3, rows=3)
     for layer in range(2):
-        factor = torch.ones(*tokens.shape, E * S, requires_grad=True)
+        factor = torch.ones(*tokens_BT.shape, E * S, requires_grad=True)
         down = dense.model.model.layers[layer].mlp.down_proj
-        handle = down.register_forward_pre_hook(lambda module, args, m=factor: (args[0] * m,))
-        logits = dense.model(input_ids=tokens).logits
-        handle.remove()
-        F.cross_entropy(
-            logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
-        ).backward()
+        hook = down.register_forward_pre_hook(lambda module, args, m=factor: (args[0] * m,))
+        logits = dense.model(input_ids=tokens_BT).logits
+        hook.remove()
+        labels = tokens_BT[:, 1:].flatten()
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum").backward()
         worth = factor.grad.abs().flatten(0, 1)
-        cluster = (ffn_inputs(dense, tokens)[layer] @ routers[layer].T).argmax(dim=1)
         for expert in range(3):
-            mean = worth[cluster == expert].mean(dim=0)
-            torch.testing.assert_close(found[layer][expert], mean, rtol=1e-3, atol=1e-6)
+            mean = worth[experts[layer] == expert].mean(dim=0)
+            torch.testing.assert_close(found[layer][:, expert], mean, rtol=1e-3, atol=1e-6)
     assert all(p.grad is None for p in dense.model.parameters())
-
-
-def test_importance_never_holds_the_logits_of_all_tokens(dense, tokens_BT, monkeypatch):
-    module = import_module("dotmoe.baselines.llama_moe_v2")
-    monkeypatch.setattr(module, "_TOKENS_OF_LOGITS", 10)
-    routers = [torch.ones(3, 64)] * 2
-    sizes = []
-    head = dense.family.head(dense.model)
-    head.register_forward_hook(lambda module, args, output: sizes.append(output.shape[:-1].numel()))
-    found = importance(dense, tokens_BT, routers)
-    assert max(sizes) == 10
-    monkeypatch.undo()
-    for few, all_at_once in zip(found, importance(dense, tokens_BT, routers), strict=True):
-        torch.testing.assert_close(few, all_at_once)
 
 
 def greedy(score_NE, free, room):
     """The expert with room whose best free neuron is worth most takes it, again and again."""
-    expert_of, room = {}, [room] * score_NE.shape[1]
-    free = set(free)
+    expert_of, room, free = {}, [room] * score_NE.shape[1], set(free)
     while free:
         _, neuron, expert = max(
             (float(score_NE[n, e]), n, e) for n in free for e in range(len(room)) if room[e]
@@ -167,31 +309,32 @@ def greedy(score_NE, free, room):
 def test_llama_moe_v2_takes_the_most_important_first(method, dense, tokens_BT, given):
     what = given(method)
     split = what.granularity
-    made = list(METHODS[method].split(what))
-    scores = importance(dense, tokens_BT, [m.router_ED for m in made])
-    for layer, score_EN in zip(made, scores, strict=True):
-        score = score_EN.T.double().numpy()
+    made = splits(method, what)
+    experts = [(m.layer.x_TD @ m.router_ED.T).argmax(dim=1) for m in made]
+    scores = importance(dense, tokens_BT, experts, split.num_experts)
+    for layer, score_NE in zip(made, scores, strict=True):
+        score = score_NE.double().numpy()
         listed = np.zeros(len(score))
         for expert in range(split.num_experts):
             best = sorted(range(len(score)), key=lambda n, e=expert: -score[n, e])
-            for neuron in best[: split.expert_size]:
-                listed[neuron] += 1
+            listed[best[: split.expert_size]] += 1
         order = sorted(range(len(score)), key=lambda n: (-listed[n], -score[n].sum()))
-        shared = order[: split.shared_size]
-        assert most_listed(score_EN.T, split.expert_size)[: len(shared)].tolist() == shared
-        expected = dict.fromkeys(shared, -1) | greedy(
-            score, order[len(shared) :], split.expert_size
-        )
-        found = layer.expert_of_neuron_N.tolist()
-        assert found == [expected[n] for n in range(len(score))]
+        shared, routed = order[: split.shared_size], order[split.shared_size :]
+        assert most_listed(score_NE, split.expert_size)[: len(shared)].tolist() == shared
+        expected = dict.fromkeys(shared, ALWAYS_ON) | greedy(score, routed, split.expert_size)
+        assert layer.expert_of_neuron_N.tolist() == [expected[n] for n in range(len(score))]
+
+
+# --- CMoE
 
 
 def test_cmoe_step_by_step(dense, given):
     what = given("cmoe", marked_neurons=9)
     split = what.granularity
     assert split.shared_size == 2 * S
-    made = list(METHODS["cmoe"].split(what))[1]
-    gate, up = weights(dense, 1)
+    made = splits("cmoe", what)[1]
+    mlp = dense.model.model.layers[1].mlp
+    gate, up = (p.weight.detach().double().numpy() for p in (mlp.gate_proj, mlp.up_proj))
     x = made.layer.x_TD.double().numpy()
     size = np.abs(silu(unit(x) @ unit(gate).T) * (unit(x) @ unit(up).T))
     marks = np.zeros_like(size)
@@ -200,7 +343,7 @@ def test_cmoe_step_by_step(dense, given):
     order = sorted(range(E * S), key=lambda n: -marks[:, n].sum())
     shared, routed = order[: split.shared_size], order[split.shared_size :]
     found = made.expert_of_neuron_N.numpy()
-    assert sorted(np.flatnonzero(found == -1)) == sorted(shared)
+    assert sorted(np.flatnonzero(found == ALWAYS_ON)) == sorted(shared)
 
     centres = marks[:, routed[: split.num_experts]]
     distance = np.abs(marks[:, :, None] - centres[:, None, :]).sum(axis=0)
@@ -213,5 +356,24 @@ def test_cmoe_step_by_step(dense, given):
         centre = marks[:, members].mean(axis=1)
         away = np.abs(marks[:, members] - centre[:, None]).sum(axis=0)
         assert representative in members
-        chosen = np.abs(marks[:, representative] - centre).sum()
-        assert chosen == pytest.approx(away.min())
+        assert np.abs(marks[:, representative] - centre).sum() == pytest.approx(away.min())
+
+
+@torch.no_grad()
+def test_cmoes_own_router_is_its_representatives_activation(dense, tokens_BT, given):
+    made = baseline("cmoe", given("cmoe"))
+    layout, mlp = made.layout, dense.model.model.layers[1].mlp
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    with routed_by_representatives(dense, layout, made.representative_LE):
+        found = mlp(x)
+    for token, out in zip(x, found, strict=True):
+        hidden = F.silu(mlp.gate_proj(token)) * mlp.up_proj(token)
+        scores = hidden[made.representative_LE[1]].abs()
+        chosen = {ALWAYS_ON, *scores.argsort(descending=True)[: layout.active_experts].tolist()}
+        runs = torch.tensor([e in chosen for e in layout.expert_of_neuron_LN[1].tolist()])
+        torch.testing.assert_close(out, mlp.down_proj(hidden * runs), rtol=1e-4, atol=1e-5)
+    target = dense.model(input_ids=tokens_BT).logits
+    whole = layout.with_active_experts(layout.num_experts)
+    with routed_by_representatives(dense, whole, made.representative_LE):
+        logits = dense.model(input_ids=tokens_BT).logits
+        torch.testing.assert_close(logits, target, rtol=1e-4, atol=1e-4)

@@ -11,21 +11,6 @@ from transformers import AutoModelForCausalLM
 import dotmoe
 from runs import Forked, TinyRun
 
-STEPS = {
-    "expert_size": 16,
-    "active": 0.25,
-    "seq_len": 64,
-    "steps": 20,
-    "batch_size": 4,
-    "micro_batch_size": 2,
-    "lr": 1e-2,
-    "max_epochs": 100,
-    "calibration_tokens": 512,
-    "eval_tokens": 512,
-    "scale_tokens": 128,
-    "verify_tokens": 128,
-    "checkpoint_every": 5,
-}
 FINETUNE = {
     "steps": 20,
     "batch_size": 4,
@@ -35,6 +20,14 @@ FINETUNE = {
     "eval_tokens": 512,
     "verify_tokens": 128,
     "checkpoint_every": 5,
+}
+STEPS = FINETUNE | {
+    "expert_size": 16,
+    "active": 0.25,
+    "micro_batch_size": 2,
+    "lr": 1e-2,
+    "calibration_tokens": 512,
+    "scale_tokens": 128,
 }
 
 
@@ -50,16 +43,6 @@ def finetuned_run(aligned_run, tmp_path_factory):
     """That conversion after 20 steps of finetuning."""
     out = tmp_path_factory.mktemp("finetuned") / "run"
     return TinyRun("finetune", aligned_run.folder, out, FINETUNE).made()
-
-
-@pytest.fixture(scope="module")
-def aligned(aligned_run):
-    return aligned_run.folder
-
-
-@pytest.fixture(scope="module")
-def finetuned(finetuned_run):
-    return finetuned_run.folder
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +91,14 @@ SPLIT = {"num_experts", "expert_size", "active_experts", "shared_size", "first_d
 PARAMETERS = {"dense", "stored", "active", "active_with_routers", "active_without_embeddings"}
 
 
-@pytest.mark.parametrize("kind", ["convert", "finetune"])
-def test_keys_of_results_that_a_user_reads(kind, aligned, finetuned):
-    made = aligned if kind == "convert" else finetuned
-    results = json.loads((made / "6_evaluate/results.json").read_text())
+@pytest.fixture(params=["convert", "finetune"])
+def made(request, aligned_run, finetuned_run):
+    """Each of the two runs."""
+    return aligned_run if request.param == "convert" else finetuned_run
+
+
+def test_keys_of_results_that_a_user_reads(made):
+    results = json.loads((made.folder / "6_evaluate/results.json").read_text())
     for model in ("dense", "moe"):
         assert set(results[model]) >= PERPLEXITY | {"origin"}
     assert set(results["granularity"]) >= SPLIT
@@ -120,11 +107,11 @@ def test_keys_of_results_that_a_user_reads(kind, aligned, finetuned):
     assert results["steps"] == 20
     assert results["verification"]["tokens"] == 128
     assert set(results["provenance"]) >= {"time", "commit", "versions", "hardware", "seed"}
-    assert (results["config"]["command"], results["config"]["seed"]) == (kind, 0)
+    assert (results["config"]["command"], results["config"]["seed"]) == (made.name, 0)
 
 
-def test_keys_of_the_export_that_a_user_reads(aligned):
-    record = json.loads((aligned / "5_export/dotmoe.json").read_text())
+def test_keys_of_the_export_that_a_user_reads(aligned_run):
+    record = json.loads((aligned_run.folder / "5_export/dotmoe.json").read_text())
     names = SPLIT | PARAMETERS | {"name", "format", "servers", "exactness", "source", "revision"}
     names |= {"dotmoe_version", "dtype", "active_experts_key", "parameters", "total_bytes"}
     names |= {"files", "notes", "verification", "active_experts_editable"}
@@ -133,31 +120,29 @@ def test_keys_of_the_export_that_a_user_reads(aligned):
     assert record["active_experts_editable"] is True
 
 
-def test_files_of_a_run(aligned, finetuned):
-    convert = {"0_data", "1_calibrate", "2_align", "3_extract", "5_export", "6_evaluate"}
-    assert {path.name for path in aligned.glob("[0-9]_*")} == convert | {"7_report"}
-    expected = {"0_data", "4_finetune", "5_export", "6_evaluate", "7_report"}
-    assert {path.name for path in finetuned.glob("[0-9]_*")} == expected
-    for made in (aligned, finetuned):
-        assert json.loads((made / "config.json").read_text())
-        assert (made / "7_report/report.html").read_text().startswith("<!")
-        assert (made / "7_report/report.md").read_text()
-        for name in ("config.json", "dotmoe.json", "tokenizer.json", "README.md"):
-            assert (made / "5_export" / name).is_file()
-    blocks = load_file(aligned / "0_data/training.safetensors")
+def test_files_of_a_run(made):
+    stages = {"0_data", "5_export", "6_evaluate", "7_report"}
+    converts = made.name == "convert"
+    stages |= {"1_calibrate", "2_align", "3_extract"} if converts else {"4_finetune"}
+    assert {path.name for path in made.folder.glob("[0-9]_*")} == stages
+    assert json.loads((made.folder / "config.json").read_text())
+    assert (made.folder / "7_report/report.html").read_text().startswith("<!")
+    assert (made.folder / "7_report/report.md").read_text()
+    for name in ("config.json", "dotmoe.json", "tokenizer.json", "README.md"):
+        assert (made.folder / "5_export" / name).is_file()
+    blocks = load_file(made.folder / "0_data/training.safetensors")
     assert all(block.shape[1] == 64 for block in blocks.values())
 
 
-@pytest.mark.parametrize("kind", ["convert", "finetune"])
-def test_stock_transformers_loads_the_export(kind, aligned, finetuned):
-    folder = (aligned if kind == "convert" else finetuned) / "5_export"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def test_stock_transformers_loads_the_export(made):
+    model = AutoModelForCausalLM.from_pretrained(made.folder / "5_export", dtype=torch.float32)
     assert type(model).__module__.startswith("transformers.")
     logits = model(torch.tensor([[1, 5, 9]])).logits
     assert bool(torch.isfinite(logits).all())
 
 
-def test_the_python_api_takes_up_the_run_of_a_command(aligned, capfd):
+def test_the_python_api_takes_up_the_run_of_a_command(aligned_run):
+    aligned = aligned_run.folder
     config = dotmoe.recipe("quickstart", out=str(aligned))
     assert isinstance(config, dotmoe.RunConfig)
     layout = dotmoe.ExpertLayout.load(aligned / "3_extract/layout.safetensors")
@@ -177,23 +162,18 @@ KILLED_AT = {
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
-@pytest.mark.parametrize("kind", KILLED_AT)
-def test_a_run_killed_at_each_stage_ends_as_one_that_was_not(
-    kind, aligned_run, finetuned_run, tmp_path
-):
-    whole = aligned_run if kind == "convert" else finetuned_run
-    made = whole.at(tmp_path / "run")
-    for sign in KILLED_AT[kind]:
-        process = Forked(made.command())
-        was_killed = process.kill_when(lambda: any(made.folder.glob(sign)), 0)  # noqa: B023
+def test_a_run_killed_at_each_stage_ends_as_one_that_was_not(made, tmp_path):
+    killed = made.at(tmp_path / "run")
+    for sign in KILLED_AT[made.name]:
+        process = Forked(killed.command())
+        was_killed = process.kill_when(lambda: any(killed.folder.glob(sign)), 0)  # noqa: B023
         assert was_killed, f"{sign}: {process.said()}"
-    process = Forked(made.command())
+    process = Forked(killed.command())
     assert process.wait() == 0, process.said()
-    assert made.tensors() == whole.tensors()
-    stage = "2_align" if kind == "convert" else "4_finetune"
-    metrics = [curve(run.folder / stage / "metrics.jsonl") for run in (made, whole)]
+    assert killed.tensors() == made.tensors()
+    stage = "2_align" if made.name == "convert" else "4_finetune"
+    metrics = [curve(run.folder / stage / "metrics.jsonl") for run in (killed, made)]
     assert metrics[0] == metrics[1]
-    results = [
-        json.loads((m.folder / "6_evaluate/results.json").read_text()) for m in (made, whole)
-    ]
+    files = [run.folder / "6_evaluate/results.json" for run in (killed, made)]
+    results = [json.loads(file.read_text()) for file in files]
     assert all(results[0][model] == results[1][model] for model in ("dense", "moe"))

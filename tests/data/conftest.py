@@ -2,14 +2,12 @@
 
 import pytest
 
-from dotmoe.load import LoadConfig, load_dense
+
+@pytest.fixture(scope="session")
+def with_bos(dense_of):
+    return dense_of("llama").tokenizer
 
 
 @pytest.fixture(scope="session")
-def with_bos(tiny_dense):
-    return load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu")).tokenizer
-
-
-@pytest.fixture(scope="session")
-def without_bos(tiny_dense):
-    return load_dense(str(tiny_dense("qwen2")), LoadConfig(device="cpu")).tokenizer
+def without_bos(dense_of):
+    return dense_of("qwen2").tokenizer

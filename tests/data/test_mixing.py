@@ -5,32 +5,42 @@ import random
 
 import pytest
 import torch
-from written_text import jsonl, write
+from written_text import jsonl, read, write
 
-from dotmoe.data import DataConfig, pack, pack_sources, shares_in_words
-from dotmoe.data.packing import Reading, mixed
-from dotmoe.data.sources import MIXES, documents, opened, shuffled, sources_of
+from dotmoe.data import DataConfig, TokenBlocks, pack, pack_sources
+from dotmoe.data.packing import joined, source_record, tokenised
+from dotmoe.data.sources import DOLMINO_PERCENT, documents, opened, shuffled, sources_of
 from dotmoe.errors import UserError
 
 
 def folk(sign, count, longest, seed):
     """Documents that are told apart by the one sign they consist of."""
     draws = random.Random(seed)
-    return [sign * draws.randint(1, longest) for _ in range(count)]
+    return [{"text": sign * draws.randint(1, longest)} for _ in range(count)]
 
 
 @pytest.fixture
 def three(tmp_path):
     """Sources a, b and c with documents of quite different lengths."""
     shapes = {"a": (400, 50), "b": (40, 900), "c": (900, 20)}
-    return [
-        str(write(tmp_path / f"{sign}.jsonl", jsonl([{"text": t} for t in folk(sign, *shape, 7)])))
+    return tuple(
+        str(write(tmp_path / f"{sign}.jsonl", jsonl(folk(sign, *shape, 7))))
         for sign, shape in shapes.items()
-    ]
+    )
 
 
-def packed(config, tokenizer, tmp_path, max_tokens=10**9):
-    return pack_sources(config, tokenizer, tmp_path / "out.safetensors", max_tokens)
+@pytest.fixture
+def packed(with_bos, tmp_path):
+    """Packs sources: the blocks and the record."""
+
+    def make(*data, tokens=10**9, tokenizer=with_bos, seq_len=16, **options):
+        config = DataConfig(data=tuple(map(str, data)), seq_len=seq_len, **options)
+        path = tmp_path / "out.safetensors"
+        record = pack_sources(config, tokenizer, path, tokens)
+        assert json.loads(json.dumps(record)) == record
+        return TokenBlocks.load(path).tokens_BT, record
+
+    return make
 
 
 @pytest.mark.parametrize("tokenizer_name", ["with_bos", "without_bos"])
@@ -39,34 +49,26 @@ def test_the_share_of_tokens_follows_the_weights_at_every_moment(
     tokenizer_name, weights, three, request
 ):
     tokenizer = request.getfixturevalue(tokenizer_name)
-    config = DataConfig(data=tuple(three), data_weights=weights)
     shares = [weight / sum(weights) for weight in weights]
-    longest = [902, 902, 902]
-    readings = [
-        Reading(n, share, config, tokenizer) for n, share in zip(three, shares, strict=True)
-    ]
-    counts, sizes, moments = [0, 0, 0], [0, 0, 0], 0
-    for reading, ids in mixed(readings, tokenizer):
-        if any(one.ran_out for one in readings):
+    records = [source_record(name, share) for name, share in zip(three, shares, strict=True)]
+    sources = [(record, tokenised(read(record["name"]), tokenizer)) for record in records]
+    counts, moments, longest = [0, 0, 0], 0, 902
+    for record, ids, _ in joined(sources, tokenizer):
+        if any(one["ran_out"] for one in records):
             break
-        index = readings.index(reading)
-        counts[index] += len(ids)
-        sizes[index] = max(sizes[index], len(ids))
+        counts[records.index(record)] += len(ids)
         total, moments = sum(counts), moments + 1
-        for count, share, size in zip(counts, shares, longest, strict=True):
-            assert -share * sum(longest) <= count - share * total <= size
+        for count, share in zip(counts, shares, strict=True):
+            assert -share * 3 * longest <= count - share * total <= longest
     assert moments > 40
-    assert max(sizes) > 800
 
 
-def test_a_mix_holds_whole_documents_in_the_order_of_their_sources(three, with_bos, tmp_path):
-    config = DataConfig(data=tuple(three), data_weights=(2, 1, 1), seq_len=2)
-    blocks, record = packed(config, with_bos, tmp_path)
-    text = with_bos.decode(blocks.tokens_BT.flatten())
-    mixed_documents = text.split("<s>")[1:]
+def test_a_mix_holds_whole_documents_in_the_order_of_their_sources(three, with_bos, packed):
+    tokens_BT, record = packed(*three, data_weights=(2, 1, 1), seq_len=2)
+    mixed_documents = with_bos.decode(tokens_BT.flatten()).split("<s>")[1:]
     for name, source in zip("abc", record["sources"], strict=True):
         own = [document for document in mixed_documents if document.startswith(name)]
-        expected = list(documents(DataConfig(data=(source["name"],))))
+        expected = read(source["name"])
         assert own[:-1] == expected[: len(own) - 1]
         assert source["documents"] == len(expected) == len(own)
         # One byte is one token, and one more goes before each document.
@@ -75,99 +77,64 @@ def test_a_mix_holds_whole_documents_in_the_order_of_their_sources(three, with_b
     assert sum(source["tokens"] for source in record["sources"]) == record["tokens"]
 
 
-def test_without_weights_sources_are_read_in_order_as_pack_does(three, without_bos, tmp_path):
-    config = DataConfig(data=tuple(three), seq_len=16)
-    blocks, record = packed(config, without_bos, tmp_path)
-    expected = pack(documents(config), without_bos).tokens
+def test_without_weights_sources_are_read_in_order_as_pack_does(three, without_bos, packed):
+    tokens_BT, record = packed(*three, tokenizer=without_bos)
+    expected = pack(documents(DataConfig(data=three)), without_bos)[0]
     assert record["tokens"] == len(expected)
-    whole = len(expected) // 16 * 16
-    assert torch.equal(blocks.tokens_BT.flatten(), expected[:whole])
+    assert torch.equal(tokens_BT.flatten(), expected[: len(expected) // 16 * 16])
 
 
-def test_the_cut_at_the_wanted_tokens_is_counted(three, with_bos, tmp_path):
-    config = DataConfig(data=tuple(three), data_weights=(1, 1, 2), seq_len=10)
-    blocks, record = packed(config, with_bos, tmp_path, 2005)
-    assert (blocks.num_tokens, record["tokens"]) == (2000, 2005)
+def test_the_cut_at_the_wanted_tokens_is_counted(three, packed):
+    tokens_BT, record = packed(*three, data_weights=(1, 1, 2), seq_len=10, tokens=2005)
+    assert (tokens_BT.numel(), record["tokens"]) == (2000, 2005)
     assert sum(source["tokens"] for source in record["sources"]) == 2005
     assert sum(source["share"] for source in record["sources"]) == pytest.approx(1)
-    assert json.loads(json.dumps(record)) == record
-    again, _ = pack_sources(config, with_bos, tmp_path / "again.safetensors", 2005)
-    assert torch.equal(again.tokens_BT, blocks.tokens_BT)
+    again, _ = packed(*three, data_weights=(1, 1, 2), seq_len=10, tokens=2005)
+    assert torch.equal(again, tokens_BT)
 
 
-def test_a_source_that_runs_out_leaves_the_others_in_proportion(tmp_path, with_bos):
+def test_a_source_that_runs_out_leaves_the_others_in_proportion(tmp_path, packed):
     files = [
-        str(write(tmp_path / f"{sign}.jsonl", jsonl([{"text": sign * 9}] * count)))
+        write(tmp_path / f"{sign}.jsonl", jsonl([{"text": sign * 9}] * count))
         for sign, count in (("a", 10), ("b", 1000), ("c", 1000))
     ]
-    config = DataConfig(data=tuple(files), data_weights=(0.5, 0.4, 0.1), seq_len=10)
-    blocks, record = packed(config, with_bos, tmp_path, 8000)
+    options = {"data_weights": (0.5, 0.4, 0.1), "seq_len": 10, "tokens": 8000}
+    tokens_BT, record = packed(*files, **options)
     a, b, c = record["sources"]
     assert (a["tokens"], a["passes"], a["ran_out"]) == (100, 1, True)
     assert b["tokens"] / c["tokens"] == pytest.approx(4, rel=0.02)
-    assert blocks.num_tokens == 8000
-    assert "a.jsonl 1.2% of the tokens (asked 50.0%), ran out after 100" in shares_in_words(record)
-    thrice = DataConfig(data=tuple(files), data_weights=(0.5, 0.4, 0.1), seq_len=10, data_epochs=3)
-    a, *_ = packed(thrice, with_bos, tmp_path, 8000).record["sources"]
+    assert tokens_BT.numel() == 8000
+    a, *_ = packed(*files, **options, data_epochs=3)[1]["sources"]
     assert (a["tokens"], a["passes"], a["ran_out"]) == (300, 3, True)
 
 
-def test_a_long_document_is_mixed_piece_by_piece(tmp_path, with_bos):
+def test_a_long_document_is_mixed_piece_by_piece(tmp_path, with_bos, packed):
     long = write(tmp_path / "long.txt", "a line\n" * 40_000)
     short = write(tmp_path / "short.jsonl", jsonl([{"text": "b" * 99}] * 3000))
-    config = DataConfig(data=(str(long), str(short)), data_weights=(1, 1), seq_len=64)
-    blocks, record = packed(config, with_bos, tmp_path)
-    half = blocks.tokens_BT.flatten()[: 2 * 100_000]
+    tokens_BT, record = packed(long, short, data_weights=(1, 1), seq_len=64)
+    half = tokens_BT.flatten()[: 2 * 100_000]
     share = float((half == with_bos.encode("b")[-1]).float().mean())
     assert share == pytest.approx(0.5, abs=0.2)
     assert record["sources"][0]["documents"] == 1
-    text = with_bos.decode(blocks.tokens_BT.flatten())
+    text = with_bos.decode(tokens_BT.flatten())
     pieces = [piece for piece in text.split("<s>") if piece.startswith("a")]
     assert len(pieces) > 3
     assert "".join(pieces) == "a line\n" * 40_000
 
 
-def test_each_source_may_have_a_field_of_its_own(tmp_path, with_bos):
-    one = write(tmp_path / "one.jsonl", jsonl([{"text": "no", "question": "aaaa"}] * 20))
-    two = write(tmp_path / "two.jsonl", jsonl([{"text": "bbbb"}] * 20))
-    config = DataConfig(data=(f"{one}#question", str(two)), data_weights=(1, 1), seq_len=5)
-    blocks, _ = packed(config, with_bos, tmp_path)
-    rows = {with_bos.decode(row) for row in blocks.tokens_BT}
-    assert rows == {"<s>aaaa", "<s>bbbb"}
-
-
-def test_a_data_set_may_have_a_split_of_its_own(tmp_path, monkeypatch):
+def test_dolmino_is_read_from_a_copy_by_its_proportions(tmp_path, packed, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    write(folder / "train.jsonl", jsonl([{"body": "a"}]))
-    write(folder / "test.jsonl", jsonl([{"body": "b"}]))
-    config = DataConfig(data=("x",))
-    assert list(opened(f"{folder}#body", config)) == ["a"]
-    assert list(opened(f"{folder}@test#body", config)) == ["b"]
-
-
-# --- named mixes
-
-
-def test_dolmino_is_read_from_a_copy_by_its_proportions(tmp_path, with_bos, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    for sign, part in zip("abcdef", MIXES["dolmino"].percent_of_part, strict=True):
-        folder = tmp_path / "copy" / "data" / part
-        folder.mkdir(parents=True)
-        write(folder / "x.jsonl", jsonl([{"id": 1, "text": t} for t in folk(sign, 300, 40, 3)]))
-    config = DataConfig(data=(f"dolmino:{tmp_path / 'copy'}",), seq_len=16)
-    blocks, record = packed(config, with_bos, tmp_path, 6000)
-    assert len(record["sources"]) == 6
-    for source, percent in zip(
-        record["sources"], MIXES["dolmino"].percent_of_part.values(), strict=True
-    ):
+    root = tmp_path / "copy"
+    for sign, part in zip("abcdef", DOLMINO_PERCENT, strict=True):
+        (root / "data" / part).mkdir(parents=True)
+        write(root / "data" / part / "x.jsonl", jsonl(folk(sign, 300, 40, 3)))
+    tokens_BT, record = packed(f"dolmino:{root}", tokens=6000)
+    for source, percent in zip(record["sources"], DOLMINO_PERCENT.values(), strict=True):
         assert source["share"] == pytest.approx(percent / 100, abs=41 / 6000 * 2)
-    assert len(blocks.tokens_BT.unique()) == 7
-    (tmp_path / "copy" / "data" / "wiki" / "x.jsonl").unlink()
-    (tmp_path / "copy" / "data" / "wiki").rmdir()
+    assert len(tokens_BT.unique()) == 7
+    (root / "data" / "wiki").rename(root / "other")
     with pytest.raises(UserError, match="has no folder wiki"):
-        packed(config, with_bos, tmp_path, 6000)
+        packed(f"dolmino:{root}", tokens=6000)
 
 
 def test_dolmino_on_the_hub_is_its_configurations(three):
@@ -180,27 +147,28 @@ def test_dolmino_on_the_hub_is_its_configurations(three):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("data", "options", "message"),
     [
-        ({"data": ("a", "b"), "data_weights": (1.0,)}, "1 numbers for 2 sources"),
-        ({"data": ("dolmino", "b")}, "dolmino is a mix itself. Give data_weights"),
-        ({"data": ("self", "b")}, "cannot be mixed"),
-        ({"data": ("nowhere.txt",), "data_weights": (1.0,)}, "nowhere.txt does not exist"),
+        (("a", "b"), {"data_weights": (1.0,)}, "1 numbers for 2 sources"),
+        (("dolmino", "b"), {}, "dolmino is a mix itself. Give data_weights"),
+        (("self", "b"), {}, "cannot be mixed"),
+        (("nowhere.txt",), {"data_weights": (1.0,)}, "nowhere.txt does not exist"),
+        (("{short}",), {}, "has 6 tokens, .* but one block of 16"),
+        (("{short}",), {"tokens": 15}, "has .* tokens, of 15 at most"),
     ],
 )
-def test_refuses_a_mix_that_makes_no_sense(config, message, with_bos, tmp_path):
+def test_refuses_what_makes_no_block_and_leaves_no_file(data, options, message, packed, tmp_path):
+    short = write(tmp_path / "short.txt", "12345")
     with pytest.raises(UserError, match=message) as caught:
-        packed(DataConfig(**config), with_bos, tmp_path, 5000)
+        packed(*(name.format(short=short) for name in data), **options)
     assert "\n" not in str(caught.value)
+    assert not list(tmp_path.glob("out*"))
 
 
 @pytest.mark.parametrize("name", ["self", "dolmino"])
 def test_refuses_to_measure_on_what_is_for_training(name):
     with pytest.raises(UserError, match="train"):
         documents(DataConfig(data=(name,)))
-
-
-# --- shuffling
 
 
 def test_a_shuffle_buffer_keeps_every_document_and_depends_on_its_seed():
@@ -220,10 +188,3 @@ def test_shuffled_sources_have_another_order_in_each_pass(tmp_path):
     first, again, second = (list(opened(path, config, epoch)) for epoch in (0, 0, 1))
     assert first == again != second
     assert sorted(first) == sorted(second)
-
-
-def test_too_little_text_is_refused_and_leaves_no_file(tmp_path, with_bos):
-    path = write(tmp_path / "a.txt", "12345")
-    with pytest.raises(UserError, match="has 6 tokens, but one block of 16"):
-        packed(DataConfig(data=(str(path),), seq_len=16), with_bos, tmp_path)
-    assert not list(tmp_path.glob("out*"))

@@ -1,10 +1,15 @@
-"""Every source gives the texts it was written from."""
+"""Every source gives the texts it was written from, or is refused in one line with the place."""
 
+import hashlib
+import re
+
+import pyarrow
 import pytest
 from written_text import TEXTS, jsonl, parquet_bytes, read, refusal_of, write
 
 from dotmoe.data import Continuation, DataConfig, documents
-from dotmoe.data.files import PIECE_CHARACTERS, cut
+from dotmoe.data.sources import FIELDS, PIECE_CHARACTERS, cut, opened
+from dotmoe.errors import UserError
 from dotmoe.stdlib_text import stdlib_files
 
 
@@ -13,37 +18,28 @@ def test_every_format_gives_the_texts_it_was_written_from(tmp_path, ending):
     rows = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
     text_file = write(tmp_path / f"a.txt{ending}", TEXTS[2])
     line_file = write(tmp_path / f"b.jsonl{ending}", jsonl(rows) + "\n\n")
-    table = {"id": [0, 1, 2], "text": TEXTS}
-    parquet_file = write(tmp_path / "c.parquet", parquet_bytes(table))
-    assert read(text_file) == [TEXTS[2]]
-    assert read(line_file) == TEXTS
-    assert read(parquet_file) == TEXTS
+    parquet_file = write(tmp_path / "c.parquet", parquet_bytes({"id": [0, 1, 2], "text": TEXTS}))
     assert read(parquet_file, text_file, line_file) == [*TEXTS, TEXTS[2], *TEXTS]
 
 
-@pytest.mark.parametrize("field", ["text", "content", "page", "passage", "document"])
+@pytest.mark.parametrize("field", FIELDS)
 def test_the_usual_fields_are_found(tmp_path, field):
     rows = [{"n": 1, field: text} for text in TEXTS]
-    table = {"n": [1, 1, 1], field: TEXTS}
     assert read(write(tmp_path / "a.jsonl", jsonl(rows))) == TEXTS
+    table = {"n": [1, 1, 1], field: TEXTS}
     assert read(write(tmp_path / "a.parquet", parquet_bytes(table))) == TEXTS
 
 
 def test_text_wins_over_other_fields_unless_one_is_named(tmp_path):
     path = write(tmp_path / "a.jsonl", jsonl([{"passage": "long", "text": "short", "mine": "own"}]))
     assert read(path) == ["short"]
-    assert read(path, text_field="passage") == ["long"]
     assert read(path, text_field="mine") == ["own"]
 
 
-def test_a_null_is_an_empty_text(tmp_path):
-    path = write(tmp_path / "a.jsonl", jsonl([{"text": None}, {"text": "b"}]))
+def test_a_null_is_an_empty_text_and_a_byte_order_mark_none(tmp_path):
+    path = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": null}\n{"text": "b"}')
     assert read(path) == ["", "b"]
-
-
-def test_a_byte_order_mark_is_not_text(tmp_path):
     assert read(write(tmp_path / "a.txt", b"\xef\xbb\xbfhello")) == ["hello"]
-    assert read(write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "hello"}')) == ["hello"]
 
 
 @pytest.mark.parametrize("unit", ["word wörd 🙂 ", "line of text\n", "a\n\n\n  b\r\n", "x", "\n"])
@@ -65,33 +61,85 @@ def test_pieces_are_cut_before_a_line_that_starts_with_a_sign():
 
 
 def test_characters_split_between_reads_survive(tmp_path):
-    # Reads are 256 KiB; an odd start puts 4-byte characters across each border.
     for shift in range(4):
         text = "a" * shift + "🙂" * 200_000
         assert "".join(read(write(tmp_path / "a.txt", text))) == text
 
 
-def test_the_standard_library_is_a_source_in_two_parts():
-    for name, split in (("python-stdlib", "train"), ("python-stdlib-heldout", "heldout")):
-        first = next(documents(DataConfig(data=(name,))))
-        texts = {path.read_text() for path in stdlib_files(split)[:3]}
-        assert first in texts
+@pytest.mark.parametrize(
+    ("name", "split"), [("python-stdlib", "train"), ("python-stdlib-heldout", "heldout")]
+)
+def test_the_standard_library_is_a_source_in_two_parts(name, split):
+    first = next(documents(DataConfig(data=(name,))))
+    assert first in {path.read_text() for path in stdlib_files(split)[:3]}
 
 
-def test_a_folder_is_streamed_by_datasets(tmp_path, monkeypatch):
+def test_a_folder_is_streamed_by_datasets_and_each_may_have_a_split_and_a_field(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "corpus"
     folder.mkdir()
-    write(folder / "train.jsonl", jsonl([{"content": text} for text in TEXTS]))
+    write(folder / "train.jsonl", jsonl([{"content": text, "body": "b"} for text in TEXTS]))
+    write(folder / "test.jsonl", jsonl([{"content": "c", "body": "d"}]))
     assert read(folder) == TEXTS
-    message = refusal_of(folder, text_field="body")
-    assert "row 1 of" in message
-    assert "has no field 'body'; it has content" in message
+    config = DataConfig(data=("x",))
+    assert list(opened(f"{folder}#body", config)) == ["b"] * 3
+    assert list(opened(f"{folder}@test#body", config)) == ["d"]
+    assert re.search(
+        r"row 1 of .* has no field 'no'; it has content", refusal_of(folder, text_field="no")
+    )
     assert "cannot be read by datasets" in refusal_of(folder, split="nonsense")
 
 
-def test_boolq_is_read_by_its_passage_field(shared_data):
-    texts = documents(DataConfig(data=(str(shared_data / "benchmarks/boolq/train.jsonl.gz"),)))
-    texts = list(texts)
-    assert len(texts) == 9427
-    assert all(" -- " in text for text in texts[:20])
+# --- refusals
+
+HASHES = jsonl([{"text": hashlib.sha256(bytes([n])).hexdigest()} for n in range(200)])
+NO_TABLE = parquet_bytes({"text": pyarrow.array([], "string")})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.txt", "", "{} is empty"),
+        ("a.jsonl.gz", "\n \n", "{} is empty"),
+        ("a.parquet", NO_TABLE, "{} is empty"),
+        ("a.docx", "x", "{} is none of .txt, .txt.gz, .jsonl"),
+        ("a.gz", "x", "is none of"),
+        ("a.parquet.gz", NO_TABLE, "is none of"),
+        ("a.txt", b"abc\xff", "{} is not UTF-8 text: a bad byte before byte"),
+        ("a.txt", "Boxk\u00e4mpfer".encode("latin-1"), "is not UTF-8 text"),
+        ("a.txt", b"a" * 300_000 + b"\xf0\x9f\x99", "is not UTF-8 text"),
+        ("a.txt", "ä".encode() * 131_072 + b"ok\x00", "is not UTF-8 text"),
+        ("a.jsonl", b'{"text": "e"}\n{"text": "\xe9"}\n', "{} line 2 is not JSON in UTF-8"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b"\n', "{} line 2 is not JSON"),
+        ("a.jsonl", '{"text": "a"}\n\n["b"]\n', "{} line 3 is not a JSON object"),
+        ("a.jsonl", '{"text": ["a", "b"]}', "'text' in {} line 1 is list, not text"),
+        ("a.jsonl", '{"text": "a"}\n{"body": "c"}', "{} line 2 has no field any of text, content"),
+        ("a.parquet", parquet_bytes({"body": ["c"], "n": [1]}), "no field any of text"),
+        ("a.parquet", parquet_bytes({"text": [3]}), "row 1 is int, not text"),
+        ("a.parquet", parquet_bytes({"text": TEXTS})[:100], "{} is no whole parquet file"),
+        ("a.parquet", parquet_bytes({"text": TEXTS})[:-20], "{} is no whole parquet file"),
+    ],
+)
+def test_refuses_a_file_that_holds_no_text_and_says_where(tmp_path, name, content, words):
+    path = write(tmp_path / name, content)
+    assert words.format(path) in refusal_of(path)
+
+
+def test_refuses_what_is_no_whole_gzip_file(tmp_path):
+    path = write(tmp_path / "a.jsonl.gz", HASHES)
+    for content in (path.read_bytes()[:-200], b"plain text"):
+        path.write_bytes(content)
+        assert f"{path} is no whole gzip file" in refusal_of(path)
+
+
+def test_refuses_what_is_not_there_before_reading_any(tmp_path):
+    assert "data names no source" in refusal_of()
+    present = write(tmp_path / "train.txt", "x")
+    config = DataConfig(data=(str(present), str(tmp_path / "trian.txt")))
+    with pytest.raises(UserError, match=f"trian.txt does not exist. Did you mean {present}?"):
+        documents(config)
+    message = refusal_of("nobody-at-all/no-such-text")
+    assert "nobody-at-all/no-such-text (train) cannot be read by datasets" in message
+    assert "the network" in message

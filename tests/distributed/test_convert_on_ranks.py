@@ -68,24 +68,3 @@ def test_what_ranks_cannot_run_is_refused_in_one_line(
     assert said in line
     assert not re.search(r'File ".*/dotmoe/', finished.stderr), "torchrun's own traceback is all"
     assert not out.exists()
-
-
-@pytest.mark.slow
-def test_what_one_rank_alone_lacks_is_told_once_with_its_number(tiny_dense, text_file, tmp_path):
-    script = tmp_path / "start.py"
-    script.write_text(
-        "import os, sys\n"
-        "import dotmoe.load\n"
-        "from dotmoe.cli import run\n"
-        "from dotmoe.errors import UserError\n"
-        "def gone(source):\n"
-        "    raise UserError(f'{source} does not exist.')\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    dotmoe.load.describe_dense = gone\n"
-        "sys.exit(run(sys.argv[1:]))\n"
-    )
-    model = tiny_dense("llama")
-    finished = torchrun(2, script, *command(model, tmp_path / "run", text_file))
-    assert finished.returncode != 0
-    assert errors(finished) == [f"dotmoe: error: rank 1: {model} does not exist."]
-    assert not (tmp_path / "run").exists()

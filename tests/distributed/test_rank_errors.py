@@ -9,16 +9,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dotmoe import distributed
 from dotmoe.distributed import (
-    as_divided,
-    broadcast_from_rank_zero,
     divided,
-    full_tensor,
     own_rows,
     process_group,
-    raise_on_all_ranks,
-    require_equal_shares,
     resolved_device,
-    summed_rows,
 )
 from dotmoe.errors import UserError
 
@@ -49,15 +43,6 @@ def test_ranks_own_the_chunks_of_torch(ranks, rank, fake_ranks):
     whole = DTensor.from_local(rows, mesh, [Replicate()], run_check=False)
     assert own_rows(whole) == slice(0, 31)
     assert part.placements == (Shard(0),)
-
-
-def test_alone_nothing_is_divided():
-    rows = torch.rand(5, 2)
-    assert torch.equal(divided(rows, None), rows)
-    assert as_divided(rows, 5, None) is full_tensor(rows) is summed_rows(rows, None) is rows
-    assert own_rows(rows) == slice(0, 5)
-    assert broadcast_from_rank_zero(lambda: 3) == raise_on_all_ranks(lambda: 3) == 3
-    require_equal_shares(7)
 
 
 @pytest.mark.parametrize(

@@ -51,13 +51,6 @@ def test_a_sharded_model_computes_what_transformers_does(
     assert family.head(model).weight is model.get_input_embeddings().weight or not tied
 
 
-def test_a_tied_matrix_is_found_under_the_heads_name(tiny_dense, line_of_one):
-    folder = tiny_dense("llama", head_only=True)
-    family, model = loaded(folder, line_of_one)
-    stored = load_file(folder / "model.safetensors")["lm_head.weight"]
-    assert torch.equal(full_tensor(family.head(model).weight), stored)
-
-
 def test_weights_are_held_in_the_dtype_asked_for(tiny_dense, line_of_one):
     folder = tiny_dense("llama", dtype="bfloat16")
     dense = describe_dense(str(folder))
@@ -95,21 +88,3 @@ def test_only_what_takes_over_half_of_a_gpu_is_sharded_unasked(monkeypatch):
     assert not is_sharded("auto", 65 * 2**30, CPU)
     assert not is_sharded("replicate", 65 * 2**30, gpu)
     assert is_sharded("shard", 1, CPU)
-
-
-@pytest.mark.slow
-def test_no_rank_holds_the_whole_model_while_loading(on_ranks, tiny_dense):
-    """Growth of each process's resident memory, mapped files included, at its peak."""
-    model = tiny_dense(
-        "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, vocab_size=20000
-    )
-    names = ("shard", "replicate")
-    seen = on_ranks(
-        2, [{"name": n, "kind": "peak", "model": str(model), "sharding": n} for n in names]
-    )
-    size = (model / "model.safetensors").stat().st_size
-    largest = 20000 * 512 * 4 / 2
-    for rank in (0, 1):
-        # A slice may still be there while the next is read; the whole model is far above this.
-        assert seen["shard"][rank]["growth"] < size / 2 + 2 * largest + 0.05 * size
-        assert seen["replicate"][rank]["growth"] > 0.95 * size

@@ -4,7 +4,6 @@
 saw is then in `OUT/NAME.r.pt`.
 """
 
-import gc
 import json
 import sys
 from pathlib import Path
@@ -29,8 +28,7 @@ from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.assignment import AssignmentConfig
-from dotmoe.moe.masked import masked
-from dotmoe.moe.units import recomputing
+from dotmoe.moe.masked import masked, recomputing
 from dotmoe.training.loop import Schedule, TrainingConfig, train
 
 E, K, STEPS = 12, 3, 10
@@ -56,9 +54,14 @@ def random_blocks():
     return TokenBlocks(torch.randint(2, 258, (20, 24), generator=generator, dtype=torch.int32))
 
 
+def split_of(dense):
+    return Granularity(num_experts=E, expert_size=dense.widths.ffn // E, active_experts=K)
+
+
 def new_task(dense, start):
-    split = Granularity(num_experts=E, expert_size=dense.widths.ffn // E, active_experts=K)
-    return Watched(dense, random_blocks(), start, split, CONFIG, ASSIGNMENT, warmup_steps=3, seed=0)
+    return Watched(
+        dense, random_blocks(), start, split_of(dense), CONFIG, ASSIGNMENT, warmup_steps=3, seed=0
+    )
 
 
 def learned_by(task):
@@ -69,9 +72,8 @@ def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=N
     """Calibration, the gradients of a first step, and a short alignment (resumed if begun)."""
     folder.mkdir(parents=True, exist_ok=True)
     dense = load_dense(model, LoadConfig(device="cpu", sharding=sharding))
-    start = calibrate(
-        dense, random_blocks().tokens_BT, E, CalibrateConfig(calibration_tokens=240), seed=0
-    )
+    config, tokens_BT = CalibrateConfig(calibration_tokens=240), random_blocks().tokens_BT
+    start = calibrate(dense, tokens_BT, split_of(dense), config, seed=0)
     first = new_task(dense, start)
     with masked(dense, first.routing), recomputing(dense, recompute):
         first.accumulate_gradients(0)
@@ -113,22 +115,6 @@ def read_sizes(model):
     return {"reads": sizes, "held": sum(held.values())}
 
 
-def peak(model, sharding):
-    """Bytes by which resident memory had grown at its peak while a model was loaded."""
-    # Libraries are loaded now, and little memory is left over to be used again.
-    load_dense("embedded", LoadConfig(device="cpu", sharding=sharding))
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    before = resident_bytes("VmRSS")
-    dense = load_dense(model, LoadConfig(device="cpu", sharding=sharding))
-    return {"growth": resident_bytes("VmHWM") - before, "layers": dense.widths.layers}
-
-
-def resident_bytes(kind):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(kind))
-
-
 def shared_failures():
     """What this rank is told where one rank alone fails."""
 
@@ -153,7 +139,6 @@ JOBS = {
     "run": watched_run,
     "read_sizes": read_sizes,
     "shared_failures": shared_failures,
-    "peak": peak,
 }
 
 

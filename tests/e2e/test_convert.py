@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -44,11 +43,9 @@ def test_a_run_gives_a_stock_checkpoint_that_computes_what_its_layout_says(
 def test_the_written_config_repeats_the_run(finished, command, tmp_path):
     again = ["--config", finished.folder / "config.json"]
     assert command("convert", finished.source, tmp_path / "run", *again).status == 0
-    layouts = [
-        load_file(folder / "3_extract/layout.safetensors")
-        for folder in (finished.folder, tmp_path / "run")
-    ]
-    assert all(torch.equal(layouts[0][name], layouts[1][name]) for name in layouts[0])
+    file = "3_extract/layout.safetensors"
+    layout, repeated = (load_file(run / file) for run in (finished.folder, tmp_path / "run"))
+    assert all(torch.equal(layout[name], repeated[name]) for name in layout)
 
 
 def test_no_steps_is_a_training_free_conversion(finished, command, tmp_path):
@@ -56,37 +53,30 @@ def test_no_steps_is_a_training_free_conversion(finished, command, tmp_path):
     assert not (tmp_path / "run/2_align/metrics.jsonl").exists()
 
 
-def test_a_folder_of_another_config_is_not_touched(finished, command, tmp_path):
-    made = finished.copied_to(tmp_path / "run")
-    before = made.contents()
-    assert "another config" in command(*made.command(seed=1)).refusal()
-    assert made.contents() == before
-
-
-def test_an_interrupt_says_how_to_go_on(finished, tmp_path):
+@pytest.mark.parametrize("moment", ["", "2_align/metrics.jsonl"])
+def test_sigterm_says_how_to_go_on(moment, finished, tmp_path):
     made = finished.at(tmp_path / "run", steps=4000, max_epochs=10_000)
     process = subprocess.Popen(
         [sys.executable, "-m", "dotmoe", *made.command()],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 120
-    while not (made.folder / "2_align/metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    while not (made.folder / moment).exists():
+        time.sleep(0.02)
+        assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
-    assert "SIGTERM stopped it after step" in error
-    assert "the same command goes on" in error
-    assert list((made.folder / "2_align/checkpoints").glob("step_*"))
-    assert "Traceback" not in error
+    assert "the same command goes on" in said
+    assert "Traceback" not in said
+    if moment:
+        assert "SIGTERM stopped it after step" in said
+        assert list((made.folder / "2_align/checkpoints").glob("step_*"))
 
 
 def test_results_say_what_was_measured(finished):
-    results = json.loads(Path(finished.folder / "6_evaluate/results.json").read_text())
-    assert results["dense"]["origin"] == "measured"
+    results = json.loads((finished.folder / "6_evaluate/results.json").read_text())
     assert results["moe"]["perplexity"] > 1
     found = {name: results["granularity"][name] for name in ("num_experts", "expert_size")}
     assert found == {"num_experts": 12, "expert_size": 8}

@@ -48,6 +48,8 @@ def test_a_run_is_exported_again(
         found = exported(input_ids=tokens_BT).logits.float()
     difference = (found - expected).abs().mean(dim=-1).median() / expected.std()
     assert float(difference) < (0.05 if "export_dtype" in options else 5e-3)
+    if model_type == "mixtral":  # which has k folded into its weights
+        assert "dotmoe export" in command("edit", out, active_experts=2).refusal()
 
 
 @pytest.mark.parametrize("name", ["gguf_glm4moe", "gguf_llama", "gguf_dense"])
@@ -78,12 +80,8 @@ def test_the_curve_is_the_perplexity_of_the_edited_export(
         assert found["perplexity"] == pytest.approx(expected, rel=1e-5)
     dense, _ = evaluated(made.source, **options)
     assert by_k[12] == pytest.approx(dense["perplexity"], rel=1e-3)
-
-
-def test_a_curve_without_numbers_is_a_ladder_up_to_all_experts(finished, evaluated, text_file):
-    options = {"text": text_file, "max_tokens": 300, "window": 64, "curve": []}
-    curve, _ = evaluated(finished.folder, **options)
-    found = [point["active_experts"] for point in curve["points"]]
+    ladder, _ = evaluated(finished.folder, **options, curve=[])
+    found = [point["active_experts"] for point in ladder["points"]]
     assert {3, 12} <= set(found)
     assert len(found) > 4
     assert found == sorted(found)
@@ -104,8 +102,6 @@ def test_each_measurement_is_printed_and_kept(finished, evaluated, tmp_path):
     assert list(windows) == [32, 64]
     assert f"{windows[64]:.3f}" in said
     assert words["against"]["windows"][0]["word_perplexity"] != windows[32]
-    whole, _ = evaluated(folder, "--word-perplexity", text=text)
-    assert [row["window"] for row in whole["model"]["windows"]] == [256]
 
     made, said = evaluated(folder, against=model, generate=5, prompts=["The crow", "Line"])
     assert made["model"]["prompts"] == ["The crow", "Line"]
@@ -119,23 +115,18 @@ def test_each_measurement_is_printed_and_kept(finished, evaluated, tmp_path):
 
 REFUSED = {
     "edit RUN --active-experts 13": "Choose 1 to 12",
-    "edit RUN --active-experts 0": "at least 1",
     "edit TEXT --active-experts 2": "text.txt",
     "export RUN OUT --format mixtrel": "Did you mean mixtral?",
     "export RUN OUT --format qwen3_moe": "Formats that can hold it: glm4_moe, mixtral",
     "export RUN OUT --active-experts 13": "Choose 1 to 12",
     "export RUN OUT --format gguf_lama": "gguf_lama",
-    "export RUN OUT --format gguf --gguf-type q2": "q2",
     "convert MODEL OUT --data TEXT --format gguf": "dotmoe export RUN",
     "evaluate RUN --text TEXT --curve 99": "Choose 1 to 12",
-    "evaluate RUN --text TEXT --plot curve.svg": "--curve is not given",
     "evaluate RUN --text TEXT --curve --plot curve.txt": ".svg",
-    "evaluate MODEL --fidelity --generate 3": "--fidelity and --generate ask for two measurements",
     "evaluate MODEL --fidelity": "--text names no file",
     "evaluate MODEL --word-perplexity 512 --text TEXT": "must lie in 1 to 256",
     "evaluate MODEL --word-perplexity --text TEXT --max-tokens 9": "--max-tokens cuts",
-    "evaluate MODEL --generate 3": "nothing to continue",
-    "evaluate GGUF --text TEXT": "model.gguf is no whole GGUF file",
+    "evaluate GGUF --text TEXT": "model.gguf",
 }
 
 
@@ -148,9 +139,3 @@ def test_wrong_use_is_refused_in_one_line(line, finished, command, text_file, tm
     assert REFUSED[line] in command(*[names.get(word, word) for word in line.split()]).refusal()
     assert not (tmp_path / "out").exists()
     assert (finished.folder / "5_export/config.json").read_bytes() == before
-
-
-def test_a_k_folded_into_weights_is_refused_with_the_way_out(finished, command, tmp_path):
-    out = tmp_path / "twin"
-    assert command("export", finished.folder, out, format="mixtral", **QUICK).status == 0
-    assert "dotmoe export" in command("edit", out, active_experts=2).refusal()

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dotmoe.cli import run
 from dotmoe.evaluate import TextConfig, packed_text, stock_nats
 from dotmoe.evaluate.perplexity import perplexity
 from dotmoe.layout import ExpertLayout
@@ -17,38 +16,26 @@ TEXT = (
     "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
     "def read(path):\n    with open(path) as file:\n        return file.read()\n"
 ) * 3
+SIZES = {"steps": 0, "seq_len": 128, "calibration_tokens": 2048, "eval_tokens": 2048}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["embedded", "stories260K"])
-def test_a_training_free_conversion_is_exact_for_both(name, dtype, request, tmp_path):
-    if name == "stories260K":
-        if dtype == "bfloat16":
-            pytest.skip("its FFN width 172 has no expert size that runs in bfloat16")
-        model = str(request.getfixturevalue("shared_data") / "models" / name)
-    else:
-        model = name
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT * 40)
-    out = tmp_path / "run"
-    sizes = [
-        "--steps",
-        "0",
-        "--seq-len",
-        "128",
-        "--calibration-tokens",
-        "2048",
-        "--eval-tokens",
-        "2048",
-    ]
-    arguments = ["convert", model, str(out), "--data", str(text), "--export-dtype", dtype, *sizes]
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    # The FFN width of stories260K, 172, has no expert size that runs in bfloat16.
+    [("embedded", "float32"), ("embedded", "bfloat16"), ("stories260K", "float32")],
+)
+def test_a_training_free_conversion_is_exact(name, dtype, command, request, tmp_path):
+    model, sizes = name, SIZES | {"export_dtype": dtype}
     if name == "embedded":
-        arguments += ["--expert-size", "16"]
-    assert run(arguments) == 0
-    results = json.loads((out / "6_evaluate" / "results.json").read_text())
-    assert results["verification"]["dtype"] == dtype
-    limit = 2e-3 if dtype == "float32" else 6e-3
-    assert results["verification"]["largest_block_error"] < limit
+        sizes["expert_size"] = 16
+    else:
+        model = str(request.getfixturevalue("shared_data") / "models" / name)
+    text, out = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text(TEXT * 40)
+    assert command("convert", model, out, data=text, **sizes).status == 0
+    found = json.loads((out / "6_evaluate" / "results.json").read_text())["verification"]
+    assert found["dtype"] == dtype
+    assert found["largest_block_error"] < (2e-3 if dtype == "float32" else 6e-3)
 
     dense = load_dense(model, LoadConfig(device="cpu"))
     layout = ExpertLayout.load(out / "3_extract" / "layout.safetensors")
@@ -64,18 +51,13 @@ def test_a_training_free_conversion_is_exact_for_both(name, dtype, request, tmp_
 
 
 def test_the_embedded_model_is_what_its_record_says():
+    """Its loss is on this machine's own library, which may be another Python's: so only roughly."""
     dense = load_dense("embedded", LoadConfig(device="cpu"))
     record = json.loads((dense.folder / "training.json").read_text())
     assert sum(p.numel() for p in dense.model.parameters()) == record["parameters"] >= 2_500_000
     assert dense.widths.layers >= 4
     assert (dense.folder / "model.safetensors").stat().st_size <= 12_000_000
-
-
-def test_the_embedded_model_has_its_recorded_loss_on_held_out_files():
-    """On this machine's own library, which may be another Python's: so only roughly."""
-    dense = load_dense("embedded", LoadConfig(device="cpu"))
-    record = json.loads((dense.folder / "training.json").read_text())
     config = TextConfig(text=("python-stdlib-heldout",), max_tokens=40_000)
     text = packed_text(config, dense.tokenizer)
     result = perplexity(stock_nats(dense.model), text, 512)
-    assert result.loss == pytest.approx(record["heldout_loss_nats_per_token"], abs=0.3)
+    assert result["loss"] == pytest.approx(record["heldout_loss_nats_per_token"], abs=0.3)

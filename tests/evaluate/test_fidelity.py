@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from dotmoe.errors import UserError
-from dotmoe.evaluate import EvaluateConfig, evaluate, scoring
+from dotmoe.evaluate import EvaluateConfig, evaluate, models
 from dotmoe.export import set_active_experts
 from dotmoe.load import LoadConfig
 from dotmoe.moe.masked import masked_by
@@ -33,7 +33,7 @@ def compared(actual, dense):
 
 @pytest.mark.parametrize("family", FORMATS)
 def test_every_figure_is_what_torch_computes_from_whole_logits(family, exported, monkeypatch):
-    monkeypatch.setattr(scoring, "CHUNK_LOGITS", 264 * 7)
+    monkeypatch.setattr(models, "CHUNK_LOGITS", 264 * 7)
     case = exported(family, format=FORMATS[family])
     found = measured(case.folder, case.corpus)
     with torch.no_grad():

@@ -1,7 +1,10 @@
-"""Perplexity a token. Oracles: known chances, Transformers' own loss, the scripts of GPTQ."""
+"""Perplexity a token and a word. Oracles: known chances, Transformers' own loss, the scripts of
+GPTQ, lm-evaluation-harness.
+"""
 
 import json
 import math
+import re
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -11,12 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from dotmoe.data import Continuation, DataConfig, documents
 from dotmoe.errors import UserError
-from dotmoe.evaluate import EvaluateConfig, TextConfig, evaluate, scoring
-from dotmoe.evaluate.perplexity import packed_text, perplexity
-from dotmoe.evaluate.scoring import row_nats, stock_nats
+from dotmoe.evaluate import EvaluateConfig, TextConfig, evaluate, models
+from dotmoe.evaluate.models import row_nats, stock_nats
+from dotmoe.evaluate.perplexity import packed_text, perplexity, rolling_perplexity
 from dotmoe.export import ExportConfig, GgufConfig, export
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.report import perplexity_table
 
 TEXTS = ["The cat sat on the mat.\n" * 9, "Zwölf Boxkämpfer jagen Viktor.", "x = [1, 2, 3]\n" * 11]
 ROWS = ["", " = A heading = \n", "", " Some text , and more .\n", " The next paragraph .\n", ""]
@@ -25,9 +27,9 @@ FILE = "\n = A heading = \n \n Some text , and more .\n The next paragraph .\n\n
 CPU = LoadConfig(device="cpu")
 
 
-@pytest.fixture(scope="module")
-def llama(tiny_dense):
-    return load_dense(str(tiny_dense("llama")), CPU)
+@pytest.fixture
+def llama(dense_of):
+    return dense_of("llama")
 
 
 class FixedChances:
@@ -57,13 +59,12 @@ def test_loss_equals_the_sum_by_hand_with_a_partial_last_window(llama):
     told = []
     result = perplexity(nats, text_of(llama), 50, 3, lambda *progress: told.append(progress))
     expected = float(nats.nats_V[scored].mean())
-    assert result.tokens == len(scored)
-    assert result.loss == pytest.approx(expected, rel=1e-9)
-    assert result.perplexity == pytest.approx(math.exp(expected))
+    assert result["tokens"] == len(scored)
+    assert result["loss"] == pytest.approx(expected, rel=1e-9)
+    assert result["perplexity"] == pytest.approx(math.exp(expected))
     num_bytes = sum(len(text.encode()) for text in TEXTS)
-    assert result.bits_per_byte == pytest.approx(expected / math.log(2) * len(ids) / num_bytes)
-    windows = -(-len(ids) // 50)
-    assert told == [(done, windows) for done in (3, 6, 8, windows)]
+    assert result["bits_per_byte"] == pytest.approx(expected / math.log(2) * len(ids) / num_bytes)
+    assert told == [(done, len(ids)) for done in (150, 300, 400, len(ids))]
 
 
 @pytest.mark.parametrize(
@@ -72,26 +73,24 @@ def test_loss_equals_the_sum_by_hand_with_a_partial_last_window(llama):
 )
 def test_a_last_window_counts_from_two_tokens_up(llama, text, shapes, scored):
     nats = FixedChances()
-    assert perplexity(nats, text_of(llama, [text]), 4).tokens == scored
+    assert perplexity(nats, text_of(llama, [text]), 4)["tokens"] == scored
     assert nats.shapes == shapes  # <s> makes one token more
 
 
 @pytest.mark.parametrize("family", ["llama", "granite", "olmo2"])
-def test_loss_is_the_one_that_transformers_computes(family, tiny_dense, monkeypatch):
-    dense = load_dense(str(tiny_dense(family)), CPU)
-    other = AutoModelForCausalLM.from_pretrained(tiny_dense(family))
-    ids = ids_of(dense)
+def test_loss_is_the_one_that_transformers_computes(family, dense_of, monkeypatch):
+    dense = dense_of(family)
+    other = AutoModelForCausalLM.from_pretrained(dense.folder)
     total, count = 0.0, 0
-    for start in range(0, len(ids), 64):
-        row = torch.tensor([ids[start : start + 64]])
+    for row in torch.tensor(ids_of(dense))[None].split(64, dim=1):
         with torch.no_grad():
             total += float(other(input_ids=row, labels=row).loss) * (row.shape[1] - 1)
         count += row.shape[1] - 1
     for batch_size, chunk in ((1, 1 << 25), (5, 264 * 7), (100, 1)):
-        monkeypatch.setattr(scoring, "CHUNK_LOGITS", chunk)
+        monkeypatch.setattr(models, "CHUNK_LOGITS", chunk)
         result = perplexity(stock_nats(dense.model), text_of(dense), 64, batch_size)
-        assert result.tokens == count
-        assert result.loss == pytest.approx(total / count, rel=1e-5)
+        assert result["tokens"] == count
+        assert result["loss"] == pytest.approx(total / count, rel=1e-5)
 
 
 def test_a_runtime_that_gives_logits_of_one_text_scores_alike(llama):
@@ -105,12 +104,11 @@ def test_a_runtime_that_gives_logits_of_one_text_scores_alike(llama):
     torch.testing.assert_close(row_nats(logits_of)(tokens), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_bfloat16_logits_are_scored_in_float32_and_no_gradient_is_recorded(tiny_dense):
-    dense = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu", dtype="bfloat16"))
+def test_bfloat16_logits_are_scored_in_float32_and_no_gradient_is_recorded(dense_of):
+    dense = dense_of("llama", load_dtype="bfloat16")
     tokens = torch.tensor([ids_of(dense)[:64]])
     with torch.no_grad():
         logits = dense.model(input_ids=tokens[:, :-1]).logits[0]
-    assert logits.dtype == torch.bfloat16
     exact = -logits.double().log_softmax(-1)[torch.arange(63), tokens[0, 1:]].sum()
     found = stock_nats(dense.model)(tokens)
     assert float(found.sum()) == pytest.approx(float(exact), rel=1e-6)
@@ -118,9 +116,9 @@ def test_bfloat16_logits_are_scored_in_float32_and_no_gradient_is_recorded(tiny_
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_the_gptq_number_is_that_of_the_scripts_of_the_literature(family, tiny_dense):
+def test_the_gptq_number_is_that_of_the_scripts_of_the_literature(family, dense_of):
     """The loop of GPTQ's `opt.py` and `llama.py`, written down again."""
-    dense = load_dense(str(tiny_dense(family)), CPU)
+    dense = dense_of(family)
     text, window = FILE * 6, 32
     ids = torch.tensor([dense.tokenizer("\n\n".join(ROWS * 6)).input_ids])
     joined = text_of(dense, [text[:20], Continuation(text[20:])], protocol="gptq")
@@ -138,12 +136,12 @@ def test_the_gptq_number_is_that_of_the_scripts_of_the_literature(family, tiny_d
     expected = float(torch.exp(torch.stack(nlls).sum() / (num_windows * window)))
     nats = stock_nats(dense.model)
     found = perplexity(nats, joined, window)
-    assert found.perplexity == pytest.approx(expected, rel=1e-5)
-    assert found.tokens == num_windows * (window - 1)
-    assert "Lines joined" in found.protocol
-    assert abs(perplexity(nats, text_of(dense, [text]), window).perplexity / expected - 1) > 1e-3
-    in_bytes = found.loss / math.log(2) * ids.numel() / len(text.encode())
-    assert found.bits_per_byte == pytest.approx(in_bytes)
+    assert found["perplexity"] == pytest.approx(expected, rel=1e-5)
+    assert found["tokens"] == num_windows * (window - 1)
+    packed = perplexity(nats, text_of(dense, [text]), window)
+    assert abs(packed["perplexity"] / expected - 1) > 1e-3
+    in_bytes = found["loss"] / math.log(2) * ids.numel() / len(text.encode())
+    assert found["bits_per_byte"] == pytest.approx(in_bytes)
     with pytest.raises(UserError, match="fill no window of 4000"):
         perplexity(nats, joined, 4000)
 
@@ -154,7 +152,7 @@ def test_max_tokens_is_the_most_that_is_read_and_the_window_fits_the_context(lla
             yield TEXTS[0]
 
     text = text_of(llama, endless(), max_tokens=125)
-    assert perplexity(FixedChances(), text, 50).tokens == 49 + 49 + 24
+    assert perplexity(FixedChances(), text, 50)["tokens"] == 49 + 49 + 24
     assert [TextConfig().window_in(context) for context in (64, 4096)] == [64, 2048]
     with pytest.raises(UserError, match="window is 65, but must lie in 2 to 64"):
         TextConfig(window=65).window_in(64)
@@ -167,7 +165,7 @@ def test_what_cannot_be_scored_is_refused(llama):
         perplexity(broken, text_of(llama), 32)
     with pytest.raises(UserError, match="no text"):
         text_of(llama, ["", ""])
-    with pytest.raises(UserError, match="1 token"):
+    with pytest.raises(UserError, match="1 tokens of text"):
         perplexity(FixedChances(), text_of(llama, max_tokens=1), 32)
 
 
@@ -183,33 +181,54 @@ def test_the_result_says_what_was_measured_and_how(tiny_dense, tmp_path):
     assert (found["origin"], found["command"]) == ("measured", "dotmoe evaluate x")
     assert found["provenance"]["versions"]["torch"]
     assert found["text"] == [str(source)]
-    assert "<s> before each" in found["protocol"]
-    assert "windows of 32 tokens" in found["protocol"]
+    assert re.search("<s> before each.* windows of 32 tokens", found["protocol"])
     both = evaluate(EvaluateConfig(model=model, against=model, corpus=corpus, load=CPU))
     assert both["model"] == both["against"]
     assert both["model"]["loss"] == found["loss"]
-    sides = {"org/dense": both["against"], "moe": both["model"]}
-    assert perplexity_table(sides).columns[3] == "above dense"
-    assert len(perplexity_table({"moe": found}).columns) == 4
 
 
-@pytest.mark.parametrize(
-    ("options", "words"), [({"window": 1}, "window is 1"), ({}, "--text names no file")]
-)
-def test_options_out_of_range_are_refused_before_a_model_is_looked_for(options, words):
-    with pytest.raises(UserError, match=words):
-        evaluate(EvaluateConfig(model="nothing", corpus=TextConfig(**options)))
+@pytest.mark.parametrize("family", ["llama", "qwen2", "granite"])
+def test_perplexity_a_word_is_the_one_of_the_harness(family, dense_of):
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    pytest.importorskip("accelerate")
+    from lm_eval.api.instance import Instance
+
+    dense = dense_of(family)
+    words = sum(len(re.split(r"\s+", text)) for text in TEXTS)
+    num_bytes = sum(len(text.encode()) for text in TEXTS)
+    kind = {"request_type": "loglikelihood_rolling", "doc": {}, "idx": 0}
+    requests = [Instance(arguments=(text,), **kind) for text in TEXTS]
+    for window in (1, 7, 32, 256):
+        runner = huggingface.HFLM(
+            pretrained=dense.model, tokenizer=dense.tokenizer, max_length=window, batch_size=3
+        )
+        expected = -sum(runner.loglikelihood_rolling(requests, disable_tqdm=True))
+        found = rolling_perplexity(stock_nats(dense.model), dense.tokenizer, TEXTS, window)
+        assert math.log(found["word_perplexity"]) == pytest.approx(expected / words, rel=1e-5)
+        assert found["bits_per_byte"] == pytest.approx(expected / math.log(2) / num_bytes, rel=1e-5)
+        assert (found["words"], found["bytes"], found["documents"]) == (words, num_bytes, 3)
+    with pytest.raises(UserError, match="the text has no tokens"):
+        rolling_perplexity(stock_nats(dense.model), dense.tokenizer, [], 16)
+
+
+def test_a_long_file_is_one_document_and_windows_fit_the_context(tiny_dense, tmp_path):
+    (tmp_path / "text.txt").write_text("word on a line of a long file\n" * 2300)
+    model, corpus = str(tiny_dense("qwen2")), TextConfig(text=(str(tmp_path / "text.txt"),))
+    found = evaluate(EvaluateConfig(model=model, word_perplexity=(256,), corpus=corpus, load=CPU))
+    assert "every token scored once" in found["protocol"]
+    assert found["model"]["windows"][0]["documents"] == 1
+    assert found["model"]["windows"][0]["words"] == 8 * 2300 + 1
+    with pytest.raises(UserError, match="the window is 257, but must lie in 1 to 256"):
+        evaluate(EvaluateConfig(model=model, word_perplexity=(257,), corpus=corpus, load=CPU))
 
 
 def test_the_window_of_a_gguf_is_bounded_by_the_context_that_its_file_states(
-    tiny_dense, layout_of, tmp_path, monkeypatch
+    dense_of, layout_of, tmp_path, monkeypatch
 ):
     """Not by what the tokenizer says, whose limit has nothing to do with the file."""
     pytest.importorskip("gguf")
-
-    dense = load_dense(str(tiny_dense("llama", max_position_embeddings=64)), CPU)
-    source = tmp_path / "text.txt"
-    source.write_text("".join(TEXTS))
+    dense = dense_of("llama", max_position_embeddings=64)
+    (tmp_path / "text.txt").write_text("".join(TEXTS))
     tokens = torch.tensor(ids_of(dense))[:128].view(2, 64)
     layout, config = layout_of(dense), ExportConfig(format="gguf_dense")
     export(dense, layout, tmp_path / "out", config, tokens, gguf=GgufConfig(type="f32"))
@@ -220,50 +239,32 @@ def test_the_window_of_a_gguf_is_bounded_by_the_context_that_its_file_states(
         contexts.append(context)
         yield SimpleNamespace(logits=lambda tokens_T: torch.zeros(len(tokens_T), 264))
 
+    def measured(**options):
+        corpus = TextConfig(text=(str(tmp_path / "text.txt"),), **options)
+        return evaluate(EvaluateConfig(model=str(tmp_path / "out"), corpus=corpus))
+
     monkeypatch.setattr("dotmoe.llama_cpp.LlamaCppModel", even_chances)
     assert dense.tokenizer.model_max_length == 256
-    model, text = str(tmp_path / "out"), (str(source),)
-    found = evaluate(EvaluateConfig(model=model, corpus=TextConfig(text=text)))
+    found = measured()
     assert (contexts, found["window"]) == ([64], 64)
     assert found["loss"] == pytest.approx(math.log(264))
     with pytest.raises(UserError, match="2 to 64, the model's context"):
-        evaluate(EvaluateConfig(model=model, corpus=TextConfig(text=text, window=128)))
+        measured(window=128)
     with (tmp_path / "out/model-f32.gguf").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\xff")
     with pytest.raises(UserError, match=r"model-f32\.gguf.*Export the run again"):
-        evaluate(EvaluateConfig(model=model, corpus=TextConfig(text=text)))
-
-
-@pytest.fixture(scope="module")
-def stories(shared_data):
-    return load_dense(str(shared_data / "models/stories260K"), CPU)
-
-
-def test_one_story_a_sequence_gives_the_documented_loss(stories, shared_data):
-    """1.285 nats on the first 150 stories, measured by another program (shared/data/README.md)."""
-    path = str(shared_data / "text/tinystories/valid_slice.txt.gz")
-    text = "".join(documents(DataConfig(data=(path,))))
-    # Paragraphs and stories are both split by empty lines; most stories start with these words.
-    starts = ("Once upon a time", "One day", "There was", "Once there was", "Lily and", "Tom and")
-    told: list[str] = []
-    for paragraph in text.split("\n\n"):
-        if not told or paragraph.startswith(starts):
-            told.append(paragraph)
-        else:
-            told[-1] += "\n\n" + paragraph
-    nats = stock_nats(stories.model)
-    rows = [torch.tensor([stories.tokenizer.encode(story)[:512]]) for story in told[:60]]
-    total = sum(float(nats(row).sum()) for row in rows)
-    assert total / sum(row.shape[1] - 1 for row in rows) == pytest.approx(1.285, abs=0.02)
+        measured()
 
 
 @pytest.mark.slow
-def test_wikitext_scores_as_documented(stories, shared_data):
-    """128.5 a token over the first 400 kB (shared/data/README.md), <s> at the start of a window.
+def test_wikitext_scores_as_documented(shared_data):
+    """128.5 a token over the first 400 kB, measured by another program (shared/data/README.md).
 
-    Without it, as `perplexity` cuts, the same text gives 120.7: the protocol is part of the number.
+    That has <s> at the start of a window. Without it, as `perplexity` cuts, the same text gives
+    120.7: the protocol is part of the number.
     """
+    stories = load_dense(str(shared_data / "models/stories260K"), CPU)
     source = (str(shared_data / "text/wikitext2/wiki.test.raw.txt.gz"),)
     text = "".join(documents(DataConfig(data=source))).encode()[:400_000].decode(errors="ignore")
     ids = stories.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
@@ -273,6 +274,5 @@ def test_wikitext_scores_as_documented(stories, shared_data):
     nats = stock_nats(stories.model)
     total = sum(float(nats(part).sum()) for part in rows.split(16))
     assert math.exp(total / (num_rows * 511)) == pytest.approx(128.5, rel=0.02)
-    assert perplexity(nats, text_of(stories, [text]), 512).perplexity == pytest.approx(
-        120.7, rel=0.005
-    )
+    found = perplexity(nats, text_of(stories, [text]), 512)["perplexity"]
+    assert found == pytest.approx(120.7, rel=0.005)

@@ -1,21 +1,14 @@
 import dataclasses
 
-import pytest
 from huggingface_hub import ModelCard
 
 from dotmoe.export import ExportConfig, export, write_model_card
 from dotmoe.tables import Table
 
 
-@pytest.fixture
-def record_and_folder(dense_of, layout_of, tokens_BT, tmp_path):
-    dense = dense_of("llama")
-    record = export(dense, layout_of(dense), tmp_path / "5_export", ExportConfig(), tokens_BT)
-    return record, tmp_path / "5_export", dense
-
-
-def test_the_card_says_what_it_is_and_how_to_use_it(record_and_folder):
-    record, folder, dense = record_and_folder
+def test_the_card_says_what_it_is_and_how_to_use_it(dense_of, layout_of, tokens_BT, tmp_path):
+    dense, folder = dense_of("llama"), tmp_path / "5_export"
+    record = export(dense, layout_of(dense), folder, ExportConfig(), tokens_BT)
     text = (folder / "README.md").read_text()
     card = ModelCard(text)
     assert card.data.library_name == "transformers"
@@ -30,22 +23,12 @@ def test_the_card_says_what_it_is_and_how_to_use_it(record_and_folder):
     assert "3 of 12 experts" in text
     assert ".partial" not in text
     assert "sparsity" not in text.lower()  # a word that the paper uses both ways
-    for row in record.routers[0].runtimes:
-        worst = max(
-            each.gate_deviation
-            for scale in record.routers
-            for each in scale.runtimes
-            if each.runtime == row.runtime
-        )
-        (line,) = [line for line in text.splitlines() if line.startswith(f"| {row.runtime} |")]
+    for rows in zip(*(scale["runtimes"] for scale in record.routers), strict=True):
+        worst = max(row["gate_deviation"] for row in rows)
+        (line,) = [li for li in text.splitlines() if li.startswith(f"| {rows[0]['runtime']} |")]
         assert f"| {worst:.4g} |" in line
-
-
-def test_counts_are_those_of_the_design(record_and_folder):
-    record, folder, dense = record_and_folder
     total = sum(parameter.numel() for parameter in dense.model.parameters())
-    ffn, routers = 3 * 64 * 96 * 2, 2 * 12 * 64
-    active = total - ffn * 9 // 12
+    routers, active = 2 * 12 * 64, total - 3 * 64 * 96 * 2 * 9 // 12
     assert record.parameters == {
         "dense": total,
         "stored": total + routers,
@@ -53,10 +36,13 @@ def test_counts_are_those_of_the_design(record_and_folder):
         "active_with_routers": active + routers,
         "active_without_embeddings": active - 2 * 264 * 64,
     }
-    text = (folder / "README.md").read_text()
     assert all(f"{count:,}" in text for count in record.parameters.values())
     assert f"{record.total_bytes:,} bytes" in text
     assert "25.0% of the FFN neurons" in text
+    table = Table(columns=("model", "perplexity"), rows=[["a | b", "12.346"]], note="Text: b.txt.")
+    write_model_card(folder, record, table)
+    expected = "| model | perplexity |\n| --- | ---: |\n| a \\| b | 12.346 |\n\nText: b.txt."
+    assert f"## Results\n\n{expected}\n" in (folder / "README.md").read_text()
 
 
 def test_a_finetuned_export_names_the_model_that_the_work_began_with(
@@ -77,12 +63,3 @@ def test_a_finetuned_export_names_the_model_that_the_work_began_with(
     assert "# Model-1B, 3 of 12 experts" in card.text
     assert "revision 0123abc" in card.text
     assert str(dense.folder) not in card.text
-
-
-def test_results_become_a_table(record_and_folder):
-    record, folder, _ = record_and_folder
-    table = Table(columns=("model", "perplexity"), rows=[["a | b", "12.346"]], note="Text: b.txt.")
-    write_model_card(folder, record, table)
-    text = (folder / "README.md").read_text()
-    expected = "| model | perplexity |\n| --- | ---: |\n| a \\| b | 12.346 |\n\nText: b.txt."
-    assert f"## Results\n\n{expected}\n" in text

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dotmoe.errors import UserError
-from dotmoe.export import FORMATS, ExportConfig, export, format_named, require_exportable
+from dotmoe.export import FORMATS, ExportConfig, export, require_exportable
+from dotmoe.export.architectures import formats_like
 from dotmoe.granularity import Granularity
-from dotmoe.layout import ALWAYS_ON
 from dotmoe.load import LoadConfig, describe_dense, load_dense
 from dotmoe.models.family import FAMILIES
 from dotmoe.moe.masked import masked_by
@@ -38,19 +38,7 @@ GRANITE_FACTORS = {
 }
 
 
-def settings(family):
-    return GRANITE_FACTORS if family == "granite" else {}
-
-
-def with_always_on(layout, *, shared=24, dense_layers=0, num_experts=12):
-    """The same layout with some neurons of each layer, or all of the first layers', always on."""
-    size = (layout.num_neurons - shared) // num_experts
-    row = torch.cat(
-        [torch.full((shared,), ALWAYS_ON), torch.arange(num_experts).repeat_interleave(size)]
-    )
-    assignment = torch.stack([row[torch.randperm(len(row))] for _ in range(layout.num_layers)])
-    assignment[:dense_layers] = ALWAYS_ON
-    return replace(layout, expert_of_neuron_LN=assignment)
+SETTINGS = {family: GRANITE_FACTORS if family == "granite" else {} for family in TARGETS}
 
 
 def stored_tensors(folder):
@@ -77,21 +65,16 @@ def relative_error(actual, reference):
     return float(per_token.median() / reference.std())
 
 
-def test_every_family_has_its_formats_here():
-    assert set(TARGETS) == set(FAMILIES)
-    assert {name for names in TARGETS.values() for name in names} == set(FORMATS)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("family", "target"), PAIRS)
 def test_stock_transformers_computes_the_masked_model(
     family, target, dtype, dense_of, layout_of, tokens_BT, tmp_path
 ):
-    dense = dense_of(family, dtype=dtype, tied=dtype == "float32", **settings(family))
+    dense = dense_of(family, dtype=dtype, tied=dtype == "float32", **SETTINGS[family])
     layout = layout_of(dense, dtype=getattr(torch, dtype))
     record = export(dense, layout, tmp_path / "out", ExportConfig(format=target), tokens_BT)
-    assert record.verification.loaded_class.startswith(f"transformers.models.{target}.")
-    assert (record.verification.dtype, record.problems) == (dtype, [])
+    assert record.verification["loaded_class"].startswith(f"transformers.models.{target}.")
+    assert (record.verification["dtype"], record.problems) == (dtype, [])
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     reference = masked_logits(dense, layout, tokens_BT)
     error = relative_error(logits_by_transformers(tmp_path / "out", tokens_BT), reference)
@@ -99,9 +82,8 @@ def test_stock_transformers_computes_the_masked_model(
     if record.active_experts_editable:
         with torch.no_grad():
             reference = dense.model(input_ids=tokens_BT).logits
-        full = logits_by_transformers(
-            tmp_path / "out", tokens_BT, **{record.active_experts_key: layout.num_experts}
-        )
+        all_on = {record.active_experts_key: layout.num_experts}
+        full = logits_by_transformers(tmp_path / "out", tokens_BT, **all_on)
         assert relative_error(full, reference) < (3e-3 if dtype == "float32" else 8e-3)
 
 
@@ -110,17 +92,23 @@ def test_stock_transformers_computes_the_masked_model(
     [(family, target) for family in TARGETS for target in FORMATS if (family, target) not in PAIRS],
 )
 def test_a_format_that_cannot_hold_a_model_says_why_and_which_can(family, target, tiny_dense):
-    dense = describe_dense(str(tiny_dense(family, **settings(family))))
+    dense = describe_dense(str(tiny_dense(family, **SETTINGS[family])))
     split = Granularity(num_experts=12, expert_size=8, active_experts=3)
-    with pytest.raises(UserError, match=rf"but {target} .*{TARGETS[family][0]}|which {target}"):
+    with pytest.raises(UserError, match=rf"but {target} takes only .*{TARGETS[family][0]}"):
         require_exportable(dense, split, ExportConfig(format=target))
 
 
-def test_refused_biases_are_compared_with_all_that_a_format_takes(tiny_dense):
-    dense = describe_dense(str(tiny_dense("qwen2")))
-    split = Granularity(num_experts=12, expert_size=8, active_experts=3)
-    with pytest.raises(UserError, match="qwen3_moe has those of kind 'none' or 'qkvo'"):
-        require_exportable(dense, split, ExportConfig(format="qwen3_moe"))
+def test_a_shared_expert_and_dense_layers_are_refused_where_they_have_no_place(tiny_dense):
+    dense = describe_dense(str(tiny_dense("llama", num_hidden_layers=3)))
+    plain = Granularity(num_experts=12, expert_size=8, active_experts=3)
+    for words, split in {
+        "neurons in a shared expert 24, but mixtral takes only 0": replace(
+            plain, expert_size=6, shared_size=24
+        ),
+        "leading dense layers 1, but mixtral": replace(plain, first_dense_layers=1),
+    }.items():
+        with pytest.raises(UserError, match=words):
+            require_exportable(dense, split, ExportConfig(format="mixtral"))
 
 
 @pytest.mark.parametrize(
@@ -134,11 +122,11 @@ def test_refused_biases_are_compared_with_all_that_a_format_takes(tiny_dense):
 def test_neurons_that_are_always_on_become_the_shared_expert(
     family, target, loaded, dense_of, layout_of, tokens_BT, tmp_path
 ):
-    dense = dense_of(family, dtype="bfloat16", intermediate_size=120, **settings(family))
-    layout = with_always_on(layout_of(dense, dtype=torch.bfloat16))
+    dense = dense_of(family, dtype="bfloat16", intermediate_size=120, **SETTINGS[family])
+    layout = layout_of(dense, shared_size=24, dtype=torch.bfloat16)
     record = export(dense, layout, tmp_path / "out", ExportConfig(format=target), tokens_BT)
     assert (record.shared_size, record.expert_size) == (24, 8)
-    assert record.verification.loaded_class.endswith(loaded)
+    assert record.verification["loaded_class"].endswith(loaded)
 
 
 @pytest.mark.parametrize(
@@ -148,28 +136,12 @@ def test_leading_layers_can_stay_dense_and_the_others_keep_their_numbers(
     family, target, dense_of, layout_of, tokens_BT, tmp_path
 ):
     dense = dense_of(family, num_hidden_layers=3)
-    layout = with_always_on(layout_of(dense), shared=0, dense_layers=1)
+    layout = layout_of(dense, dense_layers=1)
     record = export(dense, layout, tmp_path / "out", ExportConfig(format=target), tokens_BT)
-    assert [check.layer for check in record.verification.layers] == [1, 2]
-    assert [scale.layer for scale in record.routers] == [1, 2]
+    assert [check["layer"] for check in record.verification["layers"]] == [1, 2]
+    assert [scale["layer"] for scale in record.routers] == [1, 2]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config.get("first_k_dense_replace") == 1 or config["mlp_only_layers"] == [0]
-
-
-@pytest.mark.parametrize("target", ["mixtral", "qwen3_moe", "granitemoe", "flex_olmo"])
-def test_what_a_format_has_no_place_for_is_refused(target, tiny_dense):
-    family = next(name for name, targets in TARGETS.items() if target in targets)
-    dense = describe_dense(str(tiny_dense(family, num_hidden_layers=3, **settings(family))))
-    plain = Granularity(num_experts=12, expert_size=8, active_experts=3)
-    splits = {
-        "shared expert": replace(plain, expert_size=6, shared_size=24),
-        "leading layers dense": replace(plain, first_dense_layers=1),
-    }
-    allowed = {"qwen3_moe": "leading layers dense", "granitemoe": "shared expert"}
-    for words, split in splits.items():
-        if allowed.get(target) != words:
-            with pytest.raises(UserError, match=words):
-                require_exportable(dense, split, ExportConfig(format=target))
 
 
 def test_a_dynamic_rope_with_a_window_is_refused_only_where_the_context_is_cut(tiny_dense):
@@ -182,17 +154,8 @@ def test_a_dynamic_rope_with_a_window_is_refused_only_where_the_context_is_cut(t
     require_exportable(dense, split, ExportConfig(format="mixtral"))
 
 
-@pytest.mark.parametrize(
-    ("family", "window"),
-    [
-        ("mistral", {"sliding_window": 40}),
-        ("qwen3", {"sliding_window": 40, "use_sliding_window": True, "max_window_layers": 1}),
-    ],
-)
-def test_a_sliding_window_becomes_the_context_limit(
-    family, window, dense_of, layout_of, tokens_BT, tmp_path
-):
-    dense = dense_of(family, **window)
+def test_a_sliding_window_becomes_the_context_limit(dense_of, layout_of, tokens_BT, tmp_path):
+    dense = dense_of("mistral", sliding_window=40)
     layout = layout_of(dense)
     record = export(dense, layout, tmp_path / "out", ExportConfig(), tokens_BT)
     config = json.loads((tmp_path / "out/config.json").read_text())
@@ -206,16 +169,6 @@ def test_a_sliding_window_becomes_the_context_limit(
     assert relative_error(logits_by_transformers(tmp_path / "out", tokens_BT), longer) > 0.02
 
 
-def test_mixtral_keeps_the_sliding_window(dense_of, layout_of, tokens_BT, tmp_path):
-    dense = dense_of("mistral", sliding_window=24)
-    config = ExportConfig(format="mixtral")
-    record = export(dense, layout_of(dense), tmp_path / "out", config, tokens_BT)
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (written["sliding_window"], written["max_position_embeddings"]) == (24, 256)
-    # Verified on rows of 96 tokens, four times the window.
-    assert record.verification.top1_agreement > 0.98
-
-
 def test_the_2_of_glm4_moe_is_in_its_weights_for_servers_that_drop_it_in_float16(
     dense_of, layout_of, tokens_BT, tmp_path
 ):
@@ -225,33 +178,24 @@ def test_the_2_of_glm4_moe_is_in_its_weights_for_servers_that_drop_it_in_float16
     record = export(dense, layout, tmp_path / "out", ExportConfig(), tokens_BT)
     config = json.loads((tmp_path / "out/config.json").read_text())
     expected = {
-        "architectures": ["Glm4MoeForCausalLM"],
         "torch_dtype": "bfloat16",
         "dtype": "bfloat16",
         "tie_word_embeddings": False,
-        "norm_topk_prob": False,
         "routed_scaling_factor": 1.0,
-        "n_routed_experts": 12,
-        "num_experts_per_tok": 3,
-        "n_shared_experts": 1,
         "partial_rotary_factor": 1.0,
-        "attention_bias": True,
-        "rope_scaling": None,
         "eos_token_id": dense.config.eos_token_id,
     }
     assert {key: config[key] for key in expected} == expected
     assert config["rope_parameters"]["rope_theta"] == config["rope_theta"]
     assert "down projections times two (exact)" in record.exactness
     before, after = stored_tensors(dense.folder), stored_tensors(tmp_path / "out")
-    for layer in range(layout.num_layers):
-        prefix = f"model.layers.{layer}.mlp"
-        for expert, neurons in enumerate(layout.neurons_of_expert(layer)):
-            for name in ("gate", "up", "down"):
-                rows = before[f"{prefix}.{name}_proj.weight"]
-                sliced = 2 * rows[:, neurons] if name == "down" else rows[neurons]
-                assert torch.equal(after[f"{prefix}.experts.{expert}.{name}_proj.weight"], sliced)
-    carried = [name for name in before if ".mlp." not in name]
-    assert all(torch.equal(before[name], after[name]) for name in carried)
+    for expert, neurons in enumerate(layout.neurons_of_expert(1)):
+        for name in ("gate", "up", "down"):
+            rows = before[f"model.layers.1.mlp.{name}_proj.weight"]
+            sliced = 2 * rows[:, neurons] if name == "down" else rows[neurons]
+            written = after[f"model.layers.1.mlp.experts.{expert}.{name}_proj.weight"]
+            assert torch.equal(written, sliced)
+    assert all(torch.equal(before[name], after[name]) for name in before if ".mlp." not in name)
     assert torch.equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
 
 
@@ -261,30 +205,29 @@ def test_source_keeps_the_dtype_of_every_tensor(tiny_dense, layout_of, tokens_BT
     fine = {name: 1 + 1e-4 * torch.randn(64) for name in tensors if name.endswith("norm.weight")}
     save_file(tensors | fine, folder / "model.safetensors", metadata={"format": "pt"})
     dense = describe_dense(str(folder))
-    export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), tokens_BT)
+    layout = layout_of(dense)
+    record = export(dense, layout, tmp_path / "out", ExportConfig(), tokens_BT)
     after = stored_tensors(tmp_path / "out")
     assert all(torch.equal(after[name], tensor) for name, tensor in fine.items())
     assert after["model.embed_tokens.weight"].dtype == torch.bfloat16
+    # Routers are rounded to the dtype of the experts.
+    expected = layout.router_LED[1].bfloat16().double() * 2.0 ** -record.routers[1]["exponent"]
+    assert torch.equal(after["model.layers.1.mlp.gate.weight"].double(), expected)
 
 
-@pytest.mark.parametrize("target", ["glm4_moe", "mixtral"])
-def test_another_dtype_is_not_called_bit_for_bit(target, dense_of, layout_of, tokens_BT, tmp_path):
+def test_every_family_has_its_formats_here():
+    assert set(TARGETS) == set(FAMILIES)
+    assert {name for names in TARGETS.values() for name in names} == set(FORMATS)
+
+
+def test_another_dtype_is_not_called_bit_for_bit(dense_of, layout_of, tokens_BT, tmp_path):
     dense = dense_of("llama")
-    config = ExportConfig(format=target, export_dtype="bfloat16")
+    config = ExportConfig(export_dtype="bfloat16")
     record = export(dense, layout_of(dense), tmp_path / "out", config, tokens_BT)
-    assert "rounded" in record.exactness
+    assert "the dense ones as bfloat16" in record.exactness
     assert {t.dtype for n, t in stored_tensors(tmp_path / "out").items() if "bias" not in n} == {
         torch.bfloat16
     }
-
-
-def test_routers_are_rounded_to_the_written_dtype(dense_of, layout_of, tokens_BT, tmp_path):
-    dense = dense_of("llama", dtype="bfloat16")
-    layout = layout_of(dense)
-    record = export(dense, layout, tmp_path / "out", ExportConfig(), tokens_BT)
-    router = stored_tensors(tmp_path / "out")["model.layers.1.mlp.gate.weight"]
-    expected = layout.router_LED[1].bfloat16().double() * 2.0 ** -record.routers[1].exponent
-    assert torch.equal(router.double(), expected)
 
 
 def test_the_folder_is_complete_and_small_shards_load(dense_of, layout_of, tokens_BT, tmp_path):
@@ -314,46 +257,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 prompt = AutoTokenizer.from_pretrained(sys.argv[1])("Once", return_tensors="pt").input_ids
 made = model.generate(prompt, max_new_tokens=5, min_new_tokens=5, do_sample=False)
-assert made.shape[1] == prompt.shape[1] + 5
-print(type(model).__name__)
+print(type(model).__name__, made.shape[1] - prompt.shape[1])
 """
 
 
 def test_the_export_loads_where_dotmoe_cannot_be_imported(dense_of, layout_of, tokens_BT, tmp_path):
     dense = dense_of("qwen3")
     export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), tokens_BT)
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", RELOAD, str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["Glm4MoeForCausalLM"]
-
-
-def test_more_layers_than_glm_has_are_all_loaded(dense_of, layout_of, tokens_BT, tmp_path):
-    # Transformers ignores surplus tensors of layers 46 and 92 of glm4_moe; ours are not surplus.
-    dense = dense_of("llama", num_hidden_layers=48, intermediate_size=32)
-    layout = layout_of(dense, num_experts=4, active_experts=4)
-    config = ExportConfig(scale_tokens=64, verify_tokens=64)
-    record = export(dense, layout, tmp_path / "out", config, tokens_BT)
-    assert len(record.verification.layers) == 48
-
-
-def test_a_real_checkpoint_verifies(shared_data, layout_of, tmp_path):
-    folder = shared_data / "models/stories260K"
-    if not folder.is_dir():
-        pytest.skip(f"no checkpoint at {folder}")
-    dense = load_dense(str(folder), LoadConfig(device="cpu"))
-    text = "Once upon a time, there was a little girl named Lily. She loved to play outside. " * 20
-    ids = torch.tensor(dense.tokenizer(text).input_ids[:512]).view(2, 256)
-    # bfloat16 needs expert sizes that are multiples of 8, and 172 neurons have no such divisor.
-    layout = layout_of(dense, num_experts=43, active_experts=11)
-    with pytest.raises(UserError, match="multiples of 8"):
-        export(dense, layout, tmp_path / "out", ExportConfig(export_dtype="bfloat16"), ids)
-    record = export(dense, layout, tmp_path / "out", ExportConfig(), ids)
-    assert record.verification.top1_agreement >= 0.99
+    command = [sys.executable, "-I", "-c", RELOAD, str(tmp_path / "out")]
+    printed = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path).stdout
+    assert printed == "Glm4MoeForCausalLM 5\n"
 
 
 # --- what is refused --------------------------------------------------------------------------
@@ -409,8 +322,8 @@ def test_an_existing_folder_no_text_and_an_unknown_format_are_refused(
     with pytest.raises(UserError, match="exists already"):
         export(dense, layout_of(dense), tmp_path, ExportConfig(), tokens_BT)
     empty = torch.zeros(0, 16, dtype=torch.long)
-    with pytest.raises(UserError, match="never written unverified"):
+    with pytest.raises(UserError, match="No tokens are left"):
         export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), empty)
     with pytest.raises(UserError, match="Did you mean glm4_moe"):
-        format_named("glm4-moe")
+        formats_like("glm4-moe")
     assert [path.name for path in tmp_path.rglob("*")] == ["mine.txt"]

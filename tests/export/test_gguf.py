@@ -18,13 +18,13 @@ from dotmoe.export import (
     ExportRecord,
     GgufConfig,
     export,
-    gguf_check,
     gguf_file,
-    require_intact,
+    require_checksums,
     set_active_experts,
 )
-from dotmoe.export.format import BLOCKS, TensorSpec
+from dotmoe.export.format import TensorSpec
 from dotmoe.export.gguf_file import GgufFile, write_gguf
+from dotmoe.export.gguf_format import GgufFormat
 from dotmoe.export.rope import pairwise_order
 from dotmoe.options import check
 from dotmoe.reexport import ReexportConfig
@@ -62,10 +62,8 @@ def write(tokens_BT, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [
-        *((family, "gguf_llama") for family in ("llama", "mistral", "qwen2", "phi3")),
-        *((family, "gguf_glm4moe") for family in ("llama", "mistral", "qwen2", "qwen3")),
-    ],
+    [(family, "gguf_llama") for family in ("llama", "qwen2", "phi3")]
+    + [(family, "gguf_glm4moe") for family in ("mistral", "qwen3")],
 )
 def test_experts_are_the_dense_rows_and_routers_the_scaled_ones(
     family, name, dense_of, layout_of, write
@@ -85,25 +83,25 @@ def test_experts_are_the_dense_rows_and_routers_the_scaled_ones(
             assert torch.equal(gate, gates[neurons])
             assert torch.equal(file.tensor(f"blk.{layer}.ffn_down_exps.weight")[expert], down)
         scaled = file.tensor(f"blk.{layer}.ffn_gate_inp.weight")
-        assert torch.equal(scaled * 2.0 ** record.routers[layer].exponent, layout.router_LED[layer])
-    assert record.verification.storing_error == 0
-    assert record.details["tensor_types"] == {"F32": len(file.names)}
+        assert torch.equal(
+            scaled * 2.0 ** record.routers[layer]["exponent"], layout.router_LED[layer]
+        )
+    assert record.verification["storing_error"] == 0
+    assert record.details["tensor_types"] == {"F32": len(file.tensors)}
 
 
 @pytest.mark.parametrize("num_heads", [1, 3])
 def test_rotating_pairs_of_permuted_rows_is_rotating_halves(num_heads):
-    head_dim, positions = 8, torch.arange(5.0)
-    angles = positions[:, None] * 10000.0 ** -(torch.arange(4.0) / 4)
-    weight, x = torch.randn(num_heads * head_dim, 6), torch.randn(5, 6)
+    weight, x = torch.randn(num_heads * 8, 6), torch.randn(5, 6)
+    angles = torch.arange(5.0)[:, None] * 10000.0 ** -(torch.arange(4.0) / 4)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
 
     def turned(first, second):
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         return first * cos - second * sin, first * sin + second * cos
 
     halves = (x @ weight.T).view(5, num_heads, 2, 4)
     expected = torch.cat(turned(halves[:, :, 0], halves[:, :, 1]), dim=2)
-    permuted = weight[pairwise_order(num_heads, head_dim)]
-    pairs = (x @ permuted.T).view(5, num_heads, 4, 2)
+    pairs = (x @ weight[pairwise_order(num_heads, 8)].T).view(5, num_heads, 4, 2)
     actual = torch.cat(turned(pairs[..., 0], pairs[..., 1]), dim=2)
     torch.testing.assert_close(actual, expected)
 
@@ -118,8 +116,7 @@ def test_always_on_neurons_and_dense_layers_have_their_places(dense_of, layout_o
     assert file.size("expert_shared_count") == 2
     dense_down = weights["model.layers.0.mlp.down_proj.weight"]
     assert torch.equal(file.tensor("blk.0.ffn_down.weight"), dense_down)
-    assert "blk.0.ffn_gate_inp.weight" not in file.names
-    assert "output.weight" not in file.names
+    assert not {"blk.0.ffn_gate_inp.weight", "output.weight"} & file.tensors.keys()
     always = (layout.expert_of_neuron_LN[2] == -1).nonzero().flatten()
     shared = file.tensor("blk.2.ffn_up_shexp.weight")
     assert torch.equal(shared[:12], weights["model.layers.2.mlp.up_proj.weight"][always])
@@ -131,27 +128,27 @@ def test_frequency_factors_give_the_frequencies_of_transformers(dense_of, layout
     dense = dense_of("llama", **LLAMA3_ROPE)
     record, file = write(dense, layout_of(dense), "gguf")
     assert record.format == "gguf_llama"
-    factors = file.tensor("rope_freqs.weight")
     plain = 5e5 ** -(torch.arange(8.0) / 8)
     expected = dense.model.model.rotary_emb.inv_freq
-    torch.testing.assert_close(plain / factors, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        plain / file.tensor("rope_freqs.weight"), expected, rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize(
     ("family", "arguments", "split", "name", "reason"),
     [
         ("llama", LLAMA3_ROPE, {}, "gguf_glm4moe", "rope_type is 'llama3'.*gguf_llama"),
-        ("qwen3", {}, {}, "gguf_llama", "norms of kind 'head'"),
+        ("qwen3", {}, {}, "gguf_llama", "norms 'head'"),
         ("qwen3", LLAMA3_ROPE, {}, "gguf", "rope_type is 'llama3'"),
-        ("llama", {}, {"shared_size": 12}, "gguf_llama", "shared expert.*gguf_glm4moe"),
-        ("llama", LLAMA3_ROPE, {"shared_size": 12}, "gguf_llama", r"shared expert.*has not\.$"),
-        ("llama", {}, {"dense_layers": 1}, "gguf_llama", "layers dense.*gguf_glm4moe"),
+        ("llama", {}, {"shared_size": 12}, "gguf_llama", "shared expert 12.*gguf_glm4moe"),
+        ("llama", LLAMA3_ROPE, {"shared_size": 12}, "gguf_llama", r"shared expert 12.*only 0\.$"),
+        ("llama", {}, {"dense_layers": 1}, "gguf_llama", "dense layers 1.*gguf_glm4moe"),
         ("llama", {}, {"num_experts": 1, "active_experts": 1}, "gguf_llama", "1 experts"),
         ("llama", {}, {}, "gguf_lama", "Did you mean gguf_llama"),
-        ("granite", {"embedding_multiplier": 12.0}, {}, "gguf", "multiplies embeddings"),
+        ("granite", {"embedding_multiplier": 12.0}, {}, "gguf", "multipliers"),
         ("olmo2", {}, {}, "gguf_dense", "norms"),
-        ("llama", {"attention_bias": True}, {}, "gguf_glm4moe", "biases of kind 'qkvo'"),
-        ("qwen3", {"attention_bias": True}, {}, "gguf_dense", "bias on the attention's output"),
+        ("llama", {"attention_bias": True}, {}, "gguf_glm4moe", "biases 'qkvo'"),
         ("llama", DYNAMIC, {}, "gguf_llama", "'dynamic'"),
     ],
 )
@@ -170,11 +167,11 @@ def test_record_and_card_say_what_was_done(dense_of, layout_of, write, tmp_path)
     record, file = write(dense, layout_of(dense))
     assert ExportRecord.load(tmp_path / "out") == record
     assert file.size("context_length") == record.details["context"] == 40
-    assert all(router.exponent == 40 for router in record.routers)
-    assert max(each.gate_deviation for r in record.routers for each in r.runtimes) < 1e-6
+    assert all(router["exponent"] == 40 for router in record.routers)
+    assert max(each["gate_deviation"] for r in record.routers for each in r["runtimes"]) < 1e-6
     card = (tmp_path / "out/README.md").read_text()
     said = ("3 of 12 experts", "llama-server -m model-f32.gguf", "was not installed")
-    for words in (*said, "sliding window of 40", "shared expert of zeros", "library_name: gguf"):
+    for words in (*said, "sliding window of 40", "one of zeros", "library_name: gguf"):
         assert words in card
 
 
@@ -184,7 +181,7 @@ def test_the_dense_model_itself_can_be_written(family, dense_of, layout_of, writ
     record, file = write(dense, layout_of(dense), "gguf_dense")
     weights = load_file(dense.folder / "model.safetensors")
     assert file.arch == ("qwen3" if family == "qwen3" else "llama")
-    assert len(file.names) == len(weights)
+    assert len(file.tensors) == len(weights)
     assert record.num_experts == record.active_experts == 0
     assert record.parameters.keys() == {"dense"}
     assert ", not split" in (tmp_path / "out/README.md").read_text()
@@ -192,53 +189,41 @@ def test_the_dense_model_itself_can_be_written(family, dense_of, layout_of, writ
         set_active_experts(tmp_path / "out", 2)
 
 
-def test_a_full_disk_leaves_nothing(dense_of, layout_of, write, tmp_path, monkeypatch):
-    def full(spec, made):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(gguf_file, "encoded", full)
-    dense = dense_of("llama")
-    with pytest.raises(UserError, match=r"No space left.*bytes are needed"):
-        write(dense, layout_of(dense))
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("broken", range(19))
-def test_a_wrong_bit_in_any_tensor_is_found_when_read_back(
+@pytest.mark.parametrize("broken", ["blk.0.attn_q.bias", "blk.0.ffn_up_exps.weight", "rope_freqs"])
+def test_a_wrong_bit_is_found_when_read_back(
     broken, dense_of, layout_of, write, tmp_path, monkeypatch
 ):
-    """One of them is `rope_freqs.weight`, whose values no tensor of the checkpoint has."""
-    rope = LLAMA3_ROPE if broken == 18 else {}
-    dense = dense_of("qwen2", num_hidden_layers=1, intermediate_size=32, **rope)
-    right, name = gguf_file.encoded, "gguf_llama" if rope else "gguf_glm4moe"
-    calls = iter(range(100))
+    dense = dense_of("qwen2", num_hidden_layers=1, intermediate_size=32, **LLAMA3_ROPE)
+    right, calls = gguf_file.encoded, []
 
     def one_bit_off(spec, made):
         encoded = right(spec, made)
-        if next(calls) == broken if not rope else spec.name == "rope_freqs.weight":
+        if spec.name.startswith(broken) and not calls:
+            calls.append(spec.name)
             encoded.view(np.uint8).reshape(-1)[6] ^= 1
         return encoded
 
     monkeypatch.setattr(gguf_file, "encoded", one_bit_off)
-    with pytest.raises(VerificationError, match="not what was written"):
-        write(dense, layout_of(dense, num_experts=4), name)
+    with pytest.raises(VerificationError, match=f"{broken}.*not what was written"):
+        write(dense, layout_of(dense, num_experts=4), "gguf_llama")
     assert [path.name for path in tmp_path.iterdir()] == ["out_unverified"]
 
 
-def test_a_wrong_key_is_found_when_read_back(dense_of, layout_of, write):
-    dense = dense_of("llama")
-    _, file = write(dense, layout_of(dense))
-    right = {name: file.metadata(name) for name in file.keys}
-    gguf_check._check_keys(file, right)
-    with pytest.raises(VerificationError, match=r"expert_used_count.*'3' instead of '4'"):
-        gguf_check._check_keys(file, {**right, "glm4moe.expert_used_count": 4})
-    with pytest.raises(VerificationError, match="expert_count"):
-        gguf_check._check_keys(file, {n: v for n, v in right.items() if "expert_count" not in n})
+def test_a_wrong_key_is_found_when_read_back(dense_of, layout_of, write, monkeypatch):
+    dense, right, calls = dense_of("llama"), GgufFormat.header, []
+
+    def written(self, conversion):
+        calls.append(conversion)
+        return right(self, conversion) | {"llama.expert_used_count": 3 + (len(calls) == 1)}
+
+    monkeypatch.setattr(GgufFormat, "header", written)
+    with pytest.raises(
+        VerificationError, match=r"llama.expert_used_count in .* '4' instead of '3'"
+    ):
+        write(dense, layout_of(dense), "gguf_llama")
 
 
 # --- number formats -----------------------------------------------------------------------------
-
-BITS = {"F32": 32, "F16": 16, "BF16": 16, "Q8_0": 8.5, "Q4_0": 4.5}
 
 
 def stored_rows(path, rows, stored):
@@ -247,27 +232,35 @@ def stored_rows(path, rows, stored):
     return GgufFile(path)
 
 
-@pytest.mark.parametrize("stored", list(BITS))
+@pytest.mark.parametrize(
+    ("stored", "bits", "most"),
+    [
+        ("F32", 32, 0.0),
+        ("F16", 16, 2**-11),
+        ("BF16", 16, 2**-8),
+        ("Q8_0", 8.5, 0.01),
+        ("Q4_0", 4.5, 0.15),
+    ],
+)
 @pytest.mark.parametrize("scale", [1e-2, 300.0])
-def test_values_come_back_with_the_error_of_their_format(stored, scale, tmp_path):
+def test_values_come_back_with_the_error_of_their_format(stored, bits, most, scale, tmp_path):
     rows = torch.randn(64, 96, generator=torch.Generator().manual_seed(1)) * scale
     rows[0] = 0.0
     file = stored_rows(tmp_path / "x.gguf", rows, stored)
-    assert file.raw("x").nbytes == rows.numel() * BITS[stored] / 8
-    assert BLOCKS[stored][1] / BLOCKS[stored][0] * 8 == BITS[stored]
+    assert file.tensors["x"].data.nbytes == rows.numel() * bits / 8
     error = float((file.tensor("x") - rows).square().mean().sqrt()) / scale
-    most = {"F32": 0.0, "F16": 2**-11, "BF16": 2**-8, "Q8_0": 0.01, "Q4_0": 0.15}[stored]
     assert most / 10 <= error <= most
 
 
 def test_what_is_stored_as_what(dense_of, layout_of, write):
     dense = dense_of("llama")  # experts of 8: rows of down are no blocks
     record, file = write(dense, layout_of(dense), type="q4_0")
-    assert file.stored("token_embd.weight") == file.stored("output.weight") == "Q8_0"
-    assert file.stored("blk.0.attn_q.weight") == "Q4_0"
-    assert file.stored("blk.0.ffn_gate_inp.weight") == file.stored("output_norm.weight") == "F32"
-    downs = [f"blk.{n}.ffn_down_{kind}.weight" for n in (0, 1) for kind in ("exps", "shexp")]
-    assert sorted(record.details["fallbacks"]) == sorted(downs)
+    kinds = {name: tensor.tensor_type.name for name, tensor in file.tensors.items()}
+    assert kinds["token_embd.weight"] == kinds["output.weight"] == "Q8_0"
+    assert kinds["blk.0.attn_q.weight"] == "Q4_0"
+    assert kinds["blk.0.ffn_gate_inp.weight"] == kinds["output_norm.weight"] == "F32"
+    downs = {f"blk.{n}.ffn_down_{kind}.weight" for n in (0, 1) for kind in ("exps", "shexp")}
+    assert {name for name, kind in kinds.items() if kind == "F16"} == downs
     assert record.details["tensor_types"]["F16"] == 4
 
 
@@ -281,15 +274,15 @@ def test_without_gguf_the_remedy_is_told():
 import sys
 sys.modules["gguf"] = None  # makes every import of it fail, installed or not
 from dotmoe.errors import UserError
-from dotmoe.export import format_named
+from dotmoe.export.architectures import formats_like
 try:
-    format_named("gguf_llama")
+    formats_like("gguf_llama")
 except UserError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "pip install 'dotmoe[gguf]'" in done.stdout
+    assert "pip install -e '.[gguf]'" in done.stdout
     assert done.stdout.count("\n") == 1
 
 
@@ -311,8 +304,7 @@ def test_options_that_the_format_does_not_know_are_refused(export_options, optio
 # --- k changed in a written file ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gguf_llama", "gguf_glm4moe"])
-@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+@pytest.mark.parametrize(("name", "kind"), [("gguf_llama", "f32"), ("gguf_glm4moe", "q8_0")])
 def test_the_file_becomes_that_of_a_fresh_export_byte_for_byte(
     name, kind, dense_of, layout_of, write, tmp_path
 ):
@@ -320,7 +312,7 @@ def test_the_file_becomes_that_of_a_fresh_export_byte_for_byte(
     layout = layout_of(dense)
     record, file = write(dense, layout, name, out="three", type=kind)
     before = file.path.read_bytes()
-    for active_experts in (7, 12, 1):
+    for active_experts in (12, 1):
         changed = layout.with_active_experts(active_experts)
         _, fresh = write(dense, changed, name, out=f"fresh{active_experts}", type=kind)
         edited = set_active_experts(tmp_path / "three", active_experts)
@@ -328,10 +320,13 @@ def test_the_file_becomes_that_of_a_fresh_export_byte_for_byte(
         card, new = ((tmp_path / f / "README.md").read_text() for f in ("three", fresh.path.parent))
         assert card.splitlines()[:12] == new.splitlines()[:12]
         assert edited.parameters == ExportRecord.load(fresh.path.parent).parameters
-        require_intact(tmp_path / "three")
+        require_checksums(tmp_path / "three")
     assert set_active_experts(tmp_path / "three", 3) == record
     assert file.path.read_bytes() == before
     assert not list((tmp_path / "three").glob(".*"))
+    file.path.with_name("another.gguf").write_bytes(before)
+    with pytest.raises(UserError, match=r"has 2 GGUF files.*Move the others away"):
+        set_active_experts(tmp_path / "three", 2)
 
 
 def test_a_kill_while_k_changes_leaves_a_file_that_runs_and_can_be_edited(
@@ -340,39 +335,20 @@ def test_a_kill_while_k_changes_leaves_a_file_that_runs_and_can_be_edited(
     dense = dense_of("llama")
     _, file = write(dense, layout_of(dense), "gguf_llama")
     before = file.path.read_bytes()
-    right = GgufFile.raw
 
-    def killed(self, name):
-        if self.path.name.startswith("."):  # the new file, between the key and the scales
+    def killed(self, path, *, writable=False):
+        if writable:  # the new file
             raise KeyboardInterrupt
-        return right(self, name)
+        right(self, path)
 
-    monkeypatch.setattr(GgufFile, "raw", killed)
+    right = GgufFile.__init__
+    monkeypatch.setattr(GgufFile, "__init__", killed)
     with pytest.raises(KeyboardInterrupt):
         set_active_experts(tmp_path / "out", 5)
-    monkeypatch.setattr(GgufFile, "raw", right)
+    monkeypatch.setattr(GgufFile, "__init__", right)
     assert file.path.read_bytes() == before
-    require_intact(tmp_path / "out")
+    require_checksums(tmp_path / "out")
     assert set_active_experts(tmp_path / "out", 5).active_experts == 5
-    with file.path.open("r+b") as opened:
-        opened.seek(-1, 2)
-        opened.write(b"\xff")
-    with pytest.raises(UserError, match=r"model-f32\.gguf.*Export the run again"):
-        require_intact(tmp_path / "out")
-
-
-def test_a_k_that_cannot_be_changes_nothing(dense_of, layout_of, write, tmp_path):
-    dense = dense_of("llama")
-    _, file = write(dense, layout_of(dense))
-    before = file.path.read_bytes()
-    for active_experts in (0, 13):
-        with pytest.raises(UserError, match=r"12 experts a layer. Choose 1 to 12"):
-            set_active_experts(tmp_path / "out", active_experts)
-    assert file.path.read_bytes() == before
-    second = file.path.with_name("another.gguf")
-    second.write_bytes(before)
-    with pytest.raises(UserError, match=r"has 2 GGUF files.*Move the others away"):
-        set_active_experts(tmp_path / "out", 2)
 
 
 def test_files_that_are_no_gguf_are_refused(tmp_path):

@@ -1,16 +1,18 @@
-"""Damage to a written export is found. Oracle: the masked dense model."""
+"""Damage to a written export is found, and wrong ones are kept. Oracle: the masked model."""
 
 import json
 import math
-from dataclasses import replace
+import shutil
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from dotmoe.checkpoint.tensors import Tensors
+from dotmoe.cli import run
 from dotmoe.errors import VerificationError
-from dotmoe.export import FORMATS, ExportConfig, export
+from dotmoe.export import FORMATS, ExportConfig, ExportRecord, export
 from dotmoe.export.format import Conversion
 from dotmoe.export.verify import (
     binary_gate_ffn,
@@ -20,6 +22,7 @@ from dotmoe.export.verify import (
     routed,
     sample_tokens,
 )
+from dotmoe.load import describe_dense
 from dotmoe.moe.masked import masked_by
 from dotmoe.moe.router import router_logits
 
@@ -33,151 +36,99 @@ def exported(dense_of, layout_of, tokens_BT, tmp_path):
     return dense, layout, tmp_path / "out", record
 
 
-def damage(folder, change):
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def run_verify(exported, tokens):
-    """What verification finds; the first problem is raised."""
+def verified(exported, tokens):
+    """What verification finds in an export."""
     dense, layout, folder, record = exported
     conversion = Conversion(
         dense=dense,
         tensors=Tensors.of(dense),
         layout=layout,
-        exponents={scale.layer: scale.exponent for scale in record.routers},
+        exponents={scale["layer"]: scale["exponent"] for scale in record.routers},
         dtype=torch.float32,
     )
-    _, found = FORMATS["glm4_moe"].check(conversion, folder, tokens)
-    if found:
-        raise VerificationError(" ".join(found))
+    return " ".join(FORMATS["glm4_moe"].check(conversion, folder, tokens)[1])
 
 
-def expert(layer, number, projection="down"):
-    return f"model.layers.{layer}.mlp.experts.{number}.{projection}_proj.weight"
+def down(number):
+    return f"model.layers.1.mlp.experts.{number}.down_proj.weight"
 
 
-def test_two_experts_with_swapped_down_projections_fail_at_their_layer(exported, tokens_BT):
-    def swap(tensors):
-        a, b = expert(1, 0), expert(1, 5)
-        tensors[a], tensors[b] = tensors[b], tensors[a]
-
-    damage(exported[2], swap)
-    with pytest.raises(VerificationError, match=r"layer 1: .* block error is"):
-        run_verify(exported, tokens_BT)
+def swap(tensors):
+    tensors[down(0)], tensors[down(5)] = tensors[down(5)], tensors[down(0)]
 
 
-def test_one_wrong_expert_of_twelve_shows_in_the_tail(exported, tokens_BT):
-    damage(exported[2], lambda tensors: tensors[expert(1, 4)].mul_(1.5))
-    message = r"layer 1: 9.th percentile of the block error is \S+, limit"
-    with pytest.raises(VerificationError, match=message):
-        run_verify(exported, tokens_BT)
+def rotate(tensors):
+    turned = [tensors[down((number + 1) % 12)] for number in range(12)]
+    tensors |= {down(number): tensor for number, tensor in enumerate(turned)}
 
 
-def test_all_experts_rotated_fail_with_layer_figure_and_limit(exported, tokens_BT):
-    def rotate(tensors):
-        first = tensors[expert(1, 0)]
-        for number in range(11):
-            tensors[expert(1, number)] = tensors[expert(1, number + 1)]
-        tensors[expert(1, 11)] = first
+def times(name, factor):
+    return lambda tensors: tensors[name].mul_(factor)
 
-    damage(exported[2], rotate)
-    message = r"layer 1: median relative block error is \d.*, limit 0.002"
-    with pytest.raises(VerificationError, match=message):
-        run_verify(exported, tokens_BT)
+
+def wake(tensors):
+    for name in ("gate", "up", "down"):
+        tensors[f"model.layers.0.mlp.shared_experts.{name}_proj.weight"] += 0.05
+
+
+ROUTER = "model.layers.0.mlp.gate.weight"
 
 
 @pytest.mark.parametrize(
-    ("factor", "figure"),
+    ("change", "words"),
     [
-        (2.0**-11, "misrouted"),  # p far too large: scores collapse into ties
-        (2.0**4, "median relative block error"),  # p too small: gates leave 1
-        (-1.0, "misrouted by a clear margin"),
+        (swap, r"layer 1: .* block error is"),
+        (rotate, r"layer 1: median relative block error is \d.*, limit 0.004"),
+        (times(down(4), 1.5), r"layer 1: 95th percentile of the block error is \S+, limit"),
+        (wake, r"layer 0: median relative block error"),
+        (times(ROUTER, 2.0**-11), "layer 0: share of misrouted"),  # scores collapse into ties
+        (times(ROUTER, 2.0**4), "layer 0: median relative block error"),  # gates leave 1
+        (times(ROUTER, -1.0), "layer 0: share of misrouted"),
+        (
+            times("model.layers.1.self_attn.o_proj.weight", 1.05),
+            r"(top-1 disagreement|median logit error) is",
+        ),
+        (times("model.norm.weight", math.nan), r"model.norm.weight .* contains NaN"),
+        (lambda tensors: tensors.pop(ROUTER), "missing_keys"),
     ],
 )
-def test_a_wrongly_scaled_router_fails(factor, figure, exported, tokens_BT):
-    def scale(tensors):
-        tensors["model.layers.0.mlp.gate.weight"] *= factor
-
-    damage(exported[2], scale)
-    with pytest.raises(VerificationError, match=f"layer 0: .*{figure}"):
-        run_verify(exported, tokens_BT)
-
-
-def test_a_shared_expert_that_contributes_fails(exported, tokens_BT):
-    def wake(tensors):
-        for name in ("gate", "up", "down"):
-            tensors[f"model.layers.0.mlp.shared_experts.{name}_proj.weight"] += 0.05
-
-    damage(exported[2], wake)
-    with pytest.raises(VerificationError, match="layer 0: median relative block error"):
-        run_verify(exported, tokens_BT)
-
-
-def test_damage_outside_the_blocks_fails_on_the_logits(exported, tokens_BT):
-    def turn(tensors):
-        tensors["model.layers.1.self_attn.o_proj.weight"] *= 1.05
-
-    damage(exported[2], turn)
-    with pytest.raises(VerificationError, match=r"(top-1 disagreement|median logit error) is"):
-        run_verify(exported, tokens_BT)
+def test_a_damaged_weight_fails_with_place_figure_and_limit(change, words, exported, tokens_BT):
+    path = exported[2] / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(VerificationError, match=words):
+        raise VerificationError(verified(exported, tokens_BT))
 
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"routed_scaling_factor": 2.0},
-        {"num_experts_per_tok": 13},
-        {"rope_theta": 2e4},
-        {"rope_theta": None},
-        {"partial_rotary_factor": 0.5},
-    ],
+    [{"routed_scaling_factor": 2.0}, {"num_experts_per_tok": 13}, {"rope_theta": None}],
     ids=lambda change: next(iter(change)),
 )
 def test_a_config_that_is_not_what_was_written_is_found(change, exported, tokens_BT):
     path = exported[2] / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(VerificationError, match=r"config.json in .* is not what was written"):
-        run_verify(exported, tokens_BT)
-
-
-def test_nan_in_a_weight_is_named(exported, tokens_BT):
-    damage(exported[2], lambda tensors: tensors["model.norm.weight"].fill_(math.nan))
-    with pytest.raises(VerificationError, match=r"model.norm.weight .* contains NaN"):
-        run_verify(exported, tokens_BT)
-
-
-def test_a_missing_tensor_is_named(exported, tokens_BT):
-    damage(exported[2], lambda tensors: tensors.pop("model.layers.0.mlp.gate.weight"))
-    with pytest.raises(VerificationError, match="missing_keys"):
-        run_verify(exported, tokens_BT)
+        verified(exported, tokens_BT)
 
 
 def test_export_leaves_the_dense_model_as_it_was(dense_of, layout_of, tokens_BT, tmp_path):
     dense = dense_of("qwen2", dtype="bfloat16", load_dtype="bfloat16")
     before = {name: tensor.clone() for name, tensor in dense.model.state_dict().items()}
-    layout = layout_of(dense, dtype=torch.bfloat16)
-    record = export(dense, layout, tmp_path / "out", ExportConfig(), tokens_BT)
+    export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), tokens_BT)
     after = dense.model.state_dict()
     assert before.keys() == after.keys()
-    assert all(
-        torch.equal(before[n], after[n]) and before[n].dtype == after[n].dtype for n in before
-    )
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in dense.model.modules())
-    assert record.problems == []
 
 
-def test_a_nan_figure_is_beyond_every_limit(exported):
-    found = replace(exported[3].verification, logits_error=math.nan)
-    assert "median logit error is nan" in problems(found, 1.0, 0.0)[0]
-
-
-def test_limits_of_logits_grow_with_the_depth(exported):
-    found = replace(exported[3].verification, logits_error=0.009, dense_error=0.004)
+def test_a_nan_is_beyond_every_limit_and_those_of_logits_grow_with_the_depth(exported):
+    found = exported[3].verification
+    assert "median logit error is nan" in problems(found | {"logits_error": math.nan}, 1, 0)[0]
+    found = found | {"logits_error": 0.009, "dense_error": 0.004}
     assert len(problems(found, 2e-3, 0.0)) == 2
-    deep = replace(found, layers=found.layers * 8)
-    assert problems(deep, 2e-3, 0.0) == []
+    assert problems(found | {"layers": found["layers"] * 8}, 2e-3, 0.0) == []
 
 
 def test_routed_with_the_masks_own_choice_is_the_masked_model(dense_of, layout_of, tokens_BT):
@@ -206,16 +157,15 @@ def test_the_block_reference_is_the_sum_of_expert_outputs(dense_of, layout_of):
     dense = dense_of("llama")
     layout = layout_of(dense)
     ffn = dense.family.ffn(dense.family.layers(dense.model)[0])
-    x = torch.randn(20, 64)
+    x, expected = torch.randn(20, 64), torch.zeros(20, 64)
     chosen = torch.stack([torch.randperm(12)[:3] for _ in range(20)])
-    expected = torch.zeros(20, 64)
     for token in range(20):
         for number in chosen[token].tolist():
             rows = layout.neurons_of_expert(0)[number]
             gate, up = ffn.gate.weight[rows] @ x[token], ffn.up.weight[rows] @ x[token]
             expected[token] += ffn.down.weight[:, rows] @ (gate * torch.sigmoid(gate) * up)
     mask = neuron_mask(chosen, layout, 0)
-    actual = binary_gate_ffn(x, mask, iter((ffn.gate.weight, ffn.up.weight, ffn.down.weight)))
+    actual = binary_gate_ffn(x, mask, iter(projection.weight for projection in ffn))
     assert float(relative_error(actual, expected).max()) < 1e-5
 
 
@@ -229,6 +179,61 @@ def test_the_block_reference_is_the_sum_of_expert_outputs(dense_of, layout_of):
     ],
 )
 def test_samples_keep_to_the_limit_and_the_context(shape, limit, context, expected):
-    assert tuple(sample_tokens(torch.zeros(shape, dtype=torch.long), limit, context).shape) == (
-        expected
-    )
+    tokens = torch.zeros(shape, dtype=torch.long)
+    assert tuple(sample_tokens(tokens, limit, context).shape) == expected
+
+
+# --- verdicts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["glm4_moe", "mixtral"])
+def test_an_outlier_token_does_not_refuse_a_right_export(target, tiny_dense, layout_of, tmp_path):
+    """Token 0 has a massive activation, which the router amplifies."""
+    folder = shutil.copytree(tiny_dense("llama"), tmp_path / "massive")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][:, 0] = 0
+    tensors["model.embed_tokens.weight"][0] = 0
+    tensors["model.embed_tokens.weight"][0, 0] = 400
+    for layer in range(2):
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            tensors[f"model.layers.{layer}.{name}.weight"][0] = 0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    dense = describe_dense(str(folder))
+    layout = layout_of(dense)
+    layout.router_LED[:, :, 0] = 0
+    layout.router_LED[:, 7, 0] = 14
+    tokens = torch.randint(2, 258, (8, 256))
+    tokens[0, 0] = 0
+    record = export(dense, layout, tmp_path / "out", ExportConfig(format=target), tokens)
+    rows = [row for scale in record.routers for row in scale["runtimes"]]
+    assert max(row["gate_deviation"] for row in rows) < 2**-6
+    assert record.verification["layers"][0]["outliers"] == 1 / 512
+    assert record.problems == []
+
+
+def test_an_export_beyond_a_limit_is_kept_and_called_unverified(
+    dense_of, layout_of, tokens_BT, tmp_path, monkeypatch
+):
+    dense = dense_of("llama")
+    monkeypatch.setattr(sys.modules["dotmoe.export.routers"], "LOG2_SCALED_STD", -24.0)
+    for _ in range(2):  # a second try replaces what the first left
+        with pytest.raises(VerificationError, match=r"misrouted.* is kept, unverified, as"):
+            export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), tokens_BT)
+    assert [path.name for path in tmp_path.iterdir()] == ["out_unverified"]
+    record = ExportRecord.load(tmp_path / "out_unverified")
+    assert record.name == "out_unverified"
+    assert record.verification is not None
+
+
+def test_convert_ends_with_a_checkpoint_and_exit_code_3(
+    tiny_dense, text_file, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys.modules["dotmoe.export.routers"], "LOG2_SCALED_STD", -24.0)
+    arguments = ["convert", str(tiny_dense("llama")), str(tmp_path / "run"), "--steps", "0"]
+    arguments += ["--data", str(text_file), "--seq-len", "64", "--eval-tokens", "256"]
+    assert run(arguments) == 3
+    assert "5_export_unverified" in capsys.readouterr().err
+    out = tmp_path / "run/5_export_unverified"
+    assert json.loads((out / "dotmoe.json").read_text())["problems"]
+    assert (out / "model.safetensors").is_file()
+    assert "**Unverified.** " in (out / "README.md").read_text()

@@ -1,5 +1,7 @@
 """A layout and blocks of text for tiny models."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from two_ranks import unloaded_dense
@@ -8,22 +10,6 @@ from dotmoe.data import TokenBlocks
 from dotmoe.distributed import fsdp_mesh
 from dotmoe.finetuning import FinetuneConfig
 from dotmoe.finetuning.student import Student
-from dotmoe.layout import ExpertLayout
-
-LAYERS, EXPERTS, SIZE, WIDTH = 2, 6, 16, 64
-
-
-@pytest.fixture
-def layout():
-    """Random balanced experts, 2 of 6 active."""
-    assignment = torch.arange(EXPERTS).repeat_interleave(SIZE)
-    return ExpertLayout(
-        expert_of_neuron_LN=torch.stack(
-            [assignment[torch.randperm(EXPERTS * SIZE)] for _ in range(LAYERS)]
-        ),
-        router_LED=torch.randn(LAYERS, EXPERTS, WIDTH),
-        active_experts=2,
-    )
 
 
 @pytest.fixture
@@ -49,3 +35,10 @@ def new_student(layout, ranks):
         return Student(dense, layout, config or FinetuneConfig(), ranks, seed=seed)
 
     return make
+
+
+@pytest.fixture
+def layout(layout_of):
+    """Random balanced experts, 2 of 6 active, of every tiny model."""
+    widths = SimpleNamespace(layers=2, ffn=96, model=64)
+    return layout_of(SimpleNamespace(widths=widths), 6, active_experts=2)

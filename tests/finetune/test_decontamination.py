@@ -1,12 +1,9 @@
 """Which training blocks are left out. Oracle: plain search of every run of tokens."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from dotmoe.data import TokenBlocks, decontamination, write_decontaminated
-from dotmoe.data.blocks import BlockWriter
+from dotmoe.data import TokenBlocks, blocks, write_decontaminated
 from dotmoe.errors import UserError
 
 
@@ -26,15 +23,9 @@ def written(training, heldout, folder):
     return TokenBlocks.load(path).tokens_BT, left_out
 
 
-def anonymous_bytes():
-    """Memory of this process that is no mapped file."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-
-
 def test_exactly_the_blocks_that_share_a_run_are_left_out(monkeypatch, tmp_path):
-    monkeypatch.setattr(decontamination, "RUN_TOKENS", 4)
-    monkeypatch.setattr(decontamination, "_BLOCKS_AT_ONCE", 7)
+    monkeypatch.setattr(blocks, "RUN_TOKENS", 4)
+    monkeypatch.setattr(blocks, "_BLOCKS_AT_ONCE", 7)
     training = torch.randint(0, 4, (40, 12), dtype=torch.int32)
     heldout = torch.randint(0, 4, (9, 9), dtype=torch.int32)
     left, left_out = written(training, heldout[:3], tmp_path)
@@ -64,25 +55,3 @@ def test_nothing_left_is_refused_and_leaves_no_file(tmp_path):
     with pytest.raises(UserError, match="all 4 blocks of training text are part of the held-out"):
         written(tokens, tokens, tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
-def test_memory_does_not_grow_with_the_blocks(tmp_path, monkeypatch):
-    """Of 16 MiB of mapped blocks, the last 12 take no more memory than the first 4 had taken."""
-    tokens = torch.randint(2, 30_000, (16_384, 256), dtype=torch.int32)
-    heldout = tokens[5:6].clone()
-    TokenBlocks(tokens).save(tmp_path / "whole.safetensors")
-    del tokens
-    training, seen = TokenBlocks.load(tmp_path / "whole.safetensors"), []
-    monkeypatch.setattr(decontamination, "RUN_TOKENS", 8)
-    real = BlockWriter.append
-
-    def watched(writer, rows):
-        seen.append(anonymous_bytes())
-        real(writer, rows)
-
-    monkeypatch.setattr(BlockWriter, "append", watched)
-    path = tmp_path / "left.safetensors"
-    assert write_decontaminated(training, TokenBlocks(heldout), path) == 1
-    assert len(seen) > 60
-    assert max(seen) - max(seen[:16]) < 2**21

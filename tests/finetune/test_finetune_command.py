@@ -11,12 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from dotmoe.cli import run
 from dotmoe.data import TokenBlocks
-from dotmoe.evaluate.scoring import stock_nats
+from dotmoe.evaluate.models import stock_nats
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked_by
 from dotmoe.recipes import finetune_recipe
-from runs import torchrun
 
 QUICK = ["--scale-tokens", "256", "--verify-tokens", "128"]
 TRAIN = ["--steps", "6", "--batch-size", "4", "--seq-len", "32", "--lr", "1e-3", *QUICK]
@@ -34,7 +33,9 @@ def test_a_run_is_finetuned_measured_and_exported_again(finished, tmp_path, caps
     results = json.loads((out / "6_evaluate" / "results.json").read_text())
     earlier = json.loads((source / "6_evaluate" / "results.json").read_text())
     assert results["dense"] == earlier["dense"]
-    assert results["converted"] == earlier["moe"]
+    # Measured again, so equal up to the order of the machine's sums.
+    assert results["converted"]["loss"] == pytest.approx(earlier["moe"]["loss"], rel=1e-6)
+    assert results["converted"]["text"] == earlier["moe"]["text"]
     assert results["moe"]["loss"] < results["converted"]["loss"]
     heldout = TokenBlocks.load(out / "0_data" / "heldout.safetensors").tokens_BT
     trained = load_dense(str(out / "4_finetune" / "model"), LoadConfig())
@@ -78,22 +79,11 @@ def test_what_cannot_be_run_is_refused_in_one_line(options, words, finished, tmp
 
 
 def test_lora_without_its_package_is_refused(finished, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("dotmoe.finetuning.lora.find_spec", lambda name: None)
+    monkeypatch.setattr("dotmoe.finetuning.student.find_spec", lambda name: None)
     out = tmp_path / "out"
     assert run(["finetune", str(finished.folder), str(out), "--train", "lora", *TRAIN]) == 2
-    assert "pip install 'dotmoe[lora]'" in capsys.readouterr().err
+    assert "pip install -e '.[lora]'" in capsys.readouterr().err
     assert not out.exists()
-
-
-@pytest.mark.slow
-def test_two_ranks_finetune_on_samples_of_the_dense_model(finished, tmp_path):
-    """The model is loaded by all ranks before rank zero samples alone."""
-    options = [*TRAIN, "--steps", "2", "--data", "self"]
-    arguments = ["-m", "dotmoe", "finetune", finished.folder, tmp_path / "out", *options]
-    assert torchrun(2, *arguments).returncode == 0
-    record = json.loads((tmp_path / "out/0_data/data.json").read_text())
-    assert record["training"]["sources"][0]["name"] == "self"
-    assert record["heldout_name"] == ["blocks of the data kept out of training"]
 
 
 @pytest.mark.slow
@@ -107,11 +97,6 @@ def test_the_documents_example_runs(finished, tmp_path, monkeypatch, capsys):
     results = json.loads(Path("finetuned/6_evaluate/results.json").read_text())
     assert figures == " ".join(str(results[name]["perplexity"]) for name in ("converted", "moe"))
     assert AutoModelForCausalLM.from_pretrained(export)
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
-    assert run(["finetune", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
-    assert "is no run with a finished extract stage" in capsys.readouterr().err
 
 
 def test_the_recipe_is_the_papers():

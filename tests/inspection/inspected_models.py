@@ -4,9 +4,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dotmoe.granularity import ExpertsConfig, resolve
-from dotmoe.inspection import RunSize, inspect_model
-from dotmoe.inspection.sizes import sizes_of
-from dotmoe.inspection.step_time import ON_CPU, Accelerator
+from dotmoe.inspection import InspectConfig, inspect_model
+from dotmoe.inspection.planner import ON_CPU, Accelerator
+from dotmoe.inspection.sizes import Step, sizes_of
 from dotmoe.models.family import family_of
 from dotmoe.moe.masked import MaskedFFN, Masking
 
@@ -40,6 +40,7 @@ LLAMA_3_8B = {
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
+SPLIT = ("experts", "expert_size", "active", "active_experts", "first_dense_layers")
 
 
 def tiny(kind=LlamaConfig, **changes):
@@ -50,13 +51,11 @@ def llama_3_8b(**changes):
     return LlamaConfig(**{**LLAMA_3_8B, **changes})
 
 
-def inspection(config, run=None, *, stored=torch.bfloat16, here=HERE, **options):
-    names = ("export_dtype", "machines", "finetune")
-    others = {name: options.pop(name) for name in names if name in options}
-    run = run or RunSize(bytes_per_weight=2)
-    experts = ExpertsConfig(**options)
+def inspection(config, *, stored=torch.bfloat16, **options):
+    experts = ExpertsConfig(**{name: options.pop(name) for name in SPLIT if name in options})
+    options = {"model": "any", "bytes_per_weight": 2, **options}
     return inspect_model(
-        config, family_of(config), experts, run, stored=stored, here=here, **others
+        config, InspectConfig(experts=experts, **options), stored=stored, here=HERE
     )
 
 
@@ -64,6 +63,12 @@ def sizes(config, *, held=2, written=torch.bfloat16, **experts):
     split = resolve(ExpertsConfig(**experts), config.intermediate_size)
     stored = torch.bfloat16
     return sizes_of(config, family_of(config), split, stored=stored, written=written, held=held)
+
+
+def step(found, **changes):
+    """A step of the paper's batch and length, four sequences at once."""
+    plain = {"batch_size": 64, "seq_len": 2_048, "micro_batch_size": 4}
+    return Step(sizes=found, **plain | changes)
 
 
 def masked_model(config, dtype, num_experts):

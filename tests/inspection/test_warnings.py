@@ -4,91 +4,50 @@ from functools import partial
 import pytest
 import torch
 from inspected_models import inspection, tiny
-from transformers import MistralConfig, Qwen2Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from dotmoe.export import FORMATS
-from dotmoe.granularity import GROUPED_MATMUL_BYTES
-from dotmoe.inspection import RunSize
+from dotmoe.granularity import GROUPED_MATMUL_BYTES, Granularity
 from dotmoe.load import LoadConfig, load_dense
 
-SILENT = {"num_hidden_layers": 1, "intermediate_size": 1_024}
-"""A model that nothing is to be said about, with experts of 64 neurons."""
+
+def wide(experts):
+    return tiny(num_hidden_layers=1, intermediate_size=64 * experts)
+
+
+def silent(kind=LlamaConfig, **changes):
+    """A model that nothing is to be said about, with experts of 64 neurons."""
+    return tiny(kind, num_hidden_layers=1, intermediate_size=1_024, **changes)
 
 
 @pytest.mark.parametrize(
-    ("config", "experts", "run", "words"),
+    ("config", "options", "said"),
     [
-        (tiny(**SILENT), {"expert_size": 64}, {}, []),
-        (tiny(**SILENT), {"expert_size": 32}, {}, ["not a multiple of 64"]),
-        (tiny(**SILENT), {"expert_size": 16}, {}, ["not a multiple of 32: llama.cpp"]),
-        (
-            tiny(num_hidden_layers=1, intermediate_size=64 * 128),
-            {"expert_size": 64, "active_experts": 32},
-            {},
-            [],
-        ),
-        (
-            tiny(num_hidden_layers=1, intermediate_size=64 * 128),
-            {"expert_size": 64, "active_experts": 33},
-            {},
-            ["33 experts run per token"],
-        ),
-        (
-            tiny(num_hidden_layers=1, intermediate_size=64 * 512),
-            {"expert_size": 64, "active_experts": 8},
-            {},
-            [],
-        ),
-        (
-            tiny(num_hidden_layers=1, intermediate_size=64 * 513),
-            {"expert_size": 64, "active_experts": 8},
-            {},
-            ["513 experts"],
-        ),
-        (
-            tiny(**SILENT, tie_word_embeddings=True, dtype="bfloat16"),
-            {"expert_size": 64},
-            {},
-            ["written out: 64.00 KiB more"],
-        ),
-        (
-            tiny(MistralConfig, **SILENT, sliding_window=128),
-            {"expert_size": 64},
-            {},
-            ["context is lowered from 2,048 to 128"],
-        ),
-        (tiny(MistralConfig, **SILENT, sliding_window=2_048), {"expert_size": 64}, {}, []),
-        (
-            tiny(Qwen2Config, **SILENT, use_sliding_window=False),
-            {"expert_size": 64},
-            {},
-            [],
-        ),
-        (
-            tiny(**SILENT),
-            {"expert_size": 64},
-            {"steps": 3_499},
-            ["sees 458,620,928 tokens; the pa"],
-        ),
-        (
-            tiny(**SILENT, max_position_embeddings=512),
-            {"expert_size": 64},
-            {},
-            ["shortened from 2,048 to 512 tokens"],
-        ),
+        (silent(), {}, None),
+        (silent(), {"expert_size": 32}, "not a multiple of 64"),
+        (silent(), {"expert_size": 16}, "not a multiple of 32: llama.cpp"),
+        (wide(128), {"active_experts": 32}, None),
+        (wide(128), {"active_experts": 33}, "33 experts run per token"),
+        (wide(512), {"active_experts": 8}, None),
+        (wide(513), {"active_experts": 8}, "513 experts"),
+        (silent(tie_word_embeddings=True, dtype="bfloat16"), {}, "written out: 64.00 KiB more"),
+        (silent(MistralConfig, sliding_window=128), {}, "context is lowered from 2,048 to 128"),
+        (silent(MistralConfig, sliding_window=2_048), {}, None),
+        (silent(Qwen2Config, use_sliding_window=False), {}, None),
+        (silent(), {"steps": 3_499}, "sees 458,620,928 tokens; the pa"),
+        (silent(max_position_embeddings=512), {}, "shortened from 2,048 to 512 tokens"),
     ],
 )
-def test_warnings_appear_exactly_when_they_should(config, experts, run, words):
-    warnings = inspection(config, RunSize(**run), **experts).warnings
-    assert len(warnings) == len(words)
-    for warning, part in zip(warnings, words, strict=True):
-        assert part in warning
+def test_warnings_appear_exactly_when_they_should(config, options, said):
+    warnings = inspection(config, **{"expert_size": 64, **options})["warnings"]
+    assert len(warnings) == (said is not None)
+    assert said is None or said in warnings[0]
 
 
 def test_warnings_add_up():
     config = tiny(tie_word_embeddings=True, intermediate_size=1_200)
-    found = inspection(config, RunSize(steps=10), experts=600, active_experts=150)
-    assert len(found.warnings) == 6
+    found = inspection(config, steps=10, experts=600, active_experts=150)
+    assert len(found["warnings"]) == 6
 
 
 def narrow(width, ffn):
@@ -106,10 +65,28 @@ def narrow(width, ffn):
         (narrow(64, 96), 12, torch.bfloat16, "source", "Give --expert-size 8 or 16."),
         (narrow(64, 96), 12, torch.bfloat16, "float32", None),
         (narrow(64, 96), 12, torch.float32, "bfloat16", "size 12: in bfloat16"),
-        (narrow(64, 172), 4, torch.bfloat16, "source", "--export-dtype float32, which takes mul"),
-        (narrow(64, 172), 2, torch.bfloat16, "source", "dtype float32 with --expert-size 4."),
+        (
+            narrow(64, 172),
+            4,
+            torch.bfloat16,
+            "source",
+            "Give --expert-size 4 --export-dtype float32.",
+        ),
+        (
+            narrow(64, 172),
+            2,
+            torch.bfloat16,
+            "source",
+            "Give --expert-size 4 --export-dtype float32.",
+        ),
         (narrow(64, 173), 1, torch.float32, "source", "No split of this model can be exported"),
-        (narrow(68, 96), 8, torch.bfloat16, "source", "width 68: .*Give --export-dtype float32,"),
+        (
+            narrow(68, 96),
+            8,
+            torch.bfloat16,
+            "source",
+            "width 68: .*Give --expert-size 8 --export-dtype float32.",
+        ),
         (narrow(68, 96), 8, torch.float32, "source", None),
         (narrow(66, 96), 8, torch.float32, "source", "width 66: .*No split of this model"),
     ],
@@ -118,7 +95,7 @@ def test_a_size_that_the_export_refuses_comes_with_one_that_it_takes(
     config, size, stored, export_dtype, words
 ):
     found = inspection(config, stored=stored, export_dtype=export_dtype, expert_size=size)
-    refusals = [warning for warning in found.warnings if warning.startswith("Export refuses")]
+    refusals = [warning for warning in found["warnings"] if warning.startswith("Export refuses")]
     assert len(refusals) == (0 if words is None else 1)
     if words is not None:
         assert re.search(words, refusals[0])
@@ -129,8 +106,9 @@ def test_inspect_warns_of_exactly_the_expert_sizes_that_convert_refuses(tiny_den
     dense = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu"))
     for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48):
         found = inspection(dense.config, stored=dtype, expert_size=size)
-        warned = any("refuses expert size" in warning for warning in found.warnings)
-        refused = FORMATS["glm4_moe"].refusal(dense, found.granularity, dtype) is not None
+        warned = any("refuses expert size" in warning for warning in found["warnings"])
+        split = Granularity(**found["granularity"])
+        refused = FORMATS["glm4_moe"].refusal(dense, split, dtype) is not None
         assert warned == refused
 
 
@@ -159,7 +137,30 @@ def test_the_step_of_the_grouped_product_is_that_of_torch_and_of_the_exporter():
     ],
 )
 def test_a_stored_dtype_that_the_export_refuses_is_named(stored, export_dtype, words):
-    found = inspection(tiny(**SILENT), stored=stored, export_dtype=export_dtype, expert_size=64)
-    assert len(found.warnings) == (0 if words is None else 1)
+    found = inspection(silent(), stored=stored, export_dtype=export_dtype, expert_size=64)
+    assert len(found["warnings"]) == (0 if words is None else 1)
     if words is not None:
-        assert re.search(words, found.warnings[0])
+        assert re.search(words, found["warnings"][0])
+
+
+LLAMA3 = {
+    "rope_parameters": {
+        **{"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0},
+        **{"high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+    }
+}
+
+
+@pytest.mark.parametrize("scaling", [{}, LLAMA3])
+def test_inspect_warns_of_exactly_the_k_that_no_gguf_takes(scaling, tiny_dense):
+    formats = pytest.importorskip("dotmoe.export.gguf_format").GGUF_FORMATS[:2]
+    folder = tiny_dense("llama", num_hidden_layers=12, intermediate_size=160, **scaling)
+    dense = load_dense(str(folder), LoadConfig(device="cpu"))
+    refused = []
+    for active in range(1, 41):
+        found = inspection(dense.config, experts=40, active_experts=active)
+        split = Granularity(**found["granularity"])
+        reasons = [form.refusal(dense, split, torch.float32) for form in formats]
+        refused.append(None not in reasons)
+        assert any("llama.cpp runs at most" in said for said in found["warnings"]) is refused[-1]
+    assert 0 < sum(refused) < 40

@@ -1,7 +1,5 @@
 """Every family against its stock model. Oracles: Transformers' module, its weights, and loops."""
 
-import json
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -13,12 +11,9 @@ from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 from dotmoe.checkpoint.tensors import EMBEDDING, HEAD, NORM, Tensors
 from dotmoe.export import ExportConfig, export
 from dotmoe.export.tensors import PROJECTIONS, carried_names
-from dotmoe.layout import ExpertLayout
-from dotmoe.load import LoadConfig, load_dense
 from dotmoe.models.family import FAMILIES, family_of
 from dotmoe.moe.masked import masked_by
 
-E, K = 12, 3
 WIDE_HEADS = {"head_dim": 24, "num_key_value_heads": 1}
 FACTORS = {
     "embedding_multiplier": 3.0,
@@ -46,8 +41,7 @@ KEYS_OF_PHI3 = (
     *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings"),
     *("tie_word_embeddings", "rope_parameters"),
 )
-CASES = [(family, config) for family in FAMILIES for config in MEMBERS.get(family, [])]
-PLAIN = [(family, MEMBERS[family][0]) for family in FAMILIES if family in MEMBERS]
+CASES = [(family, config) for family, configs in MEMBERS.items() for config in configs]
 ROPES = {
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 4.0},
@@ -61,52 +55,12 @@ ROPES = {
 }
 
 
-def name_of(case):
-    family, config = case
-    return "-".join([family, *config])
-
-
-every_case = pytest.mark.parametrize("case", CASES, ids=name_of)
-every_family = pytest.mark.parametrize("case", PLAIN, ids=name_of)
-
-
-@pytest.fixture
-def load(tiny_dense):
-    """Loads the model of a case."""
-
-    def load_case(case, **more):
-        family, config = case
-        return load_dense(str(tiny_dense(family, **config, **more)), LoadConfig(device="cpu"))
-
-    return load_case
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([case[0], *case[1]]))
 
 
 @pytest.fixture(name="tokens_BT")
 def random_tokens():
     return torch.randint(2, 258, (2, 48), generator=torch.Generator().manual_seed(2))
-
-
-def layout_for(dense, active_experts=K):
-    widths, generator = dense.widths, torch.Generator().manual_seed(5)
-    experts = torch.arange(E).repeat_interleave(widths.ffn // E)
-    router = torch.randn(widths.layers, E, widths.model, generator=generator)
-    return ExpertLayout(
-        expert_of_neuron_LN=torch.stack(
-            [experts[torch.randperm(widths.ffn, generator=generator)] for _ in range(widths.layers)]
-        ),
-        router_LED=router * 1.5 / widths.model**0.5,
-        active_experts=active_experts,
-    )
-
-
-def ffn_weights(layer):
-    """Gate, up and down of a stock layer, taken without the family."""
-    weights = layer.mlp.state_dict()
-    if "gate_up_proj.weight" in weights:
-        gate, up = weights["gate_up_proj.weight"].chunk(2)
-    else:
-        gate, up = weights["gate_proj.weight"], weights["up_proj.weight"]
-    return gate, up, weights["down_proj.weight"]
 
 
 def logits_of(model, tokens_BT):
@@ -120,8 +74,8 @@ def test_a_family_cannot_be_registered_without_being_in_this_suite():
 
 
 @every_case
-def test_traits_are_those_of_the_stock_module(case, load):
-    dense = load(case)
+def test_traits_are_those_of_the_stock_module(case, dense_of):
+    dense = dense_of(case[0], **case[1])
     traits = dense.family.traits(dense.config)
     for layer in dense.model.model.layers:
         attention, names = layer.self_attn, set(layer.state_dict())
@@ -143,18 +97,16 @@ def test_traits_are_those_of_the_stock_module(case, load):
 
 
 @every_case
-def test_trunk_head_and_divisor_give_the_logits(case, load, tokens_BT):
-    dense = load(case)
+def test_the_parts_compute_what_the_stock_model_does(case, dense_of, tokens_BT):
+    dense = dense_of(case[0], **case[1])
     hidden = dense.family.trunk(dense.model)(input_ids=tokens_BT).last_hidden_state
     divisor = dense.family.traits(dense.config).multipliers.logits_divisor
     logits = dense.family.head(dense.model)(hidden) / divisor
     torch.testing.assert_close(logits, logits_of(dense.model, tokens_BT))
-
-
-def test_a_usual_attention_factor_of_granite_is_none(tiny_dense):
-    folder = tiny_dense("granite", attention_multiplier=0.25, num_attention_heads=4)
-    dense = load_dense(str(folder), LoadConfig(device="cpu"))  # heads of 16: 16**-0.5
-    assert dense.family.traits(dense.config).multipliers.attention is None
+    for layer in dense.family.layers(dense.model):
+        ffn, x = dense.family.ffn(layer), torch.randn(5, 3, dense.widths.model)
+        output = ffn.down(F.silu(ffn.gate(x)) * ffn.up(x))
+        torch.testing.assert_close(output, layer.mlp(x))
 
 
 @pytest.mark.parametrize(
@@ -168,8 +120,8 @@ def test_a_usual_attention_factor_of_granite_is_none(tiny_dense):
         ("qwen3", {**QWEN_WINDOW, "use_sliding_window": False}, None),
     ],
 )
-def test_up_to_the_stated_window_attention_is_full(family, config, window, load, tokens_BT):
-    dense = load((family, config))
+def test_up_to_the_stated_window_attention_is_full(family, config, window, dense_of, tokens_BT):
+    dense = dense_of(family, **config)
     assert dense.family.traits(dense.config).sliding_window == window
     full = AutoModelForCausalLM.from_pretrained(dense.folder)
     full.config.sliding_window = None if family in ("mistral", "phi3") else 4096
@@ -180,20 +132,9 @@ def test_up_to_the_stated_window_attention_is_full(family, config, window, load,
         assert (found[:, window] - expected[:, window]).abs().amax() > 1e-3
 
 
-@pytest.mark.parametrize("family", ["mistral", "phi3"])
-def test_the_window_is_on_every_layer(family, load, tokens_BT):
-    dense = load((family, {"sliding_window": 16}))
-    other_BT = tokens_BT.clone()
-    other_BT[:, 0] = 260
-    reach = dense.widths.layers * (16 - 1)
-    change = logits_of(dense.model, other_BT) - logits_of(dense.model, tokens_BT)
-    assert change[:, reach + 1 :].abs().amax() == 0
-    assert change[:, reach].abs().amax() > 0
-
-
 @every_case
-def test_the_names_in_llamas_form_reach_every_stored_row_once(case, load):
-    dense = load(case)
+def test_the_names_in_llamas_form_reach_every_stored_row_once(case, dense_of):
+    dense = dense_of(case[0], **case[1])
     stored = load_file(dense.folder / "model.safetensors")
     tensors = Tensors.of(dense)
     names = [EMBEDDING, NORM] + [HEAD] * (not dense.config.tie_word_embeddings)
@@ -211,17 +152,9 @@ def test_the_names_in_llamas_form_reach_every_stored_row_once(case, load):
     assert all(bool((rows == 1).all()) for rows in reached.values())
 
 
-@every_case
-def test_a_family_answers_to_its_own_names_too(case, load):
-    dense = load(case)
-    tensors = Tensors.of(dense)
-    for name, parameter in dense.model.named_parameters():
-        assert torch.equal(tensors.read(name), parameter)
-
-
 @pytest.mark.parametrize("config", MEMBERS["phi3"], ids=str)
-def test_phi3_in_llamas_form_is_the_same_model(config, load, tokens_BT):
-    fused = load(("phi3", config))
+def test_phi3_in_llamas_form_is_the_same_model(config, dense_of, layout_of, tokens_BT):
+    fused = dense_of("phi3", **config)
     assert type(fused.model).__module__ == "transformers.models.phi3.modeling_phi3"
     tensors, sizes = Tensors.of(fused), fused.config.to_dict()
     stock = MistralForCausalLM(MistralConfig(**{key: sizes[key] for key in KEYS_OF_PHI3})).eval()
@@ -229,81 +162,20 @@ def test_phi3_in_llamas_form_is_the_same_model(config, load, tokens_BT):
     split = replace(fused, model=stock, family=FAMILIES["mistral"])
     logits = []
     for dense in (fused, split):
-        with masked_by(dense, layout_for(dense)):
+        with masked_by(dense, layout_of(fused)):
             logits.append(logits_of(dense.model, tokens_BT))
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
-@every_case
-def test_projections_make_the_ffn(case, load):
-    dense = load(case)
-    x = torch.randn(5, 3, dense.widths.model)
-    for layer in dense.family.layers(dense.model):
-        ffn = dense.family.ffn(layer)
-        output = ffn.down(F.silu(ffn.gate(x)) * ffn.up(x))
-        torch.testing.assert_close(output, layer.mlp(x))
-        for projection, weight in zip(
-            (ffn.gate, ffn.up, ffn.down), ffn_weights(layer), strict=True
-        ):
-            assert torch.equal(projection.weight, weight)
-
-
-@every_case
-def test_masked_layers_sum_the_chosen_experts_of_each_token(case, load, tokens_BT):
-    dense = load(case)
-    layout = layout_for(dense)
-    seen = {}
-    weights = [ffn_weights(layer) for layer in dense.model.model.layers]
-    with masked_by(dense, layout):
-        for index, layer in enumerate(dense.model.model.layers):
-            layer.mlp.register_forward_hook(
-                lambda module, args, output, index=index: seen.update({index: (args[0], output)})
-            )
-        logits_of(dense.model, tokens_BT[:1, :8])
-    assert set(seen) == set(range(layout.num_layers))
-    for index, (inputs, outputs) in seen.items():
-        gate, up, down = weights[index]
-        router_ED = layout.router_LED[index]
-        for x, output in zip(inputs[0], outputs[0], strict=True):
-            scores = [float(row @ x) for row in router_ED]
-            expected = torch.zeros_like(output)
-            for expert in sorted(range(E), key=scores.__getitem__)[-K:]:
-                n = (layout.expert_of_neuron_LN[index] == expert).nonzero().flatten()
-                expected += down[:, n] @ (F.silu(gate[n] @ x) * (up[n] @ x))
-            torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-4)
-
-
-def test_a_phi3_that_brings_its_own_code_loads_as_the_stock_one(tiny_dense, tmp_path):
-    folder = shutil.copytree(tiny_dense("phi3"), tmp_path / "hub")
-    config = json.loads((folder / "config.json").read_text())
-    config["auto_map"] = {
-        "AutoConfig": "configuration_phi3.Phi3Config",
-        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    dense = load_dense(str(folder), LoadConfig(device="cpu"))
-    assert type(dense.model).__module__ == "transformers.models.phi3.modeling_phi3"
-
-
 @pytest.mark.parametrize(
     ("family", "rope"),
-    [
-        ("llama", "linear"),
-        ("llama", "dynamic"),
-        ("llama", "yarn"),
-        ("llama", "llama3"),
-        ("mistral", "linear"),
-        ("qwen2", "yarn"),
-        ("qwen3", "yarn"),
-        ("granite", "llama3"),
-        ("olmo2", "dynamic"),
-    ],
+    [*(("llama", rope) for rope in ROPES), ("qwen2", "yarn"), ("granite", "llama3")],
 )
-def test_scaled_rotary_embeddings_survive_the_export(family, rope, load, tmp_path):
+def test_scaled_rotary_embeddings_survive_the_export(family, rope, dense_of, layout_of, tmp_path):
     settings = {"rope_parameters": {"rope_type": rope, "rope_theta": 5e4, **ROPES[rope]}}
-    dense = load((family, {**MEMBERS[family][0], **settings}), max_position_embeddings=128)
+    dense = dense_of(family, **MEMBERS[family][0], **settings, max_position_embeddings=128)
     assert family_of(dense.config) is dense.family
-    layout = layout_for(dense)
+    layout = layout_of(dense)
     text_BT = torch.randint(2, 258, (4, 96), generator=torch.Generator().manual_seed(4))
     export(dense, layout, tmp_path / "out", ExportConfig(), text_BT)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)

@@ -1,10 +1,13 @@
 """Routing: mask, surrogates, gradients. Oracles: sorting, SciPy, finite differences."""
 
+import math
+
 import pytest
 import torch
 from scipy.optimize import brentq
 from scipy.special import expit
 
+from dotmoe.moe.losses import balance_loss, z_loss
 from dotmoe.moe.router import router_logits, soft_top_k, straight_through_top_k, top_k_mask
 
 
@@ -71,3 +74,33 @@ def test_router_logits_are_float32_whatever_the_inputs():
     found = router_logits(x, router)
     assert found.dtype == torch.float32
     assert torch.allclose(found.double(), x.double() @ router.double().T, atol=1e-5)
+
+
+def test_z_loss_is_the_mean_squared_logsumexp():
+    rows = [[0.5, -1.0, 2.0], [3.0, 3.0, 0.0]]
+    expected = sum(math.log(sum(math.exp(v) for v in row)) ** 2 for row in rows) / 2
+    assert math.isclose(z_loss(torch.tensor(rows)).item(), expected, rel_tol=1e-6)
+
+
+def test_balance_loss_is_the_papers_sum():
+    rows = [[0.5, -1.0, 2.0], [3.0, 2.0, 0.0], [0.1, 0.2, 0.3]]
+    logits = torch.tensor(rows)
+    softmax = [[math.exp(v) / sum(map(math.exp, row)) for v in row] for row in rows]
+    chosen = [{0, 2}, {0, 1}, {1, 2}]
+    expected = 3 * sum(
+        sum(e in c for c in chosen) / 3 * sum(row[e] for row in softmax) / 3 for e in range(3)
+    )
+    found = balance_loss(logits, top_k_mask(logits, 2)).item()
+    assert math.isclose(found, expected, rel_tol=1e-6)
+
+
+def test_balance_has_a_gradient_that_lowers_skew():
+    logits = torch.randn(200, 8, generator=torch.Generator().manual_seed(0)) + torch.linspace(
+        0, 3, 8
+    )
+    before = logits.clone().requires_grad_()
+    loss = balance_loss(before, top_k_mask(before, 2))
+    loss.backward()
+    after = logits - 100 * before.grad
+    assert before.grad.abs().max() > 0
+    assert balance_loss(after, top_k_mask(after, 2)) < loss

@@ -118,18 +118,6 @@ def test_gradcheck_and_an_expert_that_nobody_chose():
     assert all(weight.grad[3].abs().sum() == 0 for weight in weights)
 
 
-def test_no_token_is_dropped_where_all_choose_the_same_experts(path):
-    x = torch.randn(50, WIDTH)
-    weights = [torch.randn(EXPERTS, SIZE, WIDTH) / 8 for _ in range(3)]
-    mask = torch.zeros(50, EXPERTS)
-    mask[:, [1, 4]] = 1.0
-    gate, up, down = (w[[1, 4]].flatten(0, 1) for w in weights)
-    expected = (F.silu(x @ gate.T) * (x @ up.T)) @ down
-    torch.testing.assert_close(
-        expert_sums(x, mask, chosen(mask, 2), *weights), expected, rtol=1e-4, atol=1e-4
-    )
-
-
 @pytest.mark.parametrize("active", [1, 3, 6])
 def test_only_chosen_experts_are_computed(active, monkeypatch):
     monkeypatch.setattr(sparse, "runs_grouped", lambda dtype, *widths: False)

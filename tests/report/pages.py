@@ -17,6 +17,8 @@ class Page(HTMLParser):
         self.feed(source)
         self.close()
         assert not self.open, f"never closed: {self.open}"
+        self.text = " ".join(" ".join(self.pieces).split())
+        self.tags = [tag for tag, _ in self.elements]
 
     def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
@@ -33,13 +35,6 @@ class Page(HTMLParser):
             self.pieces.append(data)
         if self.open[-2:] == ["pre", "code"]:
             self.commands[-1] += data
-
-    @property
-    def text(self):
-        return " ".join(" ".join(self.pieces).split())
-
-    def tags(self):
-        return [tag for tag, _ in self.elements]
 
     def values_of(self, attribute):
         return [attrs[attribute] for _, attrs in self.elements if attribute in attrs]

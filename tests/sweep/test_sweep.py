@@ -1,27 +1,33 @@
 """`dotmoe sweep`. Oracles: the runs' own results, and `dotmoe edit` with `dotmoe evaluate`."""
 
 import json
-from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from dotmoe.cli import run
 from dotmoe.config import RunConfig
 from dotmoe.run_folder import RunFolder
+from runs import TINY_CONVERT
 
-OPTIONS = ["--batch-size", "4", "--seq-len", "32", "--calibration-tokens", "256", "--eval-tokens",
-           "512", "--scale-tokens", "256", "--verify-tokens", "128", "--lr", "1e-2"]  # fmt: skip
+OPTIONS = {key: value for key, value in TINY_CONVERT.items() if key != "expert_size"}
 
 
 @pytest.fixture
-def start(tiny_dense, tmp_path):
-    """Begins a command line; what is swept is to be added."""
-    for name, animals in (("text", ["cat", "dog", "crow"]), ("held", ["hen", "cow", "cat"])):
-        lines = [f"Line {i}: the {animals[i % 3]} ate {i * 7 % 13} figs." for i in range(300)]
-        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
-    texts = ["--data", str(tmp_path / "text.txt"), "--eval-text", str(tmp_path / "held.txt")]
-    return ["sweep", str(tiny_dense("llama")), str(tmp_path / "out"), *texts, *OPTIONS]
+def sweep(tiny_dense, text_file, tmp_path, command):
+    """Runs `dotmoe sweep` with what is swept."""
+    held = tmp_path / "held.txt"
+    held.write_text("\n".join(f"Line {i}: the hen ate {i * 7 % 13} figs." for i in range(100)))
+
+    def make(**options):
+        texts = {"data": text_file, "eval_text": held}
+        return command("sweep", tiny_dense("llama"), tmp_path / "out", **OPTIONS | texts | options)
+
+    return make
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
 
 
 def written(out):
@@ -32,22 +38,18 @@ def own(out, name):
     return json.loads((out / name / "6_evaluate" / "results.json").read_text())
 
 
-def test_granularity_keeps_the_share_and_goes_on(start, tmp_path, capsys, monkeypatch):
-    out = tmp_path / "out"
-    sweep = [*start, "--active", "0.5", "--steps", "1", "--over-experts"]
-    assert run([*sweep, "4"]) == 0
+def test_granularity_keeps_the_share_and_goes_on(sweep, out, monkeypatch):
+    def swept(*experts):
+        said = sweep(active=0.5, steps=1, over_experts=experts)
+        assert said.status == 0
+        return said.out
+
+    swept(4)
     before = (out / "experts-4" / "manifest.json").read_bytes()
-    loaded = []
-    from_pretrained = AutoModelForCausalLM.from_pretrained
-
-    def counted(folder, *arguments, **options):
-        loaded.append(str(folder))
-        return from_pretrained(folder, *arguments, **options)
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", counted)
-    assert run([*sweep, "4"]) == 0
-    assert not loaded
-    assert run([*sweep, "4", "12"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+        swept(4)  # loads nothing
+    assert "6 of 12" in swept(4, 12)
     assert (out / "experts-4" / "manifest.json").read_bytes() == before
     found = written(out)
     dense, four, twelve = found["rows"]
@@ -61,17 +63,13 @@ def test_granularity_keeps_the_share_and_goes_on(start, tmp_path, capsys, monkey
         logged = [json.loads(line) for line in lines]
         assert found["curves"][row["run"]]["kl"] == [line["kl"] for line in logged]
         assert row["align_seconds"] == sum(line["seconds"] for line in logged)
-    table = (out / "sweep.md").read_text()
-    assert "| 12 | 6 of 12 | 50 % |" in table
-    assert "6 of 12" in capsys.readouterr().out
+    assert "| 12 | 6 of 12 |" in (out / "sweep.md").read_text()
 
 
-def test_the_grid_is_each_export_with_its_k_edited(start, tmp_path, capsys):
-    out = tmp_path / "out"
-    sweep = [*start, "--expert-size", "8", "--steps", "0", "--over-active", "0.25", "0.5"]
-    assert run([*sweep, "--measured-at", "0.25", "0.75"]) == 0
-    found = written(out)
-    grid = found["grid"]
+def test_the_grid_is_each_export_with_its_k_edited(sweep, out, tmp_path, command):
+    swept = sweep(expert_size=8, steps=0, over_active=[0.25, 0.5], measured_at=[0.25, 0.75])
+    assert swept.status == 0
+    grid = written(out)["grid"]
     assert grid["trained_at"] == [0.25, 0.5]
     assert grid["active_experts"] == [3, 9]
     for share, row in zip(grid["trained_at"], grid["perplexity_AB"], strict=True):
@@ -79,20 +77,17 @@ def test_the_grid_is_each_export_with_its_k_edited(start, tmp_path, capsys):
         assert RunFolder(folder).config(RunConfig).experts.active == share
         assert row[0] != row[1]
         for active, perplexity in zip(grid["active_experts"], row, strict=True):
-            assert run(["edit", str(folder), "--active-experts", str(active)]) == 0
-            capsys.readouterr()
-            text = ["--text", str(tmp_path / "held.txt"), "--max-tokens", "512"]
-            assert run(["evaluate", str(folder / "5_export"), *text]) == 0
-            measured = json.loads(capsys.readouterr().out)
+            assert command("edit", folder, active_experts=active).status == 0
+            text = {"text": tmp_path / "held.txt", "max_tokens": OPTIONS["eval_tokens"]}
+            measured = json.loads(command("evaluate", folder / "5_export", **text).out)
             assert measured["perplexity"] == pytest.approx(perplexity, rel=1e-5)
     assert "75 % (k = 9)" in (out / "sweep.md").read_text()
 
 
 @pytest.mark.slow
-def test_methods_are_finetuned_alike(start, tmp_path):
-    out = tmp_path / "out"
-    methods = ["--over-methods", "random_split", "dot_moe", "--finetune", "small"]
-    assert run([*start, "--steps", "1", *methods, "--finetune-steps", "2", "1"]) == 0
+def test_methods_are_finetuned_alike(sweep, out):
+    methods = {"over_methods": ["random_split", "dot_moe"], "finetune": "small"}
+    assert sweep(steps=1, **methods, finetune_steps=[2, 1]).status == 0
     found = written(out)
     runs = [row["run"] for row in found["rows"]]
     assert runs == ["dense", *["method-random_split"] * 3, *["method-dot_moe"] * 3]
@@ -107,27 +102,18 @@ def test_methods_are_finetuned_alike(start, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "0 things are to be swept"),
-        (["--over-experts", "4", "--over-start", "data"], "2 things"),
-        (["--over-experts", "4", "4"], "a value twice"),
-        (["--over-experts", "4", "5"], "does not divide"),
-        (["--over-experts", "4", "--active-experts", "2"], "k must change"),
-        (["--over-active", "0.5", "1.5"], "1.5"),
-        (["--over-active", "0.5", "--measured-at", "0"], "measured_at is 0.0"),
-        (["--over-start", "data", "--measured-at", "0.5"], "for --over-active alone"),
-        (["--over-start", "data", "--finetune-steps", "2"], "for --over-methods alone"),
-        (["--over-methods", "dot_moe", "--finetune", "smal"], "Did you mean small?"),
+        ({}, "0 things are to be swept"),
+        ({"over_experts": 4, "over_start": "data"}, "2 things"),
+        ({"over_experts": [4, 5]}, "does not divide"),
+        ({"over_experts": 4, "active_experts": 2}, "k must change"),
+        ({"over_active": [0.5, 1.5]}, "1.5"),
+        ({"over_active": 0.5, "measured_at": 0}, "measured_at is 0.0"),
+        ({"over_start": "data", "measured_at": 0.5}, "for --over-active alone"),
+        ({"over_start": "data", "finetune_steps": 2}, "for --over-methods alone"),
+        ({"over_methods": "dot_moe", "finetune": "smal"}, "Did you mean small?"),
+        ({"over_experts": 4, "eval_text": []}, "give --eval-text"),
     ],
 )
-def test_wrong_use_is_refused_before_anything_is_run(options, words, start, tmp_path, capsys):
-    assert run([*start, *options]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert said.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_sweep_needs_a_text_that_all_runs_share(start, capsys):
-    without = [word for word in start if word != "--eval-text" and Path(word).name != "held.txt"]
-    assert run([*without, "--over-experts", "4"]) == 2
-    assert "give --eval-text" in capsys.readouterr().err
+def test_wrong_use_is_refused_before_anything_is_run(options, words, sweep, out):
+    assert words in sweep(**options).refusal()
+    assert not out.exists()

@@ -1,6 +1,5 @@
 """Checkpoints that are damaged, or find no room. Oracles: a run in which nothing happened."""
 
-import errno
 import json
 import logging
 import os
@@ -73,22 +72,6 @@ def test_what_a_kill_left_half_written_is_not_read_and_goes(tmp_path):
     assert names == ["step_00000012", "step_00000013"]
 
 
-def test_old_checkpoints_stay_until_the_new_one_is_whole(tmp_path, monkeypatch):
-    train(Regression(), SCHEDULE, tmp_path, EVERY_5)
-    before = contents(tmp_path / "checkpoints")
-
-    def fail(*arguments, **options):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    for culprit in ("save", "checksums"):
-        with monkeypatch.context() as patch:
-            patch.setattr(f"dotmoe.training.checkpoints.{culprit}", fail)
-            with pytest.raises(OSError, match="No space left") as error:
-                checkpoints_in(tmp_path).save(14, {"a": torch.ones(2)}, {"step": 14})
-        assert "disk is full" in message_of(error.value)
-        assert contents(tmp_path / "checkpoints") == before
-
-
 class Growing(Regression):
     """Its second checkpoint is 400 kB larger than its first."""
 
@@ -102,7 +85,7 @@ def test_a_full_disk_loses_no_checkpoint(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(OSError, match="File too large") as error:
+        with pytest.raises(OSError, match="cut short") as error:
             train(Growing(), SCHEDULE, tmp_path, EVERY_5)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -111,7 +94,3 @@ def test_a_full_disk_loses_no_checkpoint(tmp_path):
     assert checkpoints_in(tmp_path).newest().name == "step_00000005"
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 11))
-
-
-def contents(folder):
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}

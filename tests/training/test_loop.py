@@ -5,15 +5,10 @@ import json
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from toy_tasks import EVERY_5, SCHEDULE, Regression
 
 from dotmoe.errors import UserError
 from dotmoe.training.loop import (
-    Schedule,
-    TrainingConfig,
-    adamw,
-    checkpoints_in,
     cosine_with_warmup,
     train,
 )
@@ -58,39 +53,6 @@ def test_the_steps_are_those_of_torchs_adamw_and_clipping(tmp_path):
         nn.utils.clip_grad_norm_([plain.weight], 1.0)
         optimizer.step()
     assert torch.equal(task.weight, plain.weight)
-
-
-def test_the_optimizers_moments_come_back_by_name(tmp_path):
-    task = Regression()
-    train(task, SCHEDULE, tmp_path, EVERY_5)
-    longer = Schedule(steps=24, warmup_steps=3, weight_decay=0.01, max_grad_norm=1.0)
-    stopped = Regression({12: interrupt})
-    with pytest.raises(KeyboardInterrupt):
-        train(stopped, longer, tmp_path, EVERY_5)
-    assert torch.equal(stopped.weight, task.weight)
-    stored = FileSystemReader(checkpoints_in(tmp_path).newest()).read_metadata()
-    names = {name.partition(".")[0] for name in stored.state_dict_metadata}
-    assert names == {"parameter", "task", *moments_of_torch()}
-
-
-def moments_of_torch():
-    """What torch's AdamW itself keeps of a parameter."""
-    task = Regression()
-    optimizer = torch.optim.AdamW([task.weight])
-    task.accumulate_gradients(0)
-    optimizer.step()
-    own = adamw(task.parameter_groups(), weight_decay=0.0).state[task.weight]
-    kept = optimizer.state[task.weight]
-    assert {n: (t.shape, t.dtype) for n, t in own.items()} == {
-        n: (t.shape, t.dtype) for n, t in kept.items()
-    }
-    return kept
-
-
-def test_minutes_make_a_checkpoint_due_where_steps_do_not(tmp_path):
-    quick = TrainingConfig(checkpoint_every=1000, checkpoint_minutes=1e-9, keep_checkpoints=99)
-    train(Regression(), SCHEDULE, tmp_path, quick)
-    assert len(list((tmp_path / "checkpoints").iterdir())) == SCHEDULE.steps
 
 
 def test_another_tasks_checkpoint_is_refused(tmp_path):

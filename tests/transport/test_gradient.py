@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dotmoe.transport import balanced_plan, sinkhorn
+from dotmoe.transport import Capacity, balanced_plan, sinkhorn
 from dotmoe.transport.gradient import attach_gradient, factored
 
 
@@ -11,8 +11,10 @@ def affinity(*shape: int, std: float = 1.0, seed: int = 0) -> Tensor:
     return std * torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("shape", "capacity"), [((6, 3), 2), ((2, 8, 2), 4), ((4, 4), 1)])
-def test_it_is_that_of_finite_differences(shape: tuple[int, ...], capacity: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "capacity"), [((6, 3), 2), ((2, 8, 2), 4), ((4, 4), 1), ((2, 12, 4), (2, 2, 2, 6))]
+)
+def test_it_is_that_of_finite_differences(shape: tuple[int, ...], capacity: Capacity) -> None:
     A = affinity(*shape).requires_grad_()
     assert torch.autograd.gradcheck(
         lambda a: balanced_plan(a, capacity=capacity, tau=0.5, tolerance=1e-13).plan, A
@@ -34,13 +36,6 @@ def test_it_equals_the_gradient_through_unrolled_sweeps(std: float) -> None:
     plan = balanced_plan(single, capacity=12, tau=0.5).plan
     (rounded,) = torch.autograd.grad((plan * weight.float()).sum(), single)
     torch.testing.assert_close(rounded.double(), unrolled, atol=2e-6, rtol=1e-4)
-
-
-def test_it_is_that_of_finite_differences_for_unequal_capacities() -> None:
-    A, capacity = affinity(7, 3).requires_grad_(), torch.tensor([4, 1, 2])
-    assert torch.autograd.gradcheck(
-        lambda a: balanced_plan(a, capacity=capacity, tau=0.5, tolerance=1e-13).plan, A
-    )
 
 
 def test_it_leaves_row_and_column_sums_alone() -> None:
@@ -66,13 +61,6 @@ def test_it_is_finite_and_bounded_for_saturated_plans(dtype: torch.dtype, scale:
     assert bool(torch.isfinite(gradient).all())
     # |dL/dA| <= max M (1 - M) * (range of G + range of b) / tau; b stays of the order of G.
     assert gradient.abs().max() < 100.0
-
-
-def test_a_fully_saturated_plan_passes_nothing_on() -> None:
-    A = (1e4 * torch.nn.functional.one_hot(torch.arange(48) % 6, 6)).float().requires_grad_()
-    plan = balanced_plan(A, capacity=8, tau=0.1).plan
-    (gradient,) = torch.autograd.grad((plan * affinity(48, 6).float()).sum(), A)
-    assert gradient.abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("distance", [0.0, 1e-3, 0.1, 10.0])
@@ -104,18 +92,3 @@ def test_layers_that_needed_no_newton_step_have_it_too() -> None:
     plan = balanced_plan(B, capacity=12, tau=0.2, tolerance=1e-12).plan
     (expected,) = torch.autograd.grad((plan * weight.double()).sum(), B)
     torch.testing.assert_close(gradient.double(), expected, atol=1e-5, rtol=1e-4)
-
-
-def test_autocast_does_not_coarsen_it() -> None:
-    A = affinity(96, 8).float().requires_grad_()
-    weight = affinity(96, 8, seed=1).float()
-
-    def gradient() -> tuple[Tensor, int]:
-        result = balanced_plan(A, capacity=12, tau=0.2)
-        return torch.autograd.grad((result.plan * weight).sum(), A)[0], result.num_passes
-
-    plain = gradient()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast = gradient()
-    assert cast[1] == plain[1]
-    torch.testing.assert_close(cast[0], plain[0])

@@ -79,15 +79,21 @@ def test_every_adversary_is_balanced_on_a_wider_grid() -> None:
     assert_balanced_on_the_grid(SHAPES + WIDER_SHAPES, (10.0, 1.0, 0.3, 0.1, 0.05, 0.02, 0.001))
 
 
+@pytest.mark.parametrize("room", [[10] * 6, [5, 5, 5, 5, 5, 35]])
 @pytest.mark.parametrize(("std", "tau"), [(0.01, 0.1), (1.0, 1.0), (1.0, 0.2), (3.0, 0.5)])
-def test_the_plan_is_that_of_pot(std: float, tau: float) -> None:
+def test_the_plan_is_that_of_pot(std: float, tau: float, room: list[int]) -> None:
     A = affinity(60, 6, std=std)
     expected = ot.bregman.sinkhorn_log(
-        np.ones(60), np.full(6, 10.0), -A.numpy(), reg=tau, numItermax=50000, stopThr=1e-11
+        np.ones(60),
+        np.array(room, dtype=float),
+        -A.numpy(),
+        reg=tau,
+        numItermax=50000,
+        stopThr=1e-11,
     )
-    result = balanced_plan(A, capacity=10, tau=tau, tolerance=1e-10)
+    result = balanced_plan(A, capacity=room, tau=tau, tolerance=1e-10)
     np.testing.assert_allclose(result.plan.numpy(), expected, atol=1e-8)
-    single = balanced_plan(A.float(), capacity=10, tau=tau)
+    single = balanced_plan(A.float(), capacity=room, tau=tau)
     np.testing.assert_allclose(single.plan.numpy(), expected, atol=2e-6)
 
 
@@ -131,40 +137,6 @@ def test_a_start_from_the_step_before_takes_few_passes() -> None:
     assert balanced_plan(A, capacity=20, tau=0.1, start=potential).num_passes == 1
 
 
-def test_a_potential_in_units_of_affinity_survives_a_change_of_temperature() -> None:
-    A = (affinity(2960, 148, std=0.2) + affinity(148, std=0.2, seed=1)).float()
-    hot = balanced_plan(A, capacity=20, tau=0.2).potential
-    passes = {}
-    for name, start in (("cold", None), ("as it was", hot), ("rescaled", hot * 0.2 / 0.18)):
-        result = balanced_plan(A, capacity=20, tau=0.18, start=start)
-        assert float(result.marginal_error) <= 1e-6
-        passes[name] = result.num_passes
-    assert passes["rescaled"] < passes["as it was"] <= passes["cold"]
-
-
-def test_a_far_start_is_no_worse_than_none() -> None:
-    A = affinity(64, 8, std=3.0)
-    start = 1e4 * affinity(8)
-    far = balanced_plan(A, capacity=8, tau=0.1, start=start)
-    assert float(far.marginal_error) <= 1e-6
-    torch.testing.assert_close(
-        far.plan, balanced_plan(A, capacity=8, tau=0.1).plan, atol=1e-5, rtol=1e-3
-    )
-
-
-def test_layers_are_solved_as_if_alone() -> None:
-    # Of very different difficulty, so that they finish in different passes.
-    A = torch.stack([affinity(64, 8, std=s, seed=int(s)) for s in (0.01, 1.0, 30.0, 1.0, 3e3, 5.0)])
-    together = balanced_plan(A.view(2, 3, 64, 8), capacity=8, tau=0.1)
-    assert together.potential.shape == (2, 3, 8)
-    passes = []
-    for layer in range(6):
-        alone = balanced_plan(A[layer], capacity=8, tau=0.1)
-        passes.append(alone.num_passes)
-        torch.testing.assert_close(together.plan.view(6, 64, 8)[layer], alone.plan)
-    assert together.num_passes == max(passes) > min(passes)
-
-
 @pytest.mark.parametrize("std", [0.01, 0.3, 3.0, 300.0])
 def test_blocks_do_not_change_the_plan(std: float, monkeypatch: pytest.MonkeyPatch) -> None:
     A = affinity(5, 64, 8, std=std).float().requires_grad_()
@@ -200,22 +172,6 @@ def test_sharp_plans_stay_far_from_denormals() -> None:
         assert (sharp.sum(dim=-1) - 1.0).abs().max() < 1e-6
 
 
-def test_one_pass_is_honest_about_its_error() -> None:
-    A = affinity(64, 8, std=3.0)
-    result = balanced_plan(A, capacity=8, tau=0.1, max_passes=1)
-    assert result.num_passes == 1
-    torch.testing.assert_close(result.plan, torch.softmax(A / 0.1, dim=-1))
-    expected = (result.plan.sum(dim=0) / 8 - 1).abs().max()
-    torch.testing.assert_close(result.marginal_error, expected)
-
-
-def test_a_tolerance_below_rounding_stops_anyway() -> None:
-    A = affinity(512, 16, std=3.0).float()
-    result = balanced_plan(A, capacity=32, tau=0.1, tolerance=0.0)
-    assert result.num_passes < 30
-    assert float(result.marginal_error) < 1e-6
-
-
 def test_it_agrees_with_sinkhorn_where_sinkhorn_converges() -> None:
     A = affinity(64, 8).float()
     newton = balanced_plan(A, capacity=8, tau=1.0)
@@ -231,7 +187,6 @@ def test_it_agrees_with_sinkhorn_where_sinkhorn_converges() -> None:
         (torch.zeros(4, 2), {"tau": -1.0}, "tau is -1.0"),
         (torch.zeros(4, 2, dtype=torch.float16), {}, "float16"),
         (torch.full((4, 2), torch.inf), {}, "infinite|infinity"),
-        (torch.zeros(4, 2), {"max_passes": 0}, "max_passes is 0"),
         (torch.zeros(4, 2), {"start": torch.full((2,), torch.nan)}, "start contains NaN"),
     ],
 )

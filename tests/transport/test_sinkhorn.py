@@ -3,7 +3,7 @@ import ot
 import pytest
 import torch
 
-from dotmoe.transport import balanced_plan, sinkhorn
+from dotmoe.transport import sinkhorn
 
 
 def affinity(*shape: int, std: float = 1.0, seed: int = 0) -> torch.Tensor:
@@ -35,15 +35,6 @@ def test_few_sweeps_equal_plain_scaling_of_rows_and_columns() -> None:
     assert result.num_passes == 6
 
 
-def test_columns_are_exact_and_the_row_error_is_reported() -> None:
-    result = sinkhorn(affinity(64, 8, std=10.0).float(), capacity=8, tau=0.1, num_sweeps=2)
-    plan = result.plan.double()
-    assert (plan.sum(dim=0) - 8.0).abs().max() < 1e-3
-    row_error = float((plan.sum(dim=1) - 1.0).abs().max())
-    assert row_error > 1e-2
-    assert float(result.marginal_error) == pytest.approx(row_error, rel=1e-3)
-
-
 def test_its_gradient_is_that_of_finite_differences() -> None:
     A = affinity(6, 3).requires_grad_()
     assert torch.autograd.gradcheck(
@@ -66,13 +57,6 @@ def test_its_gradient_holds_the_sweeps_of_no_layer() -> None:
     assert held <= 2 * A.numel()
 
 
-def test_experts_may_differ_in_capacity() -> None:
-    A, capacity = affinity(12, 3), torch.tensor([7, 1, 4])
-    sweeps = sinkhorn(A, capacity=capacity, tau=0.5, num_sweeps=500).plan
-    newton = balanced_plan(A, capacity=capacity, tau=0.5, tolerance=1e-10).plan
-    torch.testing.assert_close(sweeps, newton)
-
-
 def test_layers_are_solved_as_if_alone() -> None:
     A = affinity(2, 3, 12, 4)
     together = sinkhorn(A, capacity=3, tau=0.3)
@@ -87,7 +71,6 @@ def test_layers_are_solved_as_if_alone() -> None:
         (torch.zeros(4, 2), {"tau": 0.0}, "tau is 0.0"),
         (torch.zeros(4, 2, dtype=torch.bfloat16), {}, "bfloat16"),
         (torch.full((4, 2), torch.nan), {}, "NaN"),
-        (torch.zeros(4, 2), {"num_sweeps": 0}, "num_sweeps is 0"),
     ],
 )
 def test_impossible_problems_are_refused(

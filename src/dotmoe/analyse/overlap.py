@@ -5,21 +5,22 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import one_hot
 
-from dotmoe.analyse.routing import chosen_mask
 from dotmoe.analyse.run import AnalysedRun
 
 
 def values(run: AnalysedRun) -> dict[str, Any]:
     """`matched_overlap` of each pair of split layers, 1 on the diagonal; needs SciPy."""
-    routes, size = run.routes, len(run.routes.layers)
-    similarity_LL = np.eye(size)
-    for a, b in combinations(range(size), 2):
-        chosen = routes.chosen_LTK[a], routes.chosen_LTK[b]
-        similarity_LL[a, b] = similarity_LL[b, a] = matched_overlap(*chosen, routes.num_experts)
-    return {"layers": list(routes.layers), "similarity_LL": similarity_LL.tolist()}
+    chosen_LTK, E = run.routes, run.layout.num_experts
+    similarity_LL = np.eye(len(chosen_LTK))
+    for a, b in combinations(range(len(chosen_LTK)), 2):
+        overlap = matched_overlap(chosen_LTK[a], chosen_LTK[b], E)
+        similarity_LL[a, b] = similarity_LL[b, a] = overlap
+    return {"layers": list(run.layers), "similarity_LL": similarity_LL.tolist()}
 
 
 def matched_overlap(a_TK: Int[Tensor, "T K"], b_TK: Int[Tensor, "T K"], num_experts: int) -> float:
@@ -40,10 +41,8 @@ def matched_overlap(a_TK: Int[Tensor, "T K"], b_TK: Int[Tensor, "T K"], num_expe
     if a_TK.shape[1] == num_experts:
         return 1.0
     half = len(a_TK) // 2
-    first, second = (
-        (chosen_mask(a_TK[part], num_experts), chosen_mask(b_TK[part], num_experts))
-        for part in (slice(0, half), slice(half, None))
-    )
+    masks = [one_hot(each.long(), num_experts).sum(dim=1).double() for each in (a_TK, b_TK)]
+    first, second = ([mask[part] for mask in masks] for part in (slice(half), slice(half, None)))
     return (_overlap(*first, *second) + _overlap(*second, *first)) / 2
 
 
@@ -57,11 +56,10 @@ def _overlap(
     from scipy.optimize import linear_sum_assignment  # an extra
 
     rows, columns = linear_sum_assignment((paired_a_TE.T @ paired_b_TE).numpy(), maximize=True)
+    a_TE, b_TE = a_TE[:, rows], b_TE[:, columns]
     active = float(a_TE.sum(dim=1).mean())
-    both = (a_TE[:, rows] * b_TE[:, columns]).double()
-    share = float(both.sum(dim=1).mean()) / active
-    loads = a_TE.double().mean(dim=0)[rows] * b_TE.double().mean(dim=0)[columns]
-    chance = float(loads.sum()) / active
+    share = float((a_TE * b_TE).sum(dim=1).mean()) / active
+    chance = float(torch.dot(a_TE.mean(dim=0), b_TE.mean(dim=0))) / active
     return (share - chance) / (1 - chance) if chance < 1 else 1.0
 
 

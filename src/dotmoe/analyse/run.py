@@ -1,24 +1,31 @@
-"""A finished run that is analysed, and what several analyses need of it."""
+"""A finished run that is analysed: its text, routed by the masked model, and its alignment."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+import torch
 import tyro
+from jaxtyping import Float, Int
 from torch import Tensor
 from tyro.conf import Positional
 
-from dotmoe.analyse.routing import Routes, captured_routes
-from dotmoe.config import FinetuneRunConfig, RunConfig
-from dotmoe.distributed import resolved_device
+from dotmoe.config import FinetuneRunConfig
 from dotmoe.errors import UserError
-from dotmoe.finished_run import finished_run
+from dotmoe.export.routers import at_routers
+from dotmoe.finished_run import FinishedRun
+from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.models.dense import DenseModel
+from dotmoe.moe.router import router_logits
 from dotmoe.options import at_least
-from dotmoe.progress import Progress
+from dotmoe.progress import Progress, Update, no_update
 from dotmoe.run_folder import RunFolder
+
+FORWARD_TOKENS = 4096
+"""Tokens of one forward pass at most, unless one block has more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,23 +53,17 @@ class AnalyseConfig:
     load: LoadConfig = field(default_factory=LoadConfig)
 
 
-class AnalysedRun:
+class AnalysedRun(FinishedRun):
     """A finished run; what takes time is made when it is first asked for."""
 
-    def __init__(self, config: AnalyseConfig, progress: Progress) -> None:
-        self.config = config
-        self.progress = progress
-        self.run = finished_run(Path(config.run))
-        self.folder = self.run.folder
-        self.layout = self.run.layout
-        self.is_finetuned = self.run.is_finetuned
-        self.weights = self.run.weights
-        """The checkpoint whose weights the experts have."""
-        heldout = self.run.text.heldout
-        self.tokens: Tensor = heldout.tokens_BT[: max(1, config.tokens // heldout.seq_len)]
+    def __init__(self, asked: AnalyseConfig, progress: Progress) -> None:
+        super().__init__(Path(asked.run))
+        self.asked, self.progress = asked, progress
+        heldout = self.text.heldout
+        self.tokens: Tensor = heldout.tokens_BT[: max(1, asked.tokens // heldout.seq_len)]
         """The text that is routed: the first blocks kept out of training."""
-        layers = self.layout.moe_layers
-        self.layer = layers[len(layers) // 3] if config.layer is None else config.layer
+        self.layers = layers = self.layout.moe_layers
+        self.layer = layers[len(layers) // 3] if asked.layer is None else asked.layer
         """Layer whose expert outputs are shown."""
         if self.layer not in layers:
             raise UserError(
@@ -70,41 +71,82 @@ class AnalysedRun:
                 f"{layers.stop - 1}. Choose one of them."
             )
 
-    def option(self, name: str) -> Any:
-        """An option as it came out: layer and device are resolved."""
-        if name == "layer":
-            return self.layer
-        if name == "device":
-            return str(resolved_device(self.config.load.device))
-        return self.config.load.dtype if name == "dtype" else getattr(self.config, name)
-
     @cached_property
     def dense(self) -> DenseModel:
         """The weights that the experts are made of."""
-        dense = load_dense(self.weights, self.config.load)
-        if not self.is_finetuned:  # whose weights lie in the run, and have checksums there
-            self.run.require_same_model(dense.folder)
+        dense = load_dense(self.weights, self.asked.load)
+        self.require_same_model(dense.folder)
         return dense
 
     @cached_property
-    def routes(self) -> Routes:
-        """Experts that each token runs."""
+    def routes(self) -> Int[Tensor, "L T K"]:
+        """Experts that each token runs, see `captured_routes`."""
         with self.progress.bar("route held-out text") as update:
             return captured_routes(self.dense, self.layout, self.tokens, update)
 
     @cached_property
     def aligned(self) -> RunFolder | None:
         """The run that was aligned: this one, or that which was finetuned, if it is there."""
-        path = self.folder.path
-        if isinstance(self.run.config, FinetuneRunConfig):
-            path = Path(self.run.config.run)
-        folder = RunFolder(path)
-        if not folder.exists or folder.manifest["command"] != RunConfig.command:
-            return None
+        config, folder = self.config, self.folder
+        if isinstance(config, FinetuneRunConfig):
+            folder = RunFolder(Path(config.run))
         was = folder.holds("align") and (folder.stage("align") / "metrics.jsonl").is_file()
         return folder if was else None
 
-    @property
-    def text(self) -> list[str]:
-        """Names of the text that is routed."""
-        return list(self.run.text.heldout_name)
+
+def captured_routes(
+    dense: DenseModel,
+    layout: ExpertLayout,
+    tokens_BT: Int[Tensor, "B T"],
+    on_progress: Update = no_update,
+) -> Int[Tensor, "L T K"]:
+    """Experts that run for each token in each split layer, the largest logit first; int16, CPU.
+
+    The masked model is what the experts compute, so a router sees what it will see in the export
+    (eq:router_topk). Rows of the text do not see each other. `on_progress` is told blocks.
+    """
+    found: dict[int, list[Tensor]] = {layer: [] for layer in layout.moe_layers}
+
+    def look(layer: int, x_TD: Tensor) -> None:
+        logits_TE = router_logits(x_TD, layout.router_LED[layer].to(x_TD.device))
+        chosen_TK = logits_TE.topk(layout.active_experts, dim=1).indices
+        found[layer].append(chosen_TK.to(torch.int16).cpu())
+
+    _in_passes(dense, layout, tokens_BT, look, on_progress)
+    return torch.stack([torch.cat(parts) for parts in found.values()])
+
+
+def router_inputs(
+    dense: DenseModel,
+    layout: ExpertLayout,
+    tokens_BT: Int[Tensor, "B T"],
+    layer: int,
+    wanted_P: Int[Tensor, " P"],
+) -> Float[Tensor, "P D"]:
+    """What a split layer's router and FFN see of tokens, by ascending places in the whole text."""
+    kept: list[Tensor] = []
+    seen = 0
+
+    def look(index: int, x_TD: Tensor) -> None:
+        nonlocal seen
+        if index == layer:
+            here_P = wanted_P[(wanted_P >= seen) & (wanted_P < seen + len(x_TD))] - seen
+            kept.append(x_TD[here_P.to(x_TD.device)])
+            seen += len(x_TD)
+
+    _in_passes(dense, layout, tokens_BT, look)
+    return torch.cat(kept)
+
+
+def _in_passes(
+    dense: DenseModel,
+    layout: ExpertLayout,
+    tokens_BT: Tensor,
+    look: Callable[[int, Tensor], None],
+    on_progress: Update = no_update,
+) -> None:
+    done = 0
+    for rows in torch.split(tokens_BT, max(1, FORWARD_TOKENS // tokens_BT.shape[1])):
+        at_routers(dense, layout, rows, look)
+        done += len(rows)
+        on_progress(done, len(tokens_BT))

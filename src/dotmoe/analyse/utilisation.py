@@ -4,40 +4,29 @@ import math
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from dotmoe.analyse.run import AnalysedRun
 
-DEAD_SHARE_OF_MEAN = 0.01
-"""An expert is dead where fewer tokens run it than this share of the layer's mean, k / E."""
-ALWAYS_ON_SHARE = 0.95
-"""An expert runs as good as always where more tokens than this run it ..."""
-ALWAYS_ON_IS_RARE_BELOW = 0.75
-"""... in a layer whose mean is below this: at k / E near 1 it is what must happen."""
 UNEVEN_SHARE_OF_LIMIT = 0.5
 """A load is uneven where its coefficient of variation is above this share of the largest one."""
 
 
 def values(run: AnalysedRun) -> dict[str, Any]:
-    """Load of every expert of every split layer, figures of each layer, and warnings."""
-    routes = run.routes
-    shares = [load_shares(chosen_TK, routes.num_experts) for chosen_TK in routes.chosen_LTK]
-    by_layer = list(zip(routes.layers, shares, strict=True))
+    """Share of the tokens that run each expert, which sum to k; figures of each layer; warnings."""
+    num_experts, shares = run.layout.num_experts, {}
+    for layer, chosen_TK in zip(run.layers, run.routes, strict=True):
+        counts_E = torch.bincount(chosen_TK.flatten().long(), minlength=num_experts)
+        shares[layer] = counts_E.double() / len(chosen_TK)
     return {
-        "layers": list(routes.layers),
-        "share_LE": [share_E.tolist() for share_E in shares],
-        "num_experts": routes.num_experts,
-        "active_experts": routes.chosen_LTK.shape[2],
-        "statistics": [{"layer": layer} | load_statistics(share_E) for layer, share_E in by_layer],
-        "warnings": [line for found in by_layer for line in warnings_of(*found)],
+        "layers": list(shares),
+        "share_LE": [share_E.tolist() for share_E in shares.values()],
+        "num_experts": num_experts,
+        "active_experts": run.layout.active_experts,
+        "statistics": [{"layer": layer} | load_statistics(s) for layer, s in shares.items()],
+        "warnings": [line for layer, s in shares.items() for line in warnings_of(layer, s)],
     }
-
-
-def load_shares(chosen_TK: Int[Tensor, "T K"], num_experts: int) -> Float[Tensor, " E"]:
-    """Share of the tokens that run each expert, float64; sums to k."""
-    counts_E = torch.bincount(chosen_TK.flatten().long(), minlength=num_experts)
-    return counts_E.double() / len(chosen_TK)
 
 
 def load_statistics(share_E: Float[Tensor, " E"]) -> dict[str, Any]:
@@ -47,45 +36,35 @@ def load_statistics(share_E: Float[Tensor, " E"]) -> dict[str, Any]:
         `coefficient_of_variation`: standard deviation over experts / mean; 0 is even, and
         `sqrt(E / k - 1)`, the largest, means the same k experts for every token. `max_over_mean`,
         `min_over_mean`. `dead_experts`: below 1 % of the mean. `always_on_experts`: above 95 % of
-        the tokens, where the mean is below 75 %. `entropy_normalised`: entropy of the load / ln E,
-        1 is even.
+        the tokens, where the mean is below 75 %; at k / E near 1 it is what must happen.
+        `entropy_normalised`: entropy of the load / ln E, 1 is even.
     """
     mean = float(share_E.mean())
     portion_E = share_E / share_E.sum()
-    dead = (share_E < DEAD_SHARE_OF_MEAN * mean).nonzero().flatten()
-    always = (share_E > ALWAYS_ON_SHARE).nonzero().flatten()
+    entropy = -float(torch.xlogy(portion_E, portion_E).sum())
+    always = (share_E > 0.95).nonzero().flatten().tolist()
     return {
         "coefficient_of_variation": float(share_E.std(correction=0)) / mean,
         "max_over_mean": float(share_E.max()) / mean,
         "min_over_mean": float(share_E.min()) / mean,
-        "dead_experts": dead.tolist(),
-        "always_on_experts": always.tolist() if mean < ALWAYS_ON_IS_RARE_BELOW else [],
-        "entropy_normalised": -float(torch.xlogy(portion_E, portion_E).sum())
-        / math.log(len(share_E)),
+        "dead_experts": (share_E < 0.01 * mean).nonzero().flatten().tolist(),
+        "always_on_experts": always if mean < 0.75 else [],
+        "entropy_normalised": entropy / math.log(len(share_E)),
     }
 
 
 def warnings_of(layer: int, share_E: Float[Tensor, " E"]) -> list[str]:
-    """What is wrong with the load of a layer, a line each; none where nothing is.
-
-    - Dead experts: a load below 1 % of the mean.
-    - Experts that run for more than 95 % of the tokens, where the mean is below 75 %.
-    - An uneven load: a coefficient of variation above half the largest there is. That one,
-      `sqrt(E / k - 1)`, is reached where every token has the same k experts.
-    """
-    found = load_statistics(share_E)
-    dead, always = found["dead_experts"], found["always_on_experts"]
-    lines = []
-    if dead:
-        lines.append(
-            f"layer {layer}: {len(dead)} of {len(share_E)} experts are dead, run for less than 1 % "
-            f"of the mean load: {_listed(dead)}"
-        )
-    if always:
-        lines.append(
-            f"layer {layer}: {len(always)} of {len(share_E)} experts run for more than 95 % of the "
-            f"tokens, so they route nothing: {_listed(always)}"
-        )
+    """A line for each rule that a layer breaks: dead, always on, variation above half its limit."""
+    found, lines = load_statistics(share_E), []
+    rules = {
+        "dead_experts": "are dead, run for less than 1 % of the mean load",
+        "always_on_experts": "run for more than 95 % of the tokens, so they route nothing",
+    }
+    for name, wrong in rules.items():
+        if experts := found[name]:
+            shown = ", ".join(map(str, experts[:8])) + ", ..." * (len(experts) > 8)
+            of = f"{len(experts)} of {len(share_E)} experts"
+            lines.append(f"layer {layer}: {of} {wrong}: {shown}")
     limit = math.sqrt(max(0.0, 1 / float(share_E.mean()) - 1))
     if found["coefficient_of_variation"] > UNEVEN_SHARE_OF_LIMIT * limit > 0:
         lines.append(
@@ -107,8 +86,3 @@ def says(values: dict[str, Any]) -> list[str]:
         f"{sum(len(layer['dead_experts']) for layer in layers)} dead"
     )
     return [line, *(f"warning: {warning}" for warning in values["warnings"])]
-
-
-def _listed(experts: list[int], most: int = 8) -> str:
-    shown = ", ".join(map(str, experts[:most]))
-    return shown if len(experts) <= most else f"{shown}, ..."

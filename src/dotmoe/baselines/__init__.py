@@ -3,24 +3,29 @@
 Each file says what is the rival's and what differs; `contract.py` is what a method has to do.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dotmoe.baselines.cmoe import cmoe
+from dotmoe.baselines.cmoe import cmoe, routed_by_representatives
 from dotmoe.baselines.co_activation import co_activation
-from dotmoe.baselines.contract import BaselineConfig, LayerSplit, Method, SplitInputs
+from dotmoe.baselines.contract import BaselineConfig, LayerSplit, SplitInputs
 from dotmoe.baselines.llama_moe_v2 import llama_moe_v2
-from dotmoe.baselines.own_router import routed_by_representatives
-from dotmoe.baselines.random_split import contiguous_split, random_split
-from dotmoe.baselines.weight_clusters import weight_clusters
-from dotmoe.calibrate import contributions, expert_sums, ridge_router, unit_logits
+from dotmoe.baselines.without_data import contiguous_split, random_split, weight_clusters
+from dotmoe.calibrate import (
+    affinity_of,
+    contributions,
+    expert_sums,
+    log_energy,
+    ridge_router,
+    unit_logits,
+)
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
@@ -38,6 +43,15 @@ __all__ = [
     "routed_by_representatives",
     "state_of",
 ]
+
+
+class Method(NamedTuple):
+    """A published way to split FFNs."""
+
+    split: Callable[[SplitInputs], Iterator[LayerSplit]]
+    """Splits the layers of a model one after the other."""
+    has_shared_expert: bool = False
+
 
 METHODS = {
     "random_split": Method(random_split),
@@ -63,7 +77,7 @@ class Baseline:
     """What a method made of a model."""
 
     layout: ExpertLayout
-    representative_LE: Int[Tensor, "L E"] | None
+    representative_LE: Int[Tensor, "L E"] | None = None
     """Where the method's own router is no linear map: see `LayerSplit.representative_E`."""
 
     def save(self, folder: Path) -> None:
@@ -85,7 +99,8 @@ class Baseline:
 def granularity_of(method: str, split: Granularity, config: BaselineConfig) -> Granularity:
     """The split of a method, at the active neurons of `split`.
 
-    A method with a shared expert merges `shared_experts` of the k active experts into it.
+    A method with a shared expert merges `shared_experts` of the k active experts into it, unless
+    `split` has one.
 
     Raises:
         UserError: A shared expert for a method that has none, or one that leaves no other expert to
@@ -96,56 +111,53 @@ def granularity_of(method: str, split: Granularity, config: BaselineConfig) -> G
         ...                BaselineConfig())
         Granularity(num_experts=14, expert_size=8, active_experts=2, shared_size=16, ...)
     """
-    shared = config.shared_experts
+    shared, active = config.shared_experts, split.active_experts
     if method not in METHODS or not METHODS[method].has_shared_expert:
+        others = " or ".join(name for name in METHODS if METHODS[name].has_shared_expert)
         if shared is not None:
-            others = " or ".join(name for name in METHODS if METHODS[name].has_shared_expert)
             raise UserError(
-                f"shared_experts is {shared}, but {method} has no shared expert. Leave it out, or "
-                f"choose {others}."
+                f"shared_experts is {shared}, but {method} is none of the methods that read it. "
+                f"Leave it out (dot_moe has shared), or choose {others}."
+            )
+        if method in METHODS and split.shared_size:
+            raise UserError(
+                f"shared makes a shared expert of {split.shared_size} neurons, but {method} has "
+                f"none. Leave it out, or choose dot_moe or {others}."
             )
         return split
-    if split.active_experts < 2:
+    if split.shared_size:
+        if shared is not None:
+            raise UserError(
+                f"shared_experts is {shared}, but shared says it as well. Give one of the two."
+            )
+        return split
+    shared = active // 2 if shared is None else shared
+    if not 1 <= shared < active:
         raise UserError(
-            f"active_experts is 1, but {method} needs at least 2: one for the shared expert and "
-            "one that is routed. Choose smaller experts or more active ones."
+            f"shared_experts is {shared}, but of {active} active experts {method} needs at least "
+            "one that is shared and one that is routed. Choose another number, or more active ones."
         )
-    if shared is None:
-        shared = split.active_experts // 2
-    if not 1 <= shared < split.active_experts:
-        raise UserError(
-            f"shared_experts is {shared}, but of {split.active_experts} active experts at least "
-            f"one must be shared and one routed. Choose 1 to {split.active_experts - 1}."
-        )
-    return replace(
-        split,
-        num_experts=split.num_experts - shared,
-        active_experts=split.active_experts - shared,
-        shared_size=shared * split.expert_size,
-    )
+    return split.with_shared(shared)
 
 
-def baseline(
-    method: str,
-    inputs: SplitInputs,
-    on_progress: Update = no_update,
-) -> Baseline:
-    """Layout of a method: its experts, and its own router or a ridge regression to them.
+@torch.no_grad()
+def baseline(method: str, inputs: SplitInputs, on_progress: Update = no_update) -> Baseline:
+    """Layout of a method of `METHODS`: its experts, and its own router or a ridge regression.
 
-    Args:
-        method: A name in `METHODS`.
-        inputs: Model, text, budget and options; `inputs.granularity` is what `granularity_of` gave.
-        on_progress: Called with (layers done, layers).
+    `inputs.granularity` is what `granularity_of` gave.
     """
     split = inputs.granularity
     experts, routers, representatives = [], [], []
     for index, made in enumerate(METHODS[method].split(inputs)):
+        router_ED = made.router_ED.float()
+        if inputs.config.split_router == "ridge":  # to the routed experts, as DOT-MoE's
+            ffn, x_TD = made.layer.ffn, made.layer.x_TD
+            contribution_TN = contributions(ffn, x_TD.to(ffn.down.weight.dtype))
+            expert_N = made.expert_of_neuron_N.to(contribution_TN.device)
+            energy_TE = expert_sums(contribution_TN.square(), expert_N, split.num_experts)
+            router_ED = ridge_router(x_TD, log_energy(energy_TE), inputs.calibrate.ridge)
         experts.append(made.expert_of_neuron_N.cpu())
-        router_ED = made.router_ED
-        if inputs.config.split_router == "ridge":
-            router_ED = _fitted_router(made, inputs)
-        router_ED = unit_logits(router_ED.float(), made.layer.x_TD)
-        routers.append(router_ED.cpu())
+        routers.append(unit_logits(router_ED, made.layer.x_TD).cpu())
         if made.representative_E is not None:
             representatives.append(made.representative_E.cpu())
         on_progress(index + 1, inputs.dense.widths.layers)
@@ -162,25 +174,13 @@ def baseline(
 
 
 def state_of(layout: ExpertLayout, device: torch.device) -> AlignState:
-    """Affinities that every solver rounds to the layout's own experts, and its routers.
-
-    One-hot affinities are balanced as they are: the plan is their softmax at any temperature, its
-    largest entries the experts. For layouts without a shared expert.
-    """
-    expert_LN = layout.expert_of_neuron_LN.clone()
-    in_order = torch.arange(layout.num_neurons) // layout.expert_size
-    expert_LN[: layout.first_dense_layers] = in_order
+    """Affinities that every solver rounds to the layout's own experts, and its routers."""
+    split = layout.granularity
+    expert_LN = layout.expert_of_neuron_LN % (split.num_experts + 1)
+    in_order = torch.arange(layout.num_neurons) // split.expert_size
+    expert_LN[: split.first_dense_layers] = in_order.clamp(max=split.num_experts)
     return AlignState(
-        affinity_LNE=F.one_hot(expert_LN, layout.num_experts).float().to(device),
+        affinity_LNE=affinity_of(expert_LN, split.columns).to(device),
         router_LED=layout.router_LED.to(device),
         step=0,
     )
-
-
-def _fitted_router(made: LayerSplit, inputs: SplitInputs) -> Tensor:
-    """Ridge regression to each routed expert's share of the contribution energy, as DOT-MoE's."""
-    layer = made.layer
-    contribution_TN = contributions(layer.ffn, layer.x_TD.to(layer.ffn.down.weight.dtype))
-    expert_N = made.expert_of_neuron_N.to(contribution_TN.device)
-    energy_TE = expert_sums(contribution_TN.square(), expert_N, inputs.granularity.num_experts)
-    return ridge_router(layer.x_TD, energy_TE, inputs.calibrate.ridge)

@@ -9,25 +9,28 @@ start.
 Different here: all layers are calibrated on the dense model's inputs, as every method of this
 package is (the original feeds each layer what the converted layers before it put out), and on all
 calibration tokens (the original reads its first batch only). No stock architecture holds that
-router, which is not linear: the layout's is a ridge regression to its scores, and `own_router`
-measures the true one. The bias that balances loads starts at 0 and moves in fine-tuning only, so it
-is left out.
+router, which is not linear: the layout's is a ridge regression to its scores, and
+`routed_by_representatives` measures the true one. The bias that balances loads starts at 0 and
+moves in fine-tuning only, so it is left out.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
-from dotmoe.baselines.contract import Layer, LayerSplit, SplitInputs
-from dotmoe.baselines.kmeans import means, optimal_assignment
-from dotmoe.calibrate import ridge_router
-from dotmoe.layout import ALWAYS_ON
-from dotmoe.models.traits import GatedFFN
+from dotmoe.baselines.contract import Layer, LayerSplit, SplitInputs, means, optimal_assignment
+from dotmoe.calibrate import activations, ridge_router
+from dotmoe.layout import ALWAYS_ON, ExpertLayout
+from dotmoe.models.dense import DenseModel
+from dotmoe.moe.router import top_k_mask
 
 
+@torch.no_grad()
 def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer into a shared expert and clusters of markers."""
     split, config = inputs.granularity, inputs.config
@@ -35,22 +38,29 @@ def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
         marks_TN = markers(layer, min(config.marked_neurons, split.ffn_width))
         order_N = marks_TN.sum(dim=0).argsort(descending=True, stable=True)
         routed = order_N[split.shared_size :]
-        cluster, nearest = marker_clusters(
-            marks_TN[:, routed], split.num_experts, rounds=config.marker_rounds
-        )
+        # Most marked first: the first E are the first centres.
+        marks_NT = marks_TN.T[routed].float()
+        centre_ET = marks_NT[: split.num_experts]
+        for _ in range(config.marker_rounds):
+            cluster_N = optimal_assignment(l1_distance(marks_NT, centre_ET))
+            centre_ET = means(marks_NT, cluster_N, split.num_experts)
+        others = torch.arange(split.num_experts, device=routed.device) != cluster_N[:, None]
+        distance_NE = l1_distance(marks_NT, centre_ET).masked_fill(others, torch.inf)
+        representative_E = routed[distance_NE.argmin(dim=0)]
         expert_N = torch.full((split.ffn_width,), ALWAYS_ON, device=routed.device)
-        expert_N[routed] = cluster
-        representative_E = routed[nearest]
-        score_TE = representative_scores(layer.ffn, layer.x_TD, representative_E)
+        expert_N[routed] = cluster_N
+        hidden_TN = activations(layer.ffn, layer.x_TD.to(layer.ffn.down.weight.dtype))
+        score_TE = hidden_TN[:, representative_E].abs()
         yield LayerSplit(
             layer=layer,
             expert_of_neuron_N=expert_N,
-            router_ED=ridge_router(layer.x_TD, score_TE.square(), inputs.calibrate.ridge),
+            router_ED=ridge_router(
+                layer.x_TD, F.normalize(score_TE, p=1, dim=1), inputs.calibrate.ridge
+            ),
             representative_E=representative_E,
         )
 
 
-@torch.no_grad()
 def markers(layer: Layer, marked_neurons: int) -> Bool[Tensor, "T N"]:
     """Whether a neuron's normalised activation is among the `marked_neurons` largest of a token."""
     x_TD = F.normalize(layer.x_TD, dim=1)
@@ -60,26 +70,6 @@ def markers(layer: Layer, marked_neurons: int) -> Bool[Tensor, "T N"]:
     return torch.zeros_like(gate_TN, dtype=torch.bool).scatter_(1, strongest, True)
 
 
-def marker_clusters(
-    marks_TN: Bool[Tensor, "T N"], num_experts: int, *, rounds: int
-) -> tuple[Int[Tensor, " N"], Int[Tensor, " E"]]:
-    """Cluster of each neuron, all of one size, and the neuron nearest to each cluster's centre.
-
-    Args:
-        marks_TN: Markers of the routed neurons, most marked first: the first E are first centres.
-        num_experts: E.
-        rounds: Times that neurons are assigned and centres formed anew, at least 1.
-    """
-    marks_NT = marks_TN.T.float()
-    centre_ET = marks_NT[:num_experts]
-    for _ in range(rounds):
-        expert_N = optimal_assignment(l1_distance(marks_NT, centre_ET))
-        centre_ET = means(marks_NT, expert_N, num_experts)
-    distance_NE = l1_distance(marks_NT, centre_ET)
-    others = torch.arange(num_experts, device=expert_N.device) != expert_N[:, None]
-    return expert_N, distance_NE.masked_fill(others, torch.inf).argmin(dim=0)
-
-
 def l1_distance(
     marks_NT: Float[Tensor, "N T"], centre_ET: Float[Tensor, "E T"]
 ) -> Float[Tensor, "N E"]:
@@ -87,11 +77,32 @@ def l1_distance(
     return marks_NT @ (1 - 2 * centre_ET).T + centre_ET.sum(dim=1)
 
 
-@torch.no_grad()
-def representative_scores(
-    ffn: GatedFFN, x_TD: Tensor, representative_E: Int[Tensor, " E"]
-) -> Float[Tensor, "T E"]:
-    """Scores of CMoE's router: |SiLU(w_gate . x) * (w_up . x)| of the representatives, float32."""
-    gate_TE = x_TD.float() @ ffn.gate.weight[representative_E].float().T
-    up_TE = x_TD.float() @ ffn.up.weight[representative_E].float().T
-    return (F.silu(gate_TE) * up_TE).abs()
+@contextmanager
+def routed_by_representatives(
+    dense: DenseModel, layout: ExpertLayout, representative_LE: Int[Tensor, "L E"]
+) -> Iterator[None]:
+    """Inside, `dense.model` is the MoE of the layout's experts under CMoE's own router.
+
+    The shared neurons run, and the k experts whose representatives have the largest |H|. For
+    measuring only: no stock architecture holds it, so the exported checkpoint has the closest
+    linear router, and the distance between the two perplexities is what that costs.
+    """
+    layers = dense.family.layers(dense.model)
+
+    def masked(index: int, _: nn.Module, args: tuple[Tensor]) -> Tensor:
+        (hidden,) = args
+        score_TE = hidden[..., representative_LE[index]].abs().float().flatten(0, -2)
+        mask_TE = top_k_mask(score_TE, layout.active_experts)
+        # One more column for the neurons that always run: their number, -1, is the last.
+        mask_TN = F.pad(mask_TE, (0, 1), value=1.0)[:, layout.expert_of_neuron_LN[index]]
+        return hidden * mask_TN.to(hidden.dtype).view_as(hidden)
+
+    hooks = [
+        dense.family.ffn(layers[index]).down.register_forward_pre_hook(partial(masked, index))
+        for index in layout.moe_layers
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

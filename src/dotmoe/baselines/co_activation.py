@@ -10,15 +10,16 @@ on the counts and no rebalancing at random: parts come out equal.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.baselines.contract import Layer, LayerSplit, SplitInputs
-from dotmoe.baselines.weight_clusters import similarity_router
-from dotmoe.calibrate import harden
+from dotmoe.baselines.contract import LayerSplit, SplitInputs, balanced_clusters
+from dotmoe.baselines.without_data import similarity_router
+from dotmoe.calibrate import activations
 
 _SCREENED = 256
 """Neurons that are looked at together for gainful swaps."""
@@ -26,15 +27,20 @@ _SCREENED = 256
 
 def co_activation(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer by a balanced cut of its co-activation graph."""
-    num_experts = inputs.granularity.num_experts
+    split = inputs.granularity
     for layer in inputs.layers():
-        count_NN = co_activation_counts(layer.hidden(), inputs.granularity.active_neurons)
-        expert_N = _cut(count_NN, num_experts, inputs, layer)
-        yield LayerSplit(
-            layer=layer,
-            expert_of_neuron_N=expert_N,
-            router_ED=similarity_router(layer, expert_N, num_experts),
+        hidden_TN = activations(layer.ffn, layer.x_TD.to(layer.ffn.down.weight.dtype))
+        count_NN = co_activation_counts(hidden_TN, split.active_neurons)
+        expert_N = balanced_clusters(
+            partial(_weight_to, count_NN),
+            len(count_NN),
+            split.num_experts,
+            inputs.config,
+            layer.generator,
         )
+        expert_N = swapped(count_NN, expert_N, split.num_experts)
+        router_ED = similarity_router(layer, expert_N, split.num_experts)
+        yield LayerSplit(layer=layer, expert_of_neuron_N=expert_N, router_ED=router_ED)
 
 
 def co_activation_counts(
@@ -46,44 +52,15 @@ def co_activation_counts(
     return (is_active_TN.T @ is_active_TN).fill_diagonal_(0)
 
 
-def weight_inside(count_NN: Tensor, expert_N: Int[Tensor, " N"]) -> float:
-    """Edge weight between neurons of one expert, each edge counted twice."""
-    return float((count_NN * (expert_N[:, None] == expert_N)).sum(dtype=torch.float64))
-
-
-def _cut(
-    count_NN: Tensor, num_experts: int, inputs: SplitInputs, layer: Layer
-) -> Int[Tensor, " N"]:
-    best_N, most = None, -1.0
-    for _ in range(inputs.config.cluster_starts):
-        first = torch.randperm(len(count_NN), generator=layer.generator)[:num_experts]
-        expert_N = harden(count_NN[:, first.to(count_NN.device)])
-        inside = weight_inside(count_NN, expert_N)
-        for _ in range(inputs.config.cluster_rounds):
-            members_NE = F.one_hot(expert_N, num_experts).to(count_NN.dtype)
-            moved_N = harden(count_NN @ members_NE)
-            moved_inside = weight_inside(count_NN, moved_N)
-            if moved_inside <= inside:
-                break
-            expert_N, inside = moved_N, moved_inside
-        if inside > most:
-            best_N, most = expert_N, inside
-    assert best_N is not None
-    return swapped(count_NN, best_N, num_experts)
-
-
 def swapped(
     count_NN: Float[Tensor, "N N"], expert_N: Int[Tensor, " N"], num_experts: int
 ) -> Int[Tensor, " N"]:
     """The cut after swapping pairs of neurons until no swap raises the weight inside.
 
-    Args:
-        count_NN: Edge weights, symmetric, diagonal 0.
-        expert_N: Where to start; left untouched.
-        num_experts: E.
+    Edge weights are symmetric with diagonal 0.
     """
     expert_N = expert_N.clone()
-    to_NE = count_NN @ F.one_hot(expert_N, num_experts).to(count_NN.dtype)
+    to_NE = _weight_to(count_NN, F.one_hot(expert_N, num_experts))
 
     def gains(rows: Tensor) -> Tensor:
         """Half of what swapping one of `rows` with any neuron adds to the weight inside, [R, N]."""
@@ -96,12 +73,11 @@ def swapped(
     every_N = torch.arange(len(expert_N), device=expert_N.device)
     while True:
         # Only neurons with a gainful swap are gone through one by one.
-        gainful_N = torch.cat(
-            [gains(rows).amax(dim=1) > 0 for rows in torch.split(every_N, _SCREENED)]
-        )
-        if not bool(gainful_N.any()):
+        gainful = [gains(rows).amax(dim=1) > 0 for rows in torch.split(every_N, _SCREENED)]
+        chosen = every_N[torch.cat(gainful)]
+        if not len(chosen):
             return expert_N
-        for neuron in every_N[gainful_N]:
+        for neuron in chosen:
             gain, other = gains(neuron[None]).squeeze(0).max(dim=0)
             if float(gain) > 0:
                 own, target = expert_N[neuron].clone(), expert_N[other].clone()
@@ -109,3 +85,8 @@ def swapped(
                 to_NE[:, own] -= change_N
                 to_NE[:, target] += change_N
                 expert_N[neuron], expert_N[other] = target, own
+
+
+def _weight_to(count_NN: Tensor, members_NE: Tensor) -> Tensor:
+    """Edge weight of each neuron to each expert's members."""
+    return count_NN @ members_NE.to(count_NN)

@@ -1,17 +1,19 @@
-"""The contract of a method: what it is given, what it decides for a layer, and its options."""
+"""The contract of a method, and what several share: clusters of one size, exact assignment."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.calibrate import CalibrateConfig, ffn_inputs
+from dotmoe.calibrate import CalibrateConfig, ffn_inputs, harden
+from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
 from dotmoe.models.dense import DenseModel
-from dotmoe.models.traits import GatedFFN
+from dotmoe.models.family import GatedFFN
 from dotmoe.options import at_least
 
 
@@ -21,7 +23,7 @@ class BaselineConfig:
 
     shared_experts: Annotated[int, at_least(1)] | None = None
     """Active experts that are merged into one shared expert, at least 1 and fewer than k; for cmoe
-    and llama_moe_v2_residual. Default: half of k, as in both papers."""
+    and llama_moe_v2_residual. Default: what `shared` says, or half of k, as in both papers."""
     split_router: Literal["own", "ridge"] = "own"
     """`own`: the router of the method itself (cmoe: a linear fit to it, since no stock architecture
     holds it). `ridge`: the one that DOT-MoE starts from, fitted to the method's experts."""
@@ -49,13 +51,6 @@ class Layer:
     """FFN inputs over the calibration tokens, float32."""
     generator: torch.Generator
     """Source of all randomness in this layer, on the CPU."""
-
-    @torch.no_grad()
-    def hidden(self) -> Float[Tensor, "T N"]:
-        """H of eq:ffn_intermediate over the calibration tokens, float32."""
-        x = self.x_TD.to(self.ffn.down.weight.dtype)
-        hidden: Tensor = torch.nn.functional.silu(self.ffn.gate(x)) * self.ffn.up(x)
-        return hidden.float()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,21 +80,95 @@ class SplitInputs:
     seed: int
 
     def layers(self) -> Iterator[Layer]:
-        """Every layer in order. All inputs are those of the dense model."""
+        """Every layer in order, with its inputs in the dense model."""
         modules = self.dense.family.layers(self.dense.model)
-        inputs = ffn_inputs(self.dense, self.tokens_BT)
-        for index, (module, x_TD) in enumerate(zip(modules, inputs, strict=True)):
+        for index, x_TD in enumerate(ffn_inputs(self.dense, self.tokens_BT)):
             yield Layer(
-                ffn=self.dense.family.ffn(module),
+                ffn=self.dense.family.ffn(modules[index]),
                 x_TD=x_TD.float(),
                 generator=torch.Generator().manual_seed(self.seed + index),
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
-    """A published way to split FFNs."""
+def optimal_assignment(cost_NE: Float[Tensor, "N E"]) -> Int[Tensor, " N"]:
+    """Assignment of N items to E experts, N / E each, whose summed cost no other undercuts.
 
-    split: Callable[[SplitInputs], Iterator[LayerSplit]]
-    """Splits the layers of a model one after the other."""
-    has_shared_expert: bool = False
+    The rivals assign exactly, by Jonker-Volgenant on a square matrix with every expert's column
+    repeated, or by minimum-cost flow; this is POT's network simplex, with the same optimum. Costs
+    are finite, and N is a multiple of E.
+
+    Raises:
+        UserError: POT is not installed.
+    """
+    try:
+        import ot  # optional
+    except ImportError as error:
+        raise UserError(
+            "This method assigns neurons exactly, which needs POT. Install it by "
+            "pip install -e '.[baselines]' in the checkout."
+        ) from error
+    # Integer supplies and demands have an integer optimum, which the simplex method returns.
+    supply_N, room_E = (torch.ones(size, dtype=torch.float64) for size in cost_NE.shape)
+    room_E *= len(supply_N) // len(room_E)
+    costs = cost_NE.double().cpu().numpy()
+    flow_NE = ot.emd(supply_N.numpy(), room_E.numpy(), costs, numItermax=100_000_000)
+    return torch.from_numpy(flow_NE).argmax(dim=1).to(cost_NE.device)
+
+
+def balanced_clusters(
+    score: Callable[[Float[Tensor, "N E"]], Float[Tensor, "N E"]],
+    num_items: int,
+    num_clusters: int,
+    config: BaselineConfig,
+    generator: torch.Generator,
+) -> Int[Tensor, " N"]:
+    """Clusters of one size whose items score high, the best of `cluster_starts`.
+
+    Each start has random items as centres, and ends where a round makes nothing better. `score`
+    says how well each item fits each cluster, given the items of the clusters: 1 for members, else
+    0. N is a multiple of E.
+    """
+    best, best_N = -torch.inf, torch.empty(0)
+    for _ in range(config.cluster_starts):
+        first = torch.randperm(num_items, generator=generator)[:num_clusters]
+        score_NE = score(F.one_hot(first, num_items).T.float())
+        reached, expert_N = -torch.inf, torch.empty(0)
+        for _ in range(config.cluster_rounds + 1):
+            moved_N = harden(score_NE)
+            weight_NE = F.one_hot(moved_N, num_clusters).float()
+            score_NE = score(weight_NE)
+            total = float((score_NE * weight_NE).sum(dtype=torch.float64))
+            if total <= reached:
+                break
+            reached, expert_N = total, moved_N
+        if reached > best:
+            best, best_N = reached, expert_N
+    return best_N
+
+
+def balanced_kmeans(
+    features_NF: Float[Tensor, "N F"],
+    num_clusters: int,
+    config: BaselineConfig,
+    generator: torch.Generator,
+) -> Int[Tensor, " N"]:
+    """Clusters of equal size with small squared distances to their centres."""
+
+    def score(weight_NE: Tensor) -> Tensor:
+        weight_NE = weight_NE.to(features_NF.device)
+        return -squared_distance(features_NF, (weight_NE / weight_NE.sum(dim=0)).T @ features_NF)
+
+    return balanced_clusters(score, len(features_NF), num_clusters, config, generator)
+
+
+def means(
+    features_NF: Float[Tensor, "N F"], expert_N: Int[Tensor, " N"], num_clusters: int
+) -> Float[Tensor, "E F"]:
+    """Mean of the features of each cluster's items; clusters are of one size."""
+    order = expert_N.argsort(stable=True)
+    return features_NF[order].view(num_clusters, -1, features_NF.shape[1]).mean(dim=1)
+
+
+def squared_distance(features_NF: Tensor, centre_EF: Tensor) -> Tensor:
+    """Squared distances less each item's own norm, which no assignment can change."""
+    return centre_EF.square().sum(dim=1) - 2 * features_NF @ centre_EF.T

@@ -16,30 +16,32 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dotmoe.baselines.contract import LayerSplit, SplitInputs
-from dotmoe.baselines.kmeans import balanced_kmeans, means
+from dotmoe.baselines.contract import LayerSplit, SplitInputs, balanced_kmeans, means
 from dotmoe.layout import ALWAYS_ON
 from dotmoe.models.dense import DenseModel
+from dotmoe.moe.losses import IGNORED, distillation_loss, next_token_labels
+from dotmoe.moe.objective import hidden_states
 from dotmoe.transport import greedy_assignment
-
-_TOKENS_OF_LOGITS = 1024
-"""Tokens whose logits are held at a time."""
 
 
 def llama_moe_v2(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer by importance; with shared neurons in `granularity`, the residual form."""
-    split = inputs.granularity
-    layers = list(inputs.layers())
-    routers = [
-        input_clusters(layer.x_TD, split.num_experts, inputs, layer.generator) for layer in layers
+    split, layers = inputs.granularity, list(inputs.layers())
+    routers = []
+    for layer in layers:
+        # The last T mod E tokens are left out.
+        whole_TD = layer.x_TD[: len(layer.x_TD) // split.num_experts * split.num_experts]
+        cluster_T = balanced_kmeans(whole_TD, split.num_experts, inputs.config, layer.generator)
+        routers.append(means(whole_TD, cluster_T, split.num_experts))
+    experts = [
+        (layer.x_TD @ router_ED.T).argmax(dim=1)
+        for layer, router_ED in zip(layers, routers, strict=True)
     ]
-    importances = importance(inputs.dense, inputs.tokens_BT, routers)
-    for layer, router_ED, importance_EN in zip(layers, routers, importances, strict=True):
-        score_NE = importance_EN.T.contiguous()
+    scores = importance(inputs.dense, inputs.tokens_BT, experts, split.num_experts)
+    for layer, router_ED, score_NE in zip(layers, routers, scores, strict=True):
         expert_N = torch.full((split.ffn_width,), ALWAYS_ON, device=score_NE.device)
         free_N = torch.ones_like(expert_N, dtype=torch.bool)
         free_N[most_listed(score_NE, split.expert_size)[: split.shared_size]] = False
@@ -47,54 +49,47 @@ def llama_moe_v2(inputs: SplitInputs) -> Iterator[LayerSplit]:
         yield LayerSplit(layer=layer, expert_of_neuron_N=expert_N, router_ED=router_ED)
 
 
-def input_clusters(
-    x_TD: Float[Tensor, "T D"], num_experts: int, inputs: SplitInputs, generator: torch.Generator
-) -> Float[Tensor, "E D"]:
-    """Centres of E equal clusters of FFN inputs; the last T mod E tokens are left out."""
-    whole_TD = x_TD[: len(x_TD) // num_experts * num_experts]
-    expert_T = balanced_kmeans(
-        whole_TD,
-        num_experts,
-        rounds=inputs.config.cluster_rounds,
-        starts=inputs.config.cluster_starts,
-        generator=generator,
-    )
-    return means(whole_TD, expert_T, num_experts)
-
-
 def importance(
-    dense: DenseModel, tokens_BT: Tensor, routers: list[Tensor], rows: int = 4
-) -> list[Float[Tensor, "E N"]]:
+    dense: DenseModel,
+    tokens_BT: Tensor,
+    experts: list[Int[Tensor, " T"]],
+    num_experts: int,
+    rows: int = 4,
+) -> list[Float[Tensor, "N E"]]:
     """Mean |H * dL/dH| of each neuron over the tokens of each expert, a layer each; 0 without any.
 
-    Args:
-        dense: The dense model; its weights get no gradient.
-        tokens_BT: Text whose next-token loss L is summed.
-        routers: Rows of each layer's router, [E, D]; a token's expert is its largest product.
-        rows: Sequences of one forward and backward pass.
+    L is the summed next-token loss. `experts` has the expert of each token of the text, for each
+    layer; `rows` sequences go through one forward and backward pass. Weights get no gradient.
     """
-    layers = list(dense.family.layers(dense.model))
-    sums = [router.new_zeros(len(router), dense.widths.ffn) for router in routers]
-    counts = [router.new_zeros(len(router)) for router in routers]
-    experts: dict[int, Tensor] = {}
+    sums = [torch.zeros(num_experts, dense.widths.ffn, device=e.device) for e in experts]
     hidden: dict[int, Tensor] = {}
-    hooks = []
-    for index, layer in enumerate(layers):
-        see = partial(_see_input, index, routers[index], experts)
-        hooks.append(layer.get_submodule("mlp").register_forward_pre_hook(see))
-        keep = partial(_keep_hidden, index, hidden)
-        hooks.append(dense.family.ffn(layer).down.register_forward_pre_hook(keep))
+    hooks = [
+        dense.family.ffn(layer).down.register_forward_pre_hook(partial(_keep, hidden, index))
+        for index, layer in enumerate(dense.family.layers(dense.model))
+    ]
+    head_VD, done = dense.family.head(dense.model).weight, 0
     try:
-        for batch in torch.split(tokens_BT.long().to(dense.device), rows):
-            _backward(dense, batch)
-            for index in range(len(layers)):
-                _add(hidden[index], experts[index], sums[index], counts[index])
+        for batch_BT in torch.split(tokens_BT.long().to(dense.device), rows):
+            labels_T = next_token_labels(batch_BT)
+            weight = float((labels_T != IGNORED).sum())  # the sum instead of the mean
+            with torch.enable_grad():
+                hidden_TD = hidden_states(dense, batch_BT)
+                loss = distillation_loss(
+                    hidden_TD, None, head_VD, labels_T, kl_weight=0.0, ce_weight=weight
+                )
+                torch.autograd.backward(loss[0])
+            here = slice(done, done + batch_BT.numel())
+            done = here.stop
+            for index, expert_T in enumerate(experts):
+                grad = hidden[index].grad
+                assert grad is not None
+                worth_TN = (hidden[index].detach() * grad).abs().float().flatten(0, -2)
+                sums[index].index_add_(0, expert_T[here], worth_TN)
     finally:
         for hook in hooks:
             hook.remove()
-    return [
-        sum_EN / count_E.clamp(min=1)[:, None] for sum_EN, count_E in zip(sums, counts, strict=True)
-    ]
+    counts = [torch.bincount(expert_T, minlength=num_experts) for expert_T in experts]
+    return [(s / c.clamp(min=1)[:, None]).T.contiguous() for s, c in zip(sums, counts, strict=True)]
 
 
 def most_listed(score_NE: Float[Tensor, "N E"], list_length: int) -> Tensor:
@@ -105,47 +100,9 @@ def most_listed(score_NE: Float[Tensor, "N E"], list_length: int) -> Tensor:
     return by_worth[listed_N[by_worth].argsort(descending=True, stable=True)]
 
 
-@torch.enable_grad()
-def _backward(dense: DenseModel, tokens_BT: Tensor) -> None:
-    """Backward of the next-token loss; logits of some tokens at a time, never of all."""
-    head = dense.family.head(dense.model)
-    divisor = dense.family.traits(dense.config).multipliers.logits_divisor
-    trunk = dense.family.trunk(dense.model)
-    hidden_BTD = trunk(input_ids=tokens_BT, use_cache=False).last_hidden_state
-    leaf_BTD = hidden_BTD.detach().requires_grad_()
-    hidden_TD, label_T = leaf_BTD[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten()
-    parts = (torch.split(tensor, _TOKENS_OF_LOGITS) for tensor in (hidden_TD, label_T))
-    for hidden_TD, label_T in zip(*parts, strict=True):
-        logits_TV = head(hidden_TD).float() / divisor
-        torch.autograd.backward(F.cross_entropy(logits_TV, label_T, reduction="sum"))
-    torch.autograd.backward(hidden_BTD, leaf_BTD.grad)
-
-
-def _see_input(
-    index: int,
-    router_ED: Tensor,
-    experts: dict[int, Tensor],
-    module: nn.Module,
-    args: tuple[Tensor],
-) -> None:
-    x_TD = args[0].detach().reshape(-1, args[0].shape[-1])
-    experts[index] = (x_TD.float() @ router_ED.T).argmax(dim=1)
-
-
-def _keep_hidden(
-    index: int, hidden: dict[int, Tensor], module: nn.Module, args: tuple[Tensor]
-) -> None:
-    kept = args[0]
-    if kept.requires_grad:
-        kept.retain_grad()
+def _keep(hidden: dict[int, Tensor], index: int, _: nn.Module, args: tuple[Tensor]) -> None:
+    hidden[index] = args[0]
+    if args[0].requires_grad:
+        args[0].retain_grad()
     else:  # the first layer of a frozen model
-        kept.requires_grad_()
-    hidden[index] = kept
-
-
-@torch.no_grad()
-def _add(hidden: Tensor, expert_T: Tensor, sum_EN: Tensor, count_E: Tensor) -> None:
-    assert hidden.grad is not None
-    worth_TN = (hidden * hidden.grad).abs().float().reshape(-1, hidden.shape[-1])
-    sum_EN.index_add_(0, expert_T, worth_TN)
-    count_E.index_add_(0, expert_T, torch.ones_like(expert_T, dtype=count_E.dtype))
+        args[0].requires_grad_()

@@ -1,8 +1,10 @@
 """`dotmoe bench`: how fast a dense model and its MoE run, in one run, beside what is possible."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -10,31 +12,35 @@ import torch
 import tyro
 from tyro.conf import Positional
 
-from dotmoe.bench.runners import Loaded, Point, Setup, llama_library
-from dotmoe.bench.sources import LLAMA_CPP, Source, sources
-from dotmoe.bench.work import causal_keys, expected_experts
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
-from dotmoe.llama_cpp import REMEDIES
+from dotmoe.evaluate.models import model_folder
 from dotmoe.load import LoadConfig
 from dotmoe.options import at_least, check
 from dotmoe.progress import Update, no_update
 from dotmoe.provenance import provenance
-from dotmoe.tables import Table, in_bytes, percent
+from dotmoe.tables import Table, in_bytes, percent, table_of
 from dotmoe.worker import Worker
 
 PROTOCOL = (
     "Both models are held in processes of their own. At each point they are warmed up, then take "
     "turns for the rounds, in alternating order; every round starts from the same cache. Tokens "
-    "per second and their ratio are from the best decile of the times of all steps, the spread "
-    "is the quartiles over rounds of the ratio of median times. Tokens are drawn evenly from the "
-    "vocabulary. Ideal ratio: of the bytes of weights read (decode) or of the floating-point "
-    "operations (prefill), dense / MoE, as the runtime stores the weights. Bytes of the cache are "
-    "not in it: attention costs both models the same, and lowers the share as the context grows. A "
-    "share of the ideal above 1 means that something else bounds the dense model."
+    "per second and their ratio are from a low quantile (0.1) of the times of all steps, "
+    "the spread is the quartiles over rounds of the ratio of median times. Tokens are drawn evenly "
+    "from the vocabulary. Ideal ratio: of the bytes of weights read (decode) or of the multiply-"
+    "adds with weights (prefill), dense / MoE, as the runtime stores the weights; a step of decode "
+    "reads the distinct experts that independent, even routing would choose. Attention over the "
+    "context is not in it: it costs both models the same, and lowers the share as the context "
+    "grows. A share of the ideal above 1 means that something else bounds the dense model."
 )
-_REMEDIES = {"": "If memory ran out, lower batch_sizes, prompt_tokens or context_tokens."}
 
+RUNNERS = (
+    ("transformers", "dotmoe.bench.runners:TransformersRunner"),
+    ("llama.cpp", "dotmoe.bench.runners:LlamaRunner"),
+)
+"""Of checkpoints and of GGUF files."""
+
+Values = dict[str, Any]
 Rounds = Sequence[Sequence[float]]
 """Seconds of each step, by round."""
 
@@ -76,17 +82,15 @@ class BenchConfig:
             )
 
     @property
-    def points(self) -> list[Point]:
-        """What is measured, in order."""
-        prefill = Point(name="prefill", batch=1, tokens=self.prompt_tokens, steps=1)
-        decode = [
-            Point(name="decode", batch=batch, tokens=self.context_tokens, steps=self.decode_steps)
-            for batch in self.batch_sizes
-        ]
-        return [prefill, *decode] if self.prompt_tokens else decode
+    def points(self) -> list[Values]:
+        """What is measured, in order: `name`, `batch`, `tokens`, and `steps` of decode."""
+        prefill = {"name": "prefill", "batch": 1, "tokens": self.prompt_tokens, "steps": 0}
+        decode = {"name": "decode", "tokens": self.context_tokens, "steps": self.decode_steps}
+        points = [decode | {"batch": batch} for batch in self.batch_sizes]
+        return [prefill, *points] if self.prompt_tokens else points
 
 
-def bench(config: BenchConfig, on_progress: Update = no_update) -> dict[str, Any]:
+def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
     """Measure both models in one run, in turns; both are in memory, each in its own process.
 
     Args:
@@ -97,70 +101,81 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> dict[str, Any
         JSON values: both models, every point of both, ratios, settings and provenance.
 
     Raises:
-        UserError: See `sources`; or a device or context that there is not, or too little memory.
+        UserError: One is a GGUF file and the other is not, llama.cpp is not installed, a model is
+            missing, the two are not a dense model and an MoE of the same sizes; or a device or
+            context that there is not, or too little memory.
     """
     check(config)
-    runtime, *found = sources(config.dense, config.moe)
-    for source in found:
-        _require_context(config, source)
+    in_gguf = [name.lower().endswith(".gguf") for name in (config.dense, config.moe)]
+    if in_gguf[0] != in_gguf[1]:
+        raise UserError(
+            f"one of {config.dense} and {config.moe} is a GGUF file and the other is not, but both "
+            "must run in the same software. Give two GGUF files or two checkpoints."
+        )
     threads = config.threads or torch.get_num_threads()
-    is_llama = runtime == LLAMA_CPP
-    device = "cpu" if is_llama else str(resolved_device(config.load.device))
+    device = "cpu" if in_gguf[0] else str(resolved_device(config.load.device))
     if config.clock == "cpu" and (threads > 1 or device != "cpu"):
         raise UserError(
             f"clock is cpu with {threads} threads on {device}, but it adds up all threads and sees "
             "no GPU. Set threads to 1 and device to cpu, or clock to wall."
         )
-    runner = f"dotmoe.bench.runners:{'LlamaRunner' if is_llama else 'TransformersRunner'}"
+    runtime, runner = RUNNERS[in_gguf[0]]
+    options = config.load.dtype, device, threads, config.clock, config.seed
+    remedy = "If memory ran out, lower batch_sizes, prompt_tokens or context_tokens."
     with ExitStack() as stack:
         workers = []
-        for source in found:
-            setup = Setup(
-                path=str(source.path),
-                device=device,
-                dtype=config.load.dtype,
-                threads=threads,
-                clock=config.clock,
-                seed=config.seed,
-            )
-            worker = Worker(
-                runner,
-                setup,
-                name=f"{runtime} on {source.path}",
-                threads=threads,
-                remedies=REMEDIES if is_llama else _REMEDIES,
-            )
+        for name in (config.dense, config.moe):
+            path = Path(name).expanduser() if in_gguf[0] else model_folder(name)
+            called = f"{runtime} on {path}"
+            worker = Worker(runner, str(path), *options, name=called, remedy=remedy)
             workers.append(stack.enter_context(worker))
-        loaded: list[Loaded] = [worker.ask("load") for worker in workers]
-        points = _measured(config, workers, loaded, on_progress)
-    dense, moe = [
-        {"name": source.name, "loaded": asdict(each), "stored_bytes": each.weights.stored_bytes}
-        for source, each in zip(found, loaded, strict=True)
-    ]
+        models = [worker.ask("loaded") for worker in workers]
+        _require_a_pair(config, *models)
+        points = _measured(config, workers, models, on_progress)
     made = provenance(config.seed) | {"threads": threads}
-    if is_llama:
-        made["versions"]["llama_cpp_python"] = llama_library().__version__
-    settings = asdict(config) | {"threads": threads, "device": device}
+    if in_gguf[0]:
+        made["versions"]["llama_cpp_python"] = version("llama_cpp_python")
     return {
         "origin": "measured",
         "protocol": PROTOCOL,
         "runtime": runtime,
-        "dense": dense,
-        "moe": moe,
+        "dense": {"name": config.dense, **models[0]},
+        "moe": {"name": config.moe, **models[1]},
         "points": points,
-        "settings": settings | {"batch_sizes": list(config.batch_sizes)},
+        "settings": asdict(config) | {"threads": threads, "device": device},
         "provenance": made,
     }
 
 
+def _require_a_pair(config: BenchConfig, dense: Values, moe: Values) -> None:
+    experts, sizes = (
+        [each["weights"][what] for each in (dense, moe)] for what in ("experts", "embedding")
+    )
+    if experts[0] or not experts[1] or sizes[0] != sizes[1]:
+        raise UserError(
+            f"{config.dense} has {experts[0]} experts a layer and an embedding {sizes[0]}, "
+            f"{config.moe} {experts[1]} and {sizes[1]}. Give a dense model, then what was made "
+            "of it."
+        )
+    context = min(dense["context"], moe["context"])
+    lengths = {
+        "prompt_tokens": config.prompt_tokens,
+        "context_tokens + decode_steps": config.context_tokens + config.decode_steps,
+    }
+    for name, tokens in lengths.items():
+        if tokens > context:
+            raise UserError(f"{name} is {tokens}, but the context is {context}. Take no more.")
+
+
 def _measured(
-    config: BenchConfig, workers: list[Worker], loaded: list[Loaded], on_progress: Update
-) -> list[dict[str, Any]]:
-    total, done, results = config.rounds * len(config.points), 0, []
+    config: BenchConfig, workers: list[Worker], models: list[Values], on_progress: Update
+) -> list[Values]:
+    done, total, results = 0, config.rounds * len(config.points), []
     for point in config.points:
-        note = f"{point.name}, batch {point.batch}"
+        note = f"{point['name']}, batch {point['batch']}"
         on_progress(done, total, note)
-        touched = [worker.ask("prepare", point) for worker in workers]
+        for worker in workers:
+            worker.ask("prepare", point["batch"], point["tokens"], point["steps"])
         rounds: list[list[list[float]]] = [[], []]
         for turn in range(config.rounds):
             for side in (0, 1) if turn % 2 == 0 else (1, 0):
@@ -168,23 +183,18 @@ def _measured(
             done += 1
             on_progress(done, total, note)
         dense, moe = [
-            _side(point, loaded[side], rounds[side], touched[side])
-            | {"peak_bytes": workers[side].ask("finish")}
-            for side in (0, 1)
+            _side(point, model["weights"], seconds) | {"peak_bytes": worker.ask("peak")}
+            for worker, model, seconds in zip(workers, models, rounds, strict=True)
         ]
-        bytes_ratio = dense["weight_bytes"] / moe["weight_bytes"]
-        flops_ratio = dense["flops_per_token"] / moe["flops_per_token"]
-        ideal = bytes_ratio if point.name == "decode" else flops_ratio
-        ratio = moe["tokens_per_s"] / dense["tokens_per_s"]
+        work = "weight_bytes" if point["steps"] else "products_per_token"
+        ideal, ratio = dense[work] / moe[work], moe["tokens_per_s"] / dense["tokens_per_s"]
         results.append(
             {
-                "point": asdict(point),
+                "point": point,
                 "dense": dense,
                 "moe": moe,
                 "speed_ratio": ratio,
                 "speed_ratio_quartiles": ratio_quartiles(*rounds),
-                "bytes_ratio": bytes_ratio,
-                "flops_ratio": flops_ratio,
                 "ideal_ratio": ideal,
                 "share_of_ideal": ratio / ideal,
             }
@@ -192,33 +202,31 @@ def _measured(
     return results
 
 
-def _side(point: Point, loaded: Loaded, rounds: Rounds, touched: float | None) -> dict[str, Any]:
+def _side(point: Values, weights: Values, rounds: Rounds) -> Values:
     """One model at one point."""
-    work, tokens = loaded.weights, point.tokens_per_step
-    best, middle, worst = np.quantile(np.concatenate(rounds), [0.1, 0.5, 0.9]).tolist()
-    origin = "measured"
-    if not work.num_experts:
-        touched, origin = 0.0, "none"
-    elif touched is None:
-        touched = expected_experts(work.num_experts, work.active_experts, tokens)
-        origin = "independent routing"
-    keys, head_rows = float(causal_keys(point.tokens)), 1  # of a prompt, the last token's logits
-    if point.name == "decode":  # the mean over the steps of a round
-        keys = point.batch * causal_keys(point.steps, before=point.tokens) / point.steps
-        head_rows = point.batch
+    head, fixed, expert = weights["head"], weights["fixed"], weights["expert"]
+    active, tokens = weights["active_experts"], point["batch" if point["steps"] else "tokens"]
+    best = float(np.quantile(np.concatenate(rounds), 0.1))
+    touched = expected_experts(weights["experts"], active, tokens)
+    products = fixed["products"] + active * expert["products"]
     return {
         "tokens_per_s": tokens / best,
-        "timing": {
-            "best_decile_s": best,
-            "median_s": middle,
-            "worst_decile_s": worst,
-            "samples": sum(map(len, rounds)),
-        },
         "experts_touched": touched,
-        "experts_touched_by": origin,
-        "weight_bytes": work.touched_bytes(tokens, touched),
-        "flops_per_token": work.flops(tokens, keys, head_rows=head_rows) / tokens,
+        "weight_bytes": head["bytes"] + fixed["bytes"] + touched * expert["bytes"],
+        "products_per_token": products + head["products"] * point["batch"] / tokens,
     }
+
+
+def expected_experts(num_experts: int, active_experts: int, tokens: int) -> float:
+    """Distinct experts a layer if tokens were routed independently and evenly.
+
+        E (1 - (1 - k / E)^T)
+
+    Example:
+        >>> expected_experts(112, 28, 1), round(expected_experts(112, 28, 4), 1)
+        (28.0, 76.6)
+    """
+    return num_experts * (1 - (1 - active_experts / max(1, num_experts)) ** tokens)
 
 
 def ratio_quartiles(dense: Rounds, moe: Rounds) -> list[float]:
@@ -228,72 +236,38 @@ def ratio_quartiles(dense: Rounds, moe: Rounds) -> list[float]:
     return quartiles
 
 
-def tables(result: dict[str, Any]) -> list[Table]:
-    """What `bench` measured: both models, then a line for each point with speed and work."""
-    settings, hardware = result["settings"], result["provenance"]["hardware"]
-    models, speeds, works = [], [], []
-    for label, side in (("dense", result["dense"]), ("MoE", result["moe"])):
-        loaded = side["loaded"]
-        work = loaded["weights"]
-        experts = f"{work['active_experts']} of {work['num_experts']}"
-        split = experts if work["num_experts"] else None
-        size = in_bytes(side["stored_bytes"])
-        models.append([label, side["name"], loaded["dtype"], split, size])
-    for each in result["points"]:
-        point, dense, moe = each["point"], each["dense"], each["moe"]
+def table(result: Values) -> Table:
+    """What `bench` measured: a line for each point."""
+    settings, models = result["settings"], []
+    for label in ("dense", "moe"):
+        about = result[label]["weights"]
+        split = f", {about['active_experts']} of {about['experts']} experts" * (label == "moe")
+        size = in_bytes(about["stored_bytes"])
+        models.append(f"{result[label]['name']} ({result[label]['dtype']}, {size}{split})")
+
+    def name(row: Values) -> str:
+        point = row["point"]
         is_prefill = point["name"] == "prefill"
-        name = f"prefill {point['tokens']}" if is_prefill else f"decode x {point['batch']}"
-        speeds.append(
-            [
-                name,
-                f"{dense['tokens_per_s']:,.1f}",
-                f"{moe['tokens_per_s']:,.1f}",
-                f"{each['speed_ratio']:.2f}",
-                "{:.2f}-{:.2f}".format(*each["speed_ratio_quartiles"]),
-                f"{each['ideal_ratio']:.2f}",
-                percent(each["share_of_ideal"]),
-            ]
-        )
-        both = [
-            f"{dense[key] / unit:,.1f} / {moe[key] / unit:,.1f}"
-            for key, unit in (
-                ("weight_bytes", 2**20),
-                ("flops_per_token", 1e6),
-                ("peak_bytes", 2**20),
-            )
-        ]
-        works.append([name, *both, f"{moe['experts_touched']:.1f}"])
-    unit = "tokens/s" if settings["clock"] == "wall" else "tokens/CPU s"
-    origins = sorted({each["moe"]["experts_touched_by"] for each in result["points"]})
-    return [
-        Table(
-            title=f"{result['runtime']} on {hardware}, {settings['threads']} "
-            f"threads, {settings['rounds']} rounds in turns",
-            columns=("", "model", "dtype", "experts", "weights"),
-            rows=models,
-            words=3,
-        ),
-        Table(
-            columns=(unit, "dense", "MoE", "ratio", "quartiles", "ideal", "of ideal"), rows=speeds
-        ),
-        Table(
-            columns=("dense / MoE", "weights read, MiB", "MFLOP a token", "peak, MiB", "experts"),
-            rows=works,
-            note="ratio: MoE / dense, best decile of all steps; quartiles: over rounds, median "
-            "times. ideal: bytes of weights read (decode), FLOPs (prefill), dense / MoE. experts: "
-            f"distinct ones a layer and step, {', '.join(origins)}. peak: memory of the process on "
-            "a CPU, allocated on a GPU.",
-        ),
-    ]
+        return f"prefill {point['tokens']}" if is_prefill else f"decode x {point['batch']}"
 
-
-def _require_context(config: BenchConfig, source: Source) -> None:
-    wanted = {"prompt_tokens": config.prompt_tokens}
-    if config.batch_sizes:
-        wanted["context_tokens + decode_steps"] = config.context_tokens + config.decode_steps
-    for name, tokens in wanted.items():
-        if tokens > source.context:
-            raise UserError(
-                f"{name} is {tokens}, but {source.name} has a context of {source.context}. "
-                f"Choose at most {source.context}."
-            )
+    columns: dict[str, Callable[[Values], str]] = {
+        "tokens/s" if settings["clock"] == "wall" else "tokens/CPU s": name,
+        "dense": lambda row: f"{row['dense']['tokens_per_s']:,.1f}",
+        "MoE": lambda row: f"{row['moe']['tokens_per_s']:,.1f}",
+        "ratio": lambda row: f"{row['speed_ratio']:.2f}",
+        "quartiles": lambda row: "{:.2f}-{:.2f}".format(*row["speed_ratio_quartiles"]),
+        "ideal": lambda row: f"{row['ideal_ratio']:.2f}",
+        "of ideal": lambda row: percent(row["share_of_ideal"]),
+        "peak memory": lambda row: " / ".join(
+            in_bytes(row[side]["peak_bytes"]) for side in ("dense", "moe")
+        ),
+    }
+    return table_of(
+        result["points"],
+        columns,
+        title=f"{result['runtime']} on {result['provenance']['hardware']}, {settings['threads']} "
+        f"threads, {settings['rounds']} rounds in turns",
+        note=f"dense: {models[0]}. MoE: {models[1]}. ratio: of the best steps; quartiles: "
+        "over rounds, median times. ideal: bytes of weights read (decode), multiply-adds (prefill),"
+        " dense / MoE. peak memory: of the process on a CPU, allocated on a GPU.",
+    )

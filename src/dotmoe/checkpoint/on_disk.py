@@ -6,7 +6,6 @@ so small that reading them once and keeping them is the better bargain.
 """
 
 import copy
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,20 +15,18 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from dotmoe.checkpoint.folder import tensor_files
 from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.errors import UserError, VerificationError, one_line
+from dotmoe.files import read_json
 from dotmoe.models.dense import DenseModel
 from dotmoe.parameters import compute_constants
 
 KEPT_BYTES = 2**28
 """Models with weights up to this size are kept in memory once they are read."""
-
 _LAYER = re.compile(r"model\.layers\.(\d+)(?![^.])")
 
 Read = Callable[[str, Iterable[str]], Mapping[str, Tensor]]
@@ -42,140 +39,102 @@ def on_disk(
     dtype: torch.dtype | Literal["auto"],
     *,
     rounded_to: torch.dtype | None = None,
-    tensors: Tensors | None = None,
 ) -> DenseModel:
-    """The same dense model with its weights left in its folder.
+    """The same dense model, loaded or only described, with its weights left in its folder.
 
     Args:
-        dense: A dense model; only what it says of itself is used, so its weights may be on the meta
-            device.
+        dense: The model.
         device: Where to compute.
         dtype: In which dtype to compute; auto: that of the stored FFNs.
-        rounded_to: Dtype to round weights to before that; None: none.
-        tensors: Where to read weights; None: in the files of its folder.
+        rounded_to: Dtype to round weights to before that.
 
     Raises:
-        UserError: The folder lacks a tensor, or has one of another shape.
+        UserError: The folder lacks a tensor, or has one of another shape; when a part runs, that a
+            weight is not finite.
     """
-    tensors = tensors or Tensors.of(dense)
+    tensors = Tensors.of(dense)
     if dtype == "auto":
         _, dtype = tensors.describe(dense.family.ffn_tensor(0, "gate"))
     model = empty_model(dense.config, device, dtype)
-    for name, parameter in model.named_parameters():
-        shape, _ = tensors.describe(name)
-        if shape != tuple(parameter.shape):
-            raise UserError(
-                f"{name} has shape {shape} in {tensors.folder}, but its config.json asks for "
-                f"{tuple(parameter.shape)}. Mend the config."
-            )
-    known: set[tuple[str, str]] = set()
+    tensors.require_shapes(model)
 
     def read(part: str, names: Iterable[str]) -> dict[str, Tensor]:
-        weights = {}
-        for name in names:
-            stored = tensors.read(f"{part}.{name}").to(device)
-            if (part, name) not in known:
-                _require_finite(stored, f"{part}.{name}", tensors.folder, UserError)
-                known.add((part, name))
-            weights[name] = stored.to(rounded_to or dtype).to(dtype)
+        weights = {
+            name: tensors.read(f"{part}.{name}").to(device).to(rounded_to or dtype).to(dtype)
+            for name in names
+        }
         tensors.forget()
         return weights
 
-    _read_when_run(model, read)
+    _read_when_run(model, read, dense.folder, UserError)
     return replace(dense, model=model)
 
 
 def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The exported model in the class that stock Transformers has for it, weights on disk.
 
+    Transformers gets each layer, when it runs, as a checkpoint of everything outside the layers and
+    the one layer: the naming, stacking and checking of a layer's tensors are all its work.
+
     Raises:
-        VerificationError: Transformers misses a tensor outside the layers, or does not know one.
-            The tensors of a layer are looked at when it runs.
+        VerificationError: Transformers misses a tensor, or does not know one.
     """
-    weights = _ExportedWeights(folder, device, dtype)
-    _read_when_run(weights.model, weights.read)
-    return weights.model
+    plain = read_json(folder / "config.json")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    tensors = Tensors(folder, tied=False)
+    model = empty_model(config, device, dtype)
+    assert type(model).__module__.startswith("transformers."), type(model)
 
+    def state(layer: int | None) -> dict[str, Tensor]:
+        names = {}
+        for name in tensors.names:
+            number = _layer_of(name)
+            if number is not None and number == layer:
+                names[name] = _LAYER.sub("model.layers.0", name)
+            elif number is None or number >= config.num_hidden_layers:
+                names[name] = name
+        return {names[name]: tensor for name, tensor in tensors.read_all(names)}
 
-class _ExportedWeights:
-    """Weights of an exported folder, each layer through `from_pretrained`.
+    def load(layer: int | None) -> nn.Module:
+        one_layer = type(config).from_dict(_with_one_layer(plain, layer))
+        place = str(folder) if layer is None else f"layer {layer} of {folder}"
+        return _loaded(type(model), one_layer, state(layer), dtype, place)
 
-    Transformers gets them as a checkpoint of its own: everything outside the layers, and the one
-    layer. So the naming, stacking and checking of a layer's tensors are all its work. What lies
-    outside the layers it has looked at before, and finds under the names that its model has.
-    """
-
-    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-        self._folder, self._device, self._dtype = folder, device, dtype
-        self._plain: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        self._config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        self._files = tensor_files(folder)
-        self._finite: set[str] = set()
-        self.model = empty_model(self._config, device, dtype)
-        assert type(self.model).__module__.startswith("transformers."), type(self.model)
-        self._load(None)
-
-    def read(self, part: str, names: Iterable[str]) -> dict[str, Tensor]:
-        """See `Read`.
-
-        Raises:
-            VerificationError: A tensor is missing, unknown to Transformers, or not finite.
-        """
+    def read(part: str, names: Iterable[str]) -> dict[str, Tensor]:
         layer = _layer_of(part)
         if layer is None:
-            weights = {name: self._stored(f"{part}.{name}") for name in names}
+            weights = {name: tensors.read(f"{part}.{name}").to(dtype) for name in names}
         else:
-            weights = self._load(layer).get_submodule("model.layers.0").state_dict()
+            weights = load(layer).get_submodule("model.layers.0").state_dict()
             assert weights.keys() == set(names), part
-        if part not in self._finite:
-            for name, tensor in weights.items():
-                _require_finite(tensor, f"{part}.{name}", self._folder, VerificationError)
-            self._finite.add(part)
-        return {name: tensor.to(self._device) for name, tensor in weights.items()}
+        tensors.forget()
+        return {name: tensor.to(device) for name, tensor in weights.items()}
 
-    def _load(self, layer: int | None) -> nn.Module:
-        """A model of the one layer, or of none, as stock Transformers loads it."""
-        place = self._folder if layer is None else f"layer {layer} of {self._folder}"
-        with quiet_transformers():
-            try:
-                model, report = cast(Any, type(self.model)).from_pretrained(
-                    None,
-                    config=type(self._config).from_dict(_with_one_layer(self._plain, layer)),
-                    state_dict=dict(self._tensors(layer)),
-                    dtype=self._dtype,
-                    output_loading_info=True,
-                )
-            except RuntimeError as error:
-                raise VerificationError(
-                    f"Transformers cannot load {place} ({one_line(error)}). Export again."
-                ) from error
-        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            if report[problem]:
-                raise VerificationError(
-                    f"Transformers reports {problem} in {place}: {sorted(report[problem])[:3]}. "
-                    "Update transformers, or choose another export format."
-                )
-        return cast(nn.Module, model)
+    load(None)
+    _read_when_run(model, read, folder, VerificationError)
+    return model
 
-    def _stored(self, name: str) -> Tensor:
-        with safe_open(self._files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor.to(self._dtype)
 
-    def _tensors(self, layer: int | None) -> Iterator[tuple[str, Tensor]]:
-        """Everything outside the layers, and one layer under the number 0; read when looked at."""
-        last = self._config.num_hidden_layers - 1
-        names_of: dict[Path, list[str]] = {}
-        for name, path in self._files.items():
-            number = _layer_of(name)
-            if number is None or number > last or number == layer:
-                names_of.setdefault(path, []).append(name)
-        for path, names in names_of.items():
-            with safe_open(path, framework="pt") as file:
-                for name in names:
-                    is_layer = layer is not None and _layer_of(name) == layer
-                    loaded_as = _LAYER.sub("model.layers.0", name) if is_layer else name
-                    yield loaded_as, file.get_tensor(name)
+def _loaded(
+    model_class: Any, config: Any, state: dict[str, Tensor], dtype: torch.dtype, place: str
+) -> nn.Module:
+    """A model as stock Transformers makes it of these tensors, with nothing missing or left."""
+    with quiet_transformers():
+        try:
+            model, report = model_class.from_pretrained(
+                None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+            )
+        except RuntimeError as error:
+            raise VerificationError(
+                f"Transformers cannot load {place} ({one_line(error)}). Export again."
+            ) from error
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[problem]:
+            raise VerificationError(
+                f"Transformers reports {problem} in {place}: {sorted(report[problem])[:3]}. "
+                "Update transformers, or choose another export format."
+            )
+    return cast(nn.Module, model)
 
 
 def _layer_of(name: str) -> int | None:
@@ -189,23 +148,12 @@ def _with_one_layer(plain: dict[str, Any], layer: int | None) -> dict[str, Any]:
     changed: dict[str, Any] = {"num_hidden_layers": len(kept)}
     if plain.get("layer_types"):
         changed["layer_types"] = [plain["layer_types"][index] for index in kept]
-    if "first_k_dense_replace" in plain:
-        changed["first_k_dense_replace"] = sum(
-            index < plain["first_k_dense_replace"] for index in kept
-        )
-    if "mlp_only_layers" in plain:
+    leading = plain.get("first_k_dense_replace", 0)
+    if leading:
+        changed["first_k_dense_replace"] = sum(index < leading for index in kept)
+    if plain.get("mlp_only_layers"):
         changed["mlp_only_layers"] = [0] if layer in plain["mlp_only_layers"] else []
     return plain | changed
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether no entry is NaN or infinite; needs no memory of the tensor's size."""
-    return all(math.isfinite(end) for end in map(float, tensor.aminmax()))
-
-
-def _require_finite(tensor: Tensor, name: str, folder: Path, error: type[UserError]) -> None:
-    if not is_finite(tensor):
-        raise error(f"{name} in {folder} contains NaN or infinity. Repair the dense checkpoint.")
 
 
 def empty_model(config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -244,20 +192,27 @@ def parts_of(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _read_when_run(model: nn.Module, read: Read) -> None:
+def _read_when_run(model: nn.Module, read: Read, folder: Path, error: type[UserError]) -> None:
     """Make each part of an empty model read its weights before it runs and drop them after."""
     keeps = sum(parameter.nbytes for parameter in model.parameters()) <= KEPT_BYTES
+
+    def read_finite(part: str, names: Iterable[str]) -> Mapping[str, Tensor]:
+        weights = read(part, names)
+        for name, tensor in weights.items():
+            # The two ends tell, and need no memory of the tensor's size.
+            if not all(map(math.isfinite, tensor.aminmax())):
+                raise error(f"{part}.{name} in {folder} contains NaN or infinity. Repair it.")
+        return weights
+
     for name, module in parts_of(model).items():
-        _Part(name, module, read, keeps=keeps)
+        _Part(name, module, read_finite, keeps=keeps)
 
 
 class _Part:
     """Fills the weights of a module while it runs."""
 
     def __init__(self, name: str, module: nn.Module, read: Read, *, keeps: bool) -> None:
-        self._name = name
-        self._read = read
-        self._is_filled = False
+        self._name, self._read, self._is_filled = name, read, False
         # The tensors themselves, by their first names: an FFN may be wrapped afterwards.
         self._weights: dict[str, Tensor] = module.state_dict(keep_vars=True)
         self._placeholders = {key: weight.data for key, weight in self._weights.items()}

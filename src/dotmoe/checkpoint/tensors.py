@@ -1,18 +1,19 @@
 """A checkpoint's tensors, read one at a time from its files, exactly as they are stored."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from dotmoe.checkpoint.folder import tensor_files
 from dotmoe.errors import UserError, one_line
 from dotmoe.models.dense import DenseModel
-from dotmoe.models.traits import TensorPart
+from dotmoe.models.family import TensorPart
 
 DTYPES = {
     "F64": torch.float64,
@@ -21,7 +22,6 @@ DTYPES = {
     "F16": torch.float16,
 }
 """Floating-point dtypes by their name in a safetensors header."""
-
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
@@ -46,10 +46,8 @@ class Tensors:
         self.folder = folder
         self._part_of = part_of
         self._file_of = tensor_files(folder)
-        self._alias: dict[str, str] = {}
-        if tied:
-            stored = EMBEDDING if EMBEDDING in self._file_of else HEAD
-            self._alias = {EMBEDDING: stored, HEAD: stored}
+        stored = EMBEDDING if EMBEDDING in self._file_of else HEAD
+        self._alias = {EMBEDDING: stored, HEAD: stored} if tied else {}
         self._last: tuple[str, Tensor] | None = None
 
     @classmethod
@@ -77,15 +75,14 @@ class Tensors:
         stored = self._alias.get(part, part)
         if stored not in self._file_of:
             raise UserError(
-                f"{name} is missing from the safetensors files of {self.folder}, but its config "
-                "calls for it. Fetch the checkpoint again."
+                f"{name} is missing from the safetensors files of {self.folder}. Fetch them again."
             )
         return stored
 
     def describe(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype, from the file's header alone."""
         stored = self.stored_name(name)
-        with safe_open(self._file_of[stored], framework="pt") as file:
+        with self._opened(stored) as file:
             view = file.get_slice(stored)
             shape, dtype = tuple(view.get_shape()), view.get_dtype()
         if dtype not in DTYPES:
@@ -94,15 +91,26 @@ class Tensors:
                 f"{', '.join(DTYPES)}. Choose a checkpoint that is not quantised."
             )
         rows = self._part_of(name).rows
-        if rows is not None:
-            shape = (rows[1] - rows[0], *shape[1:])
-        return shape, DTYPES[dtype]
+        return shape if rows is None else (rows[1] - rows[0], *shape[1:]), DTYPES[dtype]
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, in the dtype it is stored in."""
-        whole = self._read_stored(self.stored_name(name))
-        rows = self._part_of(name).rows
+        stored, rows = self.stored_name(name), self._part_of(name).rows
+        if self._last is None or self._last[0] != stored:
+            self._last = None  # free the old tensor before the new one is read
+            with self._opened(stored) as file:
+                self._last = (stored, file.get_tensor(stored))
+        whole = self._last[1]
         return whole if rows is None else whole[slice(*rows)]
+
+    def read_all(self, stored: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors by their names in the files, each of which is opened once."""
+        for path, names in groupby(
+            sorted(stored, key=self._file_of.__getitem__), self._file_of.__getitem__
+        ):
+            with safe_open(path, framework="pt") as file:
+                for name in names:
+                    yield name, file.get_tensor(name)
 
     def read_rows(self, name: str, rows: slice) -> Tensor:
         """Rows of a tensor that is stored under its own name or alias; no others are read."""
@@ -115,21 +123,24 @@ class Tensors:
         """Let go of the tensor read last."""
         self._last = None
 
-    def _read_stored(self, stored: str) -> Tensor:
-        if self._last is None or self._last[0] != stored:
-            self._last = None  # free the old tensor before the new one is read
-            with self._opened(stored) as file:
-                self._last = (stored, file.get_tensor(stored))
-        return self._last[1]
+    def require_shapes(self, model: nn.Module) -> None:
+        """Refuse a checkpoint that lacks a parameter of a model, or has it in another shape."""
+        for name, parameter in model.named_parameters():
+            shape, _ = self.describe(name)
+            if shape != tuple(parameter.shape):
+                raise UserError(
+                    f"{name} has shape {shape} in {self.folder}, but its config.json asks for "
+                    f"{tuple(parameter.shape)}. Mend the config."
+                )
 
     @contextmanager
     def _opened(self, stored: str) -> Iterator[Any]:
         """The file of a tensor, opened anew: what a mapped one has read counts as memory."""
+        path = self._file_of[stored]
         try:
-            with safe_open(self._file_of[stored], framework="pt") as file:
+            with safe_open(path, framework="pt") as file:
                 yield file
         except (OSError, SafetensorError) as error:
             raise UserError(
-                f"{self._file_of[stored]} cannot be read ({one_line(error)}). Fetch the "
-                "checkpoint again."
+                f"{path} cannot be read ({one_line(error)}). Fetch the checkpoint again."
             ) from error

@@ -5,6 +5,7 @@ caught from the first moment.
 """
 
 import errno
+import logging
 import os
 import re
 import signal
@@ -25,7 +26,6 @@ class Command:
     """A row of `COMMANDS`."""
 
     help: str
-    """One sentence."""
     common: tuple[str, ...] = ()
     """Options that `--help` shows; the others are in `--help-all`. None: it shows all."""
     recipes: str | None = None
@@ -41,12 +41,12 @@ COMMANDS = {
     "inspect": Command("Show experts, parameters, memory, time and warnings before any cost."),
     "convert": Command(
         "Turn a dense checkpoint into an MoE checkpoint.",
-        common=("method", *_CONVERSION, "format"),
+        common=("method", *_CONVERSION, "repair", "format"),
         recipes="convert",
     ),
     "compare": Command(
         "Convert one model by several methods on the same budget, side by side.",
-        common=("methods", "router-steps", *_CONVERSION),
+        common=("methods", "router-steps", *_CONVERSION, "repair"),
         recipes="convert",
     ),
     "sweep": Command(
@@ -68,7 +68,7 @@ COMMANDS = {
     "bench": Command("Compare the speed and memory of a dense model and its MoE."),
     "report": Command("Put all that was measured of a run into one page with plots."),
 }
-"""Each is a function of that name in `dotmoe.cli.commands`."""
+"""Each is a function `run_NAME` in `dotmoe.cli.commands`."""
 
 
 def main() -> None:
@@ -107,23 +107,23 @@ def _dispatch(name: str, arguments: Sequence[str]) -> None:
     if name in ("-h", "--help", "--help-all"):
         lines = ["usage: dotmoe COMMAND ...   (dotmoe COMMAND --help shows its options)", ""]
         print("\n".join(lines + [f"  {n:<12}{command.help}" for n, command in COMMANDS.items()]))
-        return
-    if name == "--version":
+    elif name == "--version":
         print(f"dotmoe {__version__}")
-        return
-    if name not in COMMANDS:
+    elif name in COMMANDS:
+        from dotmoe.checkpoint.on_disk import quiet_transformers
+        from dotmoe.cli import commands, parse
+
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+        with quiet_transformers():
+            getattr(commands, f"run_{name}")(parse.Line(name, tuple(arguments)))
+    else:
         known = ", ".join(COMMANDS)
         raise UserError(f"{name} is no command. Commands: {known}.{nearest(name, COMMANDS)}")
-    from dotmoe.cli import commands
-
-    with commands.quiet_libraries():
-        getattr(commands, name)(commands.Line(name, tuple(arguments)))
 
 
 def _fail(message: str, *, only_here: bool = False) -> int:
     """Print a failure; one that all ranks of torchrun know of is printed by rank zero alone."""
-    is_first = os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
-    if is_first or only_here:
+    if only_here or os.environ.get("RANK", "0") == "0":
         print(f"dotmoe: error: {one_line(message)}", file=sys.stderr, flush=True)
     return USAGE_ERROR
 

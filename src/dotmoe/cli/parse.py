@@ -15,7 +15,6 @@ from unittest.mock import patch
 import tyro
 
 from dotmoe.cli import COMMANDS
-from dotmoe.config import FinetuneRunConfig, RunConfig
 from dotmoe.errors import UserError, nearest
 from dotmoe.files import read_json
 from dotmoe.options import check, from_values
@@ -46,14 +45,13 @@ class Line(NamedTuple):
             UserError: One line, with the nearest option or choice if there is one.
             SystemExit: After the help.
         """
-        command, arguments = COMMANDS[self.name], self.arguments
-        default: dict[str, Any] = {}
+        command, arguments, start = COMMANDS[self.name], list(self.arguments), None
         if command.recipes:
             start, arguments = self._start(command.recipes)
             values = {field.name: getattr(start, field.name) for field in fields(start)}
             if type(start) is not cls:  # a comparison or a sweep, of what is said for all runs
                 values["method"] = "dot_moe"
-            default = {"default": cls(**values)}
+            start = cls(**values)
             notes = (
                 f"Start from --recipe NAME ({', '.join(RECIPES[command.recipes])}) or from "
                 "--config FILE, the config.json of an earlier run; options given besides change it."
@@ -68,57 +66,49 @@ class Line(NamedTuple):
                     cls,
                     prog=f"dotmoe {self.name}",
                     description=f"{command.help} {notes}".strip(),
-                    args=["--help"] if asked else list(arguments),
+                    args=["--help"] if asked else arguments,
                     config=(tyro.conf.OmitArgPrefixes,),
-                    **default,
+                    **({} if start is None else {"default": start}),
                 )
         except SystemExit as stop:
             if asked:
                 is_short = asked != "--help-all" and command.common
-                print(_short_help(out.getvalue(), self.name) if is_short else out.getvalue())
+                print(_short_help(out.getvalue(), command.common) if is_short else out.getvalue())
                 raise
             line = _in_one_line(said.getvalue())
             raise UserError(f"{line} See dotmoe {self.name} --help.") from stop
         check(config)
         return config
 
-    def _start(self, command: str) -> tuple[Any, tuple[str, ...]]:
+    def _start(self, command: str) -> tuple[Any, list[str]]:
         """The config that --recipe or --config names, and the other arguments."""
         start = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        start.add_argument("--recipe", default=None)
-        start.add_argument("--config", type=Path, default=None)
+        start.add_argument("--recipe")
+        start.add_argument("--config", type=Path)
         try:
             chosen, rest = start.parse_known_args(self.arguments)
         except argparse.ArgumentError as error:
             raise UserError(f"{error}. See dotmoe {self.name} --help.") from error
         if chosen.recipe and chosen.config:
             raise UserError("--recipe and --config both name a start. Give one of them.")
-        cls, source = (RunConfig, "model") if command == "convert" else (FinetuneRunConfig, "run")
-        if chosen.config:
-            read: Any = from_values(cls, read_json(chosen.config), str(chosen.config))
-            return read, tuple(rest)
         recipe = recipe_of(command, chosen.recipe)
+        if chosen.config:
+            read = from_values(type(recipe), read_json(chosen.config), str(chosen.config))
+            return read, rest
+        source = "model" if command == "convert" else "run"
         made_of: Any = getattr(recipe, source) or tyro.MISSING
-        return replace(recipe, **{source: made_of, "out": tyro.MISSING}), tuple(rest)
+        return replace(recipe, **{source: made_of, "out": tyro.MISSING}), rest
 
 
-def _short_help(text: str, name: str) -> str:
+def _short_help(text: str, common: Sequence[str]) -> str:
     """Usage, description and the common options of a command, from its whole help."""
     head, _, rest = text.partition(" positional arguments")
-    blocks: dict[str, list[str]] = {}
-    option = ""
-    for line in map(str.rstrip, rest.splitlines()):
-        if begins := re.match(r"  (?:-h, )?(--[\w-]+|[A-Z]+(?= ))", line):
-            option = begins[1]
-            blocks[option] = [line]
-        elif not line.startswith("  ") or line.startswith("  --"):
-            option = ""
-        elif option:
-            blocks[option].append(line)
-    names = [word for word in blocks if not word.startswith("--")]
-    names += (f"--{word}" for word in COMMANDS[name].common)
-    shown = [line for word in names for line in blocks.get(word, [])]
-    number = sum(word.startswith("--") for word in blocks)
+    starts = r"  (--[\w-]+|[A-Z]+(?= ))"
+    found = re.finditer(rf"^{starts}.*(?:\n(?!{starts}|\s*$).+)*", rest, re.MULTILINE)
+    blocks = {block[1]: re.sub(r" +$", "", block[0], flags=re.MULTILINE) for block in found}
+    names = [name for name in blocks if not name.startswith("--")]
+    shown = [blocks[name] for name in (*names, *(f"--{option}" for option in common))]
+    number = len(blocks) - len(names) + 1  # with --help
     return "\n".join([head.rstrip(), "", *shown, f"  {'--help-all':<24} show all {number} options"])
 
 

@@ -1,23 +1,21 @@
 """Text sources -> documents -> packed, resumable blocks of tokens."""
 
-from dotmoe.data.blocks import BlockWriter, TokenBlocks, split_off_tail
-from dotmoe.data.decontamination import write_decontaminated
-from dotmoe.data.files import Continuation
-from dotmoe.data.packing import PackedSources, pack, pack_sources, separator_of, shares_in_words
-from dotmoe.data.sources import SELF, DataConfig, documents, sources_of
+from dotmoe.data.blocks import TokenBlocks, block_writer, split_off_tail, write_decontaminated
+from dotmoe.data.packing import Record, boundaries, pack, pack_sources, separator_of
+from dotmoe.data.sources import SELF, Continuation, DataConfig, documents, sources_of
 
 __all__ = [
     "SELF",
-    "BlockWriter",
     "Continuation",
     "DataConfig",
-    "PackedSources",
+    "Record",
     "TokenBlocks",
+    "block_writer",
+    "boundaries",
     "documents",
     "pack",
     "pack_sources",
     "separator_of",
-    "shares_in_words",
     "sources_of",
     "split_off_tail",
     "write_decontaminated",

@@ -1,14 +1,21 @@
-"""From the names a user gives to weighted sources, and to streams of documents."""
+"""From the names a user gives to weighted sources, and to streams of documents in files."""
 
+import gzip
+import io
+import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from random import Random
-from typing import Annotated, NamedTuple
+from typing import IO, Annotated, Any, cast
 
-from dotmoe.data.files import FORMATS, file_documents, text_of_row
+import pyarrow
+import pyarrow.parquet
+
 from dotmoe.errors import UserError, nearest, one_line
 from dotmoe.options import above, at_least
 from dotmoe.stdlib_text import stdlib_documents
@@ -19,34 +26,35 @@ SELF = "self"
 STDLIB = "python-stdlib"
 STDLIB_HELDOUT = "python-stdlib-heldout"
 
+PIECE_CHARACTERS = 1 << 16
+"""Longest piece of a document that is tokenised at once."""
+
+FIELDS = ("text", "content", "page", "passage", "document")
+"""Fields looked for in a row, in this order, where none is named."""
+FORMATS = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
+
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 
-class NamedMix(NamedTuple):
-    """A published data set whose parts are mixed in published proportions."""
-
-    dataset: str
-    """Its name for the `datasets` library."""
-    percent_of_part: dict[str, float]
-    """Percent of the tokens, by configuration of the data set."""
-
-
-MIXES = {
-    # Quoted from the OLMo 2 report (2 OLMo 2 Furious), its 50B-token mix; not measured by us. The
-    # DOT-MoE paper samples "from the larger Dolmino-mix" and gives no proportions of its own.
-    "dolmino": NamedMix(
-        dataset="allenai/dolmino-mix-1124",
-        percent_of_part={
-            "dclm": 47.2,
-            "flan": 16.6,
-            "pes2o": 5.85,
-            "wiki": 7.11,
-            "stackexchange": 2.45,
-            "math": 20.8,
-        },
-    )
+DOLMINO = "dolmino"
+DOLMINO_DATASET = "allenai/dolmino-mix-1124"
+# Quoted from the OLMo 2 report (2 OLMo 2 Furious), its 50B-token mix; not measured by us. The
+# DOT-MoE paper samples "from the larger Dolmino-mix" and gives no proportions of its own.
+DOLMINO_PERCENT = {
+    "dclm": 47.2,
+    "flan": 16.6,
+    "pes2o": 5.85,
+    "wiki": 7.11,
+    "stackexchange": 2.45,
+    "math": 20.8,
 }
-"""By the name that `data` takes; `NAME:FOLDER` is a copy on this machine, a folder a part."""
+"""Percent of the tokens, by configuration of the data set."""
+
+
+class Continuation(str):
+    """A further piece of the document before it."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,14 +90,14 @@ class DataConfig:
     """Tokens of a block, 2 or more. Paper: 2048. Lowered to the model's context if that is less."""
 
     @property
-    def named_mixes(self) -> list[str]:
-        """Sources that are a mix themselves; a file or folder of that very name is none."""
-        return [name for name in self.data if _mix_named(name)]
+    def holds_dolmino(self) -> bool:
+        """Whether a source is the paper's mix, which is read by weights of its own."""
+        return any(map(_is_dolmino, self.data))
 
     @property
     def is_mix(self) -> bool:
         """Whether sources are read side by side, by their weights."""
-        return bool(self.data_weights or self.named_mixes)
+        return bool(self.data_weights) or self.holds_dolmino
 
     def check_together(self) -> None:
         """Refuse to repeat sources that are not mixed."""
@@ -103,30 +111,25 @@ class DataConfig:
 def documents(config: DataConfig) -> Iterator[str]:
     """Stream the documents of all sources, one source after the other.
 
-    A long .txt file comes in pieces: the first is a plain string, those after it are
-    `Continuation`, so that packing knows where a document starts and memory stays bounded.
-
-    Returns:
-        An iterator; every named file is known to exist before the first document is asked for.
+    A long .txt file comes in pieces, those after the first as `Continuation`, so that memory stays
+    bounded. Every named file is known to exist before the first document is asked for.
 
     Raises:
-        UserError: No source named, or one that is missing, empty, damaged or not text; raised
-            where reading finds it, with file and line. Weights or a named mix, which only
-            `pack_sources` can mix.
+        UserError: No source, or weights, which only `pack_sources` can mix; while reading, a source
+            that is empty, damaged or not text, with file and line.
     """
     if config.is_mix:
         raise UserError(
             f"{', '.join(config.data)} is a mix, which is for training. Name files or a data set."
         )
-    streams = [opened(name, config) for name, _ in sources_of(config)]
-    return (document for stream in streams for document in stream)
+    return chain.from_iterable([opened(name, config) for name, _ in sources_of(config)])
 
 
 def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
-    """Every source with its share of the tokens, named mixes taken apart; None: read in order.
+    """Every source with its share of the tokens, `dolmino` taken apart; None: read in order.
 
     Raises:
-        UserError: No source, weights that do not fit them, a named mix among sources without
+        UserError: No source, weights that do not fit them, `dolmino` among sources without
             weights, or a source that is not there.
     """
     names, weights = config.data, config.data_weights
@@ -139,11 +142,11 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
             f"{SELF} is text to train on, sampled from the dense model, and cannot be mixed or "
             f"measured on. Give it to convert alone, or name a text. (A folder: ./{SELF})"
         )
-    if config.named_mixes and not weights:
+    if config.holds_dolmino and not weights:
         if len(names) > 1:
             raise UserError(
-                f"{config.named_mixes[0]} is a mix itself. Give data_weights to mix it with other "
-                "sources, or give it alone."
+                f"{DOLMINO} is a mix itself. Give data_weights to mix it with other sources, or "
+                "give it alone."
             )
         weights = (1.0,)
     if weights and len(weights) != len(names):
@@ -155,7 +158,7 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
         sources = [
             (part, share * weight / sum(weights))
             for name, weight in zip(names, weights, strict=True)
-            for part, share in _parts_of(name)
+            for part, share in (_dolmino(name) if _is_dolmino(name) else [(name, 1.0)])
         ]
     for name, _ in sources:
         opened(name, config)
@@ -163,40 +166,36 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
 
 
 def opened(source: str, config: DataConfig, epoch: int = 0) -> Iterator[str]:
-    """Stream the documents of one source.
+    """Stream the documents of one source, whose name may hold a split and a field of its own.
 
-    Args:
-        source: Its name, with a split and a field of its own if need be.
-        config: Split and field where the name has none, and how to shuffle.
-        epoch: Shuffled sources have another order in each.
+    Shuffled sources have another order in each epoch.
 
     Raises:
         UserError: No such source.
     """
-    name, own = _with_own_options(source, config)
+    name, split, field = source, "", ""
+    if not _is_there(name):
+        name, _, field = name.partition("#")
+    if not _is_there(name):
+        name, _, split = name.partition("@")
+    config = replace(config, split=split or config.split, text_field=field or config.text_field)
     size = config.shuffle_buffer
-    if size is None:  # the files of a named mix are sorted by origin
-        size = 10_000 if config.named_mixes else 0
+    if size is None:  # the files of the mix are sorted by origin
+        size = 10_000 if config.holds_dolmino else 0
     digest = sha256(f"{config.data_seed}/{epoch}/{source}".encode()).digest()
     seed = int.from_bytes(digest[:4], "little")
     if name in (STDLIB, STDLIB_HELDOUT):
-        stream = stdlib_documents("train" if name == STDLIB else "heldout")
-        return shuffled(stream, size, seed)
+        return shuffled(stdlib_documents("train" if name == STDLIB else "heldout"), size, seed)
     path = Path(name).expanduser()
     if path.is_file():
-        return shuffled(_never_empty(path, file_documents(path, own.text_field)), size, seed)
-    named_as_file = name.removesuffix(".gz").endswith(FORMATS) or name.endswith(".gz")
-    if not path.is_dir() and (named_as_file or not _HUB_NAME.fullmatch(name)):
+        return shuffled(file_documents(path, config.text_field), size, seed)
+    if not path.is_dir() and (name.endswith((*FORMATS, ".gz")) or not _HUB_NAME.fullmatch(name)):
         raise UserError(f"{name} does not exist.{_nearest(path)} Name an existing file.")
-    return _dataset_documents(name, own, size, seed)
+    return _dataset_documents(name, config, size, seed)
 
 
 def shuffled(stream: Iterable[str], size: int, seed: int) -> Iterator[str]:
-    """Documents in another order: each is drawn from `size` that are held back.
-
-    A document that comes in pieces is shuffled as so many documents. The same arguments give the
-    same order; a `size` of 0 leaves the stream as it is.
-    """
+    """Documents, or pieces of long ones, in an order of the seed: drawn from `size` held back."""
     if size == 0:
         yield from stream
         return
@@ -213,28 +212,13 @@ def shuffled(stream: Iterable[str], size: int, seed: int) -> Iterator[str]:
     yield from held
 
 
-def _with_own_options(source: str, config: DataConfig) -> tuple[str, DataConfig]:
-    """A source's bare name, and the config with its own split and field."""
-    if Path(source).expanduser().exists():
-        return source, config
-    rest, _, field = source.partition("#")
-    name, _, split = (rest, "", "") if Path(rest).expanduser().exists() else rest.partition("@")
-    own = replace(config, split=split or config.split, text_field=field or config.text_field)
-    return name, own
+def _is_there(name: str) -> bool:
+    return Path(name).expanduser().exists()
 
 
 def _nearest(path: Path) -> str:
-    beside = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-    return nearest(str(path), [str(path.parent / name) for name in beside])
-
-
-def _never_empty(path: Path, stream: Iterator[str]) -> Iterator[str]:
-    empty = True
-    for document in stream:
-        empty = empty and not document.strip()
-        yield document
-    if empty:
-        raise UserError(f"{path} is empty: it holds no text. Name a file with text in it.")
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    return nearest(str(path), map(str, beside))
 
 
 def _dataset_documents(source: str, config: DataConfig, buffer: int, seed: int) -> Iterator[str]:
@@ -242,8 +226,7 @@ def _dataset_documents(source: str, config: DataConfig, buffer: int, seed: int) 
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
-    is_folder = Path(source).expanduser().is_dir()
-    name, _, part = (source, "", "") if is_folder else source.partition(":")
+    name, _, part = (source, "", "") if _is_there(source) else source.partition(":")
     try:
         rows = load_dataset(name, part or None, split=config.split, streaming=True)
         if buffer:
@@ -253,7 +236,7 @@ def _dataset_documents(source: str, config: DataConfig, buffer: int, seed: int) 
     except UserError:
         raise
     except (OSError, ValueError, DatasetGenerationError) as error:
-        near = "" if is_folder else _nearest(Path(source))
+        near = "" if _is_there(source) else _nearest(Path(source))
         cause = one_line(error)[:200].rstrip(".") or type(error).__name__
         package = " Files of .zst need: pip install zstandard." if "zstd" in cause.lower() else ""
         raise UserError(
@@ -262,26 +245,145 @@ def _dataset_documents(source: str, config: DataConfig, buffer: int, seed: int) 
         ) from error
 
 
-def _mix_named(name: str) -> NamedMix | None:
-    return None if Path(name).exists() else MIXES.get(name.partition(":")[0])
+def _is_dolmino(name: str) -> bool:
+    """A file or folder of that very name is none."""
+    return name.partition(":")[0] == DOLMINO and not Path(name).exists()
 
 
-def _parts_of(name: str) -> list[tuple[str, float]]:
-    """Sources that a name stands for, with shares that sum to 1."""
-    mix = _mix_named(name)
-    if mix is None:
-        return [(name, 1.0)]
-    place, whole = name.partition(":")[2], sum(mix.percent_of_part.values())
-    return [
-        (_folder(place, part) if place else f"{mix.dataset}:{part}", percent / whole)
-        for part, percent in mix.percent_of_part.items()
-    ]
+def _dolmino(name: str) -> list[tuple[str, float]]:
+    """Sources that make up the mix, on the hub or in a local copy, with shares that sum to 1."""
+    root, whole = Path(name.partition(":")[2]).expanduser(), sum(DOLMINO_PERCENT.values())
+    sources = []
+    for part, percent in DOLMINO_PERCENT.items():
+        folder = next((f for f in (root / part, root / "data" / part) if f.is_dir()), None)
+        if ":" in name and folder is None:
+            raise UserError(
+                f"{root} has no folder {part} (nor data/{part}). Name a copy of the whole mix."
+            )
+        source = str(folder) if ":" in name else f"{DOLMINO_DATASET}:{part}"
+        sources.append((source, percent / whole))
+    return sources
 
 
-def _folder(place: str, part: str) -> str:
-    """Folder of a part in a local copy: there, or in `data` as the hub has it."""
-    root = Path(place).expanduser()
-    for folder in (root / part, root / "data" / part):
-        if folder.is_dir():
-            return str(folder)
-    raise UserError(f"{root} has no folder {part} (nor data/{part}). Name a copy of the whole mix.")
+# --- files -------------------------------------------------------------------------------------
+
+
+def file_documents(path: Path, text_field: str | None) -> Iterator[str]:
+    """Stream the documents of one file; the format is told by its name.
+
+    Raises:
+        UserError: Unknown format, or a file that is unreadable, damaged, empty or not text.
+    """
+    name = path.name.lower()
+    if not name.endswith(FORMATS):
+        raise UserError(f"{path} is none of {', '.join(FORMATS)}. Convert it to one.")
+    readers = {".txt": _text, ".jsonl": _jsonl, ".parquet": _parquet}
+    read = readers[Path(name.removesuffix(".gz")).suffix]
+    try:
+        with cast(IO[bytes], gzip.open(path) if name.endswith(".gz") else path.open("rb")) as file:
+            is_empty = True
+            for document in read(path, file, text_field):
+                is_empty = is_empty and not document.strip()
+                yield document
+        if is_empty:
+            raise UserError(f"{path} is empty: it holds no text. Name a file with text in it.")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(
+            f"{path} is no whole gzip file ({one_line(error)}). Get it again, or remove .gz from "
+            "its name."
+        ) from error
+    except pyarrow.ArrowException as error:
+        cause = one_line(error)[:160].rstrip(".")
+        raise UserError(f"{path} is no whole parquet file ({cause}). Get it again.") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def cut(text: str) -> Iterator[str]:
+    """Pieces of at most `PIECE_CHARACTERS`, cut before a line that starts with a letter or sign.
+
+    Joined they are `text`. At such a place byte-level tokenizers cut too, so the tokens are those
+    of the whole; a SentencePiece tokenizer may see one more blank there.
+    """
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS:
+        limit = start + PIECE_CHARACTERS
+        line = end = text.rfind("\n", start, limit) + 1
+        while end > start and text[end].isspace():
+            end = text.rfind("\n", start, end - 1) + 1
+        # Before a visible sign, else at any line end, else at a blank, else anywhere.
+        places = (end, line, text.rfind(" ", start, limit), limit)
+        end = next(place for place in places if place > start)
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def text_of_row(row: dict[str, Any], text_field: str | None, place: str) -> str:
+    """Text of one row of a table; a null counts as empty.
+
+    Raises:
+        UserError: No such field, or one that is not text.
+    """
+    field = text_field or next((name for name in FIELDS if name in row), None)
+    if field is None or field not in row:
+        wanted = repr(text_field) if text_field else f"any of {', '.join(FIELDS)}"
+        raise UserError(
+            f"{place} has no field {wanted}; it has {', '.join(map(str, row)) or 'none'}. "
+            "Name one with text_field."
+        )
+    text = row[field]
+    if text is not None and not isinstance(text, str):
+        raise UserError(
+            f"{field!r} in {place} is {type(text).__name__}, not text. Name another text_field."
+        )
+    return text or ""
+
+
+def _text(path: Path, file: IO[bytes], _field: str | None) -> Iterator[str]:
+    """The one document of a .txt file, in pieces."""
+    kind: type[str] = str
+    pending = ""
+    decoded = io.TextIOWrapper(cast(IO[Any], file), encoding="utf-8-sig", newline="")
+    while True:
+        try:
+            text = decoded.read(4 * PIECE_CHARACTERS)
+            if "\0" in text:
+                raise ValueError("a zero byte")
+        except ValueError as error:
+            raise UserError(
+                f"{path} is not UTF-8 text: a bad byte before byte {file.tell():,}. Convert it to "
+                "UTF-8, or name a text file."
+            ) from error
+        *pieces, pending = cut(pending + text) if text else (pending, "")
+        for piece in filter(None, pieces):
+            yield kind(piece)
+            kind = Continuation
+        if not text:
+            return
+
+
+def _jsonl(path: Path, file: IO[bytes], text_field: str | None) -> Iterator[str]:
+    for number, line in enumerate(file, start=1):
+        place = f"{path} line {number}"
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+        except ValueError as error:
+            raise UserError(f"{place} is not JSON in UTF-8 ({error}). Fix it.") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{place} is not a JSON object. One object a line, please.")
+        yield text_of_row(row, text_field, place)
+
+
+def _parquet(path: Path, file: IO[bytes], text_field: str | None) -> Iterator[str]:
+    table = pyarrow.parquet.ParquetFile(file)
+    names = dict.fromkeys(table.schema_arrow.names)
+    text_of_row(names, text_field, str(path))  # one column is read, so this tells which there are
+    field = text_field or next(name for name in FIELDS if name in names)
+    number = 0
+    for batch in table.iter_batches(batch_size=256, columns=[field]):
+        for row in batch.to_pylist():
+            number += 1
+            yield text_of_row(row, field, f"{path} row {number}")

@@ -5,14 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from dotmoe.evaluate.config import EvaluateConfig, TextConfig
-from dotmoe.evaluate.curve import active_experts_curve, measure_curve
+from dotmoe.evaluate.curve import measure_curve
 from dotmoe.evaluate.fidelity import measure_fidelity
 from dotmoe.evaluate.generation import measure_generation
-from dotmoe.evaluate.models import gguf_file, model_folder
-from dotmoe.evaluate.perplexity import heldout_text, measure_perplexity, packed_text, perplexities
-from dotmoe.evaluate.scoring import TokenNats, stock_nats
+from dotmoe.evaluate.models import gguf_file, stock_nats
+from dotmoe.evaluate.perplexity import (
+    heldout_text,
+    measure_perplexity,
+    measure_words,
+    packed_text,
+    perplexities,
+)
 from dotmoe.evaluate.tasks import measure_tasks
-from dotmoe.evaluate.words import measure_words
 from dotmoe.files import write_json
 from dotmoe.options import check
 from dotmoe.progress import Progress
@@ -22,12 +26,9 @@ __all__ = [
     "MEASUREMENTS",
     "EvaluateConfig",
     "TextConfig",
-    "TokenNats",
-    "active_experts_curve",
     "evaluate",
     "gguf_file",
     "heldout_text",
-    "model_folder",
     "packed_text",
     "perplexities",
     "stock_nats",
@@ -59,11 +60,10 @@ def evaluate(
         UserError: Options out of range, no such model or text, or one that does not fit the other.
     """
     check(config)
-    values = MEASUREMENTS[config.measurement](config, progress or Progress(quiet=True))
     result = {
         "origin": "measured",
         "name": config.model,
-        **values,
+        **MEASUREMENTS[config.measurement](config, progress or Progress(quiet=True)),
         "command": command,
         "provenance": provenance(config.generation.sampling_seed),
     }

@@ -29,11 +29,6 @@ class TextConfig:
     """Texts a forward pass, 1 or more. auto: found for tasks on a GPU; else 8 windows, 16 requests;
     fewer requests run at once where the vocabulary is large."""
 
-    def require_text(self) -> None:
-        """Raise a `UserError` if no text is named."""
-        if not self.text:
-            raise UserError("--text names no file. Give a text to measure on.")
-
     def window_in(self, context: int) -> int:
         """Tokens of a window for a model of this context; `UserError` if it is longer."""
         window = min(2048, context) if self.window is None else self.window
@@ -97,8 +92,8 @@ class EvaluateConfig:
     """
 
     model: Annotated[Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """Dense model, exported checkpoint, run folder, or (perplexity only) GGUF: the file, or the
-    folder it was exported to."""
+    """Dense model (a GGUF file too), exported checkpoint, run folder, or (perplexity only) exported
+    GGUF: the file, or its folder."""
     against: str | None = None
     """Measure this model too, side by side. For --fidelity the dense model; default there: the one
     that MODEL was made from."""
@@ -115,7 +110,8 @@ class EvaluateConfig:
     plot: str | None = None
     """Draw the curve into this file: .svg, .png or .pdf."""
     tokenizer: str | None = None
-    """Model whose tokenizer cuts the text; for a GGUF only. Default: the one it was made from."""
+    """Model whose tokenizer cuts the text, for a GGUF to run in llama.cpp. Default: the one that
+    an exported GGUF was made from; any other GGUF is read by Transformers."""
     corpus: TextConfig = field(default_factory=TextConfig)
     benchmark: TasksConfig = field(default_factory=TasksConfig)
     generation: GenerateConfig = field(default_factory=GenerateConfig)
@@ -129,23 +125,25 @@ class EvaluateConfig:
     @property
     def measurement(self) -> str:
         """Name of the one measurement that is asked for, a key of `MEASUREMENTS`."""
-        return next(iter(self._asked()), "perplexity")
+        given = {
+            "tasks": bool(self.benchmark.tasks),
+            "word_perplexity": self.word_perplexity is not None,
+            "fidelity": self.fidelity,
+            "generation": self.generation.generate is not None,
+            "curve": self.curve is not None,
+        }
+        asked = [name for name, is_given in given.items() if is_given]
+        if len(asked) > 1:
+            options = " and ".join(f"--{name.replace('_', '-')}" for name in asked)
+            options = options.replace("--generation", "--generate")
+            raise UserError(f"{options} ask for two measurements. Give one of them at a time.")
+        return asked[0] if asked else "perplexity"
 
     def check_together(self) -> None:
-        """Raise a `UserError` for two measurements at once, or a plot without a curve."""
-        asked = self._asked()
-        if len(asked) > 1:
-            options = " and ".join(asked.values())
-            raise UserError(f"{options} ask for two measurements. Give one of them at a time.")
+        """Raise a `UserError` for two measurements at once, one without text, or a plot alone."""
         if self.plot is not None and self.curve is None:
             raise UserError("--plot draws a curve, and --curve is not given. Give both.")
-
-    def _asked(self) -> dict[str, str]:
-        given = {
-            "tasks": (bool(self.benchmark.tasks), "--tasks"),
-            "word_perplexity": (self.word_perplexity is not None, "--word-perplexity"),
-            "fidelity": (self.fidelity, "--fidelity"),
-            "generation": (self.generation.generate is not None, "--generate"),
-            "curve": (self.curve is not None, "--curve"),
-        }
-        return {name: option for name, (is_given, option) in given.items() if is_given}
+        prompted = self.measurement == "generation" and self.generation.prompts
+        if not (self.corpus.text or prompted or self.measurement == "tasks"):
+            other = ", or --prompts" * (self.measurement == "generation")
+            raise UserError(f"--text names no file. Give a text to measure on{other}.")

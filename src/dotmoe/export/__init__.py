@@ -11,21 +11,20 @@ from torch import Tensor
 
 from dotmoe.checkpoint.on_disk import on_disk
 from dotmoe.checkpoint.tensors import Tensors
-from dotmoe.errors import UserError, VerificationError, nearest
-from dotmoe.export import edit
-from dotmoe.export.architectures import FORMATS
+from dotmoe.errors import UserError, VerificationError
+from dotmoe.export.architectures import AUTO, FORMATS, GGUF_NAMES, explained, format_for
 from dotmoe.export.card import write_model_card
-from dotmoe.export.edit import require_free_k
-from dotmoe.export.format import Conversion, Format, GgufConfig
-from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of, require_intact
+from dotmoe.export.edit import require_free_k, set_active_experts
+from dotmoe.export.format import Conversion, GgufConfig
+from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of, require_checksums
 from dotmoe.export.routers import routing_notes, routing_problems, scale_routers
-from dotmoe.export.transformers_format import TransformersFormat
-from dotmoe.export.verify import Verification, sample_tokens
+from dotmoe.export.verify import sample_tokens
 from dotmoe.files import complete_folder
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.dense import DenseModel
 from dotmoe.options import above, at_least
+from dotmoe.progress import Update, no_update
 
 __all__ = [
     "FORMATS",
@@ -33,22 +32,16 @@ __all__ = [
     "ExportConfig",
     "ExportRecord",
     "GgufConfig",
-    "Verification",
-    "VerificationError",
+    "explained",
     "export",
-    "export_dtype",
     "format_for",
-    "format_named",
+    "require_checksums",
     "require_exportable",
     "require_free_k",
-    "require_intact",
     "set_active_experts",
     "write_model_card",
 ]
 
-AUTO = "auto"
-GGUF_NAMES = ("gguf", "gguf_glm4moe", "gguf_llama", "gguf_dense")
-"""`gguf` is the first of the next two that can hold the model; `gguf_dense` is the dense model."""
 UNVERIFIED = "_unverified"
 """Ending of the folder of an export that failed its verification."""
 
@@ -72,46 +65,6 @@ class ExportConfig:
     """Tokens of text on which the export is compared with the masked dense model, at least 1."""
 
 
-def explained() -> str:
-    """A line for each format: who runs it, and whether k stays free."""
-    lines = [
-        f"{name}: runs in {', '.join(form.servers)}; k "
-        f"{'can be edited' if form.active_experts_editable else 'is fixed'}."
-        for name, form in FORMATS.items()
-    ]
-    return "\n\n".join(lines)
-
-
-def formats_like(name: str) -> dict[str, Format]:
-    """The formats of the container that a name asks for, in order of preference.
-
-    Raises:
-        UserError: There is no such format; the nearest name is given. Or gguf is not installed.
-    """
-    if name == AUTO or name in FORMATS:
-        return dict(FORMATS)
-    if name in GGUF_NAMES:
-        from dotmoe.export import gguf_file, gguf_format  # an extra; the first says so
-
-        assert gguf_file
-        return {form.name: form for form in gguf_format.GGUF_FORMATS}
-    names = [*FORMATS, *GGUF_NAMES]
-    raise UserError(
-        f"export format is {name!r}, which dotmoe cannot write. "
-        f"Formats: {AUTO}, {', '.join(names)}.{nearest(name, names)}"
-    )
-
-
-def format_named(name: str) -> TransformersFormat:
-    """The Transformers format of that name.
-
-    Raises:
-        UserError: There is none; the nearest name is given.
-    """
-    formats_like(name)
-    return FORMATS[name]
-
-
 def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
     """Dtype of routers and experts, from the checkpoint's files.
 
@@ -121,8 +74,7 @@ def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
     if config.format in GGUF_NAMES:
         return torch.float32
     if config.export_dtype != "source":
-        dtype: torch.dtype = getattr(torch, config.export_dtype)
-        return dtype
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.export_dtype]
     _, stored = Tensors.of(dense).describe(dense.family.ffn_tensor(0, "gate"))
     if stored not in (torch.float32, torch.bfloat16):
         raise UserError(
@@ -153,49 +105,6 @@ def require_exportable(
     return dtype
 
 
-def format_for(
-    dense: DenseModel, granularity: Granularity, name: str, dtype: torch.dtype
-) -> Format:
-    """The format of that name, or for `auto` the first that can hold the model.
-
-    Raises:
-        UserError: None can; or that one cannot, and then those that can are named.
-    """
-    if not 0 <= granularity.first_dense_layers < dense.widths.layers:
-        raise UserError(
-            f"first_dense_layers is {granularity.first_dense_layers}, but the model has "
-            f"{dense.widths.layers} layers, of which at least one must be split. "
-            f"Choose 0 to {dense.widths.layers - 1}."
-        )
-    forms = formats_like(name)
-    refusals = {each: form.refusal(dense, granularity, dtype) for each, form in forms.items()}
-    able = [each for each, refusal in refusals.items() if refusal is None and forms[each].splits]
-    if name not in forms and able:
-        return forms[able[0]]
-    form = forms.get(name) or next(iter(forms.values()))
-    refusal = refusals[form.name]
-    if refusal is not None:
-        others = f" Formats that can hold it: {', '.join(able)}." if able else ""
-        raise UserError(refusal + others)
-    return form
-
-
-def require_fit(dense: DenseModel, layout: ExpertLayout) -> None:
-    """Refuse a layout of another model.
-
-    Raises:
-        UserError: Layers, FFN neurons or model width differ.
-    """
-    widths = dense.widths
-    expected = (widths.layers, widths.ffn, widths.model)
-    found = (layout.num_layers, layout.num_neurons, layout.router_LED.shape[2])
-    if expected != found:
-        raise UserError(
-            f"The layout is for {found} layers, FFN neurons and model width, but {dense.source} "
-            f"has {expected}. Use the layout of this model."
-        )
-
-
 def export(
     dense: DenseModel,
     layout: ExpertLayout,
@@ -205,6 +114,7 @@ def export(
     *,
     origin: DenseModel | None = None,
     gguf: GgufConfig = GgufConfig(),  # noqa: B008 - frozen
+    on_progress: Update = no_update,
 ) -> ExportRecord:
     """Scale the routers, write the folder, verify it, and only then give it its name.
 
@@ -220,6 +130,7 @@ def export(
         origin: The dense model that the work began with, where `dense` is what training made of
             it; None: `dense`.
         gguf: What is special to GGUF formats.
+        on_progress: Told tensors written, then layers verified.
 
     Returns:
         What was done and measured; also written as `dotmoe.json`.
@@ -230,7 +141,17 @@ def export(
             computes something else. It lies in `OUT_unverified` then, with the reason on record.
         On any other exception nothing is left behind.
     """
-    require_fit(dense, layout)
+    widths = dense.widths
+    expected = (widths.layers, widths.ffn, widths.model)
+    found = (layout.num_layers, layout.num_neurons, layout.router_LED.shape[2])
+    if expected != found:
+        raise UserError(
+            f"The layout is for {found} layers, FFN neurons and model width, but {dense.source} "
+            f"has {expected}. Use the layout of this model."
+        )
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out} exists already. Remove it, or export to another folder.")
+    unverified = out.with_name(out.name + UNVERIFIED)
     dtype = export_dtype(dense, config)
     form = format_for(dense, layout.granularity, config.format, dtype)
     layout = replace(layout, router_LED=layout.router_LED.to(dtype).float())
@@ -238,36 +159,38 @@ def export(
     exact = on_disk(dense, device, torch.float32)
     sample_BT = sample_tokens(token_ids, config.scale_tokens, form.context(dense))
     gating = form.gating(layout.granularity)
-    routers = []
-    if form.splits:
-        routers = scale_routers(exact, layout, sample_BT, gating, dtype, form.exponent)
+    routers = (
+        scale_routers(exact, layout, sample_BT, gating, dtype, form.exponent) if form.splits else []
+    )
     conversion = Conversion(
         dense=exact,
         tensors=Tensors.of(dense),
         layout=layout,
-        exponents={scale.layer: scale.exponent for scale in routers},
+        exponents={scale["layer"]: scale["exponent"] for scale in routers},
         dtype=dtype,
         keeps_dtypes=config.export_dtype == "source",
         source=(origin or dense).source,
         gguf=gguf,
+        on_progress=on_progress,
     )
     problems = routing_problems(routers, sample_BT.numel())
-    unverified = _place_for(out)
     verification = None
+    if (unverified / RECORD_FILE).is_file():  # left by an earlier try
+        shutil.rmtree(unverified)
     with complete_folder(unverified) as folder:
         files = form.write(conversion, folder, config)
         try:
             tokens_BT = sample_tokens(token_ids, config.verify_tokens, form.context(dense))
-            verification, found = form.check(conversion, folder, tokens_BT)
-            problems += found
+            verification, beyond = form.check(conversion, folder, tokens_BT)
+            problems += beyond
         except VerificationError as error:
             problems.append(str(error))
         record = record_of(
             conversion,
             form,
             folder,
+            origin or dense,
             name=unverified.name if problems else out.name,
-            origin=origin or dense,
             files=files,
             routers=routers,
             verification=verification,
@@ -281,24 +204,5 @@ def export(
         raise VerificationError(
             f"{problems[0]}{more} The export is kept, unverified, as {unverified}."
         )
-    if out.exists():
-        out.rmdir()
     unverified.rename(out)
     return record
-
-
-def _place_for(out: Path) -> Path:
-    """Where an export lies until it is verified; what an earlier try left there is removed."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} exists already. Remove it, or export to another folder.")
-    unverified = out.with_name(out.name + UNVERIFIED)
-    if (unverified / RECORD_FILE).is_file():
-        shutil.rmtree(unverified)
-    return unverified
-
-
-def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
-    """Change how many experts of an exported folder run; see `edit.set_active_experts`."""
-    name = ExportRecord.load(folder).format
-    form = formats_like(name)[name]
-    return edit.set_active_experts(folder, active_experts, form)

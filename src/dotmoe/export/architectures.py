@@ -1,19 +1,15 @@
-"""The stock MoE architectures of Transformers that dense decoders become.
-
-Each says how its block weights experts. With router rows scaled by 2^-p all weights are equal but
-for `l 2^-p`, and a constant times the weight is 1; the constant is folded into the down
-projections.
-"""
+"""The stock MoE architectures of Transformers, and which format a model is exported to."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from dotmoe.errors import UserError, nearest
 from dotmoe.export import tensors as specs
-from dotmoe.export.format import Conversion, Gating, Holds, TensorSpec
+from dotmoe.export.format import Conversion, Format, Gating, Holds, TensorSpec
 from dotmoe.export.transformers_format import TransformersFormat
 from dotmoe.granularity import Granularity
 from dotmoe.models.dense import DenseModel
@@ -23,27 +19,14 @@ SHARED_GATE = 2.0**-20
 Transformers, but llama.cpp divides by it."""
 EMPTY_SHARED_SIZE = 128
 """Neurons of a shared expert of zeros; servers fail on one without neurons."""
-
-
-def _softmax_over_chosen_k(
-    split: Granularity, *, cast: bool = True, score: Any = "softmax"
-) -> Gating:
-    return Gating(
-        score=score,
-        renormalised=True,
-        constant=float(split.active_experts),
-        cast_to_model_dtype=cast,
-        logits_in_model_dtype=True,
-    )
+_EVERYWHERE = ("Transformers", "vLLM", "SGLang", "llama.cpp's converter")
 
 
 class _Glm4Moe(TransformersFormat):
     """GLM4-MoE: gates of 2 sigmoid(l), so that k can be edited after export.
 
-    The 2 is folded into the down projections, which changes exponents alone. As the
-    `routed_scaling_factor` of the config it would be dropped by vLLM in float16. The shared expert,
-    which the architecture cannot do without, holds the neurons that are always on, and zeros where
-    there are none.
+    As the `routed_scaling_factor` of the config the 2 would be dropped by vLLM in float16. The
+    shared expert, which the architecture cannot do without, holds the neurons that are always on.
     """
 
     name = "glm4_moe"
@@ -55,23 +38,15 @@ class _Glm4Moe(TransformersFormat):
     experts_key = "n_routed_experts"
     active_experts_editable = True
 
-    def exactness(self, conversion: Conversion) -> str:
-        rounded = f" rounded to {str(conversion.dtype).removeprefix('torch.')}"
-        return (
-            f"expert weights are the dense ones{rounded if conversion.is_rounded else ''}, down "
-            "projections times two (exact); gates 1 but for about 2^-11"
-        )
-
     def gating(self, granularity: Granularity) -> Gating:
         return Gating(score="sigmoid", renormalised=False, constant=2.0)
 
-    def own_notes(self, split: Granularity) -> list[str]:
-        if split.shared_size:
-            return []
-        return [
-            "Each layer stores one shared expert of zeros: the architecture demands it, it "
-            "contributes nothing."
-        ]
+    def exactness(self, conversion: Conversion) -> str:
+        dtype = "" if conversion.keeps_dtypes else f" as {conversion.dtype}".replace("torch.", "")
+        return (
+            f"expert weights are the dense ones{dtype}, down projections times two (exact); "
+            f"{self.gates}"
+        )
 
     def moe_config(self, dense: DenseModel, split: Granularity) -> dict[str, Any]:
         traits = dense.family.traits(dense.config)
@@ -95,9 +70,11 @@ class _Glm4Moe(TransformersFormat):
         config["rope_parameters"]["partial_rotary_factor"] = 1.0
         return config
 
-    def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        yield from super().moe_tensors(conversion, layer)
-        split, prefix = conversion.granularity, f"model.layers.{layer}.mlp"
+    def expert_tensors(
+        self, conversion: Conversion, layer: int, prefix: str
+    ) -> Iterator[TensorSpec]:
+        yield from super().expert_tensors(conversion, layer, prefix)
+        split = conversion.granularity
         bias = f"{prefix}.gate.e_score_correction_bias"
         yield specs.constant(bias, (split.num_experts,), torch.float32, 0.0)
         size = _shared_experts(split) * split.expert_size
@@ -129,17 +106,12 @@ class _Mixtral(TransformersFormat):
 
     name = "mixtral"
     class_name = "MixtralForCausalLM"
-    servers = ("Transformers", "vLLM", "SGLang", "llama.cpp's converter")
+    servers = _EVERYWHERE
     holds = Holds(sliding_window=True)
     experts_key = "num_local_experts"
-    router_name = "block_sparse_moe.gate.weight"
-
-    def gating(self, granularity: Granularity) -> Gating:
-        return _softmax_over_chosen_k(granularity, cast=False)
-
-    def expert_tensor(self, expert: int, projection: str) -> str:
-        part = {"gate": "w1", "up": "w3", "down": "w2"}[projection]
-        return f"block_sparse_moe.experts.{expert}.{part}.weight"
+    stored_block = "block_sparse_moe"
+    parts = ("w1", "w3", "w2")
+    casts_weights = False
 
     def moe_config(self, dense: DenseModel, split: Granularity) -> dict[str, Any]:
         return {
@@ -157,28 +129,15 @@ class _Qwen2Moe(TransformersFormat):
 
     name = "qwen2_moe"
     class_name = "Qwen2MoeForCausalLM"
-    servers = ("Transformers", "vLLM", "SGLang", "llama.cpp's converter")
+    servers = _EVERYWHERE
     gates = "gates 1 but for about 2^-10"
     holds = Holds(biases=("qkv",), any_head_dim=False, shared_expert=True, dense_layers=True)
     active_experts_editable = True
     block_error = 8e-3
 
     def gating(self, granularity: Granularity) -> Gating:
-        return Gating(
-            score="softmax",
-            renormalised=False,
-            constant=float(granularity.num_experts),
-            cast_to_model_dtype=True,
-            logits_in_model_dtype=True,
-        )
-
-    def own_notes(self, split: Granularity) -> list[str]:
-        notes = {
-            "Each layer stores a shared expert of zeros, which contributes nothing: llama.cpp "
-            "cannot load the architecture without one.": not split.shared_size,
-            "llama.cpp cannot load this architecture with dense layers.": split.first_dense_layers,
-        }
-        return [note for note, applies in notes.items() if applies]
+        constant = float(granularity.num_experts)
+        return replace(super().gating(granularity), renormalised=False, constant=constant)
 
     def moe_config(self, dense: DenseModel, split: Granularity) -> dict[str, Any]:
         return {
@@ -191,9 +150,10 @@ class _Qwen2Moe(TransformersFormat):
             "qkv_bias": True,
         }
 
-    def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        yield from super().moe_tensors(conversion, layer)
-        prefix = f"model.layers.{layer}.mlp"
+    def expert_tensors(
+        self, conversion: Conversion, layer: int, prefix: str
+    ) -> Iterator[TensorSpec]:
+        yield from super().expert_tensors(conversion, layer, prefix)
         gate, width = f"{prefix}.shared_expert_gate.weight", conversion.dense.widths.model
         yield specs.constant(gate, (1, width), conversion.dtype, SHARED_GATE)
         size = conversion.layout.shared_size or EMPTY_SHARED_SIZE
@@ -205,11 +165,8 @@ class _Qwen3Moe(TransformersFormat):
 
     name = "qwen3_moe"
     class_name = "Qwen3MoeForCausalLM"
-    servers = ("Transformers", "vLLM", "SGLang", "llama.cpp's converter")
+    servers = _EVERYWHERE
     holds = Holds(biases=("none", "qkvo"), qk_norm=("head",), dense_layers=True)
-
-    def gating(self, granularity: Granularity) -> Gating:
-        return _softmax_over_chosen_k(granularity)
 
     def moe_config(self, dense: DenseModel, split: Granularity) -> dict[str, Any]:
         return {
@@ -232,15 +189,14 @@ class _GraniteMoe(TransformersFormat):
     name = "granitemoe"
     class_name = "GraniteMoeForCausalLM"
     servers = ("Transformers", "vLLM", "SGLang")
+    score = "softmax_of_chosen"
     gates = "experts are chosen by exact logits"
     holds = Holds(biases=("none", "qkvo"), multipliers=True, any_head_dim=False, shared_expert=True)
     experts_key = "num_local_experts"
-    router_name = "block_sparse_moe.router.layer.weight"
-    block_name = "block_sparse_moe"
+    block_name = stored_block = "block_sparse_moe"
+    router_name = "router"
+    router_weight = "layer.weight"
     block_has_shared = False
-
-    def gating(self, granularity: Granularity) -> Gating:
-        return _softmax_over_chosen_k(granularity, score="softmax_of_chosen")
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
         config = super().header(conversion)
@@ -263,31 +219,30 @@ class _GraniteMoe(TransformersFormat):
             "logits_scaling": multipliers.logits_divisor,
         }
 
-    def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        prefix = f"model.layers.{layer}"
-        yield specs.router(conversion, layer, f"{prefix}.{self.router_name}")
+    def expert_tensors(
+        self, conversion: Conversion, layer: int, prefix: str
+    ) -> Iterator[TensorSpec]:
         factor = self.gating(conversion.granularity).constant
         neurons_ES = conversion.layout.neurons_of_expert(layer)
-        yield from _linears(conversion, layer, neurons_ES, f"{prefix}.block_sparse_moe", factor)
+        yield from _linears(conversion, layer, neurons_ES, prefix, factor)
         shared_S = conversion.layout.shared_neurons(layer)
         if len(shared_S):
-            for spec in _linears(conversion, layer, shared_S[None], f"{prefix}.shared_mlp", 1.0):
-                yield _only(spec)
+            prefix = prefix.replace(self.block_name, "shared_mlp")
+            yield from map(_only, _linears(conversion, layer, shared_S[None], prefix, 1.0))
 
-    def router(self, block: nn.Module) -> nn.Module:
-        return block.get_submodule("router")
+
+def _only(spec: TensorSpec) -> TensorSpec:
+    return replace(spec, shape=spec.shape[1:], make=lambda: spec.make()[0])
 
 
 def _linears(
     conversion: Conversion, layer: int, neurons_ES: Tensor, prefix: str, factor: float
 ) -> Iterator[TensorSpec]:
     """Gate and up projections of all experts, [E, 2 S, D], and the down ones, [E, D, S]."""
-    gate, up, down = (
-        specs.stacked_experts(
-            conversion, layer, projection, neurons_ES, factor=factor if projection == "down" else 1
-        )
-        for projection in specs.PROJECTIONS
+    gate, up = (
+        specs.stacked_experts(conversion, layer, each, neurons_ES) for each in ("gate", "up")
     )
+    down = specs.stacked_experts(conversion, layer, "down", neurons_ES, factor=factor)
     num_experts, size, width = gate.shape
     yield replace(
         gate,
@@ -298,11 +253,6 @@ def _linears(
     yield replace(down, name=f"{prefix}.output_linear.weight")
 
 
-def _only(spec: TensorSpec) -> TensorSpec:
-    """The single expert of a tensor of experts."""
-    return replace(spec, shape=spec.shape[1:], make=lambda: spec.make()[0])
-
-
 class _FlexOlmo(TransformersFormat):
     """FlexOlmo, the native twin of OLMo 2; in Transformers and vLLM."""
 
@@ -310,9 +260,6 @@ class _FlexOlmo(TransformersFormat):
     class_name = "FlexOlmoForCausalLM"
     servers = ("Transformers", "vLLM", "SGLang")
     holds = Holds(biases=("none", "qkvo"), qk_norm=("full",), norms_after=True, any_head_dim=False)
-
-    def gating(self, granularity: Granularity) -> Gating:
-        return _softmax_over_chosen_k(granularity)
 
     def moe_config(self, dense: DenseModel, split: Granularity) -> dict[str, Any]:
         return {
@@ -327,3 +274,58 @@ FORMATS: dict[str, TransformersFormat] = {
     for form in (_Glm4Moe(), _Mixtral(), _Qwen2Moe(), _Qwen3Moe(), _GraniteMoe(), _FlexOlmo())
 }
 """In order of preference: the first that can hold a model is its default."""
+AUTO = "auto"
+GGUF_NAMES = ("gguf", "gguf_glm4moe", "gguf_llama", "gguf_dense")
+"""`gguf` is the first of the next two that can hold the model; `gguf_dense` is the dense model."""
+
+
+def explained() -> str:
+    """A line for each format: who runs it, and whether k stays free."""
+    kinds = {True: "can be edited", False: "is fixed"}
+    return "\n\n".join(
+        f"{name}: runs in {', '.join(form.servers)}; k {kinds[form.active_experts_editable]}."
+        for name, form in FORMATS.items()
+    )
+
+
+def formats_like(name: str) -> dict[str, Format]:
+    """The formats of the container that a name asks for, in order of preference.
+
+    Raises:
+        UserError: There is no such format; the nearest name is given. Or gguf is not installed.
+    """
+    if name == AUTO or name in FORMATS:
+        return dict(FORMATS)
+    if name in GGUF_NAMES:
+        from dotmoe.export import gguf_file, gguf_format  # an extra; the first says so
+
+        assert gguf_file
+        return {form.name: form for form in gguf_format.GGUF_FORMATS}
+    names = [AUTO, *FORMATS, *GGUF_NAMES]
+    raise UserError(
+        f"export format is {name!r}, which dotmoe cannot write. "
+        f"Formats: {', '.join(names)}.{nearest(name, names)}"
+    )
+
+
+def format_for(dense: DenseModel, split: Granularity, name: str, dtype: torch.dtype) -> Format:
+    """The format of that name, or for `auto` the first that can hold the model.
+
+    Raises:
+        UserError: None can; or that one cannot, and then those that can are named.
+    """
+    if not 0 <= split.first_dense_layers < dense.widths.layers:
+        raise UserError(
+            f"first_dense_layers is {split.first_dense_layers}, but the model has "
+            f"{dense.widths.layers} layers, of which at least one must be split. "
+            f"Choose 0 to {dense.widths.layers - 1}."
+        )
+    forms = formats_like(name)
+    refusals = {each: form.refusal(dense, split, dtype) for each, form in forms.items()}
+    able = [each for each, refusal in refusals.items() if refusal is None and forms[each].splits]
+    chosen = name if name in forms else next(iter(able or forms))
+    refusal = refusals[chosen]
+    if refusal is not None:
+        others = f" Formats that can hold it: {', '.join(able)}." if able else ""
+        raise UserError(refusal + others)
+    return forms[chosen]

@@ -4,13 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from dotmoe.errors import UserError
+from dotmoe.export.architectures import formats_like
 from dotmoe.export.card import CARD_FILE, card_text
-from dotmoe.export.format import Format
 from dotmoe.export.record import CONFIG_FILE, RECORD_FILE, ExportRecord, require_config
-from dotmoe.files import DISK_FULL, checksums, full_disk, read_json, write_text
+from dotmoe.files import checksums, read_json, write_text
 
 
-def set_active_experts(folder: Path, active_experts: int, form: Format) -> ExportRecord:
+def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
     """Change how many experts of an exported folder run; its weights stay as they are.
 
     What decides what a runtime does is replaced last and in one step: a process that is killed
@@ -21,25 +21,21 @@ def set_active_experts(folder: Path, active_experts: int, form: Format) -> Expor
     Args:
         folder: An export.
         active_experts: k, 1 to E.
-        form: Its format.
 
     Returns:
         The new record.
 
     Raises:
-        UserError: No such export, it is damaged, its weights depend on k, k out of range, or a full
-            disk.
+        UserError: No such export, it is damaged, its weights depend on k, or k out of range.
     """
     record = ExportRecord.load(folder)
     require_free_k(folder, record, active_experts)
     if record.config_sha256 is not None:
         require_config(folder, record)
         if record.active_experts_key not in read_json(folder / CONFIG_FILE):
-            raise UserError(
-                f"{folder / CONFIG_FILE} lacks {record.active_experts_key}, where an export of "
-                f"{record.format} holds k. Export again."
-            )
+            raise UserError(f"{folder / CONFIG_FILE} lacks {record.active_experts_key}.")
     changed = record.with_active_experts(active_experts)
+    form = formats_like(record.format)[record.format]
     renamed: dict[Path, Path] = {}
     try:
         new, path = form.with_active_experts(folder, active_experts)
@@ -54,10 +50,6 @@ def set_active_experts(folder: Path, active_experts: int, form: Format) -> Expor
             write_text(written, text)
         for written, place in renamed.items():  # needs no room, and the config comes last
             written.replace(place)
-    except OSError as error:
-        if error.errno in DISK_FULL:
-            raise full_disk(folder, error) from error
-        raise
     finally:
         for written in renamed:
             written.unlink(missing_ok=True)

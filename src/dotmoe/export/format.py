@@ -18,7 +18,8 @@ from dotmoe.checkpoint.tensors import DTYPES, Tensors
 from dotmoe.granularity import GROUPED_MATMUL_BYTES, Granularity
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.dense import DenseModel
-from dotmoe.models.traits import DecoderTraits, Multipliers
+from dotmoe.models.family import Multipliers
+from dotmoe.progress import Update, no_update
 
 if TYPE_CHECKING:
     from dotmoe.export import ExportConfig
@@ -34,8 +35,6 @@ BLOCKS = {
 """Number formats of files: weights that are stored together, and bytes for them."""
 STORED = {dtype: name for name, dtype in DTYPES.items()}
 """Name of a dtype in a file."""
-EXACT_ROPE = ("default", "linear", "dynamic", "llama3", "yarn")
-"""Rotary embeddings that the exported architectures compute as the dense one does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,20 +67,17 @@ class GgufConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gating:
-    """Weights of the experts of a token, and the constant that the export sets against them.
-
-    `constant` times the weight of a chosen expert is 1 but for the logits times 2^-p. It is folded
-    into the down projections, or is a value that the file states.
-    """
+    """Weights of the experts of a token, and the constant that the export sets against them."""
 
     score: Literal["softmax", "sigmoid", "softmax_of_chosen"]
     """Softmax or sigmoid over all experts before the k are chosen, or softmax over the chosen."""
     renormalised: bool
     """Weights are divided by their sum over the chosen."""
     constant: float
-    """1, 2, k or E; see above."""
+    """1, 2, k or E: times the weight of a chosen expert it is 1 but for the logits times 2^-p. It
+    is folded into the down projections, or is a value that the file states."""
     cast_to_model_dtype: bool = False
-    """Some runtime rounds the weights to the dtype of the model."""
+    """Transformers rounds the weights to the dtype of the model."""
     logits_in_model_dtype: bool = False
     """Some runtime computes the logits in the dtype of the model, where many of them tie."""
     only_in: str | None = None
@@ -93,7 +89,6 @@ class Conversion:
     """Everything a format may look at."""
 
     dense: DenseModel
-    """The dense model; only what it says of itself is used."""
     tensors: Tensors
     """The dense checkpoint's files, the only source of weights."""
     layout: ExpertLayout
@@ -107,46 +102,36 @@ class Conversion:
     source: str = ""
     """Name of the dense model that the work began with."""
     gguf: GgufConfig = GgufConfig()
+    on_progress: Update = no_update
+    """Told tensors written, then layers verified."""
 
     @property
     def granularity(self) -> Granularity:
-        """E, s, k, shared neurons and dense layers of the layout."""
+        """Of the layout."""
         return self.layout.granularity
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Dtype in which a dense tensor is written."""
-        _, stored = self.tensors.describe(name)
-        return stored if self.keeps_dtypes else self.dtype
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether weights are written in another dtype than they are stored in."""
-        stored = self.tensors.describe(self.dense.family.ffn_tensor(0, "gate"))[1]
-        return not self.keeps_dtypes and stored != self.dtype
+        return self.tensors.describe(name)[1] if self.keeps_dtypes else self.dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holds:
-    """Features of a dense decoder that a format has a place for."""
+    """Features of a dense decoder that a format has a place for; see `DecoderTraits`."""
 
     biases: tuple[str, ...] = ("none",)
-    """Attention biases: none, on query, key and value (qkv), or on the output too (qkvo)."""
+    """Attention biases: none, on query, key and value (qkv), on the output (o), or on all."""
     qk_norm: tuple[str, ...] = ("none",)
-    """RMSNorms of queries and keys: none, head or full."""
     norms_after: bool = False
-    """RMSNorms stand after attention and FFN instead of before."""
     multipliers: bool = False
-    """Constant factors, as Granite has them."""
     any_head_dim: bool = True
     """The head width need not be hidden_size / heads."""
     sliding_window: bool = False
     """Sliding attention windows; without, the context is cut to the window."""
     shared_expert: bool = False
-    """Neurons that are always on beside the routed ones."""
     dense_layers: bool = False
-    """Leading layers that are not split."""
-    rope: tuple[str, ...] = EXACT_ROPE
-    """Kinds of rotary embedding."""
+    rope: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
+    """Kinds of rotary embedding that it computes as the dense model does."""
 
 
 class Format(ABC):
@@ -177,18 +162,18 @@ class Format(ABC):
     def gating(self, granularity: Granularity) -> Gating:
         """How the runtimes of this format weight the chosen experts."""
 
+    @abstractmethod
     def exactness(self, conversion: Conversion) -> str:
         """What is exact and what is not, in a clause."""
-        return "expert weights are the dense ones; gates 1 but for about 2^-11"
 
     def context(self, dense: DenseModel) -> int:
         """Longest context in which the export computes what the dense model does, in tokens."""
         context, window = dense.widths.context, dense.family.traits(dense.config).sliding_window
         return context if self.holds.sliding_window or window is None else min(window, context)
 
+    @abstractmethod
     def notes(self, conversion: Conversion) -> list[str]:
         """What a user of the exported model must know, one sentence each."""
-        return []
 
     def details(self, conversion: Conversion) -> dict[str, Any]:
         """What goes on record of this container alone."""
@@ -208,21 +193,16 @@ class Format(ABC):
 
     @abstractmethod
     def write(self, conversion: Conversion, folder: Path, config: "ExportConfig") -> list[str]:
-        """Write header, tensors and tokenizer into a folder; returns the names of weight files.
-
-        Raises:
-            UserError: The disk has, or turns out to have, too little room.
-        """
+        """Write header, tensors and tokenizer into a folder; returns the names of weight files."""
 
     @abstractmethod
     def check(
         self, conversion: Conversion, folder: Path, tokens_BT: Int[Tensor, "B T"]
-    ) -> tuple[Any, list[str]]:
+    ) -> tuple[dict[str, Any], list[str]]:
         """Compare the written folder with the masked dense model.
 
         Returns:
-            What was measured, a dataclass for `ExportRecord.verification`; and a sentence for each
-            limit exceeded.
+            What was measured, for `ExportRecord.verification`; a sentence for each limit exceeded.
 
         Raises:
             VerificationError: The folder cannot be read as what it should be.
@@ -233,50 +213,40 @@ class Format(ABC):
         """Write what states k anew; returns the new file and the one of the folder to replace."""
 
 
-# --- what does not fit ------------------------------------------------------------------------
-
-
-def biases_of(traits: DecoderTraits) -> str:
-    """Attention biases of a model, as `Holds.biases` names them."""
-    if traits.output_bias:
-        return "qkvo" if traits.qkv_bias else "o"
-    return "qkv" if traits.qkv_bias else "none"
-
-
 def unsupported_reason(form: Format, dense: DenseModel, granularity: Granularity) -> str | None:
     """Why a format has no place for a model split that way (one sentence), or None."""
-    name, holds, config = form.name, form.holds, dense.config
+    holds, config = form.holds, dense.config
     traits = dense.family.traits(config)
-    plain_head_dim = config.hidden_size // config.num_attention_heads
+    on_qkv, on_output = "qkv" * traits.qkv_bias, "o" * traits.output_bias
     rope = config.rope_parameters.get("rope_type", "default")
-    complaints = {
-        f"has attention biases of kind {biases_of(traits)!r}, but {name} has those of kind "
-        f"{_either(holds.biases)}": biases_of(traits) not in holds.biases,
-        f"has query and key norms of kind {traits.qk_norm!r}, but {name} has those of kind "
-        f"{_either(holds.qk_norm)}": traits.qk_norm not in holds.qk_norm,
-        f"has its norms {_place(traits.norms_after)} attention and FFN, but {name} has them "
-        f"{_place(holds.norms_after)}": traits.norms_after != holds.norms_after,
-        f"multiplies embeddings, residuals or logits by constants, which {name} does not": (
-            traits.multipliers != Multipliers() and not holds.multipliers
+    factors, places = ("none", "constant"), ("before", "after")
+    usual = config.hidden_size // config.num_attention_heads
+    shared, leading = granularity.shared_size, granularity.first_dense_layers
+    features: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "attention biases": (on_qkv + on_output or "none", holds.biases),
+        "query and key norms": (traits.qk_norm, holds.qk_norm),
+        "norms beside attention and FFN": (
+            places[traits.norms_after],
+            (places[holds.norms_after],),
         ),
-        f"has heads of {traits.head_dim}, but {name} takes only hidden_size / heads = "
-        f"{plain_head_dim}": traits.head_dim != plain_head_dim and not holds.any_head_dim,
-        f"is split with a shared expert, which {name} has not": (
-            granularity.shared_size > 0 and not holds.shared_expert
+        "multipliers": (
+            factors[traits.multipliers != Multipliers()],
+            factors[: 1 + holds.multipliers],
         ),
-        f"keeps {granularity.first_dense_layers} leading layers dense, which {name} cannot": (
-            granularity.first_dense_layers > 0 and not holds.dense_layers
-        ),
-        f"has a rotary embedding of rope_type {rope!r}, but {name} computes only "
-        f"{', '.join(holds.rope)} exactly; choose a model without it": rope not in holds.rope,
-        "has rope_type 'dynamic' together with a sliding window, and both depend on "
-        f"max_position_embeddings, which {name} must lower; choose a model without the two": (
-            rope == "dynamic" and form.context(dense) < dense.widths.context
-        ),
+        "head_dim": (traits.head_dim, (traits.head_dim if holds.any_head_dim else usual,)),
+        "rope_type": (rope, holds.rope),
+        "neurons in a shared expert": (shared, (shared if holds.shared_expert else 0,)),
+        "leading dense layers": (leading, (leading if holds.dense_layers else 0,)),
     }
-    for complaint, applies in complaints.items():
-        if applies:
-            return f"{dense.source} {complaint}."
+    for what, (found, taken) in features.items():
+        if found not in taken:
+            kinds = " or ".join(map(repr, taken))
+            return f"{dense.source} has {what} {found!r}, but {form.name} takes only {kinds}."
+    if rope == "dynamic" and form.context(dense) < dense.widths.context:
+        return (
+            f"{dense.source} has rope_type 'dynamic' together with a sliding window; both depend "
+            f"on max_position_embeddings, which {form.name} must lower."
+        )
     return None
 
 
@@ -285,10 +255,7 @@ def unsupported_size(
 ) -> str | None:
     """Why stock Transformers could not run experts of that size, or None."""
     if granularity.num_experts < 2:
-        return (
-            f"The layout has {granularity.num_experts} expert a layer, but the {name} router "
-            "needs at least 2. Choose a smaller expert_size."
-        )
+        return f"The layout has one expert a layer, but {name} needs at least 2."
     multiple = GROUPED_MATMUL_BYTES // dtype.itemsize
     sizes = {"expert_size": granularity.expert_size, "The model width": dense.widths.model}
     for what, size in sizes.items():
@@ -299,11 +266,3 @@ def unsupported_size(
                 "Choose such an expert_size, or another model."
             )
     return None
-
-
-def _either(kinds: tuple[str, ...]) -> str:
-    return " or ".join(map(repr, kinds))
-
-
-def _place(after: bool) -> str:
-    return "after" if after else "before"

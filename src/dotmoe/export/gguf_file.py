@@ -1,6 +1,6 @@
-"""GGUF, the container of llama.cpp: files written tensor by tensor, and read back."""
+"""GGUF, the container of llama.cpp: written tensor by tensor, read back, given another k."""
 
-from collections import Counter
+import shutil
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -12,26 +12,34 @@ from torch import Tensor
 
 from dotmoe.errors import UserError
 from dotmoe.export.format import TensorSpec
-from dotmoe.files import DISK_FULL, full_disk, require_free
+from dotmoe.files import require_free
+from dotmoe.llama_cpp import most_active_experts
+from dotmoe.progress import Update, no_update
 
 try:
     from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quants
 except ImportError as error:
     raise UserError(
         "the gguf package is not installed, and GGUF files are written with it. "
-        "Run pip install 'dotmoe[gguf]'."
+        "Run pip install -e '.[gguf]' in the checkout."
     ) from error
 
-_TYPES = {
+_KINDS = {
     bool: GGUFValueType.BOOL,
     int: GGUFValueType.UINT32,
     float: GGUFValueType.FLOAT32,
     str: GGUFValueType.STRING,
+    list: GGUFValueType.ARRAY,
 }
-_FLOAT16_MAX = float(torch.finfo(torch.float16).max)
 
 
-def write_gguf(path: Path, arch: str, keys: dict[str, Any], specs: Sequence[TensorSpec]) -> None:
+def write_gguf(
+    path: Path,
+    arch: str,
+    keys: dict[str, Any],
+    specs: Sequence[TensorSpec],
+    on_progress: Update = no_update,
+) -> None:
     """Write a file; no more than one tensor is in memory.
 
     Args:
@@ -39,53 +47,41 @@ def write_gguf(path: Path, arch: str, keys: dict[str, Any], specs: Sequence[Tens
         arch: `general.architecture`.
         keys: Metadata in full; whole numbers become uint32, in lists int32.
         specs: In the order in which to make them; names must differ, sizes be positive.
+        on_progress: Told tensors.
 
     Raises:
         UserError: The disk has too little room, or a weight does not fit into its number format.
     """
-    total = sum(spec.num_bytes for spec in specs)
-    require_free(path.parent, total)
-    writer = GGUFWriter(path, arch)
-    for key, value in keys.items():
-        if isinstance(value, list):
-            item = GGUFValueType.INT32 if isinstance(value[0], int) else _TYPES[type(value[0])]
-            writer.add_key_value(key, value, GGUFValueType.ARRAY, sub_type=item)
-        else:
-            writer.add_key_value(key, value, _TYPES[type(value)])
-    for spec in specs:
-        assert spec.num_bytes > 0, f"{spec.name} is empty"
-        kind = GGMLQuantizationType[spec.stored]
-        writer.add_tensor_info(
-            spec.name, spec.shape, np.dtype(np.float32), spec.num_bytes, raw_dtype=kind
-        )
-    try:
-        with closing(writer):
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            for spec in specs:
-                writer.write_tensor_data(encoded(spec, spec.make()))
-    except OSError as error:
-        if error.errno in DISK_FULL:
-            raise full_disk(path.parent, error, total) from error
-        raise
+    require_free(path.parent, sum(spec.num_bytes for spec in specs))
+    with closing(GGUFWriter(path, arch)) as writer:
+        for key, value in keys.items():
+            writer.add_key_value(key, value, _KINDS[type(value)])
+        for spec in specs:
+            kind, dtype = GGMLQuantizationType[spec.stored], np.dtype(np.float32)
+            writer.add_tensor_info(spec.name, spec.shape, dtype, spec.num_bytes, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for done, spec in enumerate(specs):
+            writer.write_tensor_data(encoded(spec, spec.make()))
+            on_progress(done + 1, len(specs), "tensors written")
 
 
 def encoded(spec: TensorSpec, made: Tensor) -> np.ndarray:
     """A tensor as it is stored, in its number format."""
-    tensor = made.float().contiguous()
-    assert tuple(tensor.shape) == spec.shape, f"{spec.name} is {tuple(tensor.shape)}"
-    if spec.stored == "F16" and float(tensor.abs().max()) > _FLOAT16_MAX:
+    values = made.float().contiguous().numpy()
+    assert values.shape == spec.shape, f"{spec.name} is {values.shape}"
+    if spec.stored == "F16" and (largest := np.abs(values).max()) > np.finfo(np.float16).max:
         raise UserError(
-            f"{spec.name} cannot be stored as F16: {float(tensor.abs().max()):g} does not fit into "
-            "float16. Choose type bf16 or f32."
+            f"{spec.name} cannot be stored as F16: {largest:g} does not fit into float16. "
+            "Choose type bf16 or f32."
         )
-    stored: np.ndarray = quants.quantize(tensor.numpy(), GGMLQuantizationType[spec.stored])
+    stored: np.ndarray = quants.quantize(values, GGMLQuantizationType[spec.stored])
     return stored
 
 
 class GgufFile:
-    """Maps a file; tensors are decoded when they are asked for."""
+    """A file, mapped into memory."""
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
         """Open a file.
@@ -93,7 +89,6 @@ class GgufFile:
         Raises:
             UserError: It is not there, or no GGUF.
         """
-        self.path = path
         if not path.is_file():
             raise UserError(f"{path} does not exist. Name a .gguf file.")
         try:
@@ -102,15 +97,16 @@ class GgufFile:
             raise UserError(f"{path} is no whole GGUF file ({error}). Export it again.") from error
         except OSError as error:
             raise UserError(f"{path} cannot be opened ({error.strerror}).") from error
-        self._tensors = {tensor.name: tensor for tensor in self.reader.tensors}
-        self.arch = str(self.metadata("general.architecture"))
+        self.path = path
+        self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
+        """By name; `data` is as stored, mapped: writing to it changes a writable file."""
         self.keys = {key for key in self.reader.fields if not key.startswith("GGUF.")}
-        self.names = set(self._tensors)
+        self.arch = str(self.metadata("general.architecture"))
 
     def metadata(self, key: str) -> Any:
         """A plain value; None where the key is missing."""
-        found = self.reader.fields.get(key)
-        return None if found is None else found.contents()
+        field = self.reader.fields.get(key)
+        return None if field is None else field.contents()
 
     def size(self, key: str, default: int | None = None) -> int:
         """A whole number of the architecture, by its key without the prefix.
@@ -124,28 +120,35 @@ class GgufFile:
             raise UserError(f"{self.path} is no decoder: it lacks {key}. Name a model's GGUF file.")
         return int(found)
 
-    @property
-    def most_bytes_in(self) -> str:
-        """Number format of most bytes, such as `Q8_0`."""
-        sizes: Counter[str] = Counter()
-        for name, tensor in self._tensors.items():
-            sizes[self.stored(name)] += int(tensor.n_bytes)
-        return sizes.most_common(1)[0][0]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape as in torch, rows last."""
-        return tuple(int(size) for size in reversed(self._tensors[name].shape))
-
-    def stored(self, name: str) -> str:
-        """Number format."""
-        return str(self._tensors[name].tensor_type.name)
-
-    def raw(self, name: str) -> np.ndarray:
-        """A tensor as it is stored, mapped: writing to it changes a writable file."""
-        data: np.ndarray = self._tensors[name].data
-        return data
-
     def tensor(self, name: str) -> Tensor:
         """Values, float32."""
-        values = quants.dequantize(self.raw(name), self._tensors[name].tensor_type)
-        return torch.from_numpy(np.array(values, dtype=np.float32)).view(self.shape(name))
+        stored = self.tensors[name]
+        values = quants.dequantize(stored.data, stored.tensor_type)
+        return torch.from_numpy(np.array(values, dtype=np.float32))
+
+
+def write_with_active_experts(path: Path, active_experts: int, out: Path) -> None:
+    """Copy a file that dotmoe exported, with another k; it is then what an export with it writes.
+
+    Raises:
+        UserError: llama.cpp cannot run so many experts.
+    """
+    file = GgufFile(path)
+    layers = file.size("block_count")
+    moe_layers = layers - file.size("leading_dense_block_count", 0)
+    most = most_active_experts(len(file.tensors), layers, moe_layers)
+    if active_experts > most:
+        raise UserError(
+            f"active_experts is {active_experts}, but llama.cpp's graph has room for {most} in "
+            f"{path}, and it aborts beyond. Choose {most} or fewer."
+        )
+    shutil.copyfile(path, out)
+    copy = GgufFile(out, writable=True)
+    for key in ("expert_used_count", "expert_weights_scale"):
+        field = copy.reader.fields.get(f"{file.arch}.{key}")
+        if field is not None:
+            field.parts[field.data[0]][0] = active_experts
+    for name, tensor in copy.tensors.items():
+        if name.endswith(".ffn_down_exps.scale"):
+            tensor.data[:] = active_experts
+    copy.reader.data.flush()

@@ -2,17 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from dotmoe import __version__
 from dotmoe.errors import UserError
 from dotmoe.export.format import Conversion, Format
-from dotmoe.export.gguf_record import GgufVerification, RunCheck
-from dotmoe.export.routers import RouterScale, RuntimeRouting
-from dotmoe.export.verify import LayerCheck, Verification
 from dotmoe.files import (
     Checksum,
     DamagedError,
@@ -31,6 +27,7 @@ RECORD_FILE = "dotmoe.json"
 CONFIG_FILE = "config.json"
 _REMEDY = "Export the run again: dotmoe export RUN OUT."
 _EDITED = "k was changed after export"
+_COUNTS = ("stored", "active", "active_with_routers", "active_without_embeddings")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,15 +37,12 @@ class ExportRecord:
     name: str
     """Name of the exported folder."""
     format: str
-    """A key of `FORMATS`."""
     servers: list[str]
-    """Software that runs it without further code."""
     exactness: str
     """What is exact and what is not, in a clause."""
     source: str
     """Dense model that the conversion began with: hub name or folder."""
     revision: str | None
-    """Commit of a hub model."""
     is_finetuned: bool
     """Whether the written weights are others than the dense model's."""
     dotmoe_version: str
@@ -56,41 +50,32 @@ class ExportRecord:
     """Dtype of the written weights; of a GGUF the number format of its matrices."""
     num_layers: int
     first_dense_layers: int
-    """Leading layers that are not split."""
     model_width: int
-    """Model width (D)."""
     num_experts: int
     """Experts a layer (E); 0 for a dense file, as are all numbers of its split."""
     expert_size: int
-    """Neurons of one expert (s)."""
     shared_size: int
-    """Neurons of a split layer that always run."""
     active_experts: int
-    """Experts run per token (k)."""
     active_fraction: float
     """Share of a split layer's FFN neurons that run per token."""
     verified_active_experts: int
     """The k of the export, at which `routers` and `verification` were measured."""
     active_experts_key: str
-    """Config key that holds k."""
     active_experts_editable: bool
-    """Whether k may be changed there."""
     parameters: dict[str, int]
-    """Exact counts: dense, stored, active, active with routers, active without embeddings."""
+    """Exact counts: `dense`, and of a MoE `_COUNTS`."""
     files: list[str]
     """Weight files."""
     total_bytes: int
-    """Bytes of all weight files."""
-    routers: list[RouterScale]
-    """Scaling of each split layer's router."""
+    routers: list[dict[str, Any]]
+    """Scale of each split layer's router; see `routers.scale_routers`."""
     details: dict[str, Any]
     """What is special to the container; empty for Transformers."""
-    verification: Any
-    """A `Verification` or `GgufVerification`; None: it could not be loaded."""
+    verification: dict[str, Any] | None
+    """What `Format.check` measured; None: it could not be loaded."""
     problems: list[str]
     """Why it failed its verification; none: it did not."""
     notes: list[str]
-    """What a user of the model must know."""
     checksums: dict[str, Checksum]
     """Size and SHA-256 of the files beside it but config and card."""
     config_sha256: str | None
@@ -105,31 +90,14 @@ class ExportRecord:
         """
         path = folder / RECORD_FILE
         if not path.is_file():
-            raise UserError(
-                f"{folder} holds no {RECORD_FILE}, so it is no export of dotmoe. Name the folder "
-                "of one."
-            )
+            raise UserError(f"{folder} holds no {RECORD_FILE}. Name an export of dotmoe.")
         try:
-            values = read_with_checksum(path)
+            return cls(**read_with_checksum(path))
         except DamagedError as error:
             raise UserError(f"{error}. {_REMEDY}") from error
-        try:
-            check = values["verification"]
-            if check is not None and "layers" in check:
-                layers = [LayerCheck(**layer) for layer in check.pop("layers")]
-                values["verification"] = Verification(**check, layers=layers)
-            elif check is not None:
-                run = check.pop("run")
-                run = None if run is None else RunCheck(**run)
-                values["verification"] = GgufVerification(**check, run=run)
-            for router in values["routers"]:
-                router["runtimes"] = [RuntimeRouting(**row) for row in router["runtimes"]]
-            values["routers"] = [RouterScale(**router) for router in values["routers"]]
-            return cls(**values)
-        except (KeyError, TypeError) as error:
+        except TypeError as error:
             raise UserError(
-                f"{path} is no record of an export by dotmoe {installed_version()} "
-                f"({error}). {_REMEDY}"
+                f"{path} is no record of an export by dotmoe {__version__} ({error}). {_REMEDY}"
             ) from error
 
     def with_active_experts(self, active_experts: int) -> "ExportRecord":
@@ -158,89 +126,67 @@ class ExportRecord:
             notes=notes,
         )
 
+    def verification_in_short(self) -> dict[str, Any]:
+        """A few numbers of a verified export: the worst layer, and the whole model."""
+        found = self.verification or {}
+        return {
+            **{key: found[key] for key in ("tokens", "dtype", "logits_error", "top1_agreement")},
+            "largest_block_error": max(layer["block_error"] for layer in found["layers"]),
+            "largest_misrouted_share": max(layer["misrouted"] for layer in found["layers"]),
+            "all_experts_logits_error": found["dense_error"],
+        }
+
     def to_json(self) -> str:
         """As indented JSON with its own checksum."""
         return with_checksum(asdict(self))
 
 
 def record_of(
-    conversion: Conversion,
-    form: Format,
-    folder: Path,
-    *,
-    name: str,
-    origin: DenseModel,
-    files: Sequence[str],
-    routers: Sequence[RouterScale],
-    verification: Any,
-    problems: Sequence[str],
-    notes: Sequence[str],
+    conversion: Conversion, form: Format, folder: Path, origin: DenseModel, **found: Any
 ) -> ExportRecord:
-    """The record of a written folder, whose files are read for their checksums."""
-    dense, layout, split = conversion.dense, conversion.layout, conversion.granularity
+    """The record of a written folder, whose files are read for their checksums.
+
+    `found` has the fields name, files, routers, verification, problems and notes.
+    """
+    dense, split = conversion.dense, conversion.granularity
+    sizes = asdict(split) if form.splits else dict.fromkeys(asdict(split), 0)
     whole = Granularity(num_experts=1, expert_size=dense.widths.ffn, active_experts=1)
-    counts = count_parameters(dense.config, dense.family, split if form.splits else whole)
-    parameters = {"dense": counts.dense_total}
-    if form.splits:
-        parameters |= {
-            "stored": counts.stored,
-            "active": counts.active,
-            "active_with_routers": counts.active_with_routers,
-            "active_without_embeddings": counts.active_without_embeddings,
-        }
-    details, sizes = form.details(conversion), asdict(split)
+    counts = asdict(count_parameters(dense.config, dense.family, split if form.splits else whole))
+    details = form.details(conversion)
     has_config = (folder / CONFIG_FILE).is_file()
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != CONFIG_FILE]
     return ExportRecord(
-        name=name,
+        **found,
         format=form.name,
         servers=list(form.servers),
         exactness=form.exactness(conversion),
         source=origin.source,
         revision=origin.revision,
         is_finetuned=origin.source != dense.source,
-        dotmoe_version=installed_version(),
+        dotmoe_version=__version__,
         dtype=details.get("type", str(conversion.dtype).removeprefix("torch.")),
-        num_layers=layout.num_layers,
+        num_layers=conversion.layout.num_layers,
         model_width=dense.widths.model,
-        **(sizes if form.splits else dict.fromkeys(sizes, 0)),
-        active_fraction=layout.active_fraction if form.splits else 1.0,
-        verified_active_experts=layout.active_experts if form.splits else 0,
+        **sizes,
+        active_fraction=conversion.granularity.active_fraction if form.splits else 1.0,
+        verified_active_experts=sizes["active_experts"],
         active_experts_key=form.active_experts_key,
         active_experts_editable=form.active_experts_editable,
-        parameters=parameters,
-        files=list(files),
+        parameters={"dense": counts["dense_total"]}
+        | {name: counts[name] for name in _COUNTS if form.splits},
         total_bytes=sum(spec.num_bytes for spec in form.tensors(conversion)),
-        routers=list(routers),
         details=details,
-        verification=verification,
-        problems=list(problems),
-        notes=list(notes),
         checksums=checksums(folder, [path.relative_to(folder).as_posix() for path in paths]),
         config_sha256=_config_sha256(folder, form.active_experts_key) if has_config else None,
     )
 
 
-def installed_version() -> str:
-    """Version of this package; `source tree` where it runs without being installed."""
-    try:
-        return version("dotmoe")
-    except PackageNotFoundError:
-        return "source tree"
-
-
-# --- intact or not ----------------------------------------------------------------------------
-
-
-def require_intact(folder: Path, *, read_weights: bool = True) -> None:
+def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
     """Refuse an exported folder of which a file is not as the export left it.
 
     A folder without a record passes: it is not ours. The cost is that of SHA-256 over the
-    checkpoint; wrong sizes are found first.
-
-    Args:
-        folder: A checkpoint folder.
-        read_weights: False compares only the size of weight files, for who does not use them.
+    checkpoint; wrong sizes are found first. `read_weights` False compares only the size of weight
+    files, for who does not use them.
 
     Raises:
         UserError: A file is missing, truncated or altered, or k is not that of the record.
@@ -283,7 +229,7 @@ def require_config(folder: Path, record: ExportRecord) -> None:
 
 def _config_sha256(folder: Path, active_experts_key: str) -> str:
     """SHA-256 of what an exported folder's config says besides k."""
-    config: dict[str, Any] = read_json(folder / CONFIG_FILE)
+    config = read_json(folder / CONFIG_FILE)
     config.pop(active_experts_key, None)
     text = json.dumps(config, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

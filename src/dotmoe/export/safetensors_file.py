@@ -1,7 +1,8 @@
 """Safetensors files written tensor by tensor; no more than one tensor is in memory."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -9,27 +10,28 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from dotmoe.checkpoint.tensors import DTYPES
-from dotmoe.errors import UserError
 from dotmoe.export.format import BLOCKS, TensorSpec
-from dotmoe.files import DISK_FULL, full_disk, require_free
+from dotmoe.files import require_free
+from dotmoe.progress import Update, no_update
 
 
-def write_checkpoint(specs: Iterable[TensorSpec], folder: Path, max_bytes: int) -> list[str]:
+def write_checkpoint(
+    specs: Iterable[TensorSpec], folder: Path, max_bytes: int, on_progress: Update = no_update
+) -> list[str]:
     """Write `model.safetensors`, or `model-0000i-of-0000n.safetensors` with an index.
 
     Args:
         specs: Tensors in the order in which to make them; names must differ, sizes be positive.
         folder: An existing folder.
-        max_bytes: Size of a file, at least 1; a single larger tensor gets a file of its own.
+        max_bytes: Largest size of a file; a single larger tensor gets a file of its own.
+        on_progress: Told tensors.
 
     Returns:
         Names of the weight files, in order.
 
     Raises:
-        UserError: The disk has, or turns out to have, too little room.
+        UserError: The disk has too little room.
     """
-    if max_bytes < 1:
-        raise UserError(f"The shard size is {max_bytes} bytes, but it must be positive.")
     by_name: dict[str, TensorSpec] = {}
     for spec in specs:
         # Some servers crash on tensors without elements.
@@ -45,33 +47,25 @@ def write_checkpoint(specs: Iterable[TensorSpec], folder: Path, max_bytes: int) 
     )
     total = sum(spec.num_bytes for spec in by_name.values())
     require_free(folder, total)
-    try:
-        for file_name, names in plan.filename_to_tensors.items():
-            with (folder / file_name).open("wb") as file:
-                _write(file, [by_name[name] for name in names])
-    except OSError as error:
-        if error.errno in DISK_FULL:
-            raise full_disk(folder, error, total) from error
-        raise
+    done = 0
+    for file_name, names in plan.filename_to_tensors.items():
+        with (folder / file_name).open("wb") as file:
+            for _ in _written(file, [by_name[name] for name in names]):
+                done += 1
+                on_progress(done, len(by_name), "tensors written")
     if plan.is_sharded:
         index = {"metadata": {"total_size": total}, "weight_map": plan.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return list(plan.filename_to_tensors)
 
 
-def _write(file: BinaryIO, specs: list[TensorSpec]) -> None:
+def _written(file: BinaryIO, specs: list[TensorSpec]) -> Iterator[str]:
     # Widest number format first keeps every tensor aligned to its own size, as maps expect.
     ordered = sorted(specs, key=lambda spec: -BLOCKS[spec.stored][1])
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for spec in ordered:
-        end = offset + spec.num_bytes
-        header[spec.name] = {
-            "dtype": spec.stored,
-            "shape": list(spec.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
+    ends = list(accumulate((spec.num_bytes for spec in ordered), initial=0))
+    for spec, offsets in zip(ordered, pairwise(ends), strict=True):
+        header[spec.name] = {"dtype": spec.stored, "shape": spec.shape, "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little"))
@@ -80,3 +74,4 @@ def _write(file: BinaryIO, specs: list[TensorSpec]) -> None:
         tensor = spec.make().to(DTYPES[spec.stored]).contiguous()
         assert tuple(tensor.shape) == spec.shape, f"{spec.name} is {tuple(tensor.shape)}"
         file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+        yield spec.name

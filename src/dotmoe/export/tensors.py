@@ -1,7 +1,5 @@
 """The tensors of an export, each described before it is made."""
 
-from collections.abc import Callable, Iterator
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -17,15 +15,12 @@ PROJECTIONS = ("gate", "up", "down")
 def carried_names(dense: DenseModel, layer: int) -> list[str]:
     """Tensors of one layer outside its FFN, in LLaMA's form; they keep name and content."""
     traits = dense.family.traits(dense.config)
-    norms = ("input", "post_attention")
-    if traits.norms_after:
-        norms = ("post_attention", "post_feedforward")
+    after = ("post_attention", "post_feedforward")
+    norms = after if traits.norms_after else ("input", "post_attention")
     names = [f"{name}_layernorm.weight" for name in norms]
     names += [f"self_attn.{part}_proj.weight" for part in "qkvo"]
-    if traits.qkv_bias:
-        names += [f"self_attn.{part}_proj.bias" for part in "qkv"]
-    if traits.output_bias:
-        names.append("self_attn.o_proj.bias")
+    biased = "qkv" * traits.qkv_bias + "o" * traits.output_bias
+    names += [f"self_attn.{part}_proj.bias" for part in biased]
     if traits.qk_norm != "none":
         names += [f"self_attn.{part}_norm.weight" for part in "qk"]
     return [f"model.layers.{layer}.{name}" for name in names]
@@ -33,31 +28,20 @@ def carried_names(dense: DenseModel, layer: int) -> list[str]:
 
 def carried(conversion: Conversion, name: str) -> TensorSpec:
     """A dense tensor that keeps its name and content."""
-    shape, _ = conversion.tensors.describe(name)
     return TensorSpec(
         name=name,
-        shape=shape,
+        shape=conversion.tensors.describe(name)[0],
         stored=STORED[conversion.dtype_of(name)],
         make=lambda: conversion.tensors.read(name),
     )
-
-
-def dense_ffn(conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-    """The FFN of a layer that stays dense."""
-    for projection in PROJECTIONS:
-        yield carried(conversion, conversion.dense.family.ffn_tensor(layer, projection))
 
 
 def router(conversion: Conversion, layer: int, name: str) -> TensorSpec:
     """Router rows times 2^-p, [E, D]; exact, since the layout's rows are so in the dtype."""
     scale = 2.0 ** -conversion.exponents[layer]
     rows_ED = conversion.layout.router_LED[layer].cpu().double() * scale
-    return TensorSpec(
-        name=name,
-        shape=tuple(rows_ED.shape),
-        stored=STORED[conversion.dtype],
-        make=lambda: rows_ED,
-    )
+    stored = STORED[conversion.dtype]
+    return TensorSpec(name=name, shape=tuple(rows_ED.shape), stored=stored, make=lambda: rows_ED)
 
 
 def neurons(
@@ -82,11 +66,10 @@ def neurons(
         size: Number of neurons to fill up to, with zeros; None: as many as there are.
     """
     source = conversion.dense.family.ffn_tensor(layer, projection)
-    shape, _ = conversion.tensors.describe(source)
     axis = 1 if projection == "down" else 0
     missing = 0 if size is None else size - len(neurons_S)
-    sizes = list(shape)
-    sizes[axis] = len(neurons_S) + missing
+    shape = list(conversion.tensors.describe(source)[0])
+    shape[axis] = len(neurons_S) + missing
 
     def make() -> Tensor:
         part = conversion.tensors.read(source).index_select(axis, neurons_S.cpu())
@@ -95,20 +78,7 @@ def neurons(
         return pad(part, (0, missing) if axis else (0, 0, 0, missing)) if missing else part
 
     stored = STORED[conversion.dtype_of(source)]
-    return TensorSpec(name=name, shape=tuple(sizes), stored=stored, make=make)
-
-
-def experts(
-    conversion: Conversion, layer: int, name_of: Callable[[int, str], str], *, factor: float
-) -> Iterator[TensorSpec]:
-    """The projections of each expert as tensors of their own; down times `factor`."""
-    neurons_ES = conversion.layout.neurons_of_expert(layer)
-    # Projection outside, expert inside: the slices of one dense matrix follow each other.
-    for projection in PROJECTIONS:
-        for expert, neurons_S in enumerate(neurons_ES):
-            name = name_of(expert, projection)
-            times = factor if projection == "down" else 1.0
-            yield neurons(conversion, layer, projection, neurons_S, name, factor=times)
+    return TensorSpec(name=name, shape=tuple(shape), stored=stored, make=make)
 
 
 def stacked_experts(
@@ -130,9 +100,8 @@ def stacked_experts(
 
 def constant(name: str, shape: tuple[int, ...], dtype: torch.dtype, value: float) -> TensorSpec:
     """One value throughout."""
-    return TensorSpec(
-        name=name, shape=shape, stored=STORED[dtype], make=lambda: torch.full(shape, value)
-    )
+    stored = STORED[dtype]
+    return TensorSpec(name=name, shape=shape, stored=stored, make=lambda: torch.full(shape, value))
 
 
 def require_no_others(conversion: Conversion, format_name: str) -> None:
@@ -142,16 +111,13 @@ def require_no_others(conversion: Conversion, format_name: str) -> None:
         UserError: Names the first of them.
     """
     dense, tensors = conversion.dense, conversion.tensors
-    known = {EMBEDDING, NORM, HEAD}
+    known = {NORM}
     for layer in range(dense.widths.layers):
         known.update(carried_names(dense, layer))
         known.update(dense.family.ffn_tensor(layer, name) for name in PROJECTIONS)
     reached = {tensors.stored_name(name) for name in known} | {EMBEDDING, HEAD}
-    others = sorted(
-        name
-        for name in tensors.names - reached
-        if not name.endswith("rotary_emb.inv_freq")  # old checkpoints store this constant
-    )
+    # Old checkpoints store the rotary frequencies, a constant.
+    others = sorted(each for each in tensors.names - reached if not each.endswith(".inv_freq"))
     if others:
         raise UserError(
             f"{others[0]} is stored in {tensors.folder}, but {format_name} has no place "

@@ -7,30 +7,30 @@ others is a merge, and the merges of one token stand together; both are checked.
 """
 
 import json
+import random
 import re
-from dataclasses import dataclass, field
+import tomllib
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 from gguf import TokenType
-from tokenizers import pre_tokenizers
+from tokenizers import Regex, pre_tokenizers
 
 from dotmoe.models.dense import DenseModel
 
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-LLAMA3 = rf"{_WORDS}\p{{N}}{{1,3}}{_REST}"
-QWEN2 = rf"{_WORDS}\p{{N}}{_REST}"
-
-RULES: dict[tuple[tuple[str, ...], bool], str] = {
-    (("gpt2",), False): "gpt-2",
-    (("digits", "gpt2"), False): "smollm",
-    ((LLAMA3,), True): "llama-bpe",
-    ((LLAMA3,), False): "dbrx",
-    ((QWEN2,), False): "qwen2",
-}
-"""`tokenizer.ggml.pre` by how text is cut, and by whether a word that is a token is taken whole."""
-
+_FILE = Path(__file__).with_name("tokenizer_rules.toml")
+RULES: dict[str, dict[str, Any]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+"""llama.cpp's rules that cut text, by name; the file says what is in one."""
+_CHARACTERS = (
+    *(" ", "\n", "\r", "\t", " \u00a0\u3000\u200b", "'", "'"),
+    *("sStTdDmM", "lLvVrReE", "azAZ", "\u00e9\u00c9\u00df\u0436\u0416\u01c5\u02b0"),
+    *("\u65e5\u3042\u30a2\ud55c\u0e01\u0905\u05d0", "\u0301\u094d\u0e34"),
+    *("0123456789", "0123456789\u0663\u00b2\u2167\u00bd", "!.,/-_()?:;@#%&*[]{}", "$+~`<=>|^"),
+    *("\u2026\u3002\uff0c\u0964\u2014\u201c", "\U0001f642\u20ac\u00b0"),
+)
+"""Kinds of characters by which rules differ."""
 _NO_MERGES = ["<no> <merges>"]
 """llama.cpp demands at least one merge; this one never applies."""
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -38,98 +38,78 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _PHI3_KEEP = {"<unk>", "<s>", "<|endoftext|>"}
 """Special tokens of Phi-3 that leave the spaces after them."""
 
+Values = dict[str, Any]
+
 
 class UnknownTokenizerError(Exception):
     """llama.cpp has no tokenizer that cuts text as this one does; the message says what differs."""
 
 
-@dataclass(kw_only=True, slots=True)
-class TokenizerKeys:
-    """Keys of a GGUF that describe its tokenizer."""
-
-    keys: dict[str, Any]
-    """All keys, in full."""
-    adds_space_always: bool = False
-    """llama.cpp puts a space before every text; Transformers only where there is none."""
-    strips_as_phi3: bool = False
-    """Special tokens take the spaces after them, as those of Phi-3 do."""
-    notes: list[str] = field(default_factory=list)
-    """Where llama.cpp tokenises otherwise than Transformers, one sentence each."""
-
-    @property
-    def name(self) -> str:
-        """`gpt2`, `llama` or `none` (token ids only); after a slash the rule that cuts text."""
-        pre = self.keys.get("tokenizer.ggml.pre")
-        model: str = self.keys["tokenizer.ggml.model"]
-        return f"{model}/{pre}" if pre else model
-
-
-def tokenizer_keys(dense: DenseModel, choice: Literal["auto", "none"]) -> TokenizerKeys:
+def tokenizer_keys(
+    dense: DenseModel, choice: Literal["auto", "none"], source: str
+) -> tuple[Values, list[str]]:
     """The tokenizer of a dense model, or `none` and the reason where llama.cpp has no such one.
 
     A file with tokenizer `none` runs token ids; a tokenizer that cuts text into other tokens than
     the model was trained on would be silently wrong, so an unknown one is never guessed.
+
+    Args:
+        dense: The dense model.
+        choice: `none` leaves it out.
+        source: Name of the dense model. llama.cpp looks for `phi-3` in it, and where it finds that
+            lets special tokens take the spaces after them, so `general.name` says so if and only if
+            the tokenizer does.
+
+    Returns:
+        Keys, and a sentence for each difference to Transformers.
     """
+    name = re.sub("phi-?3", "Phi 3", Path(source).name, flags=re.IGNORECASE)
+    notes: list[str] = []
     try:
         if choice == "none":
             raise UnknownTokenizerError("no tokenizer was asked for")
-        return _known(dense)
+        backend = getattr(dense.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise UnknownTokenizerError("it is not one of the tokenizers library")
+        parts = json.loads(backend.to_str())
+        keys = _keys(dense, backend, parts, notes)
     except UnknownTokenizerError as reason:
-        note = (
-            f"The file holds no tokenizer ({reason}): llama.cpp runs token ids only. Tokenise with "
-            "the dense model's tokenizer."
-        )
-        return TokenizerKeys(keys={"tokenizer.ggml.model": "none"}, notes=[note])
-
-
-def general_name(source: str, tokenizer: TokenizerKeys) -> str:
-    """`general.name` of a file: the last part of the model's name.
-
-    llama.cpp looks for `phi-3` in it, and where it finds that treats spaces after special tokens as
-    Phi-3's tokenizer does, so the name must say so if and only if the tokenizer does.
-    """
-    name = Path(source).name
-    says_phi3 = re.search("phi-?3", name, re.IGNORECASE) is not None
-    if tokenizer.strips_as_phi3 and not says_phi3:
-        return f"{name} (Phi-3 tokenizer)"
-    if says_phi3 and not tokenizer.strips_as_phi3:
-        return re.sub("phi-?3", "Phi 3", name, flags=re.IGNORECASE)
-    return re.sub("modern-bert", "modern bert", name, flags=re.IGNORECASE)
-
-
-def _known(dense: DenseModel) -> TokenizerKeys:
-    backend = getattr(dense.tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise UnknownTokenizerError("it is not one of the tokenizers library")
-    parts = json.loads(backend.to_str())
-    tokens, types = _vocabulary(parts, int(dense.config.vocab_size))
-    made = TokenizerKeys(keys={}, strips_as_phi3=_strips_as_phi3(parts["added_tokens"]))
-    greedy = [t["content"] for t in parts["added_tokens"] if _takes_more(t)]
-    if greedy and not made.strips_as_phi3:
-        made.notes.append(
+        note = f"The file holds no tokenizer ({reason}): llama.cpp runs token ids only."
+        return {"general.name": name, "tokenizer.ggml.model": "none"}, [note]
+    added = parts["added_tokens"]
+    greedy = [t["content"] for t in added if t["lstrip"] or t["rstrip"] or t["single_word"]]
+    if "</s>" in greedy and {t["content"] for t in added if not t["rstrip"]} == _PHI3_KEEP:
+        name += " (Phi-3 tokenizer)"
+    elif greedy:
+        notes.append(
             f"The token {greedy[0]!r} takes spaces beside it or whole words only, which llama.cpp "
             f"cannot express ({len(greedy)} such tokens)."
         )
-    special = _special(dense, len(tokens))
+    return {"general.name": name, **keys}, notes
+
+
+def tokenizer_name(keys: Values) -> str:
+    """`gpt2`, `llama` or `none` (token ids only); after a slash the rule that cuts text."""
+    return "/".join(
+        keys[f"tokenizer.ggml.{key}"] for key in ("model", "pre") if f"tokenizer.ggml.{key}" in keys
+    )
+
+
+def _keys(dense: DenseModel, backend: Any, parts: Values, notes: list[str]) -> Values:
+    tokens, types = _vocabulary(parts, int(dense.config.vocab_size))
     if parts["model"].get("byte_fallback"):  # a byte without a token of its own is one like <0x0A>
-        _sentencepiece(parts, tokens, types, made)
+        keys = _sentencepiece(parts, tokens, types, notes)
     else:
-        _byte_level(parts, made)
-        if "tokenizer.ggml.bos_token_id" not in special:
-            made.notes.append(
-                "The tokenizer has no token for the beginning of a text. llama.cpp names one all "
-                "the same (id 11), but never adds it."
-            )
-    made.keys["tokenizer.ggml.tokens"] = tokens
-    made.keys["tokenizer.ggml.token_type"] = [int(kind) for kind in types]
-    made.keys |= special
+        keys = _byte_level(backend, parts, notes)
+    keys |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": list(map(int, types))}
     template = getattr(dense.tokenizer, "chat_template", None)
+    template = template.get("default") if isinstance(template, dict) else template
     if isinstance(template, str):
-        made.keys["tokenizer.chat_template"] = template
-    return made
+        keys["tokenizer.chat_template"] = template
+    return keys | _special(dense, len(tokens))
 
 
-def _vocabulary(parts: dict[str, Any], rows: int) -> tuple[list[str], list[TokenType]]:
+def _vocabulary(parts: Values, rows: int) -> tuple[list[str], list[TokenType]]:
     """A text and a type for every row of the embedding."""
     model = parts["model"]
     if model["type"] != "BPE":
@@ -137,48 +117,30 @@ def _vocabulary(parts: dict[str, Any], rows: int) -> tuple[list[str], list[Token
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise UnknownTokenizerError(f"its {key} is {model[key]!r}")
+    largest = max([*model["vocab"].values(), *(added["id"] for added in parts["added_tokens"])])
+    if largest >= rows:
+        raise UnknownTokenizerError(f"it has a token {largest}, but the model has {rows}")
     tokens = [f"[PAD{number}]" for number in range(rows)]
     types = [TokenType.UNUSED] * rows
     for text, number in model["vocab"].items():
         tokens[number], types[number] = text, TokenType.NORMAL
     for added in parts["added_tokens"]:
-        number = added["id"]
-        tokens[number] = added["content"]
-        types[number] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+        tokens[added["id"]] = added["content"]
+        types[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
     if len(set(tokens)) < rows:
         raise UnknownTokenizerError("two of its ids have the same text")
     return tokens, types
 
 
-def _takes_more(added: dict[str, Any]) -> bool:
-    return bool(added["lstrip"] or added["rstrip"] or added["single_word"])
-
-
-def _strips_as_phi3(added: list[dict[str, Any]]) -> bool:
-    taking = {token["content"] for token in added if token["rstrip"]}
-    others = any(token["lstrip"] or token["single_word"] for token in added)
-    leaving = {token["content"] for token in added} - taking
-    return "</s>" in taking and not others and leaving == _PHI3_KEEP
-
-
-def _merges(parts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Pairs that are merged, first ones first."""
-    merges = parts["model"].get("merges", [])
-    pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges)
-    return [(left, right) for left, right in pairs]
-
-
-def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
+def _steps(part: Values | None) -> list[Values]:
     """A normaliser or pre-tokenizer as a flat list."""
     if part is None:
         return []
-    for key in ("pretokenizers", "normalizers"):
-        if key in part:
-            return [step for inner in part[key] for step in _steps(inner)]
-    return [part]
+    inner = part.get("pretokenizers", part.get("normalizers"))
+    return [part] if inner is None else [step for each in inner for step in _steps(each)]
 
 
-def _special(dense: DenseModel, rows: int) -> dict[str, Any]:
+def _special(dense: DenseModel, rows: int) -> Values:
     """Ids of special tokens, and which of them are put around a text."""
     tokenizer = dense.tokenizer
     ids: dict[str, int] = {}
@@ -186,105 +148,85 @@ def _special(dense: DenseModel, rows: int) -> dict[str, Any]:
         token_id = getattr(tokenizer, f"{name}_token_id", None)
         if token_id is None:
             token_id = getattr(dense.config, f"{name}_token_id", None)
-        if isinstance(token_id, list):  # several ends of text; llama.cpp knows the others by name
-            token_id = token_id[0] if token_id else None
-        if token_id is not None and 0 <= token_id < rows:
-            ids[key] = int(token_id)
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    full = tokenizer("a")["input_ids"]
-    places = range(len(full) - len(bare) + 1)
-    start = next((at for at in places if full[at : at + len(bare)] == bare), None)
-    if start is None:
-        raise UnknownTokenizerError("it changes a text when it adds special tokens")
-    before, after = full[:start], full[start + len(bare) :]
-    if before not in ([], [ids.get("bos")]) or after not in ([], [ids.get("eos")]):
-        raise UnknownTokenizerError(f"it puts tokens {before} before a text and {after} after it")
-    return {
-        **{f"tokenizer.ggml.{key}_token_id": token_id for key, token_id in ids.items()},
-        "tokenizer.ggml.add_bos_token": bool(before),
-        "tokenizer.ggml.add_eos_token": bool(after),
-    }
+        if isinstance(token_id, int) and 0 <= token_id < rows:
+            ids[key] = token_id
+    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    full = list(tokenizer("a")["input_ids"])
+    for adds_bos, adds_eos in product((False, True), repeat=2):
+        if full == [ids.get("bos")] * adds_bos + bare + [ids.get("eos")] * adds_eos:
+            return {
+                **{f"tokenizer.ggml.{key}_token_id": token_id for key, token_id in ids.items()},
+                "tokenizer.ggml.add_bos_token": adds_bos,
+                "tokenizer.ggml.add_eos_token": adds_eos,
+            }
+    raise UnknownTokenizerError(f"with special tokens it makes {full} of {bare}")
 
 
-# --- byte-level BPE ---------------------------------------------------------------------------
-
-
-def _byte_level(parts: dict[str, Any], made: TokenizerKeys) -> None:
-    cuts = _steps(parts["pre_tokenizer"])
-    if not any(step["type"] == "ByteLevel" for step in cuts):
-        raise UnknownTokenizerError("it works neither on bytes nor as SentencePiece does")
-    vocabulary = parts["model"]["vocab"]
-    if any(sign not in vocabulary for sign in pre_tokenizers.ByteLevel.alphabet()):
-        raise UnknownTokenizerError("some bytes are not in its vocabulary")
+def _byte_level(backend: Any, parts: Values, notes: list[str]) -> Values:
     for step in _steps(parts["normalizer"]):
         if step["type"] != "NFC":
             raise UnknownTokenizerError(f"it changes text by the rule {step['type']} first")
-        made.notes.append(
-            "The tokenizer composes Unicode characters (NFC) before it cuts text; llama.cpp does "
-            "not, so give it composed text."
-        )
-    merges, pre = [" ".join(pair) for pair in _merges(parts)], "gpt-2"
-    if merges:
-        cut_by = tuple(cut for step in cuts for cut in _cut(step))
-        rule = RULES.get((cut_by, bool(parts["model"].get("ignore_merges", False))))
-        if rule is None:
-            raise UnknownTokenizerError(
-                f"llama.cpp has no rule known here that cuts text by {list(cut_by)}"
-            )
-        pre = rule
-    made.keys |= {
+        notes.append("The tokenizer composes characters (NFC), llama.cpp does not: give it such.")
+    missing = len(set(pre_tokenizers.ByteLevel.alphabet()) - parts["model"]["vocab"].keys())
+    if missing:
+        notes.append(f"The vocabulary lacks {missing} of 256 bytes: llama.cpp leaves them out.")
+    merges = [" ".join(pair) for pair in parts["model"]["merges"]]
+    takes_words = bool(parts["model"].get("ignore_merges", False))
+    pre = _rule(backend.pre_tokenizer, takes_words) if merges else "gpt-2"
+    if RULES[pre].get("approximate"):
+        notes.append("llama.cpp knows capitals in ASCII alone, and may cut other words otherwise.")
+    return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.merges": merges or _NO_MERGES,
     }
 
 
-def _cut(step: dict[str, Any]) -> list[str]:
-    """One pre-tokenizer step as an entry of a rule; none if it cuts nothing."""
-    kind = step["type"]
-    if kind == "ByteLevel":
-        if step.get("add_prefix_space"):
-            raise UnknownTokenizerError("it puts a space before a text")
-        return ["gpt2"] if step.get("use_regex", True) else []
-    if kind == "Digits" and step.get("individual_digits"):
-        return ["digits"]
-    # The known patterns match every character, so what lies between matches is empty: keeping the
-    # matches alone is the same as cutting at them.
-    ways = {("Isolated", False), ("Removed", True)}
-    if kind == "Split" and (step.get("behavior"), bool(step.get("invert"))) in ways:
-        pattern = step["pattern"]
-        return [pattern["Regex"] if "Regex" in pattern else f"the text {pattern['String']!r}"]
-    raise UnknownTokenizerError(f"it cuts text by the rule {kind}")
+def _rule(cutter: Any, takes_words: bool) -> str:
+    """The rule that cuts a sample as the pre-tokenizer does, whatever steps it is made of."""
+    found = None if cutter is None else cutter.pre_tokenize_str(_sample())
+    for name, rule in RULES.items():
+        if rule.get("whole_words", False) == takes_words and _cut_by(tuple(rule["cuts"])) == found:
+            return name
+    also = " and takes words that are tokens whole" * takes_words
+    raise UnknownTokenizerError(f"llama.cpp has no rule known here that cuts text so{also}")
 
 
-# --- SentencePiece BPE ------------------------------------------------------------------------
+@cache
+def _cut_by(patterns: tuple[str, ...]) -> list[Any]:
+    steps: list[Any] = [pre_tokenizers.Split(Regex(each), "isolated") for each in patterns]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    return list(pre_tokenizers.Sequence(steps).pre_tokenize_str(_sample()))
+
+
+@cache
+def _sample() -> str:
+    """Neighbours of all kinds; a letter first, to show a space put before."""
+    draw = random.Random(0)
+    return "a" + "".join(draw.choice(draw.choice(_CHARACTERS)) for _ in range(30_000))
 
 
 def _sentencepiece(
-    parts: dict[str, Any], tokens: list[str], types: list[TokenType], made: TokenizerKeys
-) -> None:
-    """Fills the keys; marks the byte tokens and the unknown one among the types."""
-    vocabulary = parts["model"]["vocab"]
+    parts: Values, tokens: list[str], types: list[TokenType], notes: list[str]
+) -> Values:
+    """The keys; marks the byte tokens and the unknown one among the types."""
+    model = parts["model"]
     for byte in range(256):
         name = f"<0x{byte:02X}>"
-        if name not in vocabulary:
+        if name not in model["vocab"]:
             raise UnknownTokenizerError(f"the byte {name} is not in its vocabulary")
-        types[vocabulary[name]] = TokenType.BYTE
-    unknown = parts["model"].get("unk_token")
-    if unknown in vocabulary:
-        types[vocabulary[unknown]] = TokenType.UNKNOWN
-    if parts["model"].get("ignore_merges"):
+        types[model["vocab"][name]] = TokenType.BYTE
+    if model.get("unk_token") in model["vocab"]:
+        types[model["vocab"][model["unk_token"]]] = TokenType.UNKNOWN
+    if model.get("ignore_merges"):
         raise UnknownTokenizerError("it takes words that are tokens whole")
     prefix = _puts_space_first(parts)
-    # SentencePiece puts one before every text; the Metaspace rule, to which Transformers turns its
-    # files, only before one that does not begin with a space.
-    made.adds_space_always = prefix and bool(_steps(parts["pre_tokenizer"]))
-    if made.adds_space_always:
-        made.notes.append(
+    if prefix and parts["pre_tokenizer"]:
+        notes.append(
             "llama.cpp, like SentencePiece, puts a space before every text; Transformers only "
             "before one that does not begin with a space."
         )
-    made.keys |= {
+    return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.pre": "default",
         "tokenizer.ggml.scores": _scores(parts, tokens, types),
@@ -292,24 +234,22 @@ def _sentencepiece(
     }
 
 
-def _puts_space_first(parts: dict[str, Any]) -> bool:
+def _puts_space_first(parts: Values) -> bool:
     """Whether a space is put before a text; spaces must become `_SPACE`, nothing else change."""
-    normaliser, cuts = _steps(parts["normalizer"]), _steps(parts["pre_tokenizer"])
+    steps = [*_steps(parts["normalizer"]), *_steps(parts["pre_tokenizer"])]
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prepend = {"type": "Prepend", "prepend": _SPACE}
-    if not cuts and normaliser in ([prepend, replace], [replace]):
-        return bool(normaliser[0] == prepend)
-    if not normaliser and len(cuts) == 1 and cuts[0]["type"] == "Metaspace":
-        step = cuts[0]
-        if step.get("replacement") == _SPACE and not step.get("split", True):
-            return bool(step.get("prepend_scheme") != "never")
-    kinds = [step["type"] for step in (*normaliser, *cuts)]
-    raise UnknownTokenizerError(f"it treats spaces by the rules {kinds}")
+    if steps in ([prepend, replace], [replace]):
+        return steps[0] == prepend
+    metaspace = {"type": "Metaspace", "replacement": _SPACE, "split": False}
+    if len(steps) == 1 and steps[0] == {**steps[0], **metaspace}:
+        return bool(steps[0].get("prepend_scheme") != "never")
+    raise UnknownTokenizerError(f"it treats spaces by the rules {[each['type'] for each in steps]}")
 
 
-def _scores(parts: dict[str, Any], tokens: list[str], types: list[TokenType]) -> list[float]:
+def _scores(parts: Values, tokens: list[str], types: list[TokenType]) -> list[float]:
     """Minus the rank of a token's first merge; below all of them for tokens that none makes."""
-    merges = _merges(parts)
+    merges = [(left, right) for left, right in parts["model"]["merges"]]
     rank_of: dict[str, int] = {}
     last = None
     for rank, pair in enumerate(merges):
@@ -323,9 +263,10 @@ def _scores(parts: dict[str, Any], tokens: list[str], types: list[TokenType]) ->
         if types[number] != TokenType.NORMAL:
             continue
         for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if (left, right) not in known and left in vocabulary and right in vocabulary:
-                raise UnknownTokenizerError(f"{left!r} and {right!r} are not merged into {token!r}")
+            pair = token[:cut], token[cut:]
+            if pair not in known and pair[0] in vocabulary and pair[1] in vocabulary:
+                parts_said = " and ".join(map(repr, pair))
+                raise UnknownTokenizerError(f"{parts_said} are not merged into {token!r}")
     return [
         -float(rank_of.get(text, len(merges))) if kind == TokenType.NORMAL else 0.0
         for text, kind in zip(tokens, types, strict=True)

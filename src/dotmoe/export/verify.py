@@ -6,7 +6,7 @@ outlier tokens, which every language model has, are counted and left out of thos
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +26,8 @@ from dotmoe.models.dense import DenseModel
 if TYPE_CHECKING:
     from dotmoe.export.transformers_format import TransformersFormat
 
-CLOSE = 2.0**-8
-"""Logits closer than this share of their standard deviation may fall into one float32 score: at the
-recommended scale a sigmoid resolves 2^-11.3 of it, and its own error is a few times that."""
 FOLDED = 2.0**-8
 """Relative error of a block whose down projections were rounded to bfloat16 with their factor."""
-WRONG_EXPERT = 0.1
-"""Error of a block's output that only another computation explains."""
 LOGITS, DENSE_LOGITS = 5e-3, 2e-3
 """Largest median error of a token's logits for up to 4 layers, at k and at k = E. They grow with
 the root of the number of layers, as every layer adds its own deviation of the gates."""
@@ -41,59 +36,13 @@ DISAGREEMENT = 1e-2
 standard errors; it grows alike."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerCheck:
-    """One exported block against the binary-gate FFN (eq:moe_output) on identical inputs.
-
-    Outputs are compared for the experts that the block chose; its choice is judged apart.
-    """
-
-    layer: int
-    """Number of the layer in the model."""
-    block_error: float
-    """Median over typical tokens of the relative L2 error of the block's output."""
-    block_error_tail: float
-    """95th percentile of the same."""
-    block_error_99: float
-    """99th percentile of the same: a single wrong expert shows here, not in the median."""
-    misrouted: float
-    """Share of tokens for which an expert left out has a larger exact logit than one chosen."""
-    misrouted_far: float
-    """Share for which it is larger by more than 2^-8 of the logits' standard deviation."""
-    outliers: float
-    """Share of outlier tokens, which the figures above leave out."""
-    outlier_error: float
-    """Largest relative error of the block's output for one of them; 0 where there is none."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verification:
-    """What was compared and how far apart it was."""
-
-    loaded_class: str
-    dtype: str
-    """Of the written weights; both models compute in float32."""
-    tokens: int
-    layers: list[LayerCheck]
-    logits_error: float
-    """Median over tokens of the mean |difference| from the masked dense model, in standard
-    deviations of its logits, with every token sent where the exported model sent it. Routing itself
-    is judged by layer."""
-    logits_error_tail: float
-    """95th percentile of the same."""
-    top1_agreement: float
-    """Share of tokens with the masked dense model's most likely next token, routes as above."""
-    dense_error: float | None
-    """`logits_error` against the dense model at k = E; None: the format's k is not free."""
-
-
 @torch.no_grad()
 def verify(
     form: "TransformersFormat",
     conversion: Conversion,
     folder: Path,
     tokens_BT: Int[Tensor, "B T"],
-) -> tuple[Verification, list[str]]:
+) -> tuple[dict[str, Any], list[str]]:
     """Check an exported folder block by block, at its own k, and at k = E.
 
     Weights of both models stay on disk. Memory holds one part at a time in float32, whatever the
@@ -101,14 +50,13 @@ def verify(
     dense layer; or the embedding or head. Of the text it holds activations and up to five times the
     logits. Only models of up to `on_disk.KEPT_BYTES` are held whole.
 
-    Args:
-        form: The format of the folder.
-        conversion: What was exported.
-        folder: The exported folder.
-        tokens_BT: Real text, rows no longer than the context.
-
     Returns:
-        All figures, and a sentence for each that is beyond its limit.
+        The figures, and a sentence for each beyond its limit. `layers`: of each block, on the
+        exported model's own inputs and routes, the relative L2 error of its output over typical
+        tokens (median `block_error`, 95th percentile `block_error_tail`), and the shares of tokens
+        `misrouted` and of `outliers`. `logits_error` and `logits_error_tail`, `top1_agreement`:
+        against the masked dense model with the same routes, in standard deviations of the logits.
+        `dense_error`: against the dense model at k = E, None where k is not free.
 
     Raises:
         VerificationError: The folder is not what was to be written, or Transformers cannot load it.
@@ -117,7 +65,21 @@ def verify(
         raise VerificationError(f"config.json in {folder} is not what was written. Export again.")
     dense, layout = conversion.dense, conversion.layout
     exported = exported_on_disk(folder, dense.device, torch.float32)
-    layers, routes, logits_TV = _checked_run(form, exported, conversion, tokens_BT)
+    layers: list[dict[str, Any]] = []
+    routes: dict[int, Tensor] = {}
+
+    def compare(layer: int, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        x_TD = inputs[0].flatten(0, -2)
+        routes[layer] = form.chosen_experts(module, x_TD)
+        actual_TD = output.view_as(x_TD)
+        layers.append(_compare(form, conversion, layer, x_TD, routes[layer], actual_TD))
+        conversion.on_progress(len(layers), len(layout.moe_layers), "layers verified")
+
+    with ExitStack() as hooks:
+        for layer in layout.moe_layers:
+            block = form.blocks(exported)[layer]
+            hooks.enter_context(block.register_forward_hook(partial(compare, layer)))
+        logits_TV = logits_of(exported, tokens_BT)
     at_full_TV = None
     if form.active_experts_editable:
         form.run_active_experts(exported, layout.moe_layers, layout.num_experts)
@@ -132,52 +94,44 @@ def verify(
     dense_error = None
     if at_full_TV is not None:
         dense_error = float(logits_error(at_full_TV, logits_of(exact.model, tokens_BT)).median())
-    found = Verification(
-        loaded_class=loaded_class,
-        dtype=str(conversion.dtype).removeprefix("torch."),
-        tokens=tokens_BT.numel(),
-        layers=layers,
-        logits_error=float(error_T.median()),
-        logits_error_tail=float(error_T.quantile(0.95)),
-        top1_agreement=top1_agreement(logits_TV, same_routes_TV),
-        dense_error=dense_error,
-    )
+    found = {
+        "loaded_class": loaded_class,
+        "dtype": str(conversion.dtype).removeprefix("torch."),
+        "tokens": tokens_BT.numel(),
+        "layers": layers,
+        "logits_error": float(error_T.median()),
+        "logits_error_tail": float(error_T.quantile(0.95)),
+        "top1_agreement": top1_agreement(logits_TV, same_routes_TV),
+        "dense_error": dense_error,
+    }
     is_folded = conversion.dtype != torch.float32 and form.name != "glm4_moe"
     return found, problems(found, form.block_error, FOLDED if is_folded else 0.0)
 
 
-def problems(found: Verification, block_error: float, rounding: float) -> list[str]:
+def problems(found: Mapping[str, Any], block_error: float, rounding: float) -> list[str]:
     """A sentence for each figure beyond its limit.
 
-    Args:
-        found: What was measured.
-        block_error: The format's own limit for a block in float32.
-        rounding: Error that rounding of folded weights adds.
+    `block_error` is the format's limit in float32, `rounding` what that of folded weights adds.
     """
-    grows = max(1.0, len(found.layers) / 4) ** 0.5
-    block = block_error + rounding
-    logits = (LOGITS + rounding) * grows
-    misrouted = largest_share(MISROUTED, found.tokens)
+    grows = max(1.0, len(found["layers"]) / 4) ** 0.5
+    block, logits = block_error + rounding, (LOGITS + rounding) * grows
+    misrouted = largest_share(MISROUTED, found["tokens"])
+    at_full = (DENSE_LOGITS + rounding) * grows
+    disagreement = largest_share((DISAGREEMENT + rounding) * grows, found["tokens"])
     figures: list[tuple[str, float, float]] = []
-    for each in found.layers:
-        place = f"layer {each.layer}"
+    for each in found["layers"]:
+        place = f"layer {each['layer']}"
         figures += [
-            (f"{place}: share misrouted by a clear margin", each.misrouted_far, 0.0),
-            (f"{place}: share of misrouted tokens", each.misrouted, misrouted),
-            (f"{place}: median relative block error", each.block_error, block),
-            (f"{place}: 95th percentile of the block error", each.block_error_tail, 5 * block),
-            (f"{place}: 99th percentile of the block error", each.block_error_99, WRONG_EXPERT),
+            (f"{place}: share of misrouted tokens", each["misrouted"], misrouted),
+            (f"{place}: median relative block error", each["block_error"], block),
+            (f"{place}: 95th percentile of the block error", each["block_error_tail"], 5 * block),
         ]
-    disagreement = largest_share((DISAGREEMENT + rounding) * grows, found.tokens)
     figures += [
-        ("top-1 disagreement", 1 - found.top1_agreement, disagreement),
-        ("median logit error", found.logits_error, logits),
-        ("95th percentile of the logit error", found.logits_error_tail, 5 * logits),
+        ("top-1 disagreement", 1 - found["top1_agreement"], disagreement),
+        ("median logit error", found["logits_error"], logits),
+        ("95th percentile of the logit error", found["logits_error_tail"], 5 * logits),
+        ("median logit error at k = E", found["dense_error"] or 0.0, at_full),
     ]
-    if found.dense_error is not None:
-        at_full = (DENSE_LOGITS + rounding) * grows
-        what = "median logit error at k = E against the dense model"
-        figures.append((what, found.dense_error, at_full))
     return [
         f"The exported model differs from the masked dense model: {what} is {value:.3g}, "
         f"limit {limit:.3g}."
@@ -186,81 +140,43 @@ def problems(found: Verification, block_error: float, rounding: float) -> list[s
     ]
 
 
-def _checked_run(
-    form: "TransformersFormat",
-    model: nn.Module,
-    conversion: Conversion,
-    tokens_BT: Int[Tensor, "B T"],
-) -> tuple[list[LayerCheck], dict[int, Tensor], Tensor]:
-    """Run an exported model once: a check of every block, the experts they chose, and logits."""
-    layers, routes = [], {}
-
-    def compares(layer: int) -> Any:
-        def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
-            x_TD = arguments[0].flatten(0, -2)
-            chosen_TK = form.chosen_experts(module, x_TD)
-            layers.append(_check(form, conversion, layer, chosen_TK, x_TD, output.view_as(x_TD)))
-            routes[layer] = chosen_TK.cpu()
-
-        return hook
-
-    blocks = form.blocks(model)
-    with ExitStack() as hooks:
-        for layer in conversion.layout.moe_layers:
-            hooks.enter_context(blocks[layer].register_forward_hook(compares(layer)))
-        return layers, routes, logits_of(model, tokens_BT)
-
-
-def _check(
+def _compare(
     form: "TransformersFormat",
     conversion: Conversion,
     layer: int,
-    chosen_TK: Tensor,
     x_TD: Tensor,
+    chosen_TK: Tensor,
     actual_TD: Tensor,
-) -> LayerCheck:
-    layout = conversion.layout
+) -> dict[str, Any]:
+    """What a block computed beside the binary-gate FFN (eq:moe_output) for the experts it chose."""
+    layout, tensors = conversion.layout, conversion.tensors
+
+    def weights() -> Iterator[Tensor]:
+        for projection in ("gate", "up", "down"):
+            weight = tensors.read(conversion.dense.family.ffn_tensor(layer, projection))
+            yield (weight if conversion.keeps_dtypes else weight.to(conversion.dtype)).to(x_TD)
+        tensors.forget()
+
     logits_TE = x_TD.double() @ layout.router_LED[layer].to(x_TD.device).double().T
     outliers_T = outliers_in(logits_TE)
-    short_T = shortfall(logits_TE, chosen_TK)[~outliers_T]
     mask_TN = neuron_mask(chosen_TK, layout, layer)
     if not form.block_has_shared:
         mask_TN[:, layout.shared_neurons(layer).to(mask_TN.device)] = False
-    exact_TD = binary_gate_ffn(x_TD, mask_TN, _weights(conversion, layer, x_TD))
-    error_T = relative_error(actual_TD, exact_TD)
-    typical_T, others_T = error_T[~outliers_T], error_T[outliers_T]
-    close = CLOSE * float(logits_TE[~outliers_T].std())
-    return LayerCheck(
-        layer=layer,
-        block_error=float(typical_T.median()),
-        block_error_tail=float(typical_T.quantile(0.95)),
-        block_error_99=float(typical_T.quantile(0.99)),
-        misrouted=float((short_T > 0).double().mean()),
-        misrouted_far=float((short_T > close).double().mean()),
-        outliers=float(outliers_T.double().mean()),
-        outlier_error=float(others_T.max()) if len(others_T) else 0.0,
-    )
-
-
-def _weights(conversion: Conversion, layer: int, like: Tensor) -> Iterator[Tensor]:
-    """Gate, up and down of a dense layer as exported; each is read when it is taken."""
-    for projection in ("gate", "up", "down"):
-        weight = conversion.tensors.read(conversion.dense.family.ffn_tensor(layer, projection))
-        rounded = weight if conversion.keeps_dtypes else weight.to(conversion.dtype)
-        yield rounded.to(like.device, like.dtype)
-    conversion.tensors.forget()
+    exact_TD = binary_gate_ffn(x_TD, mask_TN, weights())
+    error_T = relative_error(actual_TD, exact_TD)[~outliers_T]
+    return {
+        "layer": layer,
+        "block_error": float(error_T.median()),
+        "block_error_tail": float(error_T.quantile(0.95)),
+        "misrouted": float((shortfall(logits_TE, chosen_TK)[~outliers_T] > 0).double().mean()),
+        "outliers": float(outliers_T.double().mean()),
+    }
 
 
 def binary_gate_ffn(
     x_TD: Float[Tensor, "T D"], mask_TN: Bool[Tensor, "T N"], weights: Iterator[Tensor]
 ) -> Float[Tensor, "T D"]:
-    """(SiLU(x W_gate) * (x W_up) * mask) W_down.
-
-    Args:
-        x_TD: Inputs.
-        mask_TN: Which neurons run.
-        weights: Gate [N, D], up [N, D] and down [D, N]; each is taken when it is needed.
-    """
+    """(SiLU(x W_gate) * (x W_up) * mask) W_down; each weight is taken when it is needed."""
     hidden_TN = F.silu(F.linear(x_TD, next(weights)))
     hidden_TN = hidden_TN * F.linear(x_TD, next(weights))
     return F.linear(hidden_TN * mask_TN, next(weights))
@@ -269,10 +185,8 @@ def binary_gate_ffn(
 def neuron_mask(
     chosen_TK: Int[Tensor, "T K"], layout: ExpertLayout, layer: int
 ) -> Bool[Tensor, "T N"]:
-    """Which neurons of a layer run for each token: R M^T as true and false (eq:moe_output).
-
-    A last column of R stands for the neurons that are always on.
-    """
+    """Which neurons of a layer run for each token: R M^T as true and false (eq:moe_output)."""
+    # A last column of R stands for the neurons that are always on.
     shape = (len(chosen_TK), layout.num_experts + 1)
     runs_TE = torch.zeros(shape, dtype=torch.bool, device=chosen_TK.device)
     runs_TE.scatter_(1, chosen_TK, True)
@@ -286,23 +200,19 @@ def routed(
 ) -> Iterator[None]:
     """Inside, `dense.model` runs the experts that `routes` names for each token; nothing is routed.
 
-    Where two logits are as good as equal, two exact implementations may choose differently, and a
-    single other choice changes every later token. With the routes given, all the rest of two models
-    can be compared closely.
+    At a near-tie two exact implementations may choose differently, which changes every later token.
+    With the routes given, all the rest of two models can be compared closely.
     """
 
-    def masks_hidden(layer: int) -> Any:
-        def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> Tensor:
-            mask_TN = neuron_mask(routes[layer].to(arguments[0].device), layout, layer)
-            return arguments[0] * mask_TN.view_as(arguments[0])
-
-        return hook
+    def mask(layer: int, module: nn.Module, arguments: tuple[Tensor, ...]) -> Tensor:
+        mask_TN = neuron_mask(routes[layer].to(arguments[0].device), layout, layer)
+        return arguments[0] * mask_TN.view_as(arguments[0])
 
     layers = dense.family.layers(dense.model)
     with ExitStack() as hooks:
         for index in routes:
             down = dense.family.ffn(layers[index]).down
-            hooks.enter_context(down.register_forward_pre_hook(masks_hidden(index)))
+            hooks.enter_context(down.register_forward_pre_hook(partial(mask, index)))
         yield
 
 
@@ -329,22 +239,14 @@ def relative_error(
     actual_TD: Float[Tensor, "T D"], exact_TD: Float[Tensor, "T D"]
 ) -> Float[Tensor, " T"]:
     """|actual - exact| / |exact| of each token."""
-    difference_T = (actual_TD.float() - exact_TD).norm(dim=1)
     size_T = exact_TD.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
-    error_T: Tensor = difference_T / size_T
+    error_T: Tensor = (actual_TD.float() - exact_TD).norm(dim=1) / size_T
     return error_T
 
 
 def sample_tokens(tokens_BT: Int[Tensor, "B T"], limit: int, context: int) -> Tensor:
-    """At most `limit` tokens, in rows no longer than the context.
-
-    Raises:
-        UserError: There are no tokens, or `limit` is below 1.
-    """
-    if limit < 1 or tokens_BT.numel() == 0:
-        raise UserError(
-            f"{min(limit, tokens_BT.numel())} tokens are left for verification, but an export is "
-            "never written unverified. Give text, and at least 1 token."
-        )
+    """At most `limit` tokens, in rows no longer than the context; refuses none at all."""
+    if tokens_BT.numel() == 0:
+        raise UserError("No tokens are left for verification. Give more text.")
     length = min(tokens_BT.shape[1], context, limit)
     return tokens_BT[: max(1, limit // length), :length]

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import (
@@ -18,11 +17,11 @@ from dotmoe.distributed import (
     raise_on_all_ranks,
     resolved_device,
 )
-from dotmoe.finetuning.student import Student, write_student
+from dotmoe.finetuning.student import LAYOUT, MODEL, Student, write_student
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense, resolved_dtype
 from dotmoe.models.dense import DenseModel
-from dotmoe.moe.losses import DistillationLoss
+from dotmoe.moe.masked import recomputing
 from dotmoe.moe.objective import (
     Objective,
     ObjectiveConfig,
@@ -30,25 +29,21 @@ from dotmoe.moe.objective import (
     hidden_states,
     require_trainable,
 )
-from dotmoe.moe.units import recomputing
 from dotmoe.options import above, at_least, between
 from dotmoe.sharded_weights import checkpoint_dtype, is_sharded, unloaded
 from dotmoe.training.loop import DEFAULT_TRAINING, OnStep, ParameterGroup, TrainingConfig, train
 
-MODEL, LAYOUT = "model", "layout.safetensors"
-"""What is written into the stage's folder."""
-
-ROUTER = ".router."
-"""In the name of each router's parameter."""
+__all__ = ["LAYOUT", "MODEL", "FinetuneConfig", "Finetuning", "divides_training", "finetune"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneConfig(ObjectiveConfig):
     """Recovery training. Defaults are the paper's (tab:hyperparams_sft) unless said."""
 
-    train: Literal["everything", "router", "lora"] = "everything"
+    train: Literal["everything", "router", "lora", "repair"] = "everything"
     """everything: all weights and the routers; router: the routers alone; lora: low-rank adapters
-    on experts and attention, and the routers (needs `pip install 'dotmoe[lora]'`)."""
+    on experts and attention, and the routers (needs `pip install -e '.[lora]'`); repair: no
+    training, W_down refitted in closed form, which reads none of the options of a training."""
     steps: Annotated[int, at_least(1)] = 4578
     """Optimizer steps. 4578 of 128 x 2048 tokens are the paper's 1.2B tokens."""
     batch_size: Annotated[int, at_least(1)] = 128
@@ -66,28 +61,13 @@ class FinetuneConfig(ObjectiveConfig):
     lora_alpha: Annotated[int, above(0)] = 32
     """Adapters are multiplied by alpha / rank."""
 
-    @property
-    def has_own_teacher(self) -> bool:
-        """Whether distillation needs a second copy of the model.
-
-        Where its weights are frozen the model is its own teacher: with all experts on, without
-        routers and adapters.
-        """
-        return self.kl_weight > 0 and self.train == "everything"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finetuned:
-    """What finetuning leaves behind."""
-
-    layout: ExpertLayout
-    """The same experts with trained routers."""
-    model_folder: Path
-    """A dense checkpoint with the trained weights."""
-
 
 class Finetuning(Objective):
-    """The sparse model as a student of the text, and of the dense model if that is wanted."""
+    """The sparse model as a student of the text, and of the dense model if that is wanted.
+
+    Where its weights are frozen the model is its own teacher: with all experts on, without routers
+    and adapters. Else `teacher` is a second copy, or None.
+    """
 
     config: FinetuneConfig
 
@@ -107,34 +87,33 @@ class Finetuning(Objective):
     def parameter_groups(self) -> Sequence[ParameterGroup]:
         """Routers, and the other weights that are trained, if any."""
         trained = self.model.trained()
-        routers = {name: p for name, p in trained.items() if ROUTER in name}
-        weights = {name: p for name, p in trained.items() if ROUTER not in name}
-        rate = self.config.router_rate
-        groups = [ParameterGroup(name="router", parameters=routers, lr=rate)]
+        routers = {name: p for name, p in trained.items() if ".router." in name}
+        weights = {name: p for name, p in trained.items() if name not in routers}
+        groups = [ParameterGroup(name="router", parameters=routers, lr=self.config.router_rate)]
         if weights:
             groups.append(ParameterGroup(name="weights", parameters=weights, lr=self.config.lr))
         return groups
 
     def teacher(self, tokens_BT: Tensor) -> Taught | None:
-        """What the dense model says, from its own copy or from the student's frozen weights."""
+        """What a second copy of the dense model says."""
         if self.own_teacher is None:
             return None
         with torch.no_grad():
             head_VD = full_tensor(self.own_teacher.family.head(self.own_teacher.model).weight)
-            return Taught(hidden_states(self.own_teacher, tokens_BT), head_VD)
+            return hidden_states(self.own_teacher, tokens_BT), head_VD
 
-    def student(self, tokens_BT: Tensor, taught: Taught | None) -> DistillationLoss:
+    def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
         """All of it is one call of the student, so that FSDP gathers embedding and head once."""
 
-        def forward() -> DistillationLoss:
-            if taught is not None or not self.config.kl_weight:
-                return super(Finetuning, self).student(tokens_BT, taught)
-            with self.model.without_adapters():
-                itself = super(Finetuning, self).teacher(tokens_BT)
-            return super(Finetuning, self).student(tokens_BT, itself)
+        def forward() -> dict[str, Tensor]:
+            itself = taught
+            if taught is None and self.config.kl_weight:
+                with self.model.without_adapters():
+                    itself = super(Finetuning, self).teacher(tokens_BT)
+            return super(Finetuning, self).losses(tokens_BT, itself)
 
-        loss: DistillationLoss = self.model(forward)
-        return loss
+        losses: dict[str, Tensor] = self.model(forward)
+        return losses
 
     def differentiate(self, loss: Tensor, *, is_last: bool) -> None:
         """See `Objective`; replicas add up their gradients after the last micro-batch alone."""
@@ -162,9 +141,10 @@ def finetune(
     folder: Path,
     seed: int,
     load: LoadConfig,
+    origin: DenseModel | None = None,
     training: TrainingConfig = DEFAULT_TRAINING,
     on_step: OnStep = lambda step, metrics: None,
-) -> Finetuned:
+) -> ExpertLayout:
     """Train the MoE that the layout makes of a dense model; all ranks together.
 
     Since the experts partition the neurons, the result is a dense checkpoint with other weights,
@@ -175,12 +155,15 @@ def finetune(
         layout: Experts, routers and k.
         blocks: Training text.
         config: See `FinetuneConfig`.
-        folder: Receives `model/`, `layout.safetensors`, `metrics.jsonl` and `checkpoints/`, from
-            which a run goes on.
+        folder: Receives `model/`, `layout.safetensors`, and what `train` writes.
         seed: Of the data order, and of adapters.
         load: Device, dtype to compute in, and whether ranks divide the weights.
-        training: How often to save, what to do with bad values, and where to log.
+        origin: The dense model to learn from, where `dense` is a repaired one; None: `dense`.
+        training: See `train`.
         on_step: Called after each step with its number and metrics.
+
+    Returns:
+        The same experts with trained routers.
 
     Raises:
         UserError: See `train`; or the dtype to compute in is float16.
@@ -192,22 +175,18 @@ def finetune(
     raise_on_all_ranks(lambda: require_trainable(config, dtype))
     shard = num_ranks() > 1 and divides_training(dense, config, load)
     teacher = None
-    if config.has_own_teacher:
-        sharding = replace(load, sharding="shard" if shard else "replicate")
-        teacher = load_dense(dense.source, sharding)
+    if config.kl_weight > 0 and (config.train == "everything" or origin is not None):
+        sharding: Literal["shard", "replicate"] = "shard" if shard else "replicate"
+        teacher = load_dense((origin or dense).source, replace(load, sharding=sharding))
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
-
-    def student_over(ranks: DeviceMesh) -> Student:
-        described = replace(dense, model=unloaded(dense.config, dtype))
-        return Student(described, layout, config, ranks, seed=seed)
-
     with fsdp_mesh(device, shard=shard) as ranks:
-        student = raise_on_all_ranks(lambda: student_over(ranks))
+        described = replace(dense, model=unloaded(dense.config, dtype))
+        student = raise_on_all_ranks(lambda: Student(described, layout, config, ranks, seed=seed))
         task = Finetuning(student, teacher, blocks, config, seed=seed)
         with recomputing(student.dense, config.activation_checkpointing):
             train(task, config.schedule(blocks.num_blocks), folder, training, on_step)
         trained = write_student(student, layout, folder / MODEL)
     if is_rank_zero():
         trained.save(folder / LAYOUT)
-    return Finetuned(layout=trained, model_folder=folder / MODEL)
+    return trained

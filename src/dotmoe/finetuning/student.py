@@ -1,9 +1,11 @@
 """The model that is trained: the dense one with experts of its own, from files to files."""
 
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +17,23 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.distributed import full_tensor, is_rank_zero, local_part, own_rows
+from dotmoe.errors import UserError
 from dotmoe.files import write_json
-from dotmoe.finetuning.lora import ADAPTED, add_adapters, start_adapters
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.dense import DenseModel
 from dotmoe.moe.router import Routing
-from dotmoe.moe.sparse import SparseFFN, make_sparse
+from dotmoe.moe.sparse import EXPERT_WEIGHTS, SparseFFN, make_sparse
 from dotmoe.parameters import compute_constants
-from dotmoe.sharded_weights import checkpoint_dtype, fill_own_rows, require_shapes
+from dotmoe.sharded_weights import checkpoint_dtype, fill_own_rows
 
 if TYPE_CHECKING:
     from dotmoe.finetuning import FinetuneConfig
+
+MODEL, LAYOUT = "model", "layout.safetensors"
+"""What is written into the stage's folder."""
+
+_ATTENTION = r".*\.self_attn\.(q|k|v|o|qkv)_proj"
+_DENSE_FFN = r".*\.mlp\.(gate|up|gate_up|down)_proj"
 
 
 class Student(nn.Module):
@@ -46,17 +54,10 @@ class Student(nn.Module):
         *,
         seed: int,
     ) -> None:
-        """Read this rank's part.
+        """Read this rank's part; a `UserError` names a tensor that is missing or does not fit.
 
-        Args:
-            dense: On the meta device, in the dtype to compute in. It becomes the student.
-            layout: Experts and routers.
-            config: What is trained.
-            ranks: See `fsdp_mesh`.
-            seed: Of adapters.
-
-        Raises:
-            UserError: A tensor is missing, has another shape, or cannot be read.
+        `dense` is on the meta device, in the dtype to compute in, and becomes the student; `ranks`
+        are a `fsdp_mesh`; the seed is that of adapters.
         """
         super().__init__()
         device = torch.device(ranks.device_type)
@@ -64,7 +65,7 @@ class Student(nn.Module):
             device = torch.device("cuda", torch.cuda.current_device())
         dtype = next(dense.model.parameters()).dtype
         tensors = Tensors.of(dense)
-        require_shapes(dense.model, tensors)
+        tensors.require_shapes(dense.model)
         stored = {name for name, _ in dense.model.named_parameters()}
         compute_constants(dense.model, device)
         self.routing = Routing(
@@ -72,15 +73,15 @@ class Student(nn.Module):
             surrogate=config.surrogate,
             surrogate_temperature=config.surrogate_temperature,
         )
-        self._dense = (dense,)  # in a tuple: its model is registered below
+        self.dense = dense
         self.model: Any = dense.model
         self.ffns = tuple(make_sparse(dense, layout, self.routing))
         self.tuner: Any = None
-        self.model.requires_grad_(False)
+        self.model.requires_grad_(config.train == "everything")
         if config.train == "lora":
-            self.tuner = add_adapters(self.model, rank=config.lora_rank, alpha=config.lora_alpha)
+            self.tuner = _with_adapters(self.model, config.lora_rank, config.lora_alpha)
         if config.train == "everything":
-            self.model.requires_grad_(True).float()
+            self.model.float()
         for ffn in self.ffns:
             ffn.router.requires_grad_(True)
         if ranks.size() > 1 or dtype != torch.float32:  # else there is nothing to divide or to cast
@@ -88,13 +89,7 @@ class Student(nn.Module):
         self._allocate(device)
         with torch.no_grad():
             self._read(tensors, stored, layout)
-        if self.tuner is not None:
-            start_adapters(self.model, seed)
-
-    @property
-    def dense(self) -> DenseModel:
-        """What the student was made of; its `model` is the student's."""
-        return self._dense[0]
+            _start_adapters(self.model, seed)
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Parameters that are trained, by name."""
@@ -112,14 +107,13 @@ class Student(nn.Module):
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """Inside, the model computes without adapters, if it has any."""
-        if self.tuner is None:
-            yield
-            return
-        self.tuner.disable_adapter_layers()
+        if self.tuner is not None:
+            self.tuner.disable_adapter_layers()
         try:
             yield
         finally:
-            self.tuner.enable_adapter_layers()
+            if self.tuner is not None:
+                self.tuner.enable_adapter_layers()
 
     def _divide(self, ranks: DeviceMesh, dtype: torch.dtype) -> None:
         """Divide all weights by FSDP2; a layer is whole only while it runs.
@@ -130,9 +124,8 @@ class Student(nn.Module):
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for ffn in self.ffns:
             fully_shard(ffn.router, mesh=ranks)
-        for layer in self.dense.family.layers(self.model):
+        for layer in (*self.dense.family.layers(self.model), self):
             fully_shard(layer, mesh=ranks, mp_policy=policy)
-        fully_shard(self, mesh=ranks, mp_policy=policy)
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -152,20 +145,66 @@ class Student(nn.Module):
     def _read(self, tensors: Tensors, stored: set[str], layout: ExpertLayout) -> None:
         """Read this rank's rows; of an FFN projection, any neuron of which may be one, all."""
         for name, parameter in self.model.named_parameters():
-            name = name.replace(ADAPTED, "")
+            name = name.replace(".base_layer", "")  # PEFT's, around a module with an adapter
             if name in stored:
                 fill_own_rows(parameter, tensors, name)
         for layer, ffn in zip(layout.moe_layers, self.ffns, strict=True):
             for projection, experts, shared in ffn.weights():
                 weight = tensors.read(self.dense.family.ffn_tensor(layer, projection))
                 rows_ND = weight.T if projection == "down" else weight
-                _fill(experts, ffn.neurons_ES, rows_ND)
-                if shared is not None:
-                    _fill(shared, ffn.shared_M, rows_ND)
+                for part, neurons in ((experts, ffn.neurons_ES), (shared, ffn.shared_M)):
+                    if part is not None:
+                        local_part(part).copy_(rows_ND[neurons[own_rows(part)].cpu()])
 
 
-def _fill(parameter: Tensor, neurons: Tensor, rows_ND: Tensor) -> None:
-    local_part(parameter).copy_(rows_ND[neurons[own_rows(parameter)].cpu()])
+def require_peft() -> None:
+    """Refuse to go on without the package of adapters."""
+    if find_spec("peft") is None:
+        raise UserError(
+            "train is lora, which needs the peft package. Install it by "
+            "`pip install -e '.[lora]'` in the checkout, or choose everything or router."
+        )
+
+
+def _with_adapters(model: nn.Module, rank: int, alpha: int) -> Any:
+    """PEFT's tuner around a model on the meta device, with adapters on experts and attention.
+
+    An expert has one for each of its three projections; PEFT adds their products to the experts'
+    weights once a forward pass, which costs 6 r N D multiplications and additions a layer whatever
+    the number of tokens, and memory for one more copy of the layer's experts. There is no dropout:
+    adapters of stacked experts can have none, and a step must be the same when repeated.
+    """
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraModel
+
+    names = [name for name, _ in model.named_parameters()]
+    lora = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=f"{_ATTENTION}|{_DENSE_FFN}",
+        target_parameters=[name for name in names if name.rpartition(".")[2] in EXPERT_WEIGHTS],
+    )
+    tuner = LoraModel(model, lora, "default")
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()  # PEFT gives them the dtype of the weights
+    return tuner
+
+
+def _start_adapters(model: nn.Module, seed: int) -> None:
+    """Set first factors to uniform random numbers as PEFT does, second ones to zero.
+
+    They are drawn whole, so they are the same on any number of ranks.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            local_part(parameter).zero_()
+        elif "lora_A" in name:
+            values = nn.init.kaiming_uniform_(
+                torch.empty(parameter.shape), a=math.sqrt(5), generator=generator
+            )
+            local_part(parameter).copy_(values[own_rows(parameter)])
 
 
 @torch.no_grad()
@@ -173,33 +212,27 @@ def write_student(student: Student, layout: ExpertLayout, out: Path) -> ExpertLa
     """Write a dense checkpoint in the original order of neurons; all ranks together.
 
     Adapters are merged first. Tensors that are divided over the ranks are put together one at a
-    time; rank 0 holds those of one layer in main memory, and writes a file for each.
-
-    Args:
-        student: The trained model.
-        layout: What it was made with.
-        out: Folder to write; what is there is replaced.
+    time; rank 0 holds those of one layer in main memory, and writes a file for each. What is in
+    `out` is replaced. `layout` is what the student was made with.
 
     Returns:
         The same experts with the trained routers, centred as extraction does.
     """
     if student.tuner is not None:
         student.tuner.merge_and_unload()
+    dense = student.dense
     if is_rank_zero():
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir()
-        for name in ("config.json", "generation_config.json"):
-            if (student.dense.folder / name).is_file():
-                shutil.copyfile(student.dense.folder / name, out / name)
-        student.dense.tokenizer.save_pretrained(out)
-    num_files = len(student.dense.family.layers(student.dense.model)) + 1
-    sizes: dict[str, dict[str, int]] = {}
-    for part in range(num_files):
-        file = f"model-{part + 1:05d}-of-{num_files:05d}.safetensors"
-        sizes[file] = _write_part(student, part, out / file)
+        begin_checkpoint(dense, out)
+    num_files = len(dense.family.layers(dense.model)) + 1
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, tensors in enumerate(_parts(dense), 1):
+        if is_rank_zero():
+            file = f"model-{number:05d}-of-{num_files:05d}.safetensors"
+            save_file(tensors, out / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, file)
+            total += sum(tensor.nbytes for tensor in tensors.values())
     if is_rank_zero():
-        total = sum(sum(names.values()) for names in sizes.values())
-        weight_map = {name: file for file, names in sizes.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(out / "model.safetensors.index.json", index)
     router_LED = layout.router_LED.clone()
@@ -209,44 +242,49 @@ def write_student(student: Student, layout: ExpertLayout, out: Path) -> ExpertLa
     return replace(layout, router_LED=router_LED)
 
 
-def _write_part(student: Student, part: int, file: Path) -> dict[str, int]:
-    """Write one file on rank 0; names and bytes of its tensors."""
+def begin_checkpoint(dense: DenseModel, out: Path) -> None:
+    """Make a folder, in place of what is there, with all of a dense checkpoint but its weights."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    for name in ("config.json", "generation_config.json"):
+        if (dense.folder / name).is_file():
+            shutil.copyfile(dense.folder / name, out / name)
+    dense.tokenizer.save_pretrained(out)
+
+
+def _parts(dense: DenseModel) -> Iterator[dict[str, Tensor]]:
+    """Stored names and tensors of each layer, then of all that is in none; on rank 0, else {}."""
     # Not the config's dtype: Transformers sets that to the one in which it loaded the model.
-    dtype = checkpoint_dtype(None, student.dense.folder)
-    tensors = {}
-    for name, tensor in _tensors(student, part):
-        full = full_tensor(tensor)
-        if is_rank_zero():
-            tensors[name] = full.to(dtype).cpu().contiguous()
-    if is_rank_zero():
-        save_file(tensors, file, metadata={"format": "pt"})
-    return {name: tensor.nbytes for name, tensor in tensors.items()}
+    dtype = checkpoint_dtype(None, dense.folder)
+    rest: dict[str, Tensor] = dict(dense.model.named_parameters())
+
+    def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in tensors.items():
+            full = full_tensor(tensor)
+            if is_rank_zero():
+                found[name] = full.to(dtype).cpu().contiguous()
+        return found
+
+    for index, layer in enumerate(dense.family.layers(dense.model)):
+        prefix, ffn = f"model.layers.{index}.", layer.get_submodule("mlp")
+        own = {name: rest.pop(name) for name in list(rest) if name.startswith(prefix)}
+        if isinstance(ffn, SparseFFN):
+            own = {name: p for name, p in own.items() if not name.startswith(f"{prefix}mlp.")}
+            yield whole(own | _ffn_tensors(dense, ffn, index))
+        else:
+            yield whole(own)
+    yield whole(rest)
 
 
-def _tensors(student: Student, part: int) -> Iterator[tuple[str, Tensor]]:
-    """Stored names and tensors of a layer; after the last one, of all that is in no layer."""
-    dense = student.dense
-    layers = list(dense.family.layers(dense.model))
-    if part == len(layers):
-        inside = {id(p) for layer in layers for p in layer.parameters()}
-        for name, parameter in dense.model.named_parameters():
-            if id(parameter) not in inside:
-                yield name, parameter
-        return
-    ffn = layers[part].get_submodule("mlp")
-    for name, parameter in layers[part].named_parameters():
-        if not (isinstance(ffn, SparseFFN) and name.startswith("mlp.")):
-            yield f"model.layers.{part}.{name}", parameter
-    if isinstance(ffn, SparseFFN):
-        yield from _ffn_tensors(dense, ffn, part)
-
-
-def _ffn_tensors(dense: DenseModel, ffn: SparseFFN, layer: int) -> Iterator[tuple[str, Tensor]]:
+def _ffn_tensors(dense: DenseModel, ffn: SparseFFN, layer: int) -> dict[str, Tensor]:
     """The projections as the checkpoint of the family stores them, some of them fused."""
     fused: dict[str, list[tuple[int, Tensor]]] = {}
     for projection, rows_ND in ffn.dense_rows().items():
         part = dense.family.stored(dense.config, dense.family.ffn_tensor(layer, projection))
         weight = rows_ND.T if projection == "down" else rows_ND
         fused.setdefault(part.stored, []).append((part.rows[0] if part.rows else 0, weight))
-    for name, parts in fused.items():
-        yield name, torch.cat([weight for _, weight in sorted(parts, key=lambda part: part[0])])
+    return {
+        name: torch.cat([weight for _, weight in sorted(parts, key=lambda part: part[0])])
+        for name, parts in fused.items()
+    }

@@ -1,25 +1,26 @@
-"""Where and how a conversion would run: does it fit, sharded or not, how fast, how long."""
+"""Where and how a conversion would run: does it fit, how fast, how long.
+
+A step takes products of matrices, and bytes that other operations read and write, counted in passes
+over the model width, the FFN width and the vocabulary; how many passes a forward makes is fitted to
+measured steps, and a backward makes twice as many. Nothing overlaps within a device.
+"""
 
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, NamedTuple
 
-from dotmoe.inspection.memory import Placement, alignment_memory, finetune_memory
-from dotmoe.inspection.sizes import (
-    FLOAT32,
-    FinetuneSize,
-    GPUName,
-    Items,
-    Machines,
-    RunSize,
-    Sizes,
-)
-from dotmoe.inspection.step_time import (
-    ACCELERATORS,
-    Accelerator,
-    alignment_work,
-    finetune_work,
-    share_of,
-)
+import torch
+from torch.utils.benchmark import Timer
 
+from dotmoe.inspection.memory import step_memory
+from dotmoe.inspection.sizes import FLOAT32, Step, dtype_name
+
+ROUTED_PASSES = 3
+"""Over the input of an expert, once for each of k: it is gathered, and the outputs are summed."""
+ASSIGNMENT_BYTES = 190
+"""Per entry of A and step: Newton's method, rounding, implicit gradient, plan's gradient."""
+ADAM_BYTES = 40
+"""Per trainable entry: clipping reads the gradient twice; AdamW reads four and writes three."""
 USABLE_SHARE = 0.9
 """Of a GPU's memory; the rest is for the framework, the allocator and an error of the estimate."""
 AS_FAST = 0.99
@@ -28,211 +29,251 @@ LINK_SHARE = 0.7
 """Of a link's rate that collectives are assumed to reach."""
 MOST_GPUS = 1_024
 """Beyond which no number of GPUs is looked for."""
-ASSIGNMENT_ENTRY = 8
-"""Bytes of the expert number of a neuron."""
+
+
+class Efficiency(NamedTuple):
+    """Shares of a device's rates that a step reaches, and how often operations pass over memory.
+
+    A layer's forward passes over the model width and the FFN width (masks and routers included),
+    the distillation loss with its gradient over the logits of a token.
+    """
+
+    products: float
+    moved: float
+    width: int
+    neurons: int
+    vocabulary: int
+
+
+ON_CPU = Efficiency(products=0.95, moved=0.65, width=31, neurons=13, vocabulary=44)
+"""Fitted to measured steps."""
+ON_GPU = Efficiency(products=0.65, moved=0.75, width=56, neurons=5, vocabulary=60)
+"""Assumed, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """One way to run, at the largest micro-batch that fits."""
+class Accelerator:
+    """A machine to plan for: this one, measured, or a GPU type as its vendor describes it.
 
-    sharded: bool
-    """The dense weights are sharded over all GPUs, else every GPU has all of them."""
-    checkpointing: bool
-    """Activations are computed again in the backward pass."""
-    fits: bool
-    micro_batch_size: int
-    """Sequences in memory at once on each GPU: the most that fit; 1 where none do."""
-    memory: Items
-    """Bytes on each GPU."""
-    parts: dict[str, float]
-    """Seconds of one step; of communication, only what computing does not hide."""
-    communication: dict[str, float]
-    """All of a step's, hidden or not."""
-    tokens_per_s: float
-    """Of all GPUs together."""
+    Rates are of matrix products in `dtype` (measured on large ones, or the dense tensor-core peak)
+    and of its memory, read and written; those of links are of one direction: to the other GPUs of
+    its node (NVLink, or PCIe), and to other nodes (its share of the node's InfiniBand).
+    """
 
-    @property
-    def step_s(self) -> float:
-        """Seconds of one optimizer step."""
-        return sum(self.parts.values())
-
-    @property
-    def way(self) -> str:
-        """How it divides memory, in two words."""
-        return ("sharded" if self.sharded else "whole") + ", ckpt" * self.checkpointing
+    name: str
+    dtype: str = "bfloat16"
+    flops_per_s: float
+    bytes_per_s: float
+    memory_bytes: int = 0
+    link_bytes_per_s: float = 0
+    network_bytes_per_s: float = 0
+    efficiency: Efficiency = ON_GPU
+    origin: str = "quoted"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """What is recommended on so many GPUs of one type, and what it would take."""
-
-    gpu: str
-    gpus: int
-    """Of one node."""
-    nodes: int
-    task: str
-    origin: str
-    """Of the GPU's figures."""
-    tokens: int
-    """Of the whole run."""
-    choices: tuple[Choice, ...]
-    """In order of preference: whole, sharded; then both with checkpointing."""
-    recommended: int | None
-    """Which of the choices: the fastest that fits, an earlier one where it is as fast; None: none
-    does."""
-    gpus_needed: int | None
-    """Least GPUs of this type on which some choice fits; None: more than are looked for."""
-
-    @property
-    def choice(self) -> Choice | None:
-        """The recommended one."""
-        return None if self.recommended is None else self.choices[self.recommended]
-
-    @property
-    def hours(self) -> float | None:
-        """Of the whole run, on all GPUs at once."""
-        return None if self.choice is None else self.tokens / self.choice.tokens_per_s / 3_600
-
-    @property
-    def gpu_hours(self) -> float | None:
-        """Hours times GPUs."""
-        return None if self.hours is None else self.hours * self.gpus * self.nodes
+ACCELERATORS = {
+    name: Accelerator(
+        name=f"{name.upper()} {memory} GB",
+        flops_per_s=tflops * 1e12,
+        bytes_per_s=rate * 1e12,
+        memory_bytes=memory * 10**9,
+        link_bytes_per_s=link * 1e9,
+        network_bytes_per_s=network * 1e9,
+    )
+    for name, tflops, memory, rate, link, network in (
+        ("a100", 312, 80, 2.039, 300, 25),
+        ("h100", 989, 80, 3.35, 450, 50),
+        ("h200", 989, 141, 4.8, 450, 50),
+        ("b200", 2_250, 180, 8, 900, 50),
+        ("l40s", 362, 48, 0.864, 32, 25),
+    )
+}
+"""GPU types: TFLOP/s in bfloat16, memory in GB, its TB/s, GB/s of link and network by vendors."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """What runs on one GPU: an alignment, or the fine-tuning of `size`."""
-
-    sizes: Sizes
-    run: RunSize
-    size: FinetuneSize | None = None
-
-    def memory(self, placement: Placement, micro_batch: int, *, checkpointing: bool) -> Items:
-        """Peak of one step, bytes."""
-        run = replace(self.run, micro_batch_size=micro_batch)
-        if self.size is None:
-            return alignment_memory(self.sizes, run, placement, checkpointing=checkpointing)
-        return finetune_memory(
-            self.sizes, run, placement, size=self.size, checkpointing=checkpointing
-        )
-
-    def seconds(
-        self, gpu: Accelerator, placement: Placement, micro_batch: int, *, checkpointing: bool
-    ) -> dict[str, float]:
-        """Time of one step by part, without communication."""
-        run = replace(self.run, micro_batch_size=micro_batch)
-        if self.size is None:
-            work = alignment_work(self.sizes, run, placement, checkpointing=checkpointing)
-        else:
-            work = finetune_work(
-                self.sizes, run, placement, size=self.size, checkpointing=checkpointing
-            )
-        return {part: gpu.seconds(each) for part, each in work.items()}
-
-    def traffic(self, placement: Placement, micro_batch: int) -> tuple[int, int]:
-        """Bytes that one GPU exchanges in a step: weights gathered, and gradients reduced.
-
-        Sharded layers are gathered for teacher, student and backward of every micro-batch, or for
-        forward and backward. An alignment reduces the plan's gradient to the owner of each layer,
-        which tells all the assignment; gradients of routers are summed everywhere. Fine-tuning
-        sums gradients on every GPU; those of sharded weights, to their owner only, but of every
-        micro-batch.
-        """
-        sizes, size = self.sizes, self.size
-        micro_batches = share_of(replace(self.run, micro_batch_size=micro_batch), placement)[1]
-        passes = micro_batches * placement.sharded * (3 if size is None else 2)
-        gathered = passes * sizes.held * sizes.widths.layers * sizes.layer_parameters
-        if size is None:
-            assignment = ASSIGNMENT_ENTRY * sizes.moe_layers * sizes.widths.ffn
-            routers = 2 * FLOAT32 * sizes.counts.routers
-            return gathered, FLOAT32 * sizes.affinities + assignment + routers
-        owned = placement.sharded and size.train == "everything"
-        return gathered, FLOAT32 * sizes.trained(size) * (micro_batches if owned else 2)
-
-
-def plans(
-    sizes: Sizes, run: RunSize, machines: Machines, finetune: FinetuneSize | None = None
-) -> tuple[Plan, ...]:
-    """A plan for each GPU type and count that is asked for, with 16-bit weights.
+def measured_here(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.3) -> Accelerator:
+    """This machine: square matrices multiplied for a moment, and memory copied for another.
 
     Args:
-        sizes: Of model and split.
-        run: Of batch and sequences; the micro-batch is chosen here.
-        machines: Which GPUs.
-        finetune: What is fine-tuned; None: the run is an alignment.
+        device: Of this machine.
+        dtype: Of the matrices.
+        seconds: About how long, for each.
     """
-    names: list[GPUName] = list(ACCELERATORS) if machines.gpu is None else [machines.gpu]
-    counts = (1, 8) if machines.gpus is None else (machines.gpus,)
-    task = Task(sizes=replace(sizes, held=2), run=replace(run, device="cuda"), size=finetune)
-    return tuple(
-        _plan(task, ACCELERATORS[name], count, machines.nodes) for name in names for count in counts
+    on_cpu = device.type == "cpu"
+    width, entries = (512, 1 << 24) if on_cpu else (8_192, 1 << 28)
+    # Varied entries: a GPU multiplies constants faster than it would real data.
+    matrix = torch.linspace(-1, 1, width * width, device=device).view(width, width).to(dtype)
+    source = torch.zeros(entries, device=device)
+    names = {"a": matrix, "x": source, "y": torch.empty_like(source)}
+    product_s, copy_s = (
+        Timer(statement, globals=names, num_threads=torch.get_num_threads())
+        .blocked_autorange(min_run_time=seconds)
+        .mean
+        for statement in ("a @ a", "y.copy_(x)")
+    )
+    return Accelerator(
+        name="this CPU" if on_cpu else torch.cuda.get_device_name(device),
+        dtype=dtype_name(dtype),
+        flops_per_s=2 * width**3 / product_s,
+        bytes_per_s=2 * source.nbytes / copy_s,
+        efficiency=ON_CPU if on_cpu else ON_GPU,
+        origin="measured",
     )
 
 
-def _plan(task: Task, gpu: Accelerator, gpus: int, nodes: int) -> Plan:
-    ways = (False, True) if gpus * nodes > 1 else (False,)
-    choices = tuple(
-        _choice(task, gpu, gpus, nodes, sharded=sharded, checkpointing=checkpointing)
-        for checkpointing in (False, True)
-        for sharded in ways
+def products(step: Step) -> dict[str, int]:
+    """FLOP of the matrix products of one step on one GPU, by part.
+
+    A backward costs one forward for the activations and, where all weights are trained, one more
+    for the weights. Of attention the whole square counts. An alignment runs teacher and student.
+    """
+    sizes, counts, widths, again = (
+        step.sizes,
+        step.sizes.counts,
+        step.sizes.widths,
+        step.checkpointing,
     )
-    fitting = [index for index, choice in enumerate(choices) if choice.fits]
-    fastest = max((choices[index].tokens_per_s for index in fitting), default=0.0)
-    good = (index for index in fitting if choices[index].tokens_per_s >= AS_FAST * fastest)
-    needed = (
-        ranks
-        for ranks in range(1, MOST_GPUS + 1)
-        if _fits(task, gpu, Placement(ranks=ranks, sharded=True), 1, checkpointing=True)
-    )
-    return Plan(
-        gpu=gpu.name,
-        gpus=gpus,
-        nodes=nodes,
-        task="align" if task.size is None else "finetune",
-        origin=gpu.origin,
-        tokens=task.run.tokens,
-        choices=choices,
-        recommended=next(good, None),
-        gpus_needed=next(needed, None),
-    )
+    tokens, trains_all = step.part(step.batch_size) * step.seq_len, step.train == "everything"
+    ffn = counts.ffn_total if step.is_alignment else counts.ffn_active
+    linear = 2 * (counts.attention_and_norms + ffn + counts.routers)
+    scores = 4 * step.seq_len * sizes.heads * sizes.traits.head_dim * widths.layers
+    head = (2 + step.is_alignment + trains_all) * 2 * widths.vocabulary * widths.model
+    plan = 2 * sizes.affinities * step.is_alignment  # neurons' gradients are summed by expert
+    return {
+        "forward": tokens * (1 + step.is_alignment) * (linear + scores),
+        "head and loss": tokens * head,
+        "backward": tokens * ((1 + trains_all + again) * linear + (2 + again) * scores + plan),
+    }
 
 
-def _fits(
-    task: Task, gpu: Accelerator, placement: Placement, micro_batch: int, *, checkpointing: bool
-) -> bool:
-    needed = task.memory(placement, micro_batch, checkpointing=checkpointing)
-    return sum(needed.values()) <= USABLE_SHARE * gpu.memory_bytes
+def moved(step: Step, passes: Efficiency) -> dict[str, int]:
+    """Bytes that operations other than products read and write in one step on one GPU, by part."""
+    sizes, widths, tokens = step.sizes, step.sizes.widths, step.part(step.batch_size) * step.seq_len
+    layer = passes.width * widths.model + passes.neurons * step.neurons
+    logits = passes.vocabulary * widths.vocabulary
+    if step.is_alignment:
+        optimizer = (ADAM_BYTES + ASSIGNMENT_BYTES) * step.own_affinities
+        optimizer += ADAM_BYTES * sizes.counts.routers
+    else:
+        layer += ROUTED_PASSES * sizes.split.active_experts * widths.model
+        logits //= 2  # of one model, not two
+        optimizer = ADAM_BYTES * (step.part(step.trained) if step.sharded else step.trained)
+    forward = tokens * sizes.held * widths.layers * layer
+    return {
+        "forward": (1 + step.is_alignment) * forward,
+        "head and loss": tokens * sizes.held * logits,
+        "backward": (2 + step.checkpointing) * forward,
+        "assignment and optimizer" if step.is_alignment else "optimizer": optimizer,
+    }
 
 
-def _choice(
-    task: Task, gpu: Accelerator, gpus: int, nodes: int, *, sharded: bool, checkpointing: bool
-) -> Choice:
-    placement = Placement(ranks=gpus * nodes, sharded=sharded)
-    most = placement.part(task.run.batch_size)
-    fitting = (
-        size
-        for size in range(most, 0, -1)
-        if _fits(task, gpu, placement, size, checkpointing=checkpointing)
-    )
-    fits = next(fitting, 0)
-    micro_batch = max(1, fits)
-    parts = task.seconds(gpu, placement, micro_batch, checkpointing=checkpointing)
-    # Between nodes all GPUs of a node receive for each other, so their links add up.
-    rate = gpu.link_bytes_per_s
-    rate = min(rate, gpus * gpu.network_bytes_per_s) if nodes > 1 else rate
-    share = (1 - 1 / placement.ranks) / (LINK_SHARE * rate)
-    gathering, reducing = (share * each for each in task.traffic(placement, micro_batch))
-    # The alignment reduces after its last micro-batch; fine-tuning beside each layer's backward.
-    beside, after = (gathering, reducing) if task.size is None else (gathering + reducing, 0.0)
-    parts["waiting for communication"] = after + max(0.0, beside - sum(parts.values()))
-    return Choice(
-        sharded=sharded,
-        checkpointing=checkpointing,
-        fits=fits > 0,
-        micro_batch_size=micro_batch,
-        memory=task.memory(placement, micro_batch, checkpointing=checkpointing),
-        parts=parts,
-        communication={"gathering weights": gathering, "reducing gradients": reducing},
-        tokens_per_s=task.run.batch_size * task.run.seq_len / sum(parts.values()),
-    )
+def seconds(step: Step, machine: Accelerator) -> dict[str, float]:
+    """Time of one step by part, without communication: products / (u_p F) + moved / (u_m B).
+
+    F and B are the rates of the device, u the shares of them.
+    """
+    share, flops = machine.efficiency, products(step)
+    return {
+        part: flops.get(part, 0) / (share.products * machine.flops_per_s)
+        + amount / (share.moved * machine.bytes_per_s)
+        for part, amount in moved(step, share).items()
+    }
+
+
+def traffic(step: Step) -> int:
+    """Bytes that one GPU exchanges in a step: weights gathered, and gradients reduced.
+
+    Sharded layers are gathered for teacher, student and backward of every micro-batch, or for
+    forward and backward. An alignment reduces the plan's gradient to the owner of each layer.
+    Fine-tuning sums gradients on every GPU; those of sharded weights, to their owner only, but of
+    every micro-batch.
+    """
+    sizes, times = step.sizes, -(-step.part(step.batch_size) // step.micro_batch_size)
+    layers = sizes.held * sizes.widths.layers * sizes.layer_parameters
+    gathering = step.sharded * times * (2 + step.is_alignment) * layers
+    if step.is_alignment:
+        return gathering + FLOAT32 * sizes.affinities
+    is_owned = step.sharded and step.train == "everything"
+    return gathering + FLOAT32 * step.trained * (times if is_owned else 2)
+
+
+def plan(step: Step, gpu: Accelerator, *, gpus: int, nodes: int, tokens: int) -> dict[str, Any]:
+    """What is recommended on so many GPUs of one type, and what it would take.
+
+    Args:
+        step: What runs; where and at which micro-batch is decided here.
+        gpu: Type of all GPUs.
+        gpus: Of one node.
+        nodes: Of so many GPUs.
+        tokens: Of the whole run.
+
+    Returns:
+        JSON values. `choices` are the ways to run, whole before sharded weights and both before
+        checkpointing. `recommended` is the fastest that fits, or an earlier one that is as fast;
+        where none fits it is None, as are the hours, and `gpus_needed` says on how many one does.
+    """
+    ranks = gpus * nodes
+    ways = product((False, True), (False, True) if ranks > 1 else (False,))
+    choices = []
+    for checkpointing, sharded in ways:
+        way = replace(step, ranks=ranks, sharded=sharded, checkpointing=checkpointing)
+        fits = most_at_once(way, gpu)
+        way = replace(way, micro_batch_size=max(1, fits))
+        choices.append({**on_machine(way, gpu, gpus=gpus, nodes=nodes), "fits": fits > 0})
+    fitting = [choice for choice in choices if choice["fits"]]
+    best = max((choice["tokens_per_s"] for choice in fitting), default=0)
+    chosen = next((each for each in fitting if each["tokens_per_s"] >= AS_FAST * best), None)
+    least = replace(step, micro_batch_size=1, sharded=True, checkpointing=True)
+    enough = (n for n in range(1, MOST_GPUS + 1) if _fits(replace(least, ranks=n), gpu))
+    hours = None if chosen is None else tokens / chosen["tokens_per_s"] / 3_600
+    return {
+        "gpu": gpu.name,
+        "gpus": gpus,
+        "nodes": nodes,
+        "task": "align" if step.is_alignment else "finetune",
+        "origin": gpu.origin,
+        "tokens": tokens,
+        "choices": choices,
+        "recommended": chosen,
+        "gpus_needed": next(enough, None) if chosen is None else None,
+        "hours": hours,
+        "gpu_hours": None if hours is None else hours * ranks,
+    }
+
+
+def on_machine(
+    step: Step, machine: Accelerator, *, gpus: int = 1, nodes: int = 1
+) -> dict[str, Any]:
+    """Memory of each GPU by item, and seconds of a step by part, as JSON values.
+
+    Communication hides behind computing as far as that lasts.
+    """
+    parts, memory = seconds(step, machine), step_memory(step)
+    if step.ranks > 1:
+        # Between nodes all GPUs of a node receive for each other, so their links add up.
+        network = gpus * machine.network_bytes_per_s if nodes > 1 else machine.link_bytes_per_s
+        rate = LINK_SHARE * min(machine.link_bytes_per_s, network)
+        communication = (1 - 1 / step.ranks) * traffic(step) / rate
+        parts["waiting for communication"] = max(0.0, communication - sum(parts.values()))
+    step_s = sum(parts.values())
+    return {
+        "way": ("sharded" if step.sharded else "whole") + ", ckpt" * step.checkpointing,
+        "sharded": step.sharded,
+        "checkpointing": step.checkpointing,
+        "micro_batch_size": step.micro_batch_size,
+        "memory": memory,
+        "memory_total": sum(memory.values()),
+        "parts": parts,
+        "step_s": step_s,
+        "tokens_per_s": step.batch_size * step.seq_len / step_s,
+    }
+
+
+def most_at_once(step: Step, gpu: Accelerator) -> int:
+    """The largest micro-batch with which a step fits on each GPU; 0: none does."""
+    sizes = range(step.part(step.batch_size), 0, -1)
+    return next((n for n in sizes if _fits(replace(step, micro_batch_size=n), gpu)), 0)
+
+
+def _fits(step: Step, gpu: Accelerator) -> bool:
+    return sum(step_memory(step).values()) <= USABLE_SHARE * gpu.memory_bytes

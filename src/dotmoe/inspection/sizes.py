@@ -1,45 +1,37 @@
-"""What is asked of an inspection, and all that its estimates read of a model and its split."""
+"""What is asked of an inspection, and all that its estimates read of a model and of a step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
+from tyro.conf import Positional
 
-from dotmoe.errors import UserError, one_line
-from dotmoe.files import read_json
-from dotmoe.granularity import Granularity
-from dotmoe.models.family import Family, Widths, widths_of
-from dotmoe.models.traits import DecoderTraits
+from dotmoe.checkpoint.tensors import Tensors
+from dotmoe.errors import UserError
+from dotmoe.granularity import ExpertsConfig, Granularity
+from dotmoe.models.family import DecoderTraits, Family, Widths, widths_of
 from dotmoe.options import at_least
 from dotmoe.parameters import ParameterCounts, count_parameters
 
 Items = Mapping[str, int]
 """Bytes by what they are for."""
 
-ExportDtype = Literal["source", "float32", "bfloat16"]
-GPUName = Literal["a100", "h100", "h200", "b200", "l40s"]
-
 PAPER_TOKENS = 3_500 * 64 * 2_048
 """Tokens of the paper's alignment: steps, batch size, sequence length."""
+FLOAT32 = 4
 EXPORTED = (torch.float32, torch.bfloat16)
 """Dtypes whose range and spacing hold the scaled routers."""
-FLOAT32 = 4
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunSize:
-    """Size of an alignment run, for estimates."""
+class InspectConfig:
+    """What to look at before paying for a conversion."""
 
+    model: Positional[str]
+    """Local folder, GGUF file or hub name of the dense model; `embedded` is the bundled one."""
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     steps: Annotated[int, at_least(0)] = 3_500
     """Optimizer steps; 0 for the training-free start alone. Paper: 3,500."""
     batch_size: Annotated[int, at_least(1)] = 64
@@ -54,25 +46,14 @@ class RunSize:
     """Tokens seen by the training-free start; 0 for none."""
     device: str = "auto"
     """Where it would run, and what is measured: cpu, cuda, or auto (a GPU if there is one)."""
-
-    def check_together(self) -> None:
-        """Refuse a micro-batch larger than the batch."""
-        if self.micro_batch_size > self.batch_size:
-            raise UserError(
-                f"micro_batch_size is {self.micro_batch_size}, more than batch_size "
-                f"{self.batch_size}. Choose 1 to {self.batch_size}."
-            )
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the whole run."""
-        return self.steps * self.batch_size * self.seq_len
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FinetuneSize:
-    """Size of a fine-tuning of the converted model, for estimates with --task finetune."""
-
+    task: Literal["align", "finetune"] = "align"
+    """What GPUs are to do: the alignment, or fine-tuning of what it gave."""
+    gpu: Literal["a100", "h100", "h200", "b200", "l40s"] | None = None
+    """GPU type. Left out: each of them."""
+    gpus: Annotated[int, at_least(1)] | None = None
+    """GPUs of one node. Left out: 1 and 8."""
+    nodes: Annotated[int, at_least(1)] = 1
+    """Nodes of so many GPUs, joined by InfiniBand."""
     finetune_tokens: Annotated[int, at_least(1)] = 1_200_000_000
     """Tokens of fine-tuning. Paper: 1.2B."""
     finetune_batch_size: Annotated[int, at_least(1)] = 128
@@ -82,25 +63,29 @@ class FinetuneSize:
     adapters on experts and attention and the routers."""
     lora_rank: Annotated[int, at_least(1)] = 16
     """Rank of the adapters."""
+    export_dtype: Literal["source", "float32", "bfloat16"] = "source"
+    """Dtype of the exported weights, as for convert; `source` keeps the checkpoint's."""
+    details: bool = False
+    """List what each size of memory and disk is the sum of, and all ways that were weighed."""
+    json: bool = False
+    """Print JSON, always with details, instead of tables."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machines:
-    """GPUs to plan for."""
-
-    task: Literal["align", "finetune"] = "align"
-    """What they are to do: the alignment, or fine-tuning of what it gave."""
-    gpu: GPUName | None = None
-    """GPU type. Left out: each of them."""
-    gpus: Annotated[int, at_least(1)] | None = None
-    """GPUs of one node. Left out: 1 and 8."""
-    nodes: Annotated[int, at_least(1)] = 1
-    """Nodes of so many GPUs, joined by InfiniBand."""
+    def check_together(self) -> None:
+        """Refuse a micro-batch larger than the batch."""
+        if self.micro_batch_size > self.batch_size:
+            raise UserError(
+                f"micro_batch_size is {self.micro_batch_size}, more than batch_size "
+                f"{self.batch_size}. Choose 1 to {self.batch_size}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """All that the estimates read about a model and its split."""
+    """All that the estimates read about a model and its split.
+
+    Dtypes are those of the dense checkpoint (`stored`) and of the exported one (`written`); `held`
+    are the bytes of a dense weight in memory while working.
+    """
 
     widths: Widths
     traits: DecoderTraits
@@ -108,14 +93,11 @@ class Sizes:
     counts: ParameterCounts
     heads: int
     """Query heads a layer."""
-    kv_heads: int
-    """Key and value heads a layer."""
+    head_width: int
+    """Entries of all queries and keys of a token in one layer."""
     stored: torch.dtype
-    """Of the weights in the dense checkpoint."""
     written: torch.dtype
-    """Of the weights in the exported checkpoint."""
     held: Literal[2, 4]
-    """Bytes of a dense weight in memory while working."""
 
     @property
     def moe_layers(self) -> int:
@@ -125,17 +107,7 @@ class Sizes:
     @property
     def affinities(self) -> int:
         """Entries of A in the layers that are split."""
-        return self.moe_layers * self.widths.ffn * self.split.num_experts
-
-    @property
-    def head_width(self) -> int:
-        """Entries of all queries and keys of a token in one layer."""
-        return (self.heads + self.kv_heads) * self.traits.head_dim
-
-    @property
-    def head_norms(self) -> int:
-        """Those that a norm sees; 0 where queries and keys have none."""
-        return 0 if self.traits.qk_norm == "none" else self.head_width
+        return self.moe_layers * self.widths.ffn * self.split.columns
 
     @property
     def layer_parameters(self) -> int:
@@ -144,91 +116,96 @@ class Sizes:
         in_layers = self.counts.attention_and_norms - self.widths.model + self.counts.ffn_total
         return in_layers // self.widths.layers
 
-    def adapters(self, rank: int, *, experts: bool = True) -> int:
-        """Entries of low-rank adapters of all attention projections, and of each expert's three.
 
-        A projection of a to b has adapters of rank * (a + b).
-        """
-        width = self.widths.model
-        entries = self.widths.layers * (4 * width + 2 * self.head_width)
-        if experts:
-            a_layer = 3 * self.split.num_experts * (width + self.split.expert_size)
-            entries += self.moe_layers * a_layer
-        return rank * entries
-
-    def trained(self, size: FinetuneSize) -> int:
-        """How many parameters fine-tuning trains."""
-        others = {"router": 0, "everything": self.counts.dense_total}
-        return self.counts.routers + others.get(size.train, self.adapters(size.lora_rank))
-
-
-def sizes_of(
-    config: Any,
-    family: Family,
-    split: Granularity,
-    *,
-    stored: torch.dtype,
-    written: torch.dtype,
-    held: Literal[2, 4],
-) -> Sizes:
-    """Gather what the estimates need, from a Hugging Face config and what was decided besides."""
+def sizes_of(config: Any, family: Family, split: Granularity, **dtypes: Any) -> Sizes:
+    """Gather what the estimates need, from a Hugging Face config, the split and the dtypes."""
+    traits = family.traits(config)
     return Sizes(
         widths=widths_of(config),
-        traits=family.traits(config),
+        traits=traits,
         split=split,
         counts=count_parameters(config, family, split),
         heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        stored=stored,
-        written=written,
-        held=held,
+        head_width=(config.num_attention_heads + config.num_key_value_heads) * traits.head_dim,
+        **dtypes,
     )
 
 
-def stored_dtype(config: Any, family: Family, folder: Path) -> torch.dtype:
-    """Dtype of the FFN weights: from the header of their file, else as the config says.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One optimizer step on one of several GPUs that share it, of the alignment or a fine-tuning.
 
-    Where neither says anything it is bfloat16. A checkpoint may be only partly there: what is
-    missing is for loading to report.
+    Sharded weights lie as FSDP2 does it: every tensor by rows, and a layer whole only while it
+    runs. Affinities and their Adam moments are always divided by layer; routers are small and
+    whole everywhere.
+    """
+
+    sizes: Sizes
+    batch_size: int
+    """Sequences of all GPUs."""
+    seq_len: int
+    micro_batch_size: int
+    """Sequences in memory at once on each GPU."""
+    train: Literal["assignment", "everything", "router", "lora"] = "assignment"
+    """`assignment`: an alignment, with a teacher, all experts and the dense weights frozen."""
+    lora_rank: int = 16
+    on_cpu: bool = False
+    checkpointing: bool = False
+    """Keep only each layer's input, and compute the layer again in the backward."""
+    ranks: int = 1
+    """GPUs of all nodes."""
+    sharded: bool = False
+    """Each GPU keeps a part of every dense weight."""
+
+    @property
+    def is_alignment(self) -> bool:
+        """Whether assignment and routers are learned, from a teacher."""
+        return self.train == "assignment"
+
+    @property
+    def neurons(self) -> int:
+        """Of an FFN that compute for a token."""
+        split = self.sizes.split
+        return split.ffn_width if self.is_alignment else split.active_neurons
+
+    @property
+    def own_affinities(self) -> int:
+        """Entries of A on this GPU, [L / ranks, N, E]; where layers do not divide, the most."""
+        split = self.sizes.split
+        return self.part(self.sizes.moe_layers) * split.ffn_width * split.columns
+
+    @property
+    def trained(self) -> int:
+        """How many parameters fine-tuning trains, on all GPUs together.
+
+        An adapter of a projection from a to b has rank * (a + b) entries; all of attention has
+        them, and each expert's three projections.
+        """
+        sizes, split, width = self.sizes, self.sizes.split, self.sizes.widths.model
+        if self.train != "lora":
+            return sizes.counts.stored if self.train == "everything" else sizes.counts.routers
+        entries = sizes.widths.layers * (4 * width + 2 * sizes.head_width)
+        entries += sizes.moe_layers * 3 * split.num_experts * (width + split.expert_size)
+        return sizes.counts.routers + self.lora_rank * entries
+
+    def part(self, number: int) -> int:
+        """The part of so many on one GPU; where they do not divide, the largest."""
+        return -(-number // self.ranks)
+
+
+def stored_dtype(config: Any, family: Family, folder: Path) -> torch.dtype:
+    """Dtype of the FFN weights in a checkpoint, or the config's while no weights are there.
+
+    Where neither says anything it is bfloat16.
 
     Raises:
-        UserError: The file is there but damaged, or its weights are not plain numbers.
+        UserError: A file is damaged or missing, or its weights are not plain numbers.
     """
-    name = family.stored(config, family.ffn_tensor(0, "gate")).stored
-    file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if not file.is_file() and index.is_file():
-        file = folder / str(read_json(index).get("weight_map", {}).get(name))
-    if not file.is_file():
+    if not any(folder.glob("*.safetensors")):
         dtype = getattr(config, "dtype", None) or torch.bfloat16
         return getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            found = tensors.get_slice(name).get_dtype()
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file} cannot be read ({one_line(error)}). Get it again.") from error
-    if found not in _DTYPES:
-        raise UserError(
-            f"{name} in {file} is stored as {found}, but weights must be one of "
-            f"{', '.join(_DTYPES)}. Choose a checkpoint that is not quantised."
-        )
-    return _DTYPES[found]
-
-
-def written_dtype(stored: torch.dtype, export_dtype: ExportDtype) -> torch.dtype:
-    """Dtype of the exported weights; bfloat16 where the stored one needs another choice first."""
-    if export_dtype != "source":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[export_dtype]
-    return stored if stored in EXPORTED else torch.bfloat16
-
-
-def bytes_held(asked: Literal[2, 4] | None, device_type: str, stored: torch.dtype) -> Literal[2, 4]:
-    """Bytes of a dense weight while working, as `--dtype auto` has it unless asked otherwise.
-
-    Example:
-        >>> [bytes_held(None, device, torch.bfloat16) for device in ("cpu", "cuda")]
-        [4, 2]
-    """
-    return asked or (4 if device_type == "cpu" or stored.itemsize > 2 else 2)
+    tensors = Tensors(folder, tied=False, part_of=lambda name: family.stored(config, name))
+    return tensors.describe(family.ffn_tensor(0, "gate"))[1]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

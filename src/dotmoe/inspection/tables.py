@@ -1,188 +1,164 @@
 """An inspection as tables for a terminal of 80 columns or more."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table as Grid
 from rich.text import Text
 
-from dotmoe.inspection.planner import Choice, Plan
 from dotmoe.inspection.sizes import Items
-from dotmoe.inspection.step_time import ON_GPU
 from dotmoe.tables import Table, in_bytes, in_time, table_of, to_rich
 
-if TYPE_CHECKING:
-    from dotmoe.inspection import Inspection
+Values = dict[str, Any]
+
+ITEMISED = {
+    "calibration_memory": "memory of the start from data",
+    "memory": "memory of the alignment",
+    "memory_checkpointing": "memory of the alignment, checkpointing",
+    "disk": "disk",
+    "exported": "exported checkpoint",
+}
+"""What is a sum of items, by its key."""
 
 
-def render(inspection: "Inspection", *, details: bool = False) -> RenderableType:
+def render(found: Values, *, details: bool = False) -> RenderableType:
     """What would be made of the model, what it would cost, and what to know before.
 
     Args:
-        inspection: What to show.
-        details: Also the items that each size is the sum of.
+        found: From `inspect_model`.
+        details: Also the items that each size is the sum of, and all ways to run on GPUs.
     """
-    parts: list[RenderableType] = [_model_and_split(inspection), to_rich(_counts(inspection))]
-    parts.append(to_rich(_sizes(inspection, details)))
+    before, after = [_model(found), _counts(found["counts"]), _sizes(found, details)], []
     if details:
-        parts += [to_rich(items_table(t, items)) for t, items in inspection.itemised.items()]
-    parts.append(Text(_time_here(inspection)))
-    if inspection.plans:
-        parts.append(to_rich(plan_table(inspection.plans)))
-    if details or len(inspection.plans) == 1:
-        parts += [to_rich(table) for plan in inspection.plans for table in plan_details(plan)]
-    warnings = Grid.grid(padding=(0, 1))
-    for warning in inspection.warnings:
-        warnings.add_row(Text("warning:"), Text(warning), style="yellow")
-    return Group(*parts, warnings)
+        before += [_items(title, found[name]) for name, title in ITEMISED.items()]
+    if plans := found["plans"]:
+        after.append(_plans(plans))
+    if details or len(plans) == 1:
+        after += [table for plan in plans for table in _plan_details(plan)]
+    if found["warnings"]:
+        rows = [["warning:", warning] for warning in found["warnings"]]
+        after.append(Table(columns=("", ""), rows=rows, words=2))
+    return Group(*map(to_rich, before), Text(_here(found)), *map(to_rich, after))
 
 
-def plan_table(plans: tuple[Plan, ...]) -> Table:
-    """What is recommended on each machine, how fast that is and how long it takes."""
-    first = plans[0]
-    what = "alignment" if first.task == "align" else "fine-tuning"
-    return Table(
-        title=f"{what} of {first.tokens:,} tokens on GPUs, weights in 2 bytes each (estimated from "
-        f"{first.origin} figures, of which shares are {ON_GPU.origin})",
-        columns=("GPUs", "weights", "at once", "memory", "tokens/s", "time", "GPU h"),
-        rows=[[machine(plan), *_plan_cells(plan)] for plan in plans],
+def _model(found: Values) -> Table:
+    split, widths = found["granularity"], found["widths"]
+    first, layers = split["first_dense_layers"], widths["layers"]
+    which = f"layers {first} to {layers - 1}: " if first else "every layer "
+    shared = f"and {split['shared_size']} neurons always, " if split["shared_size"] else ""
+    model = (
+        f"{found['model_type']}, {layers} layers, model width {widths['model']:,}, FFN width "
+        f"{widths['ffn']:,}, vocabulary {widths['vocabulary']:,}, context {widths['context']:,}, "
+        f"stored as {found['stored_dtype']}"
+    )
+    experts = (
+        f"{which}{split['num_experts']} experts of {split['expert_size']} neurons; "
+        f"{split['active_experts']} run per token, {shared}"
+        f"{found['active_neuron_fraction']:.1%} of the FFN neurons"
+    )
+    return Table(columns=("", ""), rows=[["model", model], ["split", experts]], words=2)
+
+
+def _counts(counts: Values) -> Table:
+    names = {
+        "dense_total": "dense model",
+        "stored": "dense model and routers",
+        "active": "active per token",
+        "active_with_routers": "  with routers",
+        "active_without_embeddings": "  without embeddings and head",
+        "floor": "outside the FFNs: always active",
+        "attention_and_norms": "  attention and norms",
+        "input_embedding": "  input embedding",
+        "output_head": "  output head" + " (tied)" * (counts["output_head"] == 0),
+    }
+    return table_of(
+        names,
+        {
+            "parameters (exact)": lambda key: names[key],
+            "count": lambda key: f"{counts[key]:,}",
+            "of dense": lambda key: f"{counts[key] / counts['dense_total']:.1%}",
+        },
     )
 
 
-def plan_details(plan: Plan) -> list[Table]:
+def _sizes(found: Values, details: bool) -> Table:
+    run = found["run"]
+    at_once = f"{run['micro_batch_size']} x {run['seq_len']:,} tokens at once"
+    names = {
+        "calibration_memory": "start from data" * (run["calibration_tokens"] > 0),
+        "memory": f"alignment, {at_once}" * (run["steps"] > 0),
+        "memory_checkpointing": "  with --activation-checkpointing" * (run["steps"] > 0),
+        "disk": "disk",
+        "exported": "  exported checkpoint",
+    }
+    note = "" if details else "--details lists what each is the sum of."
+    if run["device"] == "cpu" and run["bytes_per_weight"] == 4:
+        note += " --bytes-per-weight 2 is for a GPU."
+    title = f"memory and disk (estimated; weights in {run['bytes_per_weight']} bytes each)"
+    shown = {name: key for key, name in names.items() if name}
+    total = {"size": lambda name: in_bytes(found[f"{shown[name]}_total"])}
+    return table_of(shown, {title: str, **total}, note=note)
+
+
+def _here(found: Values) -> str:
+    run, here = found["run"], found["here"]
+    return (
+        f"alignment: {run['steps']:,} steps of {run['batch_size']} x {run['seq_len']:,} tokens, "
+        f"{found['flops']:.2e} FLOP\n"
+        f"on {here['name']}, {here['dtype']} (estimated; measured "
+        f"{here['flops_per_s'] / 1e12:,.3g} TFLOP/s, {here['bytes_per_s'] / 1e9:,.3g} GB/s): "
+        f"{in_time(here['hours'])}, {in_time(here['hours_checkpointing'])} with checkpointing\n"
+    )
+
+
+def _plans(plans: list[Values]) -> Table:
+    """What is recommended on each machine, how fast that is and how long it takes."""
+    first, rows = plans[0], []
+    for plan in plans:
+        if plan["recommended"]:
+            hours = [in_time(plan["hours"]), f"{plan['gpu_hours']:,.0f}"]
+            rows.append([_machine(plan), *_way(plan["recommended"]), *hours])
+        else:
+            needed = plan["gpus_needed"]
+            said = f"needs {needed} GPUs" if needed else "does not fit"
+            rows.append([_machine(plan), said, *[""] * 5])
+    what = "alignment" if first["task"] == "align" else "fine-tuning"
+    return Table(
+        title=f"{what} of {first['tokens']:,} tokens on GPUs, weights in 2 bytes each (estimated "
+        f"from {first['origin']} figures, of which shares are assumed, not measured)",
+        columns=("GPUs", "weights", "at once", "memory", "tokens/s", "time", "GPU h"),
+        rows=rows,
+    )
+
+
+def _plan_details(plan: Values) -> list[Table]:
     """All ways to run on one machine, and where memory and time of the recommended one go."""
-    fits = {True: "yes", False: "no"}
-    said = {id(choice): fits[choice.fits] for choice in plan.choices}
-    if plan.choice is not None:
-        said[id(plan.choice)] = "recommended"
-    shown = plan.choice or plan.choices[-1]
-    steps = {**shown.parts, "step": shown.step_s}
-    waits = {f"of all communication, {part}": s for part, s in shown.communication.items()}
+    chosen, columns = plan["recommended"], ("at once", "memory", "tokens/s", "fits")
+    shown = chosen or plan["choices"][-1]
+    fits = {id(each): "yes" if each["fits"] else "no" for each in plan["choices"]}
+    fits[id(chosen)] = "recommended"
+    ways = [[*_way(each), fits[id(each)]] for each in plan["choices"]]
+    step = {**shown["parts"], "step": shown["step_s"]}
+    parts = [[part, f"{s:.4f}", f"{s / shown['step_s']:.1%}"] for part, s in step.items()]
     return [
-        table_of(
-            plan.choices,
-            {
-                f"{machine(plan)}: ways": lambda choice: choice.way,
-                **_CHOICE,
-                "fits": lambda choice: said[id(choice)],
-            },
-        ),
-        items_table(f"memory of a GPU, {shown.way}", shown.memory),
-        table_of(
-            {**steps, **waits}.items(),
-            {
-                "a step, part by part": lambda row: row[0],
-                "seconds": lambda row: f"{row[1]:.4f}",
-                "share": lambda row: f"{row[1] / shown.step_s:.1%}" if row[0] in steps else "",
-            },
-        ),
+        Table(columns=(f"{_machine(plan)}: ways", *columns), rows=ways),
+        _items(f"memory of a GPU, {shown['way']}", shown["memory"]),
+        Table(columns=("a step, part by part", "seconds", "share"), rows=parts),
     ]
 
 
-_CHOICE: dict[str, Callable[[Choice], str]] = {
-    "at once": lambda choice: str(choice.micro_batch_size),
-    "memory": lambda choice: in_bytes(sum(choice.memory.values())),
-    "tokens/s": lambda choice: f"{choice.tokens_per_s:,.0f}",
-}
+def _way(choice: Values) -> list[str]:
+    speed = f"{choice['tokens_per_s']:,.0f}"
+    return [choice["way"], str(choice["micro_batch_size"]), in_bytes(choice["memory_total"]), speed]
 
 
-def machine(plan: Plan) -> str:
+def _machine(plan: Values) -> str:
     """`8 x H100`, or `2 x 8 x H100` on two nodes."""
-    name = f"{plan.gpus} x {plan.gpu.split()[0]}"
-    return name if plan.nodes == 1 else f"{plan.nodes} x {name}"
+    nodes = f"{plan['nodes']} x " if plan["nodes"] > 1 else ""
+    return f"{nodes}{plan['gpus']} x {plan['gpu'].split()[0]}"
 
 
-def _plan_cells(plan: Plan) -> list[str]:
-    choice: Choice | None = plan.choice
-    if choice is None:
-        needed = plan.gpus_needed
-        return ["does not fit" if needed is None else f"needs {needed} GPUs", *[""] * 5]
-    shown = [show(choice) for show in _CHOICE.values()]
-    return [choice.way, *shown, in_time(plan.hours or 0), f"{plan.gpu_hours or 0:,.0f}"]
-
-
-def items_table(title: str, items: Items) -> Table:
-    """Sizes by item, and their sum."""
-    rows = {**items, "total": sum(items.values())}
-    columns = {title: lambda row: row[0], "size": lambda row: in_bytes(row[1])}
-    return table_of(rows.items(), columns)
-
-
-def _model_and_split(inspection: "Inspection") -> RenderableType:
-    split, layers = inspection.granularity, inspection.layers
-    first = split.first_dense_layers
-    which = f"layers {first} to {layers - 1}: " if first else "every layer "
-    grid = Grid.grid(padding=(0, 2))
-    grid.add_row(
-        Text("model", style="bold"),
-        f"{inspection.model_type}, {layers} layers, model width {inspection.model_width:,}, FFN "
-        f"width {inspection.ffn_width:,}, vocabulary {inspection.vocabulary:,}, context "
-        f"{inspection.context:,}, stored as {inspection.stored_dtype}",
-    )
-    grid.add_row(
-        Text("split", style="bold"),
-        f"{which}{split.num_experts} experts of {split.expert_size} neurons; "
-        f"{split.active_experts} run per token, {split.active_fraction:.1%} of the FFN neurons",
-    )
-    return Group(grid, "")
-
-
-def _counts(inspection: "Inspection") -> Table:
-    counts = inspection.counts
-    rows = {
-        "dense model": counts.dense_total,
-        "dense model and routers": counts.stored,
-        "active per token": counts.active,
-        "  with routers": counts.active_with_routers,
-        "  without embeddings and head": counts.active_without_embeddings,
-        "outside the FFNs: always active": counts.floor,
-        "  attention and norms": counts.attention_and_norms,
-        "  input embedding": counts.input_embedding,
-        "  output head" + " (tied)" * (counts.output_head == 0): counts.output_head,
-    }
-    return table_of(
-        rows.items(),
-        {
-            "parameters (exact)": lambda row: row[0],
-            "count": lambda row: f"{row[1]:,}",
-            "of dense": lambda row: f"{row[1] / counts.dense_total:.1%}",
-        },
-    )
-
-
-def _sizes(inspection: "Inspection", details: bool) -> Table:
-    run = inspection.run
-    shown = {}
-    if run.calibration_tokens:
-        shown["start from data"] = inspection.calibration_memory
-    if run.steps:
-        tokens = f"{run.micro_batch_size} x {run.seq_len:,} tokens at once"
-        shown[f"alignment, {tokens}"] = inspection.memory
-        shown["  with --activation-checkpointing"] = inspection.memory_checkpointing
-    shown["export and its verification"] = inspection.export_memory
-    shown["disk"] = inspection.disk
-    shown["  exported checkpoint"] = inspection.exported
-    held = f"weights in {run.bytes_per_weight} bytes each"
-    notes = [] if details else ["--details lists what each is the sum of."]
-    if run.device == "cpu" and run.bytes_per_weight == 4:
-        notes.append("--bytes-per-weight 2 is for a GPU.")
-    return table_of(
-        shown.items(),
-        {
-            f"memory and disk (estimated; {held})": lambda row: row[0],
-            "size": lambda row: in_bytes(sum(row[1].values())),
-        },
-        note=" ".join(notes),
-    )
-
-
-def _time_here(inspection: "Inspection") -> str:
-    run, here = inspection.run, inspection.here
-    return (
-        f"alignment: {run.steps:,} steps of {run.batch_size} x {run.seq_len:,} tokens, "
-        f"{inspection.flops:.2e} FLOP\n"
-        f"on {here.device}, {here.dtype} (estimated; measured {here.flops_per_s / 1e12:,.3g} "
-        f"TFLOP/s, {here.bytes_per_s / 1e9:,.3g} GB/s): {in_time(here.hours)}, "
-        f"{in_time(here.hours_checkpointing)} with checkpointing\n"
-    )
+def _items(title: str, items: Items) -> Table:
+    rows = [
+        [name, in_bytes(size)] for name, size in {**items, "total": sum(items.values())}.items()
+    ]
+    return Table(columns=(title, "size"), rows=rows)

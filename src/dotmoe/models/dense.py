@@ -22,7 +22,7 @@ class DenseModel:
     folder: Path
     """Local folder that holds config, safetensors and tokenizer files."""
     source: str
-    """What the user called it: a folder or a hub name."""
+    """What the user called it: a folder, a GGUF file or a hub name."""
     revision: str | None
     """Commit of a hub checkpoint, if it came from there."""
 
@@ -39,4 +39,4 @@ class DenseModel:
     @property
     def widths(self) -> Widths:
         """Its sizes."""
-        return widths_of(self.model.config)
+        return widths_of(self.config)

@@ -1,42 +1,119 @@
 """Model families: what a dense architecture must tell to be converted. All are in `FAMILIES`."""
 
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, cast
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
 from dotmoe.errors import UserError, nearest
-from dotmoe.models.refusals import expert_count, reason
-from dotmoe.models.traits import DecoderTraits, GatedFFN, Multipliers, Rows, TensorPart
+
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Config keys for the experts of a layer."""
+MOE = "it is a Mixture-of-Experts already, and only a dense model can be split"
+WRAPPER = "it wraps a language model for more than text, and only a plain one can be split"
+_QK_NORMS: dict[str, Literal["head", "full"]] = {"qwen3": "head", "olmo2": "full"}
+_SLIDING = ("sliding_attention",)
+
+
+class Multipliers(NamedTuple):
+    """Constant factors of a decoder, as Granite has them; 1 and None: none."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    """Of what attention and FFN add to the residual stream."""
+    attention: float | None = None
+    """Of the attention scores; None: 1 / sqrt(head_dim)."""
+    logits_divisor: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderTraits:
+    """Features outside the FFN that an output architecture must be able to hold."""
+
+    head_dim: int
+    """Width of one head; need not be hidden_size / heads."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """A bias on the attention's output projection."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """RMSNorm of queries and keys: none, on each head, or over all heads at once."""
+    norms_after: bool = False
+    """RMSNorms after attention and FFN, inside the residual branch, instead of before them."""
+    sliding_window: int | None = None
+    """Tokens a layer looks back, or None for full attention."""
+    multipliers: Multipliers = field(default_factory=Multipliers)
+
+
+class TensorPart(NamedTuple):
+    """Where a tensor lies in a checkpoint: a stored tensor, or some of its rows."""
+
+    stored: str
+    rows: tuple[int, int] | None = None
+    """First row and the row after the last; None: all."""
+
+
+class Rows(nn.Module):
+    """Some rows of a fused projection, called like a projection of its own; nothing is copied."""
+
+    def __init__(self, fused: nn.Linear, start: int, stop: int) -> None:
+        super().__init__()
+        self._fused = (fused,)  # in a tuple: not registered a second time
+        self._rows = slice(start, stop)
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows, a view."""
+        return self._fused[0].weight[self._rows]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., D] to [..., rows]."""
+        return F.linear(x, self.weight)
+
+
+class GatedFFN(NamedTuple):
+    """Projections of one FFN: down(SiLU(gate(x)) * up(x)) (eq:ffn_intermediate, eq:ffn_output)."""
+
+    gate: nn.Linear | Rows
+    up: nn.Linear | Rows
+    down: nn.Linear
 
 
 class Family:
-    """LLaMA 2 and 3: the plain pre-norm decoder; the others differ from it in a line or two."""
+    """A decoder in LLaMA's form; families differ in a few traits, which their configs state."""
 
     def __init__(self, model_type: str) -> None:
         self.model_type = model_type
-        """`model_type` of the Hugging Face config."""
 
     def refusal(self, config: Any) -> str | None:
-        """Why this config cannot be converted exactly (one sentence with the remedy), or None."""
-        place = f"in this {self.model_type} config"
+        """Why this config cannot be converted exactly (with the remedy), or None."""
         if config.hidden_act not in ("silu", "swish"):
-            return (
-                f"hidden_act is {config.hidden_act!r} {place}, but an FFN must be SiLU-gated "
-                "(gate, up, down). Choose a SwiGLU model."
-            )
+            return f"hidden_act is {config.hidden_act!r}, not SiLU. Choose a SwiGLU model."
         if getattr(config, "mlp_bias", False):
-            return (
-                f"mlp_bias is true {place}, but no stock MoE architecture has biases inside its "
-                "experts. Choose a model without them."
-            )
+            return "mlp_bias is true, but no stock MoE has it. Choose a model without."
         return None
 
     def traits(self, config: Any) -> DecoderTraits:
         """What an exporter must know of everything but the FFNs."""
-        has_bias = bool(getattr(config, "attention_bias", False))
-        return DecoderTraits(head_dim=head_dim(config), qkv_bias=has_bias, output_bias=has_bias)
+        width, has_bias = head_dim(config), bool(getattr(config, "attention_bias", False))
+        # Full attention equals that of all layers up to the window.
+        slides = "sliding_attention" in (getattr(config, "layer_types", None) or _SLIDING)
+        attention = getattr(config, "attention_multiplier", None)
+        return DecoderTraits(
+            head_dim=width,
+            qkv_bias=has_bias or self.model_type == "qwen2",
+            output_bias=has_bias and self.model_type != "qwen2",
+            qk_norm=_QK_NORMS.get(self.model_type, "none"),
+            norms_after=self.model_type == "olmo2",
+            sliding_window=getattr(config, "sliding_window", None) if slides else None,
+            multipliers=Multipliers(
+                embedding=float(getattr(config, "embedding_multiplier", 1.0)),
+                residual=float(getattr(config, "residual_multiplier", 1.0)),
+                attention=None if attention == width**-0.5 else attention,
+                logits_divisor=float(getattr(config, "logits_scaling", 1.0)),
+            ),
+        )
 
     def layers(self, model: nn.Module) -> nn.ModuleList:
         """The decoder layers, in order; each has its FFN as `mlp`."""
@@ -66,30 +143,19 @@ class Family:
         return TensorPart(name)
 
 
-class _Mistral(Family):
-    """LLaMA with an optional sliding attention window on every layer."""
-
-    def traits(self, config: Any) -> DecoderTraits:
-        return DecoderTraits(head_dim=head_dim(config), sliding_window=config.sliding_window)
-
-
-class _Phi3(_Mistral):
+class _Phi3(Family):
     """Phi-3 and Phi-4: fused projections; in memory they stay fused."""
 
     def refusal(self, config: Any) -> str | None:
         rope = config.rope_parameters
         if rope["rope_type"] == "longrope":  # Transformers' name for su and, in this family, yarn
             return (
-                "rope_type is 'longrope' in this phi3 config, as in Phi-3 with 128k of context and "
-                "Phi-4-mini: its rotary frequencies change with the length of the text, and "
-                "runtimes choose them by different rules. Choose the model with the short context."
+                "rope_type is 'longrope', whose frequencies change with the length of the text. "
+                "Choose the model with the short context."
             )
         factor = rope.get("partial_rotary_factor", 1.0)
         if factor != 1:
-            return (
-                f"partial_rotary_factor is {factor} in this phi3 config, but whole heads must be "
-                "rotated (factor 1) to be exported exactly. Choose a model without it."
-            )
+            return f"partial_rotary_factor is {factor}, not 1. Choose a model without it."
         return super().refusal(config)
 
     def ffn(self, layer: nn.Module) -> GatedFFN:
@@ -99,10 +165,9 @@ class _Phi3(_Mistral):
         return GatedFFN(Rows(fused, 0, width), Rows(fused, width, 2 * width), down)
 
     def stored(self, config: Any, name: str) -> TensorPart:
-        query = config.num_attention_heads * head_dim(config)
+        query, width = config.num_attention_heads * head_dim(config), config.intermediate_size
         key = query + config.num_key_value_heads * head_dim(config)
-        value = key + config.num_key_value_heads * head_dim(config)
-        width = config.intermediate_size
+        value = 2 * key - query
         rows_of = {
             "q_proj": ("qkv_proj", (0, query)),
             "k_proj": ("qkv_proj", (query, key)),
@@ -118,54 +183,9 @@ class _Phi3(_Mistral):
         return TensorPart(f"{block}.{fused}.{kind}", rows)
 
 
-class _Qwen2(Family):
-    """Qwen2 and Qwen2.5: biases on the query, key and value projections."""
-
-    def traits(self, config: Any) -> DecoderTraits:
-        return DecoderTraits(
-            head_dim=head_dim(config), qkv_bias=True, sliding_window=_qwen_window(config)
-        )
-
-
-class _Qwen3(Family):
-    """Qwen3: an RMSNorm on each query and key head, and an explicit head width."""
-
-    def traits(self, config: Any) -> DecoderTraits:
-        plain = super().traits(config)
-        return replace(plain, qk_norm="head", sliding_window=_qwen_window(config))
-
-
-class _Granite(Family):
-    """Granite 3: constant factors on embeddings, residuals, attention scores and logits."""
-
-    def traits(self, config: Any) -> DecoderTraits:
-        plain = super().traits(config)
-        is_usual = config.attention_multiplier == plain.head_dim**-0.5
-        multipliers = Multipliers(
-            embedding=float(config.embedding_multiplier),
-            residual=float(config.residual_multiplier),
-            attention=None if is_usual else float(config.attention_multiplier),
-            logits_divisor=float(config.logits_scaling),
-        )
-        return replace(plain, multipliers=multipliers)
-
-
-class _Olmo2(Family):
-    """OLMo-2: RMSNorms after attention and FFN, and over all query and all key heads at once."""
-
-    def traits(self, config: Any) -> DecoderTraits:
-        return replace(super().traits(config), qk_norm="full", norms_after=True)
-
-
 FAMILIES: dict[str, Family] = {
-    "llama": Family("llama"),
-    "mistral": _Mistral("mistral"),
-    "qwen2": _Qwen2("qwen2"),
-    "qwen3": _Qwen3("qwen3"),
-    "granite": _Granite("granite"),
-    "olmo2": _Olmo2("olmo2"),
-    "phi3": _Phi3("phi3"),
-}
+    name: Family(name) for name in ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2")
+} | {"phi3": _Phi3("phi3")}
 
 
 def head_dim(config: Any) -> int:
@@ -174,20 +194,16 @@ def head_dim(config: Any) -> int:
     return int(stated or config.hidden_size // config.num_attention_heads)
 
 
-def _qwen_window(config: Any) -> int | None:
-    """Window of a Qwen config; full attention equals that of all layers up to the window."""
-    return config.sliding_window if "sliding_attention" in config.layer_types else None
-
-
 def family_of(config: Any) -> Family:
     """The family of a Hugging Face config.
 
     Raises:
         UserError: Unknown model type, or one that cannot be converted, with the reason.
     """
-    model_type = config.model_type
+    model_type, experts = config.model_type, expert_count(config)
     if model_type not in FAMILIES:
-        why = reason(config)
+        why = WRAPPER if hasattr(config, "text_config") else None
+        why = MOE if "moe" in model_type or experts is not None else why
         # No slip of the pen where Transformers knows the type: olmo3 is not meant to be olmo2.
         is_slip = why is None and model_type not in CONFIG_MAPPING
         raise UserError(
@@ -196,20 +212,24 @@ def family_of(config: Any) -> Family:
             f"{nearest(model_type, FAMILIES) if is_slip else ''}"
         )
     family = FAMILIES[model_type]
-    experts = expert_count(config)
+    refused = family.refusal(config)
     if experts is not None:
-        raise UserError(
-            f"{experts[0]} is {experts[1]} in this {model_type} config, but only a dense model can "
-            "be split, and this is a Mixture-of-Experts already. Choose a dense one."
-        )
-    why = family.refusal(config)
-    if why is not None:
-        raise UserError(why)
+        refused = f"{experts[0]} is {experts[1]}: {MOE}. Choose a dense one."
+    if refused is not None:
+        raise UserError(f"In this {model_type} config {refused}")
     return family
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Widths:
+def expert_count(config: Any) -> tuple[str, int] | None:
+    """The key of a config that says that its layers have experts, and how many; None: dense."""
+    for key in EXPERT_COUNTS:
+        count = getattr(config, key, None)
+        if isinstance(count, int) and count > 1:
+            return key, count
+    return None
+
+
+class Widths(NamedTuple):
     """Sizes of a dense model that decide how it can be split."""
 
     model: int

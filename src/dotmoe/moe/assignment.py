@@ -1,6 +1,6 @@
 """Neuron-to-expert assignment: soft plan by the configured solver, rounding, and what is learned.
 
-Affinities and routers are divided over the ranks by layer: each rank solves its own layers alone.
+Each rank solves its own layers alone.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from dotmoe.distributed import (
 )
 from dotmoe.errors import UserError
 from dotmoe.options import above, at_least
-from dotmoe.transport import TransportPlan, balanced_plan, greedy_assignment, sinkhorn
+from dotmoe.transport import Capacity, TransportPlan, balanced_plan, greedy_assignment, sinkhorn
 
 Solver = Literal["newton", "sinkhorn"]
 
@@ -44,11 +44,9 @@ class AssignmentConfig:
     """Sweeps of the `sinkhorn` solver (paper: 50)."""
 
     def tau(self, step: int, warmup_steps: int) -> float:
-        """Temperature of an optimizer step: linear over the warm-up, then constant.
+        """Temperature of a step: linear over the warm-up, then constant.
 
-            tau(t) = tau_start + (tau_end - tau_start) * min(t / warmup_steps, 1)
-
-        As in the paper (app:log_domain_sinkhorn, paragraph Temperature Annealing).
+        The paper's Temperature Annealing (app:log_domain_sinkhorn).
         """
         if step >= warmup_steps:
             return self.tau_end
@@ -59,8 +57,9 @@ class AssignmentConfig:
 class AlignState:
     """What the alignment phase learns, always float32."""
 
-    affinity_LNE: Float[Tensor, "L N E"]
-    """Score of neuron n for expert e in each layer (A; "assignment logits" in the paper)."""
+    affinity_LNE: Float[Tensor, "L N F"]
+    """Score of neuron n for expert e in each layer (A; "assignment logits" in the paper), and where
+    there is a shared expert its score for that in a last column."""
     router_LED: Float[Tensor, "L E D"]
     """Router rows."""
     step: int
@@ -68,19 +67,13 @@ class AlignState:
 
     def save(self, path: Path) -> None:
         """Write as one safetensors file."""
-        tensors = {
-            "affinity": self.affinity_LNE.cpu().contiguous(),
-            "router": self.router_LED.cpu().contiguous(),
-        }
+        tensors = {"affinity": self.affinity_LNE, "router": self.router_LED}
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         save_file(tensors, path, metadata={"format": "dotmoe-state-1", "step": str(self.step)})
 
     @classmethod
     def load(cls, path: Path, device: torch.device) -> "AlignState":
-        """Read a file written by `save`.
-
-        Raises:
-            UserError: The file is missing, truncated or not a state.
-        """
+        """Read a file written by `save`; a `UserError` says what is wrong with it."""
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 metadata = file.metadata() or {}
@@ -98,106 +91,83 @@ class AlignState:
 
 def soft_plan(
     affinity_LNE: Float[Tensor, "L N E"],
+    capacity: Capacity,
     config: AssignmentConfig,
     *,
     tau: float,
     start_LE: Float[Tensor, "L E"] | None = None,
 ) -> TransportPlan:
-    """Balanced soft plan of every layer (eq:entropic_ot).
+    """Balanced soft plan of every layer, of which there may be none (eq:entropic_ot).
 
-    Args:
-        affinity_LNE: Affinities A, float32; there may be no layer.
-        config: Which solver.
-        tau: Temperature.
-        start_LE: Column potentials of an earlier plan; a warm start, `newton` only.
-
-    Gradient: to the affinities, implicit for `newton`, unrolled for `sinkhorn`.
+    `capacity` is the split's. `start_LE` has column potentials of an earlier plan: a warm start,
+    `newton` only. Gradient: to the affinities, implicit for `newton`, unrolled for `sinkhorn`.
     """
-    num_layers, num_neurons, num_experts = affinity_LNE.shape
-    if not num_layers:
-        nothing_LE = affinity_LNE.new_empty(0, num_experts, dtype=torch.float64)
-        return TransportPlan(affinity_LNE * 1.0, nothing_LE, nothing_LE[:, 0], num_passes=0)
-    capacity = num_neurons // num_experts
     if config.solver == "sinkhorn":
         sweeps = config.sinkhorn_sweeps
         return sinkhorn(affinity_LNE, capacity=capacity, tau=tau, num_sweeps=sweeps)
     return balanced_plan(affinity_LNE, capacity=capacity, tau=tau, start=start_LE)
 
 
-def hard_assignment(plan: TransportPlan) -> Int[Tensor, "L N"]:
-    """Expert of each neuron by greedy rounding; exactly balanced."""
-    num_layers, num_neurons, num_experts = plan.plan.shape
-    if not num_layers:
-        return plan.plan.new_empty(0, num_neurons, dtype=torch.long)
-    return greedy_assignment(plan.plan.detach(), capacity=num_neurons // num_experts)
+def hard_assignment(plan: TransportPlan, capacity: Capacity) -> Int[Tensor, "L N"]:
+    """Expert of each neuron by greedy rounding, E for the shared one; exactly balanced."""
+    return greedy_assignment(plan.plan.detach(), capacity=capacity)
 
 
 class Assignment:
-    """Affinities and routers as they are trained, and the plans they give, in all split layers."""
+    """Affinities and routers as they are trained, and the plans they give, in all split layers.
+
+    Among several ranks they are DTensors, each rank with its layers, of which there may be none.
+    """
 
     def __init__(
         self,
-        affinity_LNE: Float[Tensor, "L N E"],
+        affinity_LNE: Float[Tensor, "L N F"],
         router_LED: Float[Tensor, "L E D"],
+        capacity: Capacity,
         config: AssignmentConfig,
         ranks: DeviceMesh | None,
         *,
         is_learned: bool,
     ) -> None:
         """Copy the start, which is equal on all ranks."""
+        self.capacity = capacity
         self.config = config
         self.ranks = ranks
-        self.shape = affinity_LNE.shape
         self.affinity_LNE = nn.Parameter(
             divided(affinity_LNE.float(), ranks), requires_grad=is_learned
         )
-        """Among several ranks a DTensor, as are routers and potential."""
         self.router_LED = nn.Parameter(divided(router_LED.float(), ranks))
         self.potential_LE = divided(affinity_LNE.new_zeros(affinity_LNE.shape[::2]).double(), ranks)
         """Where the solver starts next: column potentials in units of affinity, where a change of
         temperature hardly moves them."""
 
     def plan(self, tau: float) -> TransportPlan:
-        """Soft plan of this rank's layers, of which there may be none."""
+        """Soft plan of this rank's layers."""
         start_lE = local_part(self.potential_LE) / tau
-        plan = soft_plan(local_part(self.affinity_LNE), self.config, tau=tau, start_LE=start_lE)
+        affinity_lNE = local_part(self.affinity_LNE)
+        plan = soft_plan(affinity_lNE, self.capacity, self.config, tau=tau, start_LE=start_lE)
         self.potential_LE = self._divided(plan.potential.detach().double() * tau)
         return plan
 
     def rounded(self, plan: TransportPlan) -> Int[Tensor, "L N"]:
         """Hard assignment of all layers, the same on every rank."""
-        return full_tensor(self._divided(hard_assignment(plan)))
+        return full_tensor(self._divided(hard_assignment(plan, self.capacity)))
 
-    def marginal_error(self, plan: TransportPlan) -> Tensor:
-        """Largest of all layers, the same on every rank."""
-        return full_tensor(self._divided(plan.marginal_error.double())).max()
+    def quality(self, plan: TransportPlan, expert_of_neuron_LN: Tensor) -> dict[str, Tensor]:
+        """`marginal_error` and `soft_hard_gap` over all layers, the same on every rank.
 
-    def soft_hard_gap(self, plan: TransportPlan, expert_of_neuron_LN: Tensor) -> Tensor:
-        """Mean over neurons of 1 - the plan's entry for the assigned expert, 0 to 1.
-
-        How far the soft plan is from the hard assignment that the masks obey (eq:assignment_ste):
-        half the mean L1 distance of their rows. The same on every rank.
+        The gap is the mean over neurons of 1 - the plan's entry for the assigned expert: half the
+        mean L1 distance of soft and hard rows (eq:assignment_ste).
         """
         own_lN1 = expert_of_neuron_LN[own_rows(self.affinity_LNE)].unsqueeze(-1)
         chosen_lN = plan.plan.detach().gather(-1, own_lN1).squeeze(-1)
-        return 1 - full_tensor(self._divided(chosen_lN.mean(dim=1))).mean()
-
-    def gradient_buffer(self) -> Float[Tensor, "L N E"]:
-        """Stands for the plan of all layers where only its gradient is wanted; takes no memory."""
-        nothing = torch.zeros((), device=self.affinity_LNE.device)
-        return nothing.expand(self.shape).requires_grad_()
-
-    def routers(self) -> Float[Tensor, "L E D"]:
-        """Router rows of all layers; a gradient on them is to be given to `backward_routers`."""
-        return full_tensor(self.router_LED.detach()).detach().requires_grad_()
+        return {
+            "marginal_error": full_tensor(self._divided(plan.marginal_error.double())).max(),
+            "soft_hard_gap": 1 - full_tensor(self._divided(chosen_lN.mean(dim=1))).mean(),
+        }
 
     def backward_plan(self, plan: TransportPlan, gradient_LNE: Tensor) -> None:
-        """Sum a gradient of the plan of all layers over ranks, and go back through the own plan.
-
-        Args:
-            plan: Made by `plan`.
-            gradient_LNE: Of this rank's tokens.
-        """
+        """Sum the gradient of this rank's tokens over ranks, and go back through the own plan."""
         torch.autograd.backward(plan.plan, summed_rows(gradient_LNE, self.ranks))
 
     def backward_routers(self, gradient_LED: Tensor) -> None:
@@ -206,4 +176,4 @@ class Assignment:
         torch.autograd.backward(local_part(self.router_LED), own)
 
     def _divided(self, part: Tensor) -> Tensor:
-        return as_divided(part, self.shape[0], self.ranks)
+        return as_divided(part, len(self.affinity_LNE), self.ranks)

@@ -1,7 +1,8 @@
 """The objective of alignment and finetuning: batch, micro-batches, teacher, losses, gradients."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -10,11 +11,14 @@ from dotmoe.data import TokenBlocks
 from dotmoe.distributed import full_tensor, num_ranks, rank, require_equal_shares, sum_over_ranks
 from dotmoe.errors import UserError
 from dotmoe.models.dense import DenseModel
-from dotmoe.moe.losses import DistillationLoss, distillation_loss, next_token_labels
+from dotmoe.moe.losses import distillation_loss, next_token_labels
 from dotmoe.moe.router import Routing, Surrogate
 from dotmoe.options import HOW, above, at_least, between
 from dotmoe.training.loggers import Metrics
 from dotmoe.training.loop import Schedule
+
+Taught = tuple[Tensor, Tensor | None]
+"""A teacher's final hidden states, and the matrix of its head; None: the student's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,34 +82,29 @@ class ObjectiveConfig:
         )
 
 
-def steps_to_take(config: ObjectiveConfig, num_blocks: int) -> int:
-    """`config.steps`, or fewer where the data would be seen more than `max_epochs` times."""
-    if config.steps == 0:
-        return 0
-    return min(config.steps, max(1, int(config.max_epochs * num_blocks / config.batch_size)))
+def steps_to_take(
+    config: ObjectiveConfig, num_blocks: int, log: Callable[[str], None] = lambda text: None
+) -> int:
+    """`config.steps`, or fewer, as `log` is told, where `max_epochs` would be exceeded."""
+    steps = max(1, int(config.max_epochs * num_blocks / config.batch_size))
+    if steps >= config.steps:
+        return config.steps
+    log(
+        f"steps lowered from {config.steps} to {steps}: the data would otherwise be seen more "
+        f"than {config.max_epochs:g} times (max_epochs). With little data or a small model, "
+        "--recipe small takes more and smaller steps"
+    )
+    return steps
 
 
 def require_trainable(config: ObjectiveConfig, dtype: torch.dtype) -> None:
-    """Refuse what cannot be trained on these ranks in the dtype to compute in.
-
-    Raises:
-        UserError: The ranks cannot share a batch equally, or the dtype is float16.
-    """
+    """Refuse a batch that the ranks cannot share equally, and to compute in float16."""
     require_equal_shares(config.batch_size)
     if dtype == torch.float16:
         raise UserError(
             "dtype is float16, in which gradients underflow. "
             "Train with --dtype bfloat16 or float32."
         )
-
-
-class Taught(NamedTuple):
-    """What a teacher says of a text."""
-
-    hidden_TD: Tensor
-    """Its final hidden states."""
-    head_VD: Tensor | None = None
-    """What turns them into logits; None: the student's head."""
 
 
 class Objective:
@@ -129,14 +128,13 @@ class Objective:
         self.blocks = blocks
         self.config = config
         self.seed = seed
-        self.micro_batch_limit: int | None = None
-        """Sequences that fitted into memory when those of the config did not."""
+        self.micro_batch_limit = config.batch_size
+        """Sequences that fit into memory, as far as is known."""
 
     @property
     def micro_batch_size(self) -> int:
         """Sequences of one forward pass."""
-        size = min(self.config.micro_batch_size, self.config.batch_size)
-        return size if self.micro_batch_limit is None else min(size, self.micro_batch_limit)
+        return min(self.config.micro_batch_size, self.micro_batch_limit)
 
     def begin(self, step: int) -> dict[str, Tensor]:
         """Prepare a step; metrics that are not losses, equal on all ranks."""
@@ -148,28 +146,26 @@ class Objective:
     def accumulate_gradients(self, step: int) -> Metrics:
         """Gradient of eq:total_loss over one batch.
 
-        Every loss is the mean over the micro-batches of all ranks, weighted by their sequences: KL
-        over all tokens, cross-entropy over those with a label, z-loss over all tokens, and load
-        balancing, which counts tokens a micro-batch, over micro-batches. So ranks that have the
-        micro-batches of one rank among them have its losses and gradients too, up to the order
-        of summation.
+        Every loss is the mean over the micro-batches of all ranks, weighted by their sequences. So
+        ranks that have the micro-batches of one rank among them have its losses and gradients too,
+        up to the order of summation.
         """
         size = self.config.batch_size
         metrics = self.begin(step)
         batch = self.blocks.batch(step, size, self.seed, rank(), num_ranks()).to(self.dense.device)
-        losses: dict[str, Tensor] = {}
+        sums: dict[str, Tensor] = {}
         parts = torch.split(batch, self.micro_batch_size)
         for number, rows in enumerate(parts, 1):
             share = len(rows) / size
-            loss, values = self.loss(self.student(rows, self.teacher(rows)))
-            self.differentiate(loss * share, is_last=number == len(parts))
-            for name, value in values.items():
-                losses[name] = losses.get(name, 0.0) + share * value.detach()
+            losses = self.losses(rows, self.teacher(rows))
+            self.differentiate(losses["loss"] * share, is_last=number == len(parts))
+            for name, value in losses.items():
+                sums[name] = sums.get(name, 0.0) + share * value.detach()
         self.end()
-        summed = sum_over_ranks(torch.stack([value.float() for value in losses.values()]))
+        summed = sum_over_ranks(torch.stack([value.float() for value in sums.values()]))
         # One copy to the host a step: until here nothing has waited for the device.
         figures = torch.cat([*(value.float().view(1) for value in metrics.values()), summed])
-        return dict(zip([*metrics, *losses], figures.tolist(), strict=True))
+        return dict(zip([*metrics, *sums], figures.tolist(), strict=True))
 
     def teacher(self, tokens_BT: Tensor) -> Taught | None:
         """What the dense model says, if its own weights are the student's: with routing off."""
@@ -177,39 +173,35 @@ class Objective:
         with torch.no_grad():
             hidden_TD = hidden_states(self.dense, tokens_BT)
         self.routing.enabled = True
-        return Taught(hidden_TD)
+        return hidden_TD, None
 
-    def student(self, tokens_BT: Tensor, taught: Taught | None) -> DistillationLoss:
-        """Losses of the model's predictions; those of its routers stay in `routing`."""
-        self.routing.want_losses()
-        return self.distil(self.hidden(tokens_BT), taught, tokens_BT)
+    def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
+        """eq:total_loss of a micro-batch as `loss`, and its parts; means over tokens."""
+        config = self.config
+        self.routing.losses = []
+        distilled, kl, ce = self.distil(self.hidden(tokens_BT), taught, tokens_BT)
+        z, balance = self.routing.pop_losses()
+        total = distilled + config.z_loss_weight * z + config.balance_weight * balance
+        return {"loss": total, "kl": kl, "ce": ce, "z": z, "balance": balance}
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
-        """Final hidden states of the model as it is now, [T, D]."""
+        """What the head's matrix turns into logits, [T, D]."""
         return hidden_states(self.dense, tokens_BT)
 
     def distil(
         self, hidden_TD: Tensor, taught: Taught | None, tokens_BT: Tensor
-    ) -> DistillationLoss:
-        """KL to the teacher, if there is one, and cross-entropy."""
-        config = self.config
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """KL to the teacher, if there is one, and cross-entropy; see `distillation_loss`."""
+        teacher_TD, teacher_head_VD = taught or (None, None)
         return distillation_loss(
             hidden_TD,
-            None if taught is None else taught.hidden_TD,
+            teacher_TD,
             full_tensor(self.dense.family.head(self.dense.model).weight),
             next_token_labels(tokens_BT),
-            kl_weight=0.0 if taught is None else config.kl_weight,
-            ce_weight=config.ce_weight,
-            teacher_head_VD=None if taught is None else taught.head_VD,
+            kl_weight=0.0 if taught is None else self.config.kl_weight,
+            ce_weight=self.config.ce_weight,
+            teacher_head_VD=teacher_head_VD,
         )
-
-    def loss(self, distilled: DistillationLoss) -> tuple[Tensor, dict[str, Tensor]]:
-        """eq:total_loss of a micro-batch, and its parts by name."""
-        config = self.config
-        z, balance = self.routing.pop_losses()
-        total = distilled.total + config.z_loss_weight * z + config.balance_weight * balance
-        parts = {"loss": total, "kl": distilled.kl, "ce": distilled.ce, "z": z, "balance": balance}
-        return total, parts
 
     def differentiate(self, loss: Tensor, *, is_last: bool) -> None:
         """Backward of a micro-batch, the last of the step or not."""
@@ -226,11 +218,7 @@ class Objective:
         self.routing.enabled = True
 
     def halve_micro_batch(self) -> int | None:
-        """Take half as many sequences a forward pass; None where one is all there is.
-
-        Gradients still add up to the batch. Load balancing counts tokens a micro-batch, so that
-        loss changes a little; the others change by the order of summation alone.
-        """
+        """Take half as many sequences a forward pass; None where one is all there is."""
         if self.micro_batch_size == 1:
             return None
         self.micro_batch_limit = self.micro_batch_size // 2

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -13,17 +13,12 @@ from torch import Tensor
 from dotmoe.moe.losses import balance_loss, z_loss
 
 Surrogate = Literal["softmax", "soft_top_k"]
+"""`softmax` is the paper's; `soft_top_k` has rows of the mask's own sum."""
+Routed = tuple[Float[Tensor, "T E"], Int[Tensor, "T K"]]
+"""Mask, float32, and experts of each token, largest logit first."""
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-
-class Routed(NamedTuple):
-    """Where each token goes."""
-
-    mask_TE: Float[Tensor, "T E"]
-    """Entries 0 and 1, float32; carries the gradient of the surrogate, if there is one."""
-    chosen_TK: Int[Tensor, "T K"]
-    """Experts of each token, largest logit first."""
+_ITERATIONS = 16
+"""Newton or bisection steps of the soft top-k at most."""
 
 
 @dataclass(kw_only=True)
@@ -41,48 +36,33 @@ class Routing:
 
     def route(self, logits_TE: Float[Tensor, "T E"]) -> Routed:
         """Route the tokens of one layer (eq:router_topk, eq:router_ste)."""
-        if self.surrogate is None:
-            chosen_TK = _largest(logits_TE, self.active_experts).indices[:, : self.active_experts]
-            return Routed(_marked(logits_TE, chosen_TK), chosen_TK)
         routed = straight_through_top_k(
             logits_TE,
             self.active_experts,
             surrogate=self.surrogate,
             temperature=self.surrogate_temperature,
         )
-        # Computed even where they are not wanted: a layer that runs again must do the same again.
-        z, balance = z_loss(logits_TE), balance_loss(logits_TE, routed.mask_TE)
-        if self.losses is not None:
-            self.losses.append((z, balance))
+        if self.surrogate is not None:
+            # Also where they are not wanted: a layer that runs again must do the same again.
+            losses = z_loss(logits_TE), balance_loss(logits_TE, routed[0])
+            if self.losses is not None:
+                self.losses.append(losses)
         return routed
-
-    def want_losses(self) -> None:
-        """Collect the losses of the next forward pass."""
-        self.losses = []
 
     def pop_losses(self) -> tuple[Tensor, Tensor]:
         """z-loss and balance loss of the last forward pass, averaged over layers.
 
-        None is collected from here on: a layer that runs again in the backward pass would leave
-        losses that hold all its activations.
+        None is collected from here on: layers that run again would leave all their activations.
         """
         z, balance = zip(*(self.losses or []), strict=True)
         self.losses = None
         return torch.stack(z).mean(), torch.stack(balance).mean()
 
 
-_ITERATIONS = 16
-"""Newton or bisection steps of the soft top-k at most."""
-
-
 def router_logits(x_TD: Float[Tensor, "T D"], router_ED: Float[Tensor, "E D"]) -> Tensor:
     """Router logits L = X W_r^T in float32 (eq:router_logits), whatever the model's dtype.
 
-    With bfloat16 logits about 7 % of tokens tie at the k-th place, and every server breaks ties in
-    its own way.
-
-    Returns:
-        Logits [T, E], float32. Gradient: through both arguments.
+    With bfloat16 about 7 % of tokens tie at the k-th place, where every server chooses differently.
     """
     return x_TD.float() @ router_ED.float().T
 
@@ -90,25 +70,36 @@ def router_logits(x_TD: Float[Tensor, "T D"], router_ED: Float[Tensor, "E D"]) -
 def top_k_mask(logits_TE: Float[Tensor, "T E"], active_experts: int) -> Float[Tensor, "T E"]:
     """Binary routing mask R (eq:router_topk): 1 for the k largest logits of a token, else 0.
 
-    Softmax keeps the order, so the top k of logits and of probabilities are the same experts. Not
-    differentiable.
+    Softmax keeps the order, so these are the top k of probabilities, too. Not differentiable.
 
     Example:
         >>> top_k_mask(torch.tensor([[0.1, 3.0, 2.0]]), 2)
         tensor([[0., 1., 1.]])
     """
-    chosen_TK = _largest(logits_TE, active_experts).indices[:, :active_experts]
-    return _marked(logits_TE, chosen_TK)
+    return straight_through_top_k(logits_TE, active_experts, surrogate=None)[0]
 
 
-def _marked(logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
-    return torch.zeros_like(logits_TE).scatter_(1, chosen_TK, 1.0)
+def straight_through_top_k(
+    logits_TE: Float[Tensor, "T E"],
+    active_experts: int,
+    *,
+    surrogate: Surrogate | None,
+    temperature: float = 1.0,
+) -> Routed:
+    """The binary mask forward, the gradient of a soft one backward, or None (eq:router_ste).
 
-
-def _largest(logits_TE: Tensor, active_experts: int) -> torch.return_types.topk:
-    """The k + 1 largest logits of each token in descending order, E where k is E."""
-    count = min(active_experts + 1, logits_TE.shape[1])
-    return logits_TE.detach().topk(count, dim=1)
+    Of the surrogates only `soft_top_k` has a temperature.
+    """
+    chosen_TK = logits_TE.detach().topk(active_experts, dim=1).indices
+    mask_TE = torch.zeros_like(logits_TE).detach().scatter_(1, chosen_TK, 1.0)
+    if surrogate is None:
+        return mask_TE, chosen_TK
+    if surrogate == "softmax":
+        soft = torch.softmax(logits_TE, dim=1)
+    else:
+        soft = soft_top_k(logits_TE, active_experts, temperature)
+    # What is added is exactly 0, and has the gradient of the surrogate.
+    return mask_TE + (soft - soft.detach()), chosen_TK
 
 
 def soft_top_k(
@@ -118,33 +109,23 @@ def soft_top_k(
 
         S = sigmoid((L - theta_t) / temperature)   with theta_t such that   sum_e S[t, e] = k
 
-    This is entropic transport of k units over E experts of capacity 1.
-
-    Args:
-        logits_TE: Router logits, float32 or float64.
-        active_experts: k, 1 to E. At k = E the mask is all ones.
-        temperature: In units of the logits, > 0. Small is sharp.
-
-    Returns:
-        Entries in (0, 1); each row sums to k within 1e-4.
+    This is entropic transport of k units over E experts of capacity 1. Entries are in (0, 1), all
+    ones at k = E; each row sums to k within 1e-4. Logits are float32 or float64.
 
     Gradient:
         Implicit in theta: with w = S (1 - S), `dL = w * (g - sum(w g) / sum(w)) / temperature`.
         A row's gradient sums to zero, so no token pushes all its logits up.
     """
-    largest_TK = _largest(logits_TE, active_experts).values
     result: Tensor = _SoftTopK.apply(  # type: ignore[no-untyped-call]
-        logits_TE, largest_TK, active_experts, temperature
+        logits_TE, active_experts, temperature
     )
     return result
 
 
 class _SoftTopK(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits_TE: Tensor, largest_TK: Tensor, active_experts: int, temperature: float
-    ) -> Tensor:
-        soft = _saturated(logits_TE / temperature, largest_TK / temperature, active_experts)
+    def forward(ctx: Any, logits_TE: Tensor, active_experts: int, temperature: float) -> Tensor:
+        soft = _saturated(logits_TE / temperature, active_experts)
         ctx.save_for_backward(soft)
         ctx.temperature = temperature
         return soft
@@ -155,77 +136,44 @@ class _SoftTopK(torch.autograd.Function):
         weight = soft * (1 - soft)
         total = weight.sum(dim=1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
         mean = (weight * grad_TE).sum(dim=1, keepdim=True) / total
-        return weight * (grad_TE - mean) / ctx.temperature, None, None, None
+        return weight * (grad_TE - mean) / ctx.temperature, None, None
 
 
-def _saturated(scaled_TE: Tensor, largest_TK: Tensor, active_experts: int) -> Tensor:
+def _saturated(scaled_TE: Tensor, active_experts: int) -> Tensor:
     """sigmoid(x - theta) where sum_e sigmoid(x_e - theta) = k for every token.
 
     The root theta is found by Newton steps kept inside a bracket. With x sorted descending,
     k - 1 + (E - k + 1) exp(-a) < k bounds theta from above at x_k + a, and
     (k + 1) (1 - exp(-b)) >= k from below at x_(k+1) - b.
     """
-    num_experts = scaled_TE.shape[1]
+    num_experts, info = scaled_TE.shape[1], torch.finfo(scaled_TE.dtype)
     if active_experts == num_experts:
         return torch.ones_like(scaled_TE)
-    low = largest_TK[:, active_experts:] - math.log(active_experts + 1)
-    high = largest_TK[:, active_experts - 1 : active_experts] + math.log(num_experts)
-    if triton_runs_on(scaled_TE):
-        fused: Tensor = triton_kernels().soft_top_k(
-            scaled_TE, low, high, active_experts, iterations=_ITERATIONS
-        )
+    *_, kth_T, next_T = scaled_TE.topk(active_experts + 1, dim=1).values.unbind(1)
+    low = next_T.unsqueeze(1) - math.log(active_experts + 1)
+    high = kth_T.unsqueeze(1) + math.log(num_experts)
+    if (kernels := kernels_for(scaled_TE)) is not None:
+        fused: Tensor = kernels.soft_top_k(scaled_TE, low, high, active_experts, _ITERATIONS)
         return fused
-    tolerance = num_experts * torch.finfo(scaled_TE.dtype).eps
     theta = (low + high) / 2
     for _ in range(_ITERATIONS):
         soft = torch.sigmoid(scaled_TE - theta)
         excess = soft.sum(dim=1, keepdim=True) - active_experts
         # Elsewhere than on a CPU the question would wait for the device.
-        if soft.device.type == "cpu" and excess.abs().max() <= tolerance:
+        if soft.device.type == "cpu" and excess.abs().max() <= num_experts * info.eps:
             return soft
         low = torch.where(excess > 0, theta, low)
         high = torch.where(excess > 0, high, theta)
         slope = (soft * (1 - soft)).sum(dim=1, keepdim=True)
-        newton = theta + excess / slope.clamp_min(torch.finfo(soft.dtype).tiny)
+        newton = theta + excess / slope.clamp_min(info.tiny)
         inside = (newton >= low) & (newton <= high)
         theta = torch.where(inside, newton, (low + high) / 2)
     return torch.sigmoid(scaled_TE - theta)
 
 
-def straight_through_top_k(
-    logits_TE: Float[Tensor, "T E"],
-    active_experts: int,
-    *,
-    surrogate: Surrogate,
-    temperature: float = 1.0,
-) -> Routed:
-    """The binary mask forward, the gradient of a soft one backward (eq:router_ste).
-
-    Args:
-        logits_TE: Router logits.
-        active_experts: k.
-        surrogate: `softmax` is the paper's; `soft_top_k` has rows of the mask's own sum.
-        temperature: Of `soft_top_k`; the softmax has none.
-    """
-    largest = _largest(logits_TE, active_experts)
-    chosen_TK = largest.indices[:, :active_experts]
-    if surrogate == "softmax":
-        soft = torch.softmax(logits_TE, dim=1)
-    else:
-        soft = _SoftTopK.apply(  # type: ignore[no-untyped-call]
-            logits_TE, largest.values, active_experts, temperature
-        )
-    # What is added is exactly 0, and has the gradient of the surrogate.
-    mask_TE = _marked(logits_TE.detach(), chosen_TK) + (soft - soft.detach())
-    return Routed(mask_TE, chosen_TK)
-
-
-def triton_runs_on(tensor: Tensor) -> bool:
-    """Whether `triton_kernels` can work on it: CUDA, 16 or 32 bits wide, Triton installed."""
+def kernels_for(tensor: Tensor) -> Any:
+    """`dotmoe.moe.triton_kernels` where a tensor's device and dtype suit it, else None."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    return HAS_TRITON and tensor.is_cuda and tensor.dtype in dtypes
-
-
-def triton_kernels() -> Any:
-    """The module of the kernels, which needs Triton."""
+    if not tensor.is_cuda or tensor.dtype not in dtypes or not importlib.util.find_spec("triton"):
+        return None
     return importlib.import_module("dotmoe.moe.triton_kernels")

@@ -1,7 +1,6 @@
 """The trainable form of an MoE layer: experts as weights of their own, of which only k compute."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +10,12 @@ from torch import Tensor, nn
 from dotmoe.distributed import full_tensor
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.dense import DenseModel
-from dotmoe.models.traits import GatedFFN
+from dotmoe.models.family import GatedFFN
+from dotmoe.moe.masked import masked_activation
 from dotmoe.moe.router import Routing, router_logits
 
 EXPERT_WEIGHTS = ("gate_ESD", "up_ESD", "down_ESD")
 """Names of the experts' parameters in a `SparseFFN`, which are those of the projections' rows."""
-
-_GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_GROUPED_BYTES = 16
 
 
 class Router(nn.Module):
@@ -40,26 +37,29 @@ class SparseFFN(nn.Module):
     dense FFN on the meta device, only its routers are there.
     """
 
+    neurons_ES: Tensor
+    shared_M: Tensor
+
     def __init__(self, dense: GatedFFN, layout: ExpertLayout, layer: int, routing: Routing) -> None:
         super().__init__()
         weights_on = dense.gate.weight.device
         device = layout.router_LED.device if weights_on.type == "meta" else weights_on
-        self.neurons_ES: Tensor
-        self.shared_M: Tensor
-        self.register_buffer(
-            "neurons_ES", layout.neurons_of_expert(layer).to(device), persistent=False
-        )
-        self.register_buffer("shared_M", layout.shared_neurons(layer).to(device), persistent=False)
+        neurons = {
+            "neurons_ES": layout.neurons_of_expert(layer),
+            "shared_M": layout.shared_neurons(layer),
+        }
+        for name, numbers in neurons.items():
+            self.register_buffer(name, numbers.to(device), persistent=False)
         self.routing = routing
         self.router = Router(layout.router_LED[layer].to(device))
-        rows = (dense.gate.weight, dense.up.weight, dense.down.weight.T)
+        rows = [w.detach() for w in (dense.gate.weight, dense.up.weight, dense.down.weight.T)]
         self.gate_ESD, self.up_ESD, self.down_ESD = (
-            nn.Parameter(rows_ND.detach()[self.neurons_ES]) for rows_ND in rows
+            nn.Parameter(rows_ND[self.neurons_ES]) for rows_ND in rows
         )
         self.shared: nn.ParameterList | None = None
         """Gate, up and down rows of the shared expert, [M, D] each."""
         if len(self.shared_M):
-            self.shared = nn.ParameterList(rows_ND.detach()[self.shared_M] for rows_ND in rows)
+            self.shared = nn.ParameterList(rows_ND[self.shared_M] for rows_ND in rows)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]: the k experts of each token, and the shared one if any."""
@@ -82,35 +82,22 @@ class SparseFFN(nn.Module):
         return zip(("gate", "up", "down"), experts, shared, strict=True)
 
     def dense_rows(self) -> dict[str, Tensor]:
-        """gate, up and (transposed) down of the dense FFN that this is made of, as it is now.
+        """gate, up and (transposed) down of the dense FFN as it is now, [N, D] each.
 
-        Returns:
-            [N, D] each, rows in the order of the neurons. Every rank must ask, if the weights are
-            divided over ranks.
+        Every rank must ask, if the weights are divided over ranks.
         """
-        return {
-            name: self._in_neuron_order(experts, shared) for name, experts, shared in self.weights()
-        }
-
-    def _in_neuron_order(self, experts_ESD: Tensor, shared_MD: Tensor | None) -> Tensor:
-        experts_ESD = full_tensor(experts_ESD.detach())
-        neurons_ES = self.neurons_ES.to(experts_ESD.device)
-        num_neurons = neurons_ES.numel() + len(self.shared_M)
-        rows_ND = experts_ESD.new_empty(num_neurons, experts_ESD.shape[2])
-        rows_ND[neurons_ES.flatten()] = experts_ESD.flatten(0, 1)
-        if shared_MD is not None:
-            rows_ND[self.shared_M.to(rows_ND.device)] = full_tensor(shared_MD.detach())
-        return rows_ND
+        order = torch.cat([self.neurons_ES.flatten(), self.shared_M]).argsort()
+        found = {}
+        for name, experts, shared in self.weights():
+            rows_ND = full_tensor(experts.detach()).flatten(0, 1)
+            if shared is not None:
+                rows_ND = torch.cat([rows_ND, full_tensor(shared.detach())])
+            found[name] = rows_ND[order.to(rows_ND.device)]
+        return found
 
 
 def make_sparse(dense: DenseModel, layout: ExpertLayout, routing: Routing) -> list[SparseFFN]:
-    """Replace every split FFN of `dense.model` by its experts, for good.
-
-    The weights are copied layer by layer, and the dense FFN is let go.
-
-    Returns:
-        The new FFNs, in the order of `layout.moe_layers`.
-    """
+    """Replace every split FFN of `dense.model` by its experts, for good: the new FFNs in order."""
     layers = list(dense.family.layers(dense.model))
     made = []
     for index in layout.moe_layers:
@@ -123,10 +110,9 @@ def make_sparse(dense: DenseModel, layout: ExpertLayout, routing: Routing) -> li
 def mean_where_unknown(mask_TE: Float[Tensor, "T E"]) -> None:
     """From here on the gradient of the mask is set, where it is 0, to the mean over where it is 1.
 
-    The output of an expert that did not run is not known, and so is not its gradient. Nothing in
-    its place would raise the logits of whatever was chosen, since running an expert lowers the loss
-    more often than not, and routing would collapse. With the mean a chosen one rises or falls by
-    how it compares with the other chosen ones.
+    The output of an expert that did not run is not known. With 0 in its place the chosen ones would
+    rise for ever, since running an expert lowers the loss more often than not, and routing would
+    collapse. With the mean a chosen one rises or falls by how it compares with the other chosen.
     """
     if not mask_TE.requires_grad:
         return
@@ -156,145 +142,45 @@ def expert_sums(
     """Sum of the chosen experts' outputs, each with weight exactly 1 (eq:moe_output).
 
     Tokens are sorted by expert, and each expert multiplies its own tokens only: 6 T k S D
-    multiplications and additions, whatever E is. No token is dropped.
-
-    Args:
-        x_TD: Input of the FFN, in the dtype of the weights.
-        mask_TE: Routing mask R; entries 0 and 1, exactly k ones a row.
-        chosen_TK: Where they are.
-        gate_ESD: Gate rows of each expert's neurons.
-        up_ESD: Up rows.
-        down_ESD: Down columns, as rows.
+    multiplications and additions, whatever E is. No token is dropped. The mask has exactly k ones a
+    row, at `chosen`; down columns are rows here.
 
     Gradient:
         To x and the weights, what autograd gives the masked dense FFN. To the mask, <g_t, y_te> for
         the chosen experts (eq:router_ste), where y_te is the expert's output, and 0 for others,
-        whose output is not computed. Activations kept: x, and gate and up of the chosen experts.
+        whose output is not computed: the mask scales what enters W_down, so no output is kept.
     """
+    num_experts, num_chosen = mask_TE.shape[1], chosen_TK.shape[1]
     order_R = chosen_TK.flatten().argsort(stable=True)
-    place_R = torch.empty_like(order_R)
-    place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-    counts_E = torch.bincount(chosen_TK.flatten(), minlength=mask_TE.shape[1])
-    ends_E = counts_E.cumsum(0).to(torch.int32)
-    weight_R = mask_TE.gather(1, chosen_TK).flatten()[order_R]
-    result: Tensor = _ExpertSums.apply(  # type: ignore[no-untyped-call]
-        x_TD, weight_R, order_R // chosen_TK.shape[1], place_R, ends_E, gate_ESD, up_ESD, down_ESD
+    counts_E = torch.bincount(chosen_TK.flatten(), minlength=num_experts)
+    x_RD = x_TD[order_R // num_chosen]
+    # In one row there is one expert: its entry of the mask is that of all its neurons.
+    one_S = torch.zeros(gate_ESD.shape[1], dtype=torch.long, device=x_TD.device)
+    hidden_RS = masked_activation(
+        _grouped(x_RD, gate_ESD.transpose(1, 2), counts_E),
+        _grouped(x_RD, up_ESD.transpose(1, 2), counts_E),
+        mask_TE.gather(1, chosen_TK).flatten()[order_R].unsqueeze(1),
+        one_S,
     )
-    return result
-
-
-class _ExpertSums(torch.autograd.Function):
-    """R rows, one for each token and each expert that it chose, in the order of the experts."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        weight_R: Tensor,
-        token_R: Tensor,
-        place_R: Tensor,
-        ends_E: Tensor,
-        gate_ESD: Tensor,
-        up_ESD: Tensor,
-        down_ESD: Tensor,
-    ) -> Tensor:
-        x_RD = x_TD[token_R]
-        gate_RS = grouped_rows(x_RD, gate_ESD.transpose(1, 2), ends_E)
-        up_RS = grouped_rows(x_RD, up_ESD.transpose(1, 2), ends_E)
-        output_RD = grouped_rows(F.silu(gate_RS).mul_(up_RS), down_ESD, ends_E)
-        ctx.save_for_backward(
-            x_TD, gate_RS, up_RS, token_R, place_R, ends_E, gate_ESD, up_ESD, down_ESD
-        )
-        ctx.weight_dtype = weight_R.dtype
-        return _summed(output_RD, place_R, len(x_TD))
-
-    @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, gate_RS, up_RS, token_R, place_R, ends_E, gate_ESD, up_ESD, down_ESD = (
-            ctx.saved_tensors
-        )
-        wants_x, wants_weight, *_, wants_gate, wants_up, wants_down = ctx.needs_input_grad
-        grad_RD = grad_TD[token_R]
-        grad_hidden = grouped_rows(grad_RD, down_ESD.transpose(1, 2), ends_E)
-        silu = F.silu(gate_RS)
-        hidden = silu * up_RS
-        # <g_t, y_te> = <W_down g_t, h_te>: no output of an expert has to be kept.
-        dtype = ctx.weight_dtype
-        grad_weight = (grad_hidden * hidden).sum(dim=1, dtype=dtype) if wants_weight else None
-        grad_down = grouped_outer(hidden, grad_RD, ends_E) if wants_down else None
-        grad_up = silu.mul_(grad_hidden)
-        grad_gate = torch.ops.aten.silu_backward(grad_hidden.mul_(up_RS), gate_RS)
-        grad_x = None
-        if wants_x:
-            input_RD = grouped_rows(grad_gate, gate_ESD, ends_E)
-            input_RD += grouped_rows(grad_up, up_ESD, ends_E)
-            grad_x = _summed(input_RD, place_R, len(x_TD))
-        x_RD = x_TD[token_R] if wants_gate or wants_up else None
-        grads = [
-            grouped_outer(grad_rows, x_RD, ends_E) if wants and x_RD is not None else None
-            for wants, grad_rows in ((wants_gate, grad_gate), (wants_up, grad_up))
-        ]
-        return grad_x, grad_weight, None, None, None, *grads, grad_down
-
-
-def _summed(rows_RD: Tensor, place_R: Tensor, num_tokens: int) -> Tensor:
-    """Rows added up by token, always in the same order: the sum has the same bits every time."""
-    return rows_RD[place_R].view(num_tokens, -1, rows_RD.shape[1]).sum(dim=1)
+    output_RD = _grouped(hidden_RS, down_ESD, counts_E)
+    # Gathered and added up, not scattered: the sum has the same bits every time.
+    return output_RD[order_R.argsort()].view(len(x_TD), num_chosen, -1).sum(dim=1)
 
 
 def runs_grouped(dtype: torch.dtype, *widths: int) -> bool:
     """Whether `torch.nn.functional.grouped_mm` takes matrices of that dtype and those widths.
 
-    It wants 16 or 32 bits, and rows whose length is a multiple of 16 bytes. It is one kernel for
-    16-bit numbers on GPUs that have grouped GEMM; elsewhere PyTorch itself loops over the groups.
+    It wants 16 or 32 bits, and rows whose length is a multiple of 16 bytes.
     """
-    return dtype in _GROUPED_DTYPES and all(
-        w * dtype.itemsize % _GROUPED_BYTES == 0 for w in widths
-    )
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return dtype in dtypes and all(width * dtype.itemsize % 16 == 0 for width in widths)
 
 
-def grouped_rows(
-    rows_RA: Float[Tensor, "R A"], weight_EAB: Float[Tensor, "E A B"], ends_E: Int[Tensor, " E"]
-) -> Float[Tensor, "R B"]:
-    """Rows of group e times `weight[e]`, for all groups; no autograd.
-
-    Args:
-        rows_RA: Rows in the order of their groups.
-        weight_EAB: One matrix a group, contiguous or the transposed view of a contiguous one.
-        ends_E: Row after the last of each group, int32, ascending; groups may be empty.
-    """
+def _grouped(rows_RA: Tensor, weight_EAB: Tensor, counts_E: Tensor) -> Tensor:
+    """Rows times the matrix of their group; rows are in the order of groups of those sizes."""
     if runs_grouped(rows_RA.dtype, *weight_EAB.shape[1:]):
+        ends_E = counts_E.cumsum(0).to(torch.int32)
         return F.grouped_mm(rows_RA, weight_EAB, offs=ends_E)
-    result_RB = rows_RA.new_empty(len(rows_RA), weight_EAB.shape[2])
-    for expert, rows in _groups(ends_E):
-        torch.mm(rows_RA[rows], weight_EAB[expert], out=result_RB[rows])
-    return result_RB
-
-
-def grouped_outer(
-    left_RA: Float[Tensor, "R A"], right_RB: Float[Tensor, "R B"], ends_E: Int[Tensor, " E"]
-) -> Float[Tensor, "E A B"]:
-    """left^T @ right of each group by itself, zeros for an empty one; no autograd.
-
-    Args:
-        left_RA: Rows in the order of their groups, contiguous.
-        right_RB: As many rows, contiguous.
-        ends_E: As for `grouped_rows`.
-    """
-    if runs_grouped(left_RA.dtype, left_RA.shape[1], right_RB.shape[1]):
-        return F.grouped_mm(left_RA.T, right_RB, offs=ends_E)
-    result_EAB = left_RA.new_zeros(len(ends_E), left_RA.shape[1], right_RB.shape[1])
-    for expert, rows in _groups(ends_E):
-        torch.mm(left_RA[rows].T, right_RB[rows], out=result_EAB[expert])
-    return result_EAB
-
-
-def _groups(ends_E: Tensor) -> list[tuple[int, slice]]:
-    """Number and rows of the groups that have any."""
-    ends = ends_E.tolist()
-    starts = [0, *ends[:-1]]
-    return [
-        (expert, slice(start, end))
-        for expert, (start, end) in enumerate(zip(starts, ends, strict=True))
-        if end > start
-    ]
+    parts = torch.split(rows_RA, counts_E.tolist())
+    groups = zip(parts, weight_EAB.unbind(), strict=True)
+    return torch.cat([rows @ weight_AB for rows, weight_AB in groups])

@@ -1,15 +1,16 @@
 """Triton kernels of the masked FFN and of the soft top-k, and how they are launched.
 
-Imported only where Triton is installed; where `router.triton_runs_on` says no, PyTorch's operations
-do the same work. Arithmetic is float32. A program works on one token.
+`router.kernels_for` imports them where they can run; elsewhere PyTorch's operations do the same
+work. Arithmetic is float32. A program works on one token.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
 from torch import Tensor
 
 _COLUMNS = 1_024
@@ -35,20 +36,18 @@ def _masked_activation(
 
 
 @triton.jit
-def _masked_activation_gradient(  # noqa: PLR0913
+def _masked_activation_gradient(
     grad,
     gate,
     up,
     routing,
     expert_of_neuron,
-    grad_gate,
-    grad_up,
-    grad_mask,
+    grads,
     num_neurons,
     num_experts,
     COLUMNS: tl.constexpr,
 ):
-    """Gradients of gate, up and the mask's entries."""
+    """Gradients of gate, up and the mask's entries, one after the other in `grads`."""
     token = tl.program_id(0).to(tl.int64)
     neuron = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = neuron < num_neurons
@@ -61,22 +60,15 @@ def _masked_activation_gradient(  # noqa: PLR0913
     sigmoid = tl.sigmoid(x)
     silu = x * sigmoid
     slope = sigmoid * (1.0 + x * (1.0 - sigmoid))
-    tl.store(grad_gate + at, (g * mask * y * slope).to(grad_gate.dtype.element_ty), mask=inside)
-    tl.store(grad_up + at, (g * mask * silu).to(grad_up.dtype.element_ty), mask=inside)
-    tl.store(grad_mask + at, (g * silu * y).to(grad_mask.dtype.element_ty), mask=inside)
+    size, kind = tl.num_programs(0).to(tl.int64) * num_neurons, grads.dtype.element_ty
+    tl.store(grads + at, (g * mask * y * slope).to(kind), mask=inside)
+    tl.store(grads + size + at, (g * mask * silu).to(kind), mask=inside)
+    tl.store(grads + 2 * size + at, (g * silu * y).to(kind), mask=inside)
 
 
 @triton.jit
 def _soft_top_k(
-    scaled,
-    lower,
-    upper,
-    soft,
-    num_experts,
-    active_experts,
-    tiny,
-    ITERATIONS: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    scaled, lower, upper, soft, num_experts, k, tiny, STEPS: tl.constexpr, EXPERTS: tl.constexpr
 ):
     """The row of a token; the same steps as `dotmoe.moe.router` takes with PyTorch."""
     token = tl.program_id(0).to(tl.int64)
@@ -86,9 +78,9 @@ def _soft_top_k(
     x = tl.load(scaled + at, mask=inside, other=0.0)
     low, high = tl.load(lower + token), tl.load(upper + token)
     theta = (low + high) / 2
-    for _ in range(ITERATIONS):
+    for _ in range(STEPS):
         value = tl.where(inside, tl.sigmoid(x - theta), 0.0)
-        excess = tl.sum(value, axis=0) - active_experts
+        excess = tl.sum(value, axis=0) - k
         low = tl.where(excess > 0, theta, low)
         high = tl.where(excess > 0, high, theta)
         slope = tl.maximum(tl.sum(value * (1.0 - value), axis=0), tiny)
@@ -98,72 +90,51 @@ def _soft_top_k(
 
 
 def masked_activation(
-    gate_TN: Float[Tensor, "T N"],
-    up_TN: Float[Tensor, "T N"],
-    routing_TE: Float[Tensor, "T E"],
-    expert_of_neuron_N: Int[Tensor, " N"],
-) -> Float[Tensor, "T N"]:
+    gate_TN: Tensor, up_TN: Tensor, routing_TE: Tensor, expert_of_neuron_N: Tensor
+) -> Tensor:
     """SiLU(gate) * up * R[:, expert_of_neuron]; rounded where PyTorch's operations would round."""
-    tensors = _contiguous(gate_TN, up_TN, routing_TE, expert_of_neuron_N)
-    masked_TN = torch.empty_like(tensors[0])
-    with torch.cuda.device(gate_TN.get_device()):
-        _masked_activation[_grid(gate_TN)](
-            *tensors, masked_TN, gate_TN.shape[1], routing_TE.shape[1], COLUMNS=_COLUMNS
-        )
-    return masked_TN
+    tensors = (gate_TN, up_TN, routing_TE, expert_of_neuron_N)
+    return _over_neurons(_masked_activation, tensors, num_results=1)[0]
 
 
 def masked_activation_gradient(
-    grad_TN: Float[Tensor, "T N"],
-    gate_TN: Float[Tensor, "T N"],
-    up_TN: Float[Tensor, "T N"],
-    routing_TE: Float[Tensor, "T E"],
-    expert_of_neuron_N: Int[Tensor, " N"],
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_TN: Tensor, gate_TN: Tensor, up_TN: Tensor, routing_TE: Tensor, expert_of_neuron_N: Tensor
+) -> tuple[Tensor, ...]:
     """Gradients of gate, up and the entries of the mask; rounded once."""
-    tensors = _contiguous(grad_TN, gate_TN, up_TN, routing_TE, expert_of_neuron_N)
-    grad_gate_TN, grad_up_TN, grad_mask_TN = (torch.empty_like(tensors[1]) for _ in range(3))
-    with torch.cuda.device(gate_TN.get_device()):
-        _masked_activation_gradient[_grid(gate_TN)](
-            *tensors,
-            grad_gate_TN,
-            grad_up_TN,
-            grad_mask_TN,
-            gate_TN.shape[1],
-            routing_TE.shape[1],
+    tensors = (grad_TN, gate_TN, up_TN, routing_TE, expert_of_neuron_N)
+    return _over_neurons(_masked_activation_gradient, tensors, num_results=3)
+
+
+def _over_neurons(
+    kernel: Any, tensors: tuple[Tensor, ...], *, num_results: int
+) -> tuple[Tensor, ...]:
+    (num_tokens, num_neurons), num_experts = tensors[0].shape, tensors[-2].shape[1]
+    with torch.cuda.device(tensors[0].get_device()):
+        results = tensors[0].new_empty(num_results, num_tokens, num_neurons)
+        kernel[num_tokens, triton.cdiv(num_neurons, _COLUMNS)](
+            *(tensor.contiguous() for tensor in tensors),
+            results,
+            num_neurons,
+            num_experts,
             COLUMNS=_COLUMNS,
         )
-    return grad_gate_TN, grad_up_TN, grad_mask_TN
+    return results.unbind()
 
 
 def soft_top_k(
-    scaled_TE: Float[Tensor, "T E"],
-    low_T1: Float[Tensor, "T 1"],
-    high_T1: Float[Tensor, "T 1"],
-    active_experts: int,
-    *,
-    iterations: int,
-) -> Float[Tensor, "T E"]:
+    scaled_TE: Tensor, low_T1: Tensor, high_T1: Tensor, active_experts: int, iterations: int
+) -> Tensor:
     """sigmoid(x - theta_t) with rows that sum to k; theta_t by Newton steps inside its bracket."""
-    tensors = _contiguous(scaled_TE, low_T1, high_T1)
-    soft_TE = torch.empty_like(tensors[0])
     num_tokens, num_experts = scaled_TE.shape
+    soft_TE = torch.empty_like(scaled_TE, memory_format=torch.contiguous_format)
     with torch.cuda.device(scaled_TE.get_device()):
         _soft_top_k[(num_tokens,)](
-            *tensors,
+            *(tensor.contiguous() for tensor in (scaled_TE, low_T1, high_T1)),
             soft_TE,
             num_experts,
             float(active_experts),
             torch.finfo(scaled_TE.dtype).tiny,
-            ITERATIONS=iterations,
-            EXPERTS=1 << (num_experts - 1).bit_length(),
+            STEPS=iterations,
+            EXPERTS=triton.next_power_of_2(num_experts),
         )
     return soft_TE
-
-
-def _grid(values_TN: Tensor) -> tuple[int, int]:
-    return len(values_TN), -(-values_TN.shape[1] // _COLUMNS)
-
-
-def _contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(tensor.contiguous() for tensor in tensors)

@@ -3,26 +3,18 @@
 import base64
 import re
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import jinja2
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from dotmoe.report import tables
 from dotmoe.report.plots import NO_PLOTS, as_svg, draw_all, is_installed, save
 from dotmoe.report.read import RunResults, Values, read_run
-from dotmoe.report.sections import Block, sections
-from dotmoe.report.tables import (
-    LABELS,
-    curve_table,
-    fidelity_table,
-    perplexity_table,
-    repetition_table,
-    scores_table,
-    word_table,
-)
-from dotmoe.report.verdict import gained, tiles, verdict
-from dotmoe.tables import Table, figure, percent, to_markdown, to_rich
+from dotmoe.report.sections import gained, sections, tiles, verdict
+from dotmoe.tables import Table, figure, to_markdown, to_rich
 
 _HERE = Path(__file__).parent
 
@@ -79,33 +71,37 @@ def html(found: RunResults, figures: dict[str, Any]) -> str:
     Raises:
         UserError: A result file lacks what the page shows of it.
     """
+    return _rendered(
+        "page.html.jinja",
+        found,
+        style=(_HERE / "page.css").read_text(encoding="utf-8"),
+        plots={name: base64.b64encode(as_svg(each)).decode() for name, each in figures.items()},
+        note="" if is_installed() else NO_PLOTS,
+    )
+
+
+def markdown(found: RunResults) -> str:
+    """The same sections in Markdown, without plots."""
+    return _rendered("page.md.jinja", found)
+
+
+def _rendered(template: str, found: RunResults, **values: Any) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE),
-        autoescape=True,
+        autoescape="html" in template,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["kept"] = lambda text: text.replace(" %", "\u00a0%")
     environment.filters["slug"] = lambda title: re.sub(r"[^a-z]+", "-", title.lower()).strip("-")
+    environment.filters["markdown"] = to_markdown
+    made = sections(found)
     with found.reading("6_evaluate/results.json"):
         top = {"verdict": verdict(found), "tiles": tiles(found)}
-    return environment.get_template("page.html.jinja").render(
-        title=_title(found),
-        style=(_HERE / "page.css").read_text(encoding="utf-8"),
-        sections=sections(found),
-        plots={name: base64.b64encode(as_svg(each)).decode() for name, each in figures.items()},
-        note="" if is_installed() else NO_PLOTS,
-        **top,
-    )
-
-
-def markdown(found: RunResults) -> str:
-    """The same sections in Markdown, without plots."""
-    parts = [f"# {_title(found)}", *verdict(found)]
-    for title, blocks in sections(found).items():
-        parts += [f"## {title}", *(_in_markdown(block) for block in blocks)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    changed = f", {found.name}," if found.is_finetuned or found.is_repaired else ""
+    title = f"{found.dense_model}{changed} as a Mixture-of-Experts"
+    return environment.get_template(template).render(title=title, sections=made, **top, **values)
 
 
 def summary(run: Path) -> RenderableType:
@@ -113,7 +109,7 @@ def summary(run: Path) -> RenderableType:
     found = read_run(run)
     said = "\n\n".join(verdict(found))
     where = f"checkpoint  {run / '5_export'}\nreport      {default_page(run)}"
-    return Group(to_rich(perplexity_table(found.models)), Text(f"\n{said}\n\n{where}"))
+    return Group(to_rich(tables.perplexity_table(found.models)), Text(f"\n{said}\n\n{where}"))
 
 
 def evaluation(name: str, result: Values) -> RenderableType:
@@ -123,43 +119,41 @@ def evaluation(name: str, result: Values) -> RenderableType:
         name: Of the measurement.
         result: What `dotmoe.evaluate.evaluate` gives.
     """
-    there = [result[side] for side in LABELS if isinstance(result.get(side), dict)]
+    there = [result[side] for side in tables.LABELS if isinstance(result.get(side), dict)]
     sides = {str(side["name"]): side for side in there}
+    of_result = {
+        "word_perplexity": tables.word_table,
+        "fidelity": tables.fidelity_table,
+        "generation": tables.repetition_table,
+        "curve": tables.curve_table,
+    }
     after: list[str] = []
-    match name:
-        case "tasks":
-            table, after = _tasks(sides)
-        case "word_perplexity":
-            table = word_table(result)
-        case "fidelity":
-            table = fidelity_table(result)
-        case "generation":
-            table = repetition_table(result)
-            for index, prompt in enumerate(result["model"]["prompts"][:4]):
-                after.append(f"--- {prompt!r}")
-                after += [f"{each}: {s['greedy']['texts'][index]!r}" for each, s in sides.items()]
-        case "curve":
-            table = curve_table(result)
-        case _:
-            table = perplexity_table(sides or {str(result["name"]): result})
+    if name == "tasks":
+        table, after = _tasks(sides)
+    elif name in of_result:
+        table = of_result[name](result)
+    else:
+        table = tables.perplexity_table(sides or {str(result["name"]): result})
+    if name == "generation":
+        for index, prompt in enumerate(result["model"]["prompts"][:4]):
+            after.append(f"--- {prompt!r}")
+            after += [f"{each}: {s['greedy']['texts'][index]!r}" for each, s in sides.items()]
     return Group(to_rich(table), *map(Text, after))
 
 
 def _tasks(sides: dict[str, Values]) -> tuple[Table, list[str]]:
     """The metrics that count; averages of sets, and what must be known of the tasks."""
     scores: list[list[Values]] = [[]]
-    lines = []
+    averages, notes = [], []
     for name, side in sides.items():
         rows = [score for task in side["tasks"].values() for score in task["scores"]]
         scores.append([score for score in rows if score["is_main"] or score["sets"]])
-        lines += [
-            f"{name}: {100 * v:.1f}, average of {each}" for each, v in side["averages"].items()
-        ]
-    for side in sides.values():
-        lines += [f"{name}: {n}." for name, task in side["tasks"].items() for n in task["notes"]]
+        for each, value in side["averages"].items():
+            averages.append(f"{name}: {100 * value:.1f}, average of {each}")
+        notes += [f"{task}: {n}." for task, found in side["tasks"].items() for n in found["notes"]]
     names = list(sides)
-    table = scores_table(scores[-1], scores[-2], (names[0], names[-1]))
-    return table, list(dict.fromkeys(lines))
+    table = tables.scores_table(scores[-1], scores[-2], (names[0], names[-1]))
+    return table, list(dict.fromkeys(averages + notes))
 
 
 def quickstart_summary(result: Values) -> RenderableType:
@@ -169,50 +163,16 @@ def quickstart_summary(result: Values) -> RenderableType:
         "random split, router trained": result["random_split"],
         "DOT-MoE": result["dot_moe"],
     }
-    samples, verified = result["samples"], result["verification"]
-    checks = [f"{name.replace('_', ' ')} {figure(value)}" for name, value in verified.items()]
+    samples, checks = result["samples"], result["verification"].items()
+    checked = ", ".join(f"{name.replace('_', ' ')} {figure(value)}" for name, value in checks)
     said = [
-        f"gap to dense: {percent(result['gap_ratio'])} of the random split's",
-        f"Gained: {gained(result, {})}",
-        f"export against masked dense model: {', '.join(checks)}",
-        *(
-            f"{name} continues {samples['prompt']!r}:\n{_indented(samples[name])}"
-            for name in ("dense", "moe")
-        ),
-        f"checkpoint  {result['checkpoint']}\nreport      {result['report']}",
+        "Both splits start from a router fitted to their experts and take "
+        f"{result['steps']} steps; nats are what was lost.",
+        f"Gained: {gained(result)}",
+        f"export against masked dense model: {checked}",
     ]
-    return Group(
-        to_rich(perplexity_table(models)),
-        Text("\n" + "\n\n".join(said)),
-    )
-
-
-def _title(found: RunResults) -> str:
-    finetuned = ", finetuned," if found.command == "finetune" else ""
-    return f"{found.dense_model}{finetuned} as a Mixture-of-Experts"
-
-
-def _in_markdown(block: str | Table | Block) -> str:
-    if isinstance(block, str):
-        return block
-    if isinstance(block, Table):
-        return to_markdown(block)
-    texts = block.content if block.kind == "sample" else {block.text: block.content}
-    match block.kind:
-        case "plot":
-            return ""
-        case "command":
-            return _fenced(block.text)
-        case "sample" | "folded":
-            before = [_fenced(block.text)] * (block.kind == "sample")
-            after = (f"{name}:\n\n{_fenced(text)}" for name, text in texts.items())
-            return "\n\n".join([*before, *after])
-    return block.text
-
-
-def _fenced(text: str) -> str:
-    return f"````text\n{text}\n````"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())
+    for name in ("dense", "moe"):
+        text = indent(samples[name], "    ")
+        said.append(f"{name} continues {samples['prompt']!r}:\n{text}")
+    said.append(f"checkpoint  {result['checkpoint']}\nreport      {result['report']}")
+    return Group(to_rich(tables.perplexity_table(models)), Text("\n" + "\n\n".join(said)))

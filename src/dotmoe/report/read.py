@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,9 @@ class RunResults:
     """`5_export/dotmoe.json`; empty where there is none."""
     files: dict[str, Values]
     """Every file of `6_evaluate`, by its path there without `.json`: `results`, `tasks/piqa`."""
-    aligned: list[Values]
-    """Metrics of each step of the alignment."""
-    finetuned: list[Values]
-    """Metrics of each step of the finetuning."""
-    quickstart: Values = field(default_factory=dict)
+    steps: dict[str, list[Values]]
+    """Metrics of each step of the trainings in the run: `alignment`, `finetune`."""
+    quickstart: Values
     """`quickstart.json` of the folder that holds the run, where the report is of that."""
 
     @property
@@ -38,14 +36,21 @@ class RunResults:
         return self.files["results"]
 
     @property
-    def command(self) -> str:
-        """The command that made the run: `convert` or `finetune`."""
-        return "finetune" if "finetune" in self.config else "convert"
+    def is_finetuned(self) -> bool:
+        """Whether `dotmoe finetune` made the run, and not `convert`."""
+        return "finetune" in self.config
+
+    @property
+    def is_repaired(self) -> bool:
+        """Whether W_down of the exported model was refitted, and nothing changed afterwards."""
+        return bool(
+            self.config.get("finetune", {}).get("train") == "repair" or (self.config.get("repair"))
+        )
 
     @property
     def source(self) -> str:
         """What was converted or finetuned, as the user named it."""
-        return str(self.config["run" if self.command == "finetune" else "model"])
+        return str(self.config["run" if self.is_finetuned else "model"])
 
     @property
     def dense_model(self) -> str:
@@ -55,9 +60,8 @@ class RunResults:
     @property
     def name(self) -> str:
         """What the report calls the exported model."""
-        method = str(self.config.get("method", "dot_moe"))
-        names = {"dot_moe": "DOT-MoE"}
-        return "finetuned" if self.command == "finetune" else names.get(method, method)
+        method = str(self.config.get("method", "dot_moe")).replace("dot_moe", "DOT-MoE")
+        return "repaired" if self.is_repaired else "finetuned" if self.is_finetuned else method
 
     @property
     def models(self) -> dict[str, Values]:
@@ -66,7 +70,9 @@ class RunResults:
         found = {
             "dense": results["dense"],
             "random split, router trained": self.quickstart.get("random_split"),
+            "frozen": results.get("frozen"),
             "converted": results.get("converted"),
+            "repaired": results.get("repaired"),
             self.name: results["moe"],
             "under the method's own router": results.get("moe_own_router"),
         }
@@ -91,6 +97,11 @@ class RunResults:
         with self.reading(f"6_evaluate/{side}"):
             return [score for found in self.tasks(side) for score in found["scores"]]
 
+    @property
+    def against(self) -> str:
+        """What the report calls the other model of the benchmark tasks."""
+        return next((self.label(str(t["model"]["name"])) for t in self.tasks("against")), "dense")
+
     def main_scores(self) -> tuple[list[Values], list[Values]]:
         """Scores of the other model and of this one that its average is of, in the same tasks.
 
@@ -103,21 +114,6 @@ class RunResults:
         others = {(each["task"], each["metric"]): each for each in self.scores("against")}
         keys = [(score["task"], score["metric"]) for score in own]
         return [others[key] for key in keys if key in others], own
-
-    @property
-    def against(self) -> str:
-        """What the report calls the other model of the benchmark tasks."""
-        return next((self.label(str(t["model"]["name"])) for t in self.tasks("against")), "dense")
-
-    def alignment_steps(self) -> list[Values]:
-        """Metrics of each alignment step; of a finetuned run, those that its analysis kept."""
-        history = self.files.get("analysis/alignment_history")
-        if self.aligned or history is None:
-            return self.aligned
-        columns = {"step": history["values"]["steps"], **history["values"]}
-        length = len(columns["step"])
-        logged = {n: c for n, c in columns.items() if isinstance(c, list) and len(c) == length}
-        return [{name: column[row] for name, column in logged.items()} for row in range(length)]
 
     @contextmanager
     def reading(self, file: str) -> Iterator[None]:
@@ -144,17 +140,17 @@ def read_run(folder: Path) -> RunResults:
     quickstart = {}
     if (folder / "quickstart.json").is_file():
         quickstart, folder = _object(folder / "quickstart.json"), folder / "dot_moe"
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            f"{folder} is no run folder: it has no config.json. Name a folder that dotmoe convert, "
-            "finetune or quickstart has written."
-        )
+    for file, lack in {
+        "config.json": "is no run folder",
+        "6_evaluate/results.json": "is not finished",
+    }.items():
+        if not (folder / file).is_file():
+            raise UserError(
+                f"{folder} {lack}: it has no {file}. Name a folder in which dotmoe convert, "
+                "finetune or quickstart has come to its end."
+            )
     evaluated, record = folder / "6_evaluate", folder / "5_export" / "dotmoe.json"
-    if not (evaluated / "results.json").is_file():
-        raise UserError(
-            f"{folder} is not finished: it has no 6_evaluate/results.json. Repeat the command that "
-            "began it."
-        )
+    trainings = {"alignment": folder / "2_align", "finetune": folder / "4_finetune"}
     return RunResults(
         run=folder,
         config=_object(folder / "config.json"),
@@ -163,8 +159,7 @@ def read_run(folder: Path) -> RunResults:
             path.relative_to(evaluated).with_suffix("").as_posix(): _object(path)
             for path in sorted(evaluated.rglob("*.json"))
         },
-        aligned=_steps(folder / "2_align" / "metrics.jsonl"),
-        finetuned=_steps(folder / "4_finetune" / "metrics.jsonl"),
+        steps={name: _steps(stage / "metrics.jsonl") for name, stage in trainings.items()},
         quickstart=quickstart,
     )
 
@@ -174,25 +169,17 @@ def _object(path: Path) -> Values:
         values = read_json(path)
         return read_with_checksum(path) if "sha256" in values else values
     except (UserError, DamagedError) as error:
-        raise UserError(f"{str(error).rstrip('.')}. {_remedy(path)}") from error
+        measured = "6_evaluate" in path.parts and path.name != "results.json"
+        again = "measure it again" if measured else "repeat the command of the run"
+        raise UserError(f"{str(error).rstrip('.')}. Delete it, and {again}.") from error
 
 
 def _steps(path: Path) -> list[Values]:
-    found: list[Values] = []
-    lines = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    for line in lines.splitlines():
-        try:
-            found.append(json.loads(line))
-            found[-1]["step"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{path} is truncated or altered: line {len(found) or 1} is no step. "
-                f"{_remedy(path)}"
-            ) from error
-    return found
-
-
-def _remedy(path: Path) -> str:
-    if "6_evaluate" in path.parts and path.name != "results.json":
-        return "Delete it, and measure it again."
-    return f"Delete {path.parent} and repeat the command of the run, which makes it again."
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    try:
+        return [{"step": None, **json.loads(line)} for line in lines]
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{path} is truncated or altered. Delete {path.parent} and repeat the command of the "
+            "run, which makes it again."
+        ) from error

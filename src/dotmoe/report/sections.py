@@ -1,16 +1,18 @@
-"""The sections of the report, as data: what is said, which table, which plot."""
+"""What the report says, as data: its verdict, and sections of sentences, tables and plots."""
 
 import json
+import math
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dotmoe.analyse import ANALYSES
+from dotmoe.bench import table as bench_table
 from dotmoe.report import tables
 from dotmoe.report.read import RunResults, Values
-from dotmoe.report.tables import ffn_operations, is_near_chance
-from dotmoe.tables import Table, in_bytes, percent
+from dotmoe.tables import Table, figure, in_bytes, millions, percent
 
 TEXT = "HELD_OUT.txt"
 """Stands in a command for a text that the reader must name."""
@@ -33,31 +35,22 @@ class Block:
 Blocks = list[str | Table | Block]
 
 
-def _perplexity(found: RunResults, _: Values) -> Blocks:
-    return [tables.perplexity_table(found.models)]
-
-
-def _other_texts(found: RunResults, result: Values) -> Blocks:
-    return [tables.perplexity_table(found.sides(result) or {found.name: result})]
-
-
 def _tasks(found: RunResults, _: Values) -> Blocks:
     scores, others = found.scores("tasks"), found.scores("against")
     if not scores:
         return []
-    near = [each["task"] for each in found.main_scores()[0] if is_near_chance(each)]
     notes: dict[str, list[str]] = {}
     for task in found.tasks("against") + found.tasks("tasks"):
         for note in task["notes"]:
             notes.setdefault(note, []).append(task["task"])
-    said = [f"{', '.join(dict.fromkeys(names))}: {note}." for note, names in notes.items()]
+    near = [score["task"] for score in found.main_scores()[0] if tables.is_near_chance(score)]
     if near:
-        said.append(
-            f"{found.against} is within two standard errors of guessing, or below, in "
-            f"{', '.join(near)}: a score there says nothing about the split."
+        guess = (
+            "is within two standard errors of guessing, or below: this says nothing of the split"
         )
+        notes[f"{found.against} {guess}"] = near
+    said = [f"{', '.join(dict.fromkeys(names))}: {note}." for note, names in notes.items()]
     return [
-        Block("plot", "Accuracy on each task, with one standard error.", "tasks"),
         tables.scores_table(scores, others, (found.against, found.name)),
         *(Block("note", note) for note in said),
     ]
@@ -73,107 +66,88 @@ def _curve(found: RunResults, curve: Values) -> Blocks:
     ]
 
 
-def _fidelity(found: RunResults, result: Values) -> Blocks:
-    said = "Error of each split FFN's output, fed with the dense input."
-    return [Block("plot", said, "fidelity"), tables.fidelity_table(result)]
-
-
-def _generation(found: RunResults, result: Values) -> Blocks:
-    blocks: Blocks = []
+def _generation(found: RunResults, _: Values) -> Blocks:
+    result, blocks = found.files.get("generation"), Blocks()
     if found.quickstart:
         own = found.quickstart["samples"]
         texts = {"dense": own["dense"], found.name: own["moe"]}
         blocks.append(Block("sample", own["prompt"], texts))
-    if result:
-        settings = result["settings"]
+    if result is None:
+        return blocks
+    with found.reading("6_evaluate/generation.json"):
+        settings, sides = result["settings"], found.sides(result)
         drawn = f"temperature {settings['temperature']:g}, top-p {settings['top_p']:g}"
         for way, how in (("greedy", "the most likely token each time"), ("sampled", drawn)):
             blocks.append(f"{way.capitalize()}: {how}.")
             for index, prompt in enumerate(result["model"]["prompts"][:_SAMPLES_SHOWN]):
-                sides = found.sides(result).items()
-                texts = {name: side[way]["texts"][index] for name, side in sides}
+                texts = {name: side[way]["texts"][index] for name, side in sides.items()}
                 blocks.append(Block("sample", prompt, texts))
-        blocks.append(tables.repetition_table(result))
-    return blocks
+        return [*blocks, tables.repetition_table(result)]
 
 
 def _size(found: RunResults, results: Values) -> Blocks:
     split, export = results["granularity"], found.export
+    experts, size, run = (split[key] for key in ("num_experts", "expert_size", "active_experts"))
+    shared, first = split["shared_size"], split["first_dense_layers"]
     blocks: Blocks = [
-        f"{split['num_experts']} experts of {split['expert_size']} neurons a layer, "
-        f"{split['active_experts']} run per token; shared neurons: {split['shared_size']}; "
-        f"leading layers left dense: {split['first_dense_layers']}.",
+        f"{experts} experts of {size} neurons a layer, {run} run per token; shared neurons: "
+        f"{shared}; leading layers left dense: {first}.",
         tables.counts_table(results["parameters"]),
     ]
     if export:
-        work = ffn_operations(results, export)
+        # Three matrices of the model width by neurons each; a product and its sum are two.
+        layers, a_neuron = export["num_layers"], 6 * export["model_width"]
+        dense = a_neuron * layers * (whole := experts * size + shared)
+        moe = a_neuron * (first * whole + (layers - first) * (run * size + shared))
+        routers = 2 * export["model_width"] * experts * (layers - first)
         blocks += [
             f"The files hold {in_bytes(export['total_bytes'])} in {export['dtype']}, with what the "
             f"architecture {export['format']} adds: a head written out, experts that never run.",
-            f"FFN arithmetic per token (a product and its sum are two): dense {work['dense']:,} "
-            f"FLOP; experts that run {work['experts']:,}, routers {work['routers']:,}, together "
-            f"{percent(work['moe'] / work['dense'])} of dense.",
+            f"FFN arithmetic per token: dense {dense:,} FLOP; experts that run {moe:,}, routers "
+            f"{routers:,}, together {percent((moe + routers) / dense)} of dense.",
         ]
     return blocks
 
 
-def _speed(_: RunResults, bench: Values) -> Blocks:
-    plot = Block("plot", "Speed of the MoE over that of the dense model.", "speed")
-    return [plot, tables.speed_table(bench)]
-
-
-def _analysis(name: str) -> Callable[[RunResults, Values], Blocks]:
-    def blocks(_: RunResults, analysis: Values) -> Blocks:
-        of_text = f", {analysis['tokens']:,} tokens" if analysis["tokens"] else ""
-        plot = Block("plot", f"{analysis['title']}{of_text}.", name)
-        return [*_sentences(analysis), plot]
-
-    return blocks
-
-
-def _load(found: RunResults, analysis: Values) -> Blocks:
-    warnings: Blocks = [
-        Block("warning", str(warning)) for warning in analysis["values"]["warnings"]
-    ]
-    none = "No expert is dead or always on, and no layer's load is uneven by the rules of analyse."
-    spread, *_, plot = _analysis("expert_utilisation")(found, analysis)
-    return [*(warnings or [none]), spread, plot, tables.load_table(analysis)]
-
-
-def _sentences(analysis: Values) -> list[str]:
+def _said(analysis: Values) -> Blocks:
     return [f"{said[:1].upper()}{said[1:]}." for said in analysis["says"]]
 
 
-def _alignment(found: RunResults, _: Values) -> Blocks:
-    steps, history = found.alignment_steps(), found.files.get("analysis/alignment_history")
+def _analysis(plot: str) -> Callable[[RunResults, Values], Blocks]:
+    return lambda _, analysis: [
+        *_said(analysis),
+        Block("plot", f"{analysis['title']}, {analysis['tokens']:,} tokens.", plot),
+    ]
+
+
+def _load(found: RunResults, analysis: Values) -> Blocks:
+    warnings: Blocks = [Block("warning", said) for said in analysis["values"]["warnings"]]
+    none = "No expert is dead or always on, and no layer's load is uneven by the rules of analyse."
+    spread, *_, plot = _analysis("expert_utilisation")(found, analysis)
+    return [*(warnings or [none]), spread, plot]
+
+
+def _training(name: str, found: RunResults) -> Blocks:
+    steps, history = found.steps[name], found.files.get(f"analysis/{name}_history")
+    blocks = _said(history) if history else []
     if not steps:
-        none = "None: the start was extracted as it is."
-        return [none] if found.command == "convert" else []
-    return [*_training(steps, "alignment"), *(_sentences(history) if history else [])]
-
-
-def _finetuning(found: RunResults, _: Values) -> Blocks:
-    return _training(found.finetuned, "finetune") if found.finetuned else []
-
-
-def _training(steps: list[Values], plot: str) -> Blocks:
+        is_start = name == "alignment" and not found.is_finetuned
+        return blocks or ["None: the start was extracted as it is."] * is_start
     seconds = sum(step.get("seconds") or 0.0 for step in steps)
-    caption = (
-        "Faint: each step, or the mean of a few where there are many; strong: mean of the last "
-        "twentieth of the steps. Each step has other text, so the losses scatter."
-    )
-    said = f"{len(steps):,} steps, {seconds:,.0f} s in all."
-    return [said, Block("plot", caption, plot), tables.steps_table(steps)]
+    first, last = (figure(step.get("loss")) for step in (steps[0], steps[-1]))
+    said = f"{len(steps):,} steps, {seconds:,.0f} s in all; loss {first} at first, {last} at last."
+    return [said, Block("plot", "Each step has other text, so losses scatter.", name), *blocks]
 
 
 def _checks(found: RunResults, results: Values) -> Blocks:
-    export = found.export
+    checks = [[name.replace("_", " "), figure(v)] for name, v in results["verification"].items()]
+    title = "Export against masked dense model"
     blocks: Blocks = [
         "Before it got its name the checkpoint was loaded with stock Transformers and compared "
         "with the dense model with masked FFNs, which is what was trained and measured.",
-        tables.checks_table(results["verification"]),
+        Table(title=title, columns=("check", "value"), rows=checks),
     ]
-    if export:
+    if export := found.export:
         runs = f"Runs in: {', '.join(export['servers'])}."
         blocks.append(f"Format {export['format']}, {export['dtype']}. {runs}")
     return blocks
@@ -181,7 +155,8 @@ def _checks(found: RunResults, results: Values) -> Blocks:
 
 def _configuration(found: RunResults, _: Values) -> Blocks:
     config = str(found.run / "config.json")
-    again = ["dotmoe", found.command, found.source, "AGAIN", "--config", config]
+    command = "finetune" if found.is_finetuned else "convert"
+    again = ["dotmoe", command, found.source, "AGAIN", "--config", config]
     return [
         "This repeats it (the config holds every option, defaults too):",
         Block("command", shlex.join(again)),
@@ -200,44 +175,35 @@ def _origins(found: RunResults, results: Values) -> Blocks:
 
 def _missing(found: RunResults, results: Values) -> Blocks:
     """What was not measured, with the command that measures it."""
-    run, files, dense = str(found.run), found.files, found.dense_model
+    run, dense = str(found.run), found.dense_model
     known = [str(text) for text in results["dense"].get("text", ())]
     is_named = known and all(Path(text).exists() or " " not in text for text in known)
-    text = ["--text", *(known if is_named else [TEXT])]
-    kept = ["--out", f"{run}/6_evaluate"]
+    text = ["--text", *(known if is_named else [TEXT]), "--out", f"{run}/6_evaluate"]
     evaluate = ["dotmoe", "evaluate", run]
-    has_curve = "curve" in files or not found.export.get("active_experts_editable", True)
+    beside = [*evaluate, "--against", dense]
     wanted = {
-        "benchmark tasks, dense model beside this one": not found.tasks("against")
-        and [*evaluate, "--against", dense, "--tasks", "paper"],
-        "perplexity at other k": not has_curve and [*evaluate, "--curve", *text, *kept],
-        "closeness to the dense model (hidden states, logits, FFN outputs)": "fidelity" not in files
-        and [*evaluate, "--against", dense, "--fidelity", *text, *kept],
-        "continuations of prompts side by side, and how much of them repeats": "generation"
-        not in files
-        and [*evaluate, "--against", dense, "--generate", "64", *text, *kept],
-        "speed and memory, MoE beside dense": "bench" not in files
-        and ["dotmoe", "bench", dense, run, "--json"],
-        "finetuning, which makes up for a part of the loss": found.command == "convert"
-        and ["dotmoe", "finetune", run, f"{run}-finetuned"],
+        "against": ("benchmark tasks, dense model beside this one", [*beside, "--tasks", "paper"]),
+        "curve": ("perplexity at other k", [*evaluate, "--curve", *text]),
+        "fidelity": ("closeness to the dense model", [*beside, "--fidelity", *text]),
+        "generation": ("what both write after prompts", [*beside, "--generate", "64", *text]),
+        "bench": ("speed and memory beside dense", ["dotmoe", "bench", dense, run, "--json"]),
     }
-    analyses = {
-        "expert_utilisation": "how often each expert runs, and experts that never do",
-        "routing_overlap": "which layers route alike",
-        "expert_outputs_tsne": "a map of what the experts write",
-        "alignment_history": "how the assignment settled",
-        "overhead_profile": "where the time of an alignment step goes",
-    }
-    if found.command == "convert" and not found.aligned:
-        del analyses["alignment_history"], analyses["overhead_profile"]
-    lacking = [name for name in analyses if f"analysis/{name}" not in files]
-    only = [] if len(lacking) == len(analyses) else ["--only", *lacking]
-    said = "; ".join(analyses[name] for name in lacking)
-    wanted[said] = bool(lacking) and ["dotmoe", "analyse", run, *only]
+    there = {name.partition("/")[0] for name in found.files}
+    if not found.export.get("active_experts_editable", True):
+        there.add("curve")
+    if not found.is_finetuned:
+        again = ["dotmoe", "finetune", run, f"{run}-finetuned"]
+        wanted["finetune"] = ("finetuning, which makes up for a part of the loss", again)
+    has_steps = found.is_finetuned or found.steps["alignment"]
+    titles = {name: each.title for name, each in ANALYSES.items() if each.of_text or has_steps}
+    if lacking := [name for name in titles if f"analysis/{name}" not in found.files]:
+        only = [] if len(lacking) == len(titles) else ["--only", *lacking]
+        said = "; ".join(titles[name] for name in lacking)
+        wanted["analyses"] = (said, ["dotmoe", "analyse", run, *only])
     blocks: Blocks = []
-    for what, words in wanted.items():
-        if words:
-            keep = f" > {shlex.quote(f'{run}/6_evaluate/bench.json')}" * ("bench" in words)
+    for name, (what, words) in wanted.items():
+        if name not in there:
+            keep = f" > {shlex.quote(f'{run}/6_evaluate/bench.json')}" * (name == "bench")
             blocks += [f"{what}:", Block("command", shlex.join(words) + keep)]
     after = "Each command adds to the run; then dotmoe report makes this page anew."
     if TEXT in text:
@@ -246,21 +212,25 @@ def _missing(found: RunResults, results: Values) -> Blocks:
 
 
 SECTIONS: list[tuple[str, str, Callable[[RunResults, Values], Blocks]]] = [
-    ("Perplexity", "results", _perplexity),
-    ("Perplexity on other text", "perplexity", _other_texts),
+    ("Perplexity", "results", lambda found, _: [tables.perplexity_table(found.models)]),
+    (
+        "Perplexity on other text",
+        "perplexity",
+        lambda found, each: [tables.perplexity_table(found.sides(each) or {found.name: each})],
+    ),
     ("Benchmark tasks", "", _tasks),
     ("Other numbers of active experts", "curve", _curve),
     ("Perplexity a word", "word_perplexity", lambda _, result: [tables.word_table(result)]),
-    ("Closeness to the dense model", "fidelity", _fidelity),
-    ("What the models write", "", lambda f, _: _generation(f, f.files.get("generation", {}))),
+    ("Closeness to the dense model", "fidelity", lambda _, r: [tables.fidelity_table(r)]),
+    ("What the models write", "", _generation),
     ("Size and arithmetic", "results", _size),
-    ("Speed", "bench", _speed),
+    ("Speed", "bench", lambda _, bench: [bench_table(bench)]),
     ("Load of the experts", "analysis/expert_utilisation", _load),
     ("Which layers route alike", "analysis/routing_overlap", _analysis("routing_overlap")),
     ("What the experts write", "analysis/expert_outputs_tsne", _analysis("expert_outputs_tsne")),
-    ("Alignment", "", _alignment),
-    ("Finetuning", "", _finetuning),
-    ("Where a step's time goes", "analysis/overhead_profile", _analysis("overhead_profile")),
+    ("Alignment", "", lambda found, _: _training("alignment", found)),
+    ("Finetuning", "", lambda found, _: _training("finetune", found)),
+    ("Where a step's time goes", "analysis/overhead_profile", lambda _, each: _said(each)),
     ("Is the checkpoint what was measured?", "results", _checks),
     ("How it was made", "", _configuration),
     ("Where the figures come from", "results", _origins),
@@ -281,3 +251,128 @@ def sections(found: RunResults) -> dict[str, Blocks]:
             with found.reading(f"6_evaluate/{file}.json" if file else "6_evaluate"):
                 made[title] = make(found, found.files.get(file, {}))
     return {title: blocks for title, blocks in made.items() if blocks}
+
+
+def verdict(found: RunResults) -> list[str]:
+    """Sentences that can be read alone: lost, gained, what is in the weights."""
+    results, export = found.results, found.export
+    measured = results["granularity"]["active_experts"]
+    sentences = [
+        f"Lost: {_lost(found)} {_accuracy(found)}",
+        f"Gained: {gained(results)} {_speed(found.files.get('bench'))}",
+        f"Weights: {_weights(found)}",
+    ]
+    if export and export["active_experts"] != measured:  # by a later `dotmoe edit`
+        sentences.append(
+            f"The export now runs k = {export['active_experts']}; the figures of this page were "
+            f"measured at k = {measured}."
+        )
+    return sentences
+
+
+def tiles(found: RunResults) -> dict[str, str]:
+    """The main figures, by what they are."""
+    dense, moe = found.results["dense"], found.results["moe"]
+    counts, split = found.results["parameters"], found.results["granularity"]
+    shown = {
+        f"perplexity per {dense['unit']}": f"{dense['perplexity']:.2f} → {moe['perplexity']:.2f}",
+        "of the parameters work on a token": percent(counts["active"] / counts["dense"]),
+        "experts run per token": f"{split['active_experts']} of {split['num_experts']}",
+    }
+    others, own = found.main_scores()
+    if own and len(own) == len(others):
+        before, after = _mean(others)[0], _mean(own)[0]
+        shown[f"mean accuracy, {len(own)} tasks"] = f"{before:.1f} → {after:.1f} %"
+    return shown
+
+
+def gained(results: Values) -> str:
+    """What works on a token, in a sentence, from `parameters` and `granularity`."""
+    counts, split = results["parameters"], results["granularity"]
+    return (
+        f"each token runs {split['active_experts']} of {split['num_experts']} experts a layer, so "
+        f"{millions(counts['active'])} of {millions(counts['dense'])} parameters work on it "
+        f"({percent(1 - counts['active'] / counts['dense'])} fewer)."
+    )
+
+
+def _lost(found: RunResults) -> str:
+    dense, moe = found.results["dense"], found.results["moe"]
+    share = moe["perplexity"] / dense["perplexity"] - 1
+    said = (
+        f"on {tables.text_names(dense)} ({dense['tokens']:,} tokens scored, in windows of "
+        f"{dense['window']}) the perplexity per {dense['unit']} goes from "
+        f"{dense['perplexity']:.2f} to {moe['perplexity']:.2f}: {moe['loss'] - dense['loss']:+.3f} "
+        f"nats a {dense['unit']}, perplexity {100 * share:+.1f} %."
+    )
+    others = {
+        "Before repair it was": found.results.get("frozen"),
+        "Before finetuning it was": found.results.get("converted", found.results.get("repaired")),
+        "A random split, its router trained as long, has": found.quickstart.get("random_split"),
+    }
+    for name, result in others.items():
+        if result:
+            above = result["loss"] - dense["loss"]
+            said += f" {name} {result['perplexity']:.2f} ({above:+.3f} nats)."
+    return said
+
+
+def _accuracy(found: RunResults) -> str:
+    others, own = found.main_scores()
+    if not own:
+        return "Benchmark tasks were not run."
+    over = f"{len(own)} benchmark tasks ({', '.join(score['task'] for score in own)})"
+    after = "{:.1f} ± {:.1f} %".format(*_mean(own))
+    if len(others) < len(own):
+        said = f"Mean accuracy over {over}: {after}."
+    else:
+        before = "{:.1f} ± {:.1f} %".format(*_mean(others))
+        apart = sum(map(tables.differ, own, others)) or "none"
+        said = (
+            f"Over {over} the mean accuracy goes from {before} ({found.against}) to {after} (± one "
+            f"standard error); {apart} of them differ by more than two standard errors."
+        )
+    if blind := sum(map(tables.is_near_chance, others)):
+        said += f" In {blind} of them {found.against} cannot be told from guessing."
+    asked = [f"{task['limit']} of {task['task']}" for task in found.tasks("tasks") if task["limit"]]
+    if asked:
+        said += f" Only the first questions were asked: {', '.join(asked)}."
+    return said
+
+
+def _mean(scores: list[Values]) -> tuple[float, float]:
+    """Unweighted mean of scores in per cent, and its standard error."""
+    error = math.hypot(*(score["stderr"] or 0.0 for score in scores))
+    mean = sum(score["value"] for score in scores) / len(scores)
+    return 100 * mean, 100 * error / len(scores)
+
+
+def _speed(bench: Values | None) -> str:
+    if bench is None:
+        return "Speed was not measured."
+    points = bench["points"]
+    names = [f"{each['point']['name']} at batch {each['point']['batch']}" for each in points]
+    ratios = [f"{each['speed_ratio']:.2f}" for each in points]
+    said = ", ".join(f"{ratio} in {name}" for ratio, name in zip(ratios, names, strict=True))
+    low, high = zip(*(point["speed_ratio_quartiles"] for point in points), strict=True)
+    after = " It is faster there." * (min(low) > 1) + " It is slower there." * (max(high) < 1)
+    return (
+        f"Measured speed over that of the dense model, by {bench['runtime']} on "
+        f"{bench['provenance']['hardware']}: {said}.{after}"
+    )
+
+
+def _weights(found: RunResults) -> str:
+    counts, export = found.results["parameters"], found.export
+    said = "the experts are slices of the dense FFNs"
+    if found.is_repaired:
+        said = "repair refitted the down projections of the experts; all else is the dense model's"
+    elif found.is_finetuned:
+        train = found.config["finetune"]["train"]
+        what = {"router": "the routers alone", "lora": "low-rank adapters and routers"}
+        said = f"finetuning changed {what.get(train, 'all weights')}"
+    if export:
+        said += f". Format {export['format']}: {export['exactness']}"
+    added = counts["stored"] - counts["dense"]
+    share = percent(added / counts["dense"])
+    return f"{said}. The routers add {added:,} parameters ({share}) to those of the dense model."

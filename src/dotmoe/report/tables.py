@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dotmoe.tables import Table, figure, in_bytes, percent, table_of
+from dotmoe.tables import Table, figure, percent, table_of
 
 Values = Mapping[str, Any]
 
@@ -20,16 +20,16 @@ def perplexity_table(models: Mapping[str, Values]) -> Table:
         models: Results by the name of the model; the first is what the others are compared with.
     """
     reference, first = next(iter(models.items()))
-    unit = first["unit"]
+    unit, above = first["unit"], f"above {Path(reference).name}"
     columns: dict[str, Callable[[Any], str]] = {
         "model": lambda row: row[0],
         "perplexity": lambda row: f"{row[1]['perplexity']:.3f}",
         f"nats a {unit}": lambda row: f"{row[1]['loss']:.4f}",
-        f"above {Path(reference).name}": lambda row: f"{row[1]['loss'] - first['loss']:+.4f}",
+        above: lambda row: f"{row[1]['loss'] - first['loss']:+.4f}",
         "bits a byte": lambda row: figure(row[1].get("bits_per_byte")),
     }
     if len(models) == 1:  # nothing to compare with
-        del columns[f"above {Path(reference).name}"]
+        del columns[above]
     return table_of(
         models.items(),
         columns,
@@ -41,15 +41,14 @@ def perplexity_table(models: Mapping[str, Values]) -> Table:
 def word_table(result: Values) -> Table:
     """Perplexity a word of one model or two, at each window."""
     sides = [result[label] for label in LABELS if label in result]
-    rows = [(str(side["name"]), row) for side in sides for row in side["windows"]]
     return table_of(
-        rows,
+        [{"model": side["name"], **row} for side in sides for row in side["windows"]],
         {
-            "model": lambda row: row[0],
-            "window, tokens": lambda row: f"{row[1]['window']:,}",
-            "perplexity a word": lambda row: f"{row[1]['word_perplexity']:.3f}",
-            "words": lambda row: f"{row[1]['words']:,}",
-            "tokens": lambda row: f"{row[1]['tokens']:,}",
+            "model": lambda row: str(row["model"]),
+            "window, tokens": lambda row: f"{row['window']:,}",
+            "perplexity a word": lambda row: f"{row['word_perplexity']:.3f}",
+            "words": lambda row: f"{row['words']:,}",
+            "tokens": lambda row: f"{row['tokens']:,}",
         },
         title="Perplexity a word, by rolling log-likelihood",
         note=_protocol(result),
@@ -88,26 +87,27 @@ def scores_table(
         names: Of the other model, and of the model.
     """
     by_key = {(each["task"], each["metric"]): each for each in others}
-    pairs = [(score, by_key.get((score["task"], score["metric"]))) for score in scores]
 
-    def change(pair: tuple[Values, Values | None]) -> str | None:
-        score, other = pair
-        if other is None:
+    def other(score: Values) -> Values | None:
+        return by_key.get((score["task"], score["metric"]))
+
+    def change(score: Values) -> str | None:
+        beside, factor = other(score), 100 if is_share(score) else 1
+        if beside is None:
             return None
-        factor = 100 if is_share(score) else 1
-        return f"{factor * (score['value'] - other['value']):+.3g}" + " *" * differ(score, other)
+        return f"{factor * (score['value'] - beside['value']):+.3g}" + " *" * differ(score, beside)
 
-    of_other = {names[0]: lambda pair: _with_error(pair[1])} if by_key else {}
+    of_other = {names[0]: lambda score: _with_error(other(score))} if by_key else {}
     return table_of(
-        pairs,
+        scores,
         {
-            "task": lambda pair: pair[0]["task"],
-            "metric": lambda pair: pair[0]["metric"],
-            "shots": lambda pair: str(pair[0]["shots"]),
-            "questions": lambda pair: f"{pair[0]['questions']:,}",
-            "guessing": lambda pair: figure(pair[0]["chance"] and 100 * pair[0]["chance"], ".0f"),
+            "task": lambda score: score["task"],
+            "metric": lambda score: score["metric"],
+            "shots": lambda score: str(score["shots"]),
+            "questions": lambda score: f"{score['questions']:,}",
+            "guessing": lambda score: figure(score["chance"] and 100 * score["chance"], ".0f"),
             **of_other,
-            names[1]: lambda pair: _with_error(pair[0]),
+            names[1]: _with_error,
             **({"difference": change} if by_key else {}),
         },
         title="Benchmark tasks, per cent ± one standard error",
@@ -123,10 +123,9 @@ def is_share(score: Values) -> bool:
 
 
 def differ(score: Values, other: Values) -> bool:
-    """Whether two scores differ by more than two standard errors of the difference.
+    """Whether two scores differ by more than two standard errors, as if those were independent.
 
-    The errors count as independent. Both models answer the same questions, so the true error of
-    the difference is smaller, and a difference may be overlooked.
+    Both models answer the same questions, so a difference may be overlooked.
     """
     error = math.hypot(score["stderr"] or math.inf, other["stderr"] or math.inf)
     return bool(abs(score["value"] - other["value"]) > 2 * error)
@@ -153,7 +152,8 @@ def fidelity_table(result: Values) -> Table:
         },
         title=f"{result['name']} beside {result['against']}, {result['tokens']:,} tokens",
         note=f"KL {result['kl']:.4f} nats a token, same most likely token for "
-        f"{percent(result['top1_agreement'])}. Text: {text_names(result)}.",
+        f"{percent(result['top1_agreement'])}. FFNs are fed with the dense input. "
+        f"Text: {text_names(result)}.",
     )
 
 
@@ -162,19 +162,17 @@ def repetition_table(result: Values) -> Table:
     keys = {"in a loop": "loop_share", "end in a loop": "looping"}
     keys |= {f"rep-{n}": f"rep_{n}" for n in (2, 3, 4)}
     keys |= {f"distinct-{n}": f"distinct_{n}" for n in (1, 2)}
-    sides = [result[label] for label in LABELS if label in result]
-    return Table(
-        title=f"Repetition in continuations of {len(result['model']['prompts'])} prompts, per cent",
-        columns=("model", *keys),
-        rows=[
-            [
-                f"{side['name']}, {way}",
-                *(f"{100 * side[way]['repetition'][key]:.1f}" for key in keys.values()),
-            ]
-            for way in ("greedy", "sampled")
-            for side in sides
-        ],
-    )
+    rows = [
+        [
+            f"{side['name']}, {way}",
+            *(f"{100 * side[way]['repetition'][key]:.1f}" for key in keys.values()),
+        ]
+        for way in ("greedy", "sampled")
+        for side in (result[label] for label in LABELS if label in result)
+    ]
+    prompts = len(result["model"]["prompts"])
+    title = f"Repetition in continuations of {prompts} prompts, per cent"
+    return Table(title=title, columns=("model", *keys), rows=rows)
 
 
 def counts_table(counts: Values) -> Table:
@@ -197,116 +195,16 @@ def counts_table(counts: Values) -> Table:
     )
 
 
-def ffn_operations(results: Values, export: Values) -> dict[str, int]:
-    """Floating-point operations of all FFNs for one token; a product and its sum are two.
-
-    Three matrices of width D by neurons each; a router is D by E.
-    """
-    split, layers, width = results["granularity"], export["num_layers"], export["model_width"]
-    ffn = split["num_experts"] * split["expert_size"] + split["shared_size"]
-    moe_layers = layers - split["first_dense_layers"]
-    run = split["active_experts"] * split["expert_size"] + split["shared_size"]
-    experts = 6 * width * (split["first_dense_layers"] * ffn + moe_layers * run)
-    routers = 2 * width * split["num_experts"] * moe_layers
-    dense = 6 * width * ffn * layers
-    return {"dense": dense, "experts": experts, "routers": routers, "moe": experts + routers}
-
-
-def bench_name(point: Values) -> str:
-    """What a point of the benchmark measures."""
-    work = point["point"]
-    if work["name"] == "prefill":
-        return f"prefill of {work['tokens']} tokens"
-    return f"decode at batch {work['batch']}"
-
-
-def speed_table(bench: Values) -> Table:
-    """Speed and memory, MoE beside dense."""
-    per = "tokens/s" if bench["settings"].get("clock", "wall") == "wall" else "tokens/CPU s"
-    return table_of(
-        bench["points"],
-        {
-            "work": bench_name,
-            f"dense, {per}": lambda point: f"{point['dense']['tokens_per_s']:,.1f}",
-            f"MoE, {per}": lambda point: f"{point['moe']['tokens_per_s']:,.1f}",
-            "ratio": lambda point: f"{point['speed_ratio']:.2f}",
-            "rounds": lambda point: "{:.2f} to {:.2f}".format(*point["speed_ratio_quartiles"]),
-            "ideal ratio": lambda point: f"{point['ideal_ratio']:.2f}",
-            "dense, peak": lambda point: in_bytes(point["dense"]["peak_bytes"]),
-            "MoE, peak": lambda point: in_bytes(point["moe"]["peak_bytes"]),
-        },
-        title=f"Measured by {bench['runtime']}",
-        note=f"rounds: middle half of the rounds' ratios, of median times. {bench['protocol']}",
-    )
-
-
-def load_table(utilisation: Values) -> Table:
-    """How evenly tokens are spread over the experts of each layer."""
-    return table_of(
-        utilisation["values"]["statistics"],
-        {
-            "layer": lambda row: str(row["layer"]),
-            "coefficient of variation": lambda row: figure(row["coefficient_of_variation"]),
-            "busiest / mean": lambda row: figure(row["max_over_mean"]),
-            "idlest / mean": lambda row: figure(row["min_over_mean"]),
-            "dead experts": lambda row: str(len(row["dead_experts"])),
-            "always on": lambda row: str(len(row["always_on_experts"])),
-            "entropy / its maximum": lambda row: figure(row["entropy_normalised"]),
-        },
-        title=f"Load of the experts, {utilisation['tokens']:,} tokens",
-        words=0,
-    )
-
-
-def steps_table(steps: list[dict[str, Any]], shown: int = 9) -> Table:
-    """Some steps of a training, the first and the last among them."""
-    names = {
-        "step": "step",
-        "loss": "loss",
-        "ce": "CE, nats",
-        "kl": "KL, nats",
-        "balance": "balance loss",
-        "tau": "tau",
-        "moved_fraction": "moved, share",
-        "soft_hard_gap": "soft-hard gap",
-        "marginal_error": "marginal error",
-        "grad_norm": "gradient norm",
-    }
-    columns = {name: key for key, name in names.items() if key in steps[0]}
-    rows = sorted({round(index * (len(steps) - 1) / (shown - 1)) for index in range(shown)})
-    return Table(
-        title="Single steps",
-        columns=tuple(columns),
-        rows=[[figure(steps[row].get(key)) for key in columns.values()] for row in rows],
-        words=0,
-    )
-
-
-def checks_table(verification: Values) -> Table:
-    """The exported checkpoint against the masked dense model."""
-    return table_of(
-        verification.items(),
-        {"check": lambda row: row[0].replace("_", " "), "value": lambda row: figure(row[1])},
-        title="Export against masked dense model",
-    )
-
-
 def origins_table(files: Mapping[str, Values]) -> Table:
     """Where each figure comes from: file, origin, time, commit, machine, seed."""
-    rows = [(name, values, values.get("provenance", {})) for name, values in files.items()]
-    return table_of(
-        rows,
-        {
-            "file": lambda row: f"6_evaluate/{row[0]}.json",
-            "origin": lambda row: row[1].get("origin"),
-            "time (UTC)": lambda row: row[2].get("time"),
-            "commit": lambda row: row[2].get("commit"),
-            "hardware": lambda row: row[2].get("hardware"),
-            "seed": lambda row: figure(row[2].get("seed")),
-        },
-        title="Result files",
-        words=6,
-    )
+    made = ("time", "commit", "hardware", "seed")
+    rows = [
+        [f"6_evaluate/{name}.json", values.get("origin")]
+        + [figure(values.get("provenance", {}).get(key)) for key in made]
+        for name, values in files.items()
+    ]
+    columns = ("file", "origin", "time (UTC)", "commit", "hardware", "seed")
+    return Table(title="Result files", columns=columns, rows=rows, words=6)
 
 
 def text_names(result: Values) -> str:

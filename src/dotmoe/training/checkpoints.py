@@ -9,8 +9,6 @@ import errno
 import logging
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +19,27 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from dotmoe.distributed import broadcast_from_rank_zero, is_rank_zero, num_ranks
+from dotmoe.distributed import broadcast_from_rank_zero, is_rank_zero
 from dotmoe.errors import UserError, one_line
 from dotmoe.files import checksums, damage_in, read_json, sync, write_json
 
 logger = logging.getLogger(__name__)
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is no mistake
 
-_MANIFEST = "manifest.json"
-_VALUES = "values.json"
+_MANIFEST, _VALUES = "manifest.json", "values.json"
 
 
 class Checkpoints:
-    """The checkpoints of one stage."""
+    """The checkpoints of one stage, of which the newest `keep` stay."""
 
     def __init__(self, folder: Path, keep: int) -> None:
-        self.folder = folder
-        self.keep = keep
-        """How many of the newest are kept; at least 1."""
+        self.folder, self.keep = folder, keep
 
     def save(self, step: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Write one checkpoint; all ranks together. Older ones go when it is whole on disk.
 
-        Args:
-            step: Its number.
-            tensors: By name; plain ones are equal on all ranks, of a DTensor each rank writes its
-                part.
-            values: Plain values for JSON, equal on all ranks.
+        Plain tensors and values, which are for JSON, are equal on all ranks; of a DTensor each rank
+        writes its part.
 
         Raises:
             OSError: The disk is full, or the like. Nothing of this checkpoint is left then, and the
@@ -55,22 +48,19 @@ class Checkpoints:
         partial = self.folder / f".step_{step:08d}.partial"
         broadcast_from_rank_zero(lambda: self._make_room(partial))
         try:
-            with _original_errors():
-                save(dict(tensors), storage_writer=FileSystemWriter(partial))
+            save(dict(tensors), storage_writer=FileSystemWriter(partial))
             broadcast_from_rank_zero(lambda: self._complete(partial, step, values))
-        except BaseException:
+        except BaseException as error:
             if is_rank_zero():
                 shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, CheckpointException):
+                raise _cause_of(error) from error
             raise
 
     def load(self, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
-        """Fill tensors in place from the newest whole checkpoint; all ranks, in any number.
+        """Fill tensors in place from the newest whole checkpoint, and return its plain values.
 
-        Args:
-            tensors: Names and shapes as saved; plain or DTensors of any placement.
-
-        Returns:
-            The plain values; None where there has never been a checkpoint.
+        All ranks, in any number; None where there has never been a checkpoint.
 
         Raises:
             UserError: All checkpoints are damaged, or they hold other tensors.
@@ -79,21 +69,17 @@ class Checkpoints:
         if newest is None:
             return None
         try:
-            with _original_errors(), torch.no_grad():
+            with torch.no_grad():
                 load(dict(tensors), storage_reader=FileSystemReader(newest))
-        except (RuntimeError, ValueError, KeyError) as error:
+        except CheckpointException as error:
             raise UserError(
-                f"{newest} does not fit: {one_line(error)}. Delete {self.folder} to start the "
-                "stage again."
+                f"{newest} does not fit: {one_line(_cause_of(error))}. Delete {self.folder} to "
+                "start the stage again."
             ) from error
         return read_json(newest / _VALUES)
 
     def newest(self) -> Path | None:
-        """The newest that is whole; None where there has never been one. The same on all ranks.
-
-        Raises:
-            UserError: There are checkpoints, and all are damaged.
-        """
+        """The newest that is whole, the same on all ranks; see `load`."""
         return broadcast_from_rank_zero(self._newest)
 
     def last(self) -> Path | None:
@@ -121,13 +107,9 @@ class Checkpoints:
             final.rename(self.folder / f".{final.name}.damaged")
         partial.rename(final)
         sync(self.folder)
-        self._remove_others(final)
-
-    def _remove_others(self, newest: Path) -> None:
-        """All but the newest `keep`; what is numbered above the newest is damaged."""
-        older = sorted(self.folder.glob("step_*"), reverse=True)
-        kept = [path for path in older if path.name <= newest.name][: self.keep]
-        for path in [*self.folder.glob(".step_*"), *older]:
+        every = sorted(self.folder.glob("*step_*"), reverse=True)
+        kept = [path for path in every if "step_" <= path.name <= final.name][: self.keep]
+        for path in every:  # what is numbered above the newest is damaged
             if path not in kept:
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -153,38 +135,14 @@ def _damage(checkpoint: Path) -> str | None:
     if not manifest.is_file():
         return f"{manifest} is missing"
     try:
-        files = read_json(manifest)["files"]
+        return damage_in(checkpoint, read_json(manifest)["files"])
     except (UserError, KeyError):
         return f"{manifest} is truncated or has been altered"
-    return damage_in(checkpoint, files)
 
 
-@contextmanager
-def _original_errors() -> Iterator[None]:
-    """Raise the error of the first rank that has one, unwrapped, and expect a lone process."""
-    wrapped: CheckpointException | None = None
-    with warnings.catch_warnings():
-        if num_ranks() == 1:
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        try:
-            yield
-        except CheckpointException as error:
-            wrapped = error
-    if wrapped is not None:
-        cause, _ = next(iter(wrapped.failures.values()))
-        if isinstance(cause, RuntimeError) and "inline_container" in str(cause):
-            raise _system_error(cause)
-        raise cause
-
-
-def _system_error(short_write: BaseException) -> OSError:
-    """What the system said where torch's file writer complains of a short write.
-
-    An error that has travelled between ranks has lost it: a full disk is by far the likeliest.
-    """
-    cause: BaseException | None = short_write
-    while cause is not None:
-        if isinstance(cause, OSError):
-            return cause
-        cause = cause.__context__
-    return OSError(errno.ENOSPC, "a file of the checkpoint was cut short")
+def _cause_of(error: CheckpointException) -> BaseException:
+    """The error of the first rank that has one."""
+    cause, _ = next(iter(error.failures.values()))
+    if "inline_container" in str(cause):  # torch's file writer, which keeps what the system said
+        return OSError(errno.ENOSPC, "a file of the checkpoint was cut short")
+    return cause

@@ -5,7 +5,7 @@ import math
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -30,11 +30,9 @@ def loggers(folder: Path, destinations: Sequence[Destination], steps_taken: int)
         steps_taken: By the checkpoint that is resumed from; what was logged of later steps is
             removed, except from Weights & Biases, which ignores a step that it has.
     """
+    wanted = ("file", *dict.fromkeys(destinations)) if is_rank_zero() else ()
     with ExitStack() as stack:
-        logs: list[Log] = []
-        if is_rank_zero():
-            opened = [_json_lines, *(_LOGGERS[name] for name in dict.fromkeys(destinations))]
-            logs = [stack.enter_context(logger(folder, steps_taken)) for logger in opened]
+        logs = [stack.enter_context(_LOGGERS[name](folder, steps_taken)) for name in wanted]
 
         def log_to_all(step: int, metrics: Metrics) -> None:
             for log in logs:
@@ -47,7 +45,8 @@ def loggers(folder: Path, destinations: Sequence[Destination], steps_taken: int)
 def _json_lines(folder: Path, steps_taken: int) -> Iterator[Log]:
     """One JSON object a step. What is not finite is null, which JSON has a word for."""
     path = folder / METRICS_FILE
-    _cut_after(path, steps_taken)
+    if path.exists():
+        _cut_after(path, steps_taken)
     with path.open("a", encoding="utf-8") as file:
 
         def log(step: int, metrics: Metrics) -> None:
@@ -60,15 +59,13 @@ def _json_lines(folder: Path, steps_taken: int) -> Iterator[Log]:
 
 def _cut_after(path: Path, steps_taken: int) -> None:
     """Drop the lines of steps that will be taken again, and one cut short by a kill."""
-    if not path.exists():
-        return
     kept = 0
     with path.open("rb") as file:
         for line in file:
             try:
                 if json.loads(line)["step"] > steps_taken or not line.endswith(b"\n"):
                     break
-            except (json.JSONDecodeError, UnicodeDecodeError, KeyError):
+            except (ValueError, KeyError):
                 break
             kept += len(line)
     os.truncate(path, kept)  # needs no room, so that a full disk loses nothing
@@ -78,16 +75,14 @@ def _cut_after(path: Path, steps_taken: int) -> None:
 def _tensorboard(folder: Path, steps_taken: int) -> Iterator[Log]:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=steps_taken + 1, flush_secs=10)
+    where = str(folder / "tensorboard")
+    with SummaryWriter(where, purge_step=steps_taken + 1, flush_secs=10) as writer:
 
-    def log(step: int, metrics: Metrics) -> None:
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
+        def log(step: int, metrics: Metrics) -> None:
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step)
 
-    try:
         yield log
-    finally:
-        writer.close()
 
 
 @contextmanager
@@ -117,7 +112,4 @@ def _weights_and_biases(folder: Path, steps_taken: int) -> Iterator[Log]:
         run.finish()
 
 
-_LOGGERS: dict[Destination, Callable[[Path, int], AbstractContextManager[Log]]] = {
-    "tensorboard": _tensorboard,
-    "wandb": _weights_and_biases,
-}
+_LOGGERS = {"file": _json_lines, "tensorboard": _tensorboard, "wandb": _weights_and_biases}

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -28,14 +28,13 @@ from dotmoe.errors import Interrupted, UserError
 from dotmoe.options import above, at_least, check
 from dotmoe.training.checkpoints import Checkpoints
 from dotmoe.training.loggers import Destination, Metrics, loggers
-from dotmoe.training.trouble import LossWatch, gradients_that_fit, memory_explained, worst_place
+from dotmoe.training.trouble import LossWatch, gradients_that_fit, worst_place
 
 logger = logging.getLogger(__name__)
 
 OnStep = Callable[[int, Metrics], None]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SECONDS_APART = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +64,8 @@ class TrainingConfig:
             if find_spec(package) is None:
                 raise UserError(
                     f"log_to names {package}, which is not installed. Install it by "
-                    f"`pip install 'dotmoe[{package}]'`, or leave --log-to {package} out."
+                    f"`pip install -e '.[{package}]'` in the checkout, or leave --log-to {package} "
+                    "out."
                 )
 
 
@@ -88,14 +88,12 @@ class ParameterGroup:
 
     name: str
     parameters: Mapping[str, nn.Parameter]
-    """By name, in order. Names differ between groups, and stay the same over runs and numbers of
-    ranks: checkpoints go by them. Either all are plain tensors, equal on all ranks, or DTensors, of
-    which a rank may hold no part."""
+    """By the names that checkpoints go by. Either all are plain tensors, equal on all ranks, or
+    DTensors, of which a rank may hold no part."""
     lr: float
     """Peak learning rate."""
     first_layer: int | None = None
-    """Where the first dimension counts layers, the number of its first, so that a message can name
-    one."""
+    """Where the first dimension counts layers, the number of its first."""
 
 
 class Task(Protocol):
@@ -106,8 +104,7 @@ class Task(Protocol):
         ...
 
     def accumulate_gradients(self, step: int) -> Metrics:
-        """Forward and backward of one optimizer step (all its micro-batches), as a pure function of
-        the parameters, `step` and the task's own state.
+        """Forward and backward of one optimizer step, a function of parameters, step and state.
 
         On return every parameter's `.grad` is the gradient of the whole batch, over all ranks; that
         of a DTensor is a DTensor. The metrics are equal on all ranks; one is called `loss`.
@@ -115,9 +112,7 @@ class Task(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Whatever besides parameters and optimizer a resumed run needs: plain values, and tensors,
-        always of the same shapes (plain ones are equal on all ranks).
-        """
+        """Plain values, and tensors of fixed shapes, that a resumed run needs, too."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -125,12 +120,7 @@ class Task(Protocol):
         ...
 
     def halve_micro_batch(self) -> int | None:
-        """Take about half as many sequences a forward pass from now on; the result stays the same
-        up to the order of summation.
-
-        Returns:
-            The number now, or None: there is no smaller one.
-        """
+        """Take half as many sequences a forward pass from now on; None where there is but one."""
         ...
 
 
@@ -149,20 +139,20 @@ def train(
     Args:
         task: What is trained.
         schedule: How long and how hard.
-        folder: Receives `checkpoints/` and `metrics.jsonl` (one object a step).
+        folder: Receives `checkpoints/`, and `metrics.jsonl` with one object a step.
         training: How often to save, what to do with bad values, and where to log.
         on_step: Called on every rank after each step, with its number (from 1) and metrics.
 
     Raises:
-        UserError: Every checkpoint is damaged; the loss is not finite or explodes; out of memory at
-            the smallest micro-batch; or a package for a log is missing.
+        UserError: Every checkpoint is damaged; the loss is not finite or explodes; or a package for
+            a log is missing.
         Interrupted: SIGTERM or SIGINT came; the step it came in has been saved.
     """
     check(training)
     trainer = _Trainer(task, schedule, training, checkpoints_in(folder, training))
     first_step = trainer.resume()
     last_save = time.monotonic()
-    with loggers(folder, training.log_to, first_step) as log, stop_requests() as request:
+    with loggers(folder, training.log_to, first_step) as log, stop_requests() as wanted:
         for step in range(first_step, schedule.steps):
             started = time.perf_counter()
             metrics = trainer.take(step)
@@ -171,13 +161,16 @@ def train(
             on_step(step + 1, metrics)
             is_due = (step + 1) % training.checkpoint_every == 0
             is_due |= time.monotonic() - last_save >= 60 * training.checkpoint_minutes
-            signum, save = _agree(request, is_due=is_due)
-            if save or signum is not None or step + 1 == schedule.steps:
+            # Whether any rank has had a signal, and whether rank 0 wants a checkpoint.
+            wishes = [*(number in wanted for number in _SIGNALS), is_due and is_rank_zero()]
+            *got, save = sum_over_ranks(torch.tensor(wishes).long()).tolist()
+            if any(got) or save or step + 1 == schedule.steps:
                 trainer.save(step + 1)
                 last_save = time.monotonic()
-            if signum is not None:
-                name = signal.Signals(signum).name
-                raise Interrupted(signum, f"{name} stopped it after step {step + 1}, now saved")
+            for number, count in zip(_SIGNALS, got, strict=True):
+                if count:
+                    text = f"{number.name} stopped it after step {step + 1}, now saved"
+                    raise Interrupted(number, text)
 
 
 def checkpoints_in(folder: Path, training: TrainingConfig = DEFAULT_TRAINING) -> Checkpoints:
@@ -209,12 +202,7 @@ def adamw(groups: Sequence[ParameterGroup], *, weight_decay: float) -> torch.opt
 
 
 def cosine_with_warmup(step: int, *, total_steps: int, warmup_steps: int) -> float:
-    """Factor on the peak rate: linear from 1/warmup to 1, then half a cosine to 0.
-
-    Args:
-        step: 0 to total_steps - 1.
-        total_steps: Optimizer steps of the run.
-        warmup_steps: Steps of the linear part; may be 0.
+    """Factor on the peak rate of a step: linear from 1/warmup to 1, then half a cosine to 0.
 
     Example:
         >>> [round(cosine_with_warmup(s, total_steps=4, warmup_steps=2), 2) for s in range(4)]
@@ -247,65 +235,57 @@ class _Trainer:
     def __init__(
         self, task: Task, schedule: Schedule, training: TrainingConfig, checkpoints: Checkpoints
     ) -> None:
-        self.task = task
-        self.schedule = schedule
-        self.training = training
+        self.task, self.schedule, self.training = task, schedule, training
         self.checkpoints = checkpoints
         self.groups = task.parameter_groups()
         self.parameters = {n: p for group in self.groups for n, p in group.parameters.items()}
-        with memory_explained("for the moments of AdamW"):
-            self.optimizer = adamw(self.groups, weight_decay=schedule.weight_decay)
-        self.watch = LossWatch(training.max_loss_ratio)
+        self.optimizer = adamw(self.groups, weight_decay=schedule.weight_decay)
+        self.watch = LossWatch()
 
     def save(self, step: int) -> None:
         """Write a checkpoint after `step` steps; all ranks together."""
-        tensors, values = self._state()
-        self.checkpoints.save(
-            step, tensors, {"step": step, "task": values, "losses": self.watch.state()}
-        )
+        values = {n: v for n, v in self.task.state().items() if not isinstance(v, Tensor)}
+        record = {"step": step, "task": values, "losses": asdict(self.watch)}
+        self.checkpoints.save(step, self._tensors(), record)
 
     def resume(self) -> int:
         """Read the newest whole checkpoint, on any number of ranks; the steps taken before it."""
-        tensors, _ = self._state()
+        tensors = self._tensors()
         values = self.checkpoints.load(tensors)
         if values is None:
             return 0
         task = {n.removeprefix("task."): t for n, t in tensors.items() if n.startswith("task.")}
         self.task.restore(task | values["task"])
-        self.watch.restore(values["losses"])
+        self.watch = LossWatch(**values["losses"])
         steps: int = values["step"]
         return steps
 
-    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All tensors by name, those of the task copied, and the task's plain values."""
-        tensors = {f"parameter.{name}": p.detach() for name, p in self.parameters.items()}
+    def _tensors(self) -> dict[str, Tensor]:
+        """All tensors by name, those of the task copied."""
+        tensors = {}
         for name, parameter in self.parameters.items():
+            tensors[f"parameter.{name}"] = parameter.detach()
             for moment, tensor in self.optimizer.state[parameter].items():
                 tensors[f"{moment}.{name}"] = tensor
-        state = snapshot(self.task)
-        tensors |= {f"task.{name}": v for name, v in state.items() if isinstance(v, Tensor)}
-        return tensors, {name: v for name, v in state.items() if not isinstance(v, Tensor)}
+        state = _snapshot(self.task)
+        return tensors | {f"task.{n}": v for n, v in state.items() if isinstance(v, Tensor)}
 
     def take(self, step: int) -> Metrics:
         """Apply one batch, or leave it out where its loss is bad and `on_bad_loss` says so.
 
-        Returns:
-            The task's metrics, `grad_norm`, `lr_factor`, and the batches `skipped` so far where
-            skipping is allowed; equal on all ranks.
-
-        Raises:
-            UserError: The loss is bad and must not be skipped, or no longer.
+        To the task's metrics it adds `grad_norm`, `lr_factor`, and the batches `skipped` so far
+        where skipping is allowed; equal on all ranks.
         """
-        schedule = self.schedule
+        schedule, training = self.schedule, self.training
         factor = cosine_with_warmup(
             step, total_steps=schedule.steps, warmup_steps=schedule.warmup_steps
         )
-        before = snapshot(self.task)
+        before = _snapshot(self.task)
         parameters = list(self.parameters.values())
         metrics = gradients_that_fit(self.task, parameters, step, before)
         norm = global_norm(parameters)
         metrics |= {"grad_norm": float(norm), "lr_factor": factor}
-        trouble = self.watch.trouble_in(metrics)
+        trouble = self.watch.trouble_in(metrics, training.max_loss_ratio)
         # Ranks whose numbers differ in the last bit must still decide alike.
         if sum_over_ranks(torch.tensor(int(trouble is not None))).item():
             what = f"{trouble or 'a loss is bad'} at step {step + 1}; {worst_place(self.groups)}."
@@ -313,83 +293,58 @@ class _Trainer:
             self.task.restore(before)
             self.optimizer.zero_grad()
         else:
-            with memory_explained(f"in the optimizer at step {step + 1}"):
-                update(self.optimizer, schedule.max_grad_norm, norm, factor)
+            update(self.optimizer, schedule.max_grad_norm, norm, factor)
             self.watch.accept(metrics["loss"])
-        if self.training.on_bad_loss == "skip":
+        if training.on_bad_loss == "skip":
             metrics["skipped"] = float(self.watch.skipped)
         return metrics
 
     def _skip_or_stop(self, what: str) -> None:
         """Count a bad batch, or raise the error that ends the run."""
-        last = self.checkpoints.last()
+        last, most = self.checkpoints.last(), self.training.max_skipped
         saved = "There is no checkpoint yet" if last is None else f"The last good one is {last}"
         if self.training.on_bad_loss == "stop":
             raise UserError(
                 f"{what} {saved}. Give --on-bad-loss skip to go on without such batches, or "
                 "start again with a lower lr or max_grad_norm."
             )
-        if self.watch.skipped_in_a_row == self.training.max_skipped:
+        if self.watch.skipped_in_a_row == most:
             raise UserError(
-                f"{what} {self.training.max_skipped} batches before it were skipped in a row, "
-                f"which is max_skipped. {saved}. Start again with a lower lr or max_grad_norm."
+                f"{what} {most} batches before it were skipped in a row, which is max_skipped. "
+                f"{saved}. Start again with a lower lr or max_grad_norm."
             )
-        self.watch.skip()
+        self.watch.skipped += 1
+        self.watch.skipped_in_a_row += 1
         if is_rank_zero():
             logger.warning("%s The batch is skipped.", what)
 
 
-def snapshot(task: Task) -> dict[str, Any]:
+def _snapshot(task: Task) -> dict[str, Any]:
     """A copy of the task's state that later steps do not write into."""
-    state = task.state()
-    return {name: v.clone() if isinstance(v, Tensor) else v for name, v in state.items()}
-
-
-class StopRequest:
-    """Which signal has asked this process to stop, if one has."""
-
-    def __init__(self) -> None:
-        self.signum: int | None = None
-        self._time = 0.0
-
-    def handle(self, signum: int, frame: FrameType | None) -> None:
-        """Record a signal; SIGINT after another one interrupts at once.
-
-        One Ctrl-C reaches ranks twice, from the terminal and from torchrun: there, a second one
-        counts only after three seconds.
-        """
-        now = time.monotonic()
-        if self.signum is None:
-            self.signum, self._time = signum, now
-        elif signum == signal.SIGINT and (num_ranks() == 1 or now - self._time > _SECONDS_APART):
-            raise KeyboardInterrupt
+    return {n: v.clone() if isinstance(v, Tensor) else v for n, v in task.state().items()}
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """Inside, both signals are recorded instead of interrupting; an ignored one stays ignored.
+def stop_requests() -> Iterator[list[int]]:
+    """Inside, signals that ask to stop are recorded instead of interrupting; ignored ones stay so.
 
-    Handlers belong to the main thread: in any other, nothing is recorded and nothing changed.
+    A second SIGINT interrupts at once, except on ranks: one Ctrl-C reaches them twice, from the
+    terminal and from torchrun. Handlers belong to the main thread: in others nothing is recorded.
     """
-    request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
-    previous = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number, handler in previous.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, request.handle)
+    wanted: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if wanted and number == signal.SIGINT and num_ranks() == 1:
+            raise KeyboardInterrupt
+        wanted.append(number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {number: signal.getsignal(number) for number in _SIGNALS if is_main}
     try:
-        yield request
+        for number, handler in previous.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, handle)
+        yield wanted
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _agree(request: StopRequest, *, is_due: bool) -> tuple[int | None, bool]:
-    """Which signal any rank has had, and whether rank 0 wants a checkpoint."""
-    got = [request.signum == number for number in _SIGNALS]
-    wishes = torch.tensor([*got, is_due and is_rank_zero()]).long()
-    *wanted, save = sum_over_ranks(wishes).tolist()
-    signum = next((number for number, count in zip(_SIGNALS, wanted, strict=True) if count), None)
-    return signum, bool(save)

@@ -1,7 +1,7 @@
 """The E x E system behind Newton's step, and the gradient of a plan that it gives."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -17,17 +17,12 @@ REFINEMENTS = 4
 def factored(plan_NE: Float[Tensor, "N E"]) -> Float[Tensor, "E E"]:
     """Cholesky factor of the negative Hessian of the semi-dual, diag(M^T 1) - M^T M, in float64.
 
-    Rows of M sum to 1, so this is the Laplacian of the graph whose edge e-f weighs
+    Rows of the plan sum to 1, so this is the Laplacian of the graph whose edge e-f weighs
     (M^T M)_ef: its diagonal is taken as the sum of the edges. Subtracting M^T M from diag(M^T 1)
     instead cancels every digit once the plan is nearly 0/1.
 
-    Args:
-        plan_NE: Plan with rows summing to 1.
-
-    Returns:
-        Factor of the Laplacian with its kernel, the constants, pinned. Scaled by column sums, it is
-        damped by the rounding error of the plan; where it is still not positive definite in
-        float64, by 100 times as much, until it is.
+    Its kernel, the constants, is pinned. Scaled by column sums, it is damped by the rounding error
+    of the plan; where it is still not positive definite, by 100 times as much, until it is.
     """
     # Autocast would run this product in bfloat16: three digits, and Newton never arrives.
     with torch.autocast(device_type=plan_NE.device.type, enabled=False):
@@ -70,32 +65,24 @@ def attach_gradient(
         (diag(M^T 1) - M^T M) b = c - M^T r,    a = r - M b
         dL/dA = (M*G - M*(a 1^T + 1 b^T)) / tau
 
-    Args:
-        affinity_LNE: Affinities A.
-        plan_LNE: Plan M solved for them, detached, rows summing to 1.
-        tau: Temperature > 0, in units of affinity.
-        factors: For each layer `factored` of a plan near M, which saves forming it again, or None.
-
-    Returns:
-        `plan_LNE` with a gradient function; first derivatives only.
+    The plan is detached, its rows sum to 1. `factors` has for each layer `factored` of a plan near
+    M, which saves forming it again, or None.
 
     Gradient:
-        Exact up to the marginal error of the plan. Finite for every plan: directions in which the
-        plan is saturated beyond the rounding of its dtype are damped, and their share of the
-        gradient is below that rounding.
+        First derivatives, exact up to the marginal error of the plan. Finite for every plan:
+        directions in which it is saturated beyond the rounding of its dtype are damped, and their
+        share of the gradient is below that rounding.
     """
-    attached = _ImplicitPlan.apply(affinity_LNE, plan_LNE, tau, factors)  # type: ignore[no-untyped-call]
-    return cast(Tensor, attached)
+    attached: Tensor = _ImplicitPlan.apply(  # type: ignore[no-untyped-call]
+        affinity_LNE, plan_LNE, tau, factors
+    )
+    return attached
 
 
 class _ImplicitPlan(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        affinity_LNE: Tensor,
-        plan_LNE: Tensor,
-        tau: float,
-        factors: Sequence[Tensor | None],
+        ctx: Any, affinity_LNE: Tensor, plan_LNE: Tensor, tau: float, factors: Sequence[Any]
     ) -> Tensor:
         ctx.tau, ctx.factors = tau, factors
         output_LNE = plan_LNE.detach()
@@ -107,9 +94,8 @@ class _ImplicitPlan(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         (plan_LNE,) = ctx.saved_tensors
         flow_LNE = torch.empty_like(plan_LNE)
-        for flow, plan, grad, factor in zip(
-            flow_LNE, plan_LNE, grad_outputs[0], ctx.factors, strict=True
-        ):
+        layers = zip(flow_LNE, plan_LNE, grad_outputs[0], ctx.factors, strict=True)
+        for flow, plan, grad, factor in layers:
             _write_gradient(flow, plan, grad, ctx.tau, factor)
         return flow_LNE, None, None, None
 
@@ -127,8 +113,9 @@ def _write_gradient(
         flow *= plan
         net_E += flow.sum(dim=0)
     small = 64 * torch.finfo(plan_NE.dtype).eps * float(net_E.abs().max())
-    for _ in range(REFINEMENTS if factor_EE is not None else 0):
-        assert factor_EE is not None
+    for _ in range(REFINEMENTS):
+        if factor_EE is None:
+            break
         left_E = _balanced_columns(flow_NE, plan_NE, solved(factor_EE, net_E))
         before, after = float(net_E.abs().max()), float(left_E.abs().max())
         if after <= small:

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dotmoe.transport.gradient import attach_gradient, factored, solved
-from dotmoe.transport.plan import Capacity, TransportPlan, check_problem, row_blocks
+from dotmoe.transport.plan import Capacity, TransportPlan, checked_problem, row_blocks
 
 STAGE_TOLERANCE = 0.25
 """Neurons too many or too few at which a stage above the wanted temperature is left.
@@ -45,34 +45,26 @@ def balanced_plan(
         F(v) = sum_e s_e v_e - sum_n logsumexp_e(A_ne / tau + v_e)
 
     Args:
-        affinity: Score A of neuron n for expert e, larger is closer. float32 or float64. Leading
-            indices are problems of their own.
-        capacity: Neurons of every expert (s), or of each; they sum to N.
+        affinity: Score A of neuron n for expert e, larger is closer. Leading indices are problems.
+        capacity: Neurons of every expert (s), or of each.
         tau: Temperature > 0, in units of affinity. Small is sharp.
-        start: `potential` of a previous plan for nearby affinities, or None. Only saves passes.
-        tolerance: Largest |column sum - s| / s to stop at. Below the rounding of the dtype (about
-            1e-7 in float32) the solver stops where it no longer improves.
-        max_passes: Upper bound on passes over all N x E entries, at least 1. A start that is near
-            needs 2 to 4.
+        start: `potential` of a plan for nearby affinities, which saves passes.
+        tolerance: Largest |column sum - s| / s to stop at.
+        max_passes: Upper bound on passes over all N x E entries; a near start needs 2 to 4.
 
     Returns:
-        The plan; `marginal_error` says what was reached, and exceeds `tolerance` only where
-        rounding or `max_passes` stopped the solver. Rows sum to 1 to rounding. Never NaN.
+        The plan, whose gradient is implicit (`attach_gradient`); `marginal_error` exceeds
+        `tolerance` only where rounding or `max_passes` stopped the solver. Never NaN.
 
     Raises:
-        ValueError: As `check_problem`; a non-finite `start`; max_passes below 1.
-
-    Gradient:
-        Implicit, see `attach_gradient`; first derivatives, with respect to `affinity` only.
+        ValueError: As `checked_problem`; a non-finite `start`.
 
     Example:
         >>> balanced_plan(torch.tensor([[9.0, 0], [9, 0]]), capacity=1, tau=1.0).plan
         tensor([[0.5000, 0.5000],
                 [0.5000, 0.5000]])
     """
-    capacity_E = check_problem(affinity, capacity=capacity, tau=tau)
-    if max_passes < 1:
-        raise ValueError(f"max_passes is {max_passes}, but at least 1 pass is needed.")
+    capacity_E = checked_problem(affinity, capacity, tau)
     if start is not None and not bool(torch.isfinite(start).all()):
         raise ValueError("start contains NaN or infinity; pass None to start afresh.")
     *leading, num_neurons, num_experts = affinity.shape
@@ -116,10 +108,9 @@ class _SemiDual:
         self.lowest_logit = 0.5 * math.log(tiny) + math.log(num_experts)
         """Keeps products of two entries of the plan normal: a CPU is a hundred times slower at
         arithmetic on denormals."""
-        self.num_passes = 0
         self.factor_EE: Tensor | None = None
         """Of the Laplacian behind the last Newton step."""
-        self.formed_tau = 0.0
+        self.num_passes, self.formed_tau = 0, 0.0
         self.formed_E = self.potential_E = torch.zeros_like(capacity_E, dtype=torch.float64)
         """Potentials at which the plan's exponentials were taken, and of the plan."""
 
@@ -139,15 +130,13 @@ class _SemiDual:
         Begins so hot that v = 0 solves it. A stage that fails is tried nearer to the one before,
         one that is easy is followed by a bolder one.
         """
-        hot, solution_E = self.spread * FIRST_FACTOR, torch.zeros_like(self.potential_E)
-        drift_E = solution_E
-        factor = FIRST_FACTOR
+        hot, factor = self.spread * FIRST_FACTOR, FIRST_FACTOR
+        solution_E = drift_E = torch.zeros_like(self.potential_E)
         enough = STAGE_TOLERANCE / float(self.capacity_E.max())
         while True:
             tau = max(hot / factor, self.tau)
             wanted = tolerance if tau == self.tau else enough
-            before = self.num_passes
-            ratio = hot / tau
+            before, ratio = self.num_passes, hot / tau
             start_E = solution_E * ratio + drift_E * (1.0 - ratio)
             potential_E, error = self.newton(start_E, tau, wanted)
             if tau == self.tau and error <= max(wanted, ROUNDING_ERROR):

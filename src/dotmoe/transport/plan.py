@@ -1,13 +1,14 @@
 """What every transport solver returns, and what every one of them refuses."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-Capacity = int | Int[Tensor, " E"]
-"""Neurons of every expert (s), or of each."""
+Capacity = int | Sequence[int] | Int[Tensor, " E"]
+"""Neurons of every expert (s), or of each; they sum to N."""
 
 CACHED_ELEMENTS = 2**17
 """Elements of a block on the CPU: half a MiB in float32, so that a few of them share a cache."""
@@ -40,11 +41,8 @@ def row_blocks(plan_NE: Float[Tensor, "N E"]) -> list[slice]:
     return [slice(first, first + rows) for first in range(0, num_neurons, rows)]
 
 
-def check_scores(scores: Float[Tensor, "*L N E"], capacity: Capacity) -> Int[Tensor, " E"]:
-    """Refuse scores that are not finite, or neurons that do not fill the experts.
-
-    Returns:
-        Capacity of each expert, on the device of the scores.
+def checked_capacity(scores: Float[Tensor, "*L N E"], capacity: Capacity) -> Int[Tensor, " E"]:
+    """Capacity of each expert, on the device of the scores; there may be no leading index.
 
     Raises:
         ValueError: The capacities do not sum to N, one is below 1, or a score is NaN or infinite.
@@ -57,25 +55,18 @@ def check_scores(scores: Float[Tensor, "*L N E"], capacity: Capacity) -> Int[Ten
             "N must be the sum of the capacities."
         )
     # NaN anywhere becomes both extremes: one pass, and no mask as large as the scores.
-    if not bool(torch.isfinite(torch.stack(torch.aminmax(scores.detach()))).all()):
+    extremes = scores.detach().aminmax() if scores.numel() else ()
+    if not all(bool(extreme.isfinite()) for extreme in extremes):
         raise ValueError("scores contain NaN or infinity, so that no assignment exists.")
     return capacity_E
 
 
-def check_problem(
-    affinity: Float[Tensor, "*L N E"], *, capacity: Capacity, tau: float
+def checked_problem(
+    affinity: Float[Tensor, "*L N E"], capacity: Capacity, tau: float
 ) -> Int[Tensor, " E"]:
-    """Refuse what no solver can transport.
-
-    Returns:
-        Capacity of each expert.
-
-    Raises:
-        ValueError: As `check_scores`; tau is not positive, or the dtype is below float32.
-    """
-    capacity_E = check_scores(affinity, capacity)
+    """`checked_capacity` of affinities, which must be float32 or float64; tau must be positive."""
     if not tau > 0:
         raise ValueError(f"tau is {tau}, but a temperature must be above 0.")
     if affinity.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"affinity is {affinity.dtype}; transport needs float32 or float64.")
-    return capacity_E
+    return checked_capacity(affinity, capacity)

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.transport.plan import Capacity, check_scores
+from dotmoe.transport.plan import Capacity, checked_capacity
 
 
 def greedy_assignment(plan: Float[Tensor, "*L N E"], *, capacity: Capacity) -> Int[Tensor, "*L N"]:
@@ -17,85 +17,54 @@ def greedy_assignment(plan: Float[Tensor, "*L N E"], *, capacity: Capacity) -> I
     expert keeps as many of the best as it has room for.
 
     Args:
-        plan: Any finite scores, larger is closer; usually a plan with entries in [0, 1].
-        capacity: Neurons of every expert (s), or of each; they sum to N.
+        plan: Any finite scores, larger is closer; see `checked_capacity`.
+        capacity: Neurons of every expert (s), or of each.
 
     Returns:
         Expert of each neuron, 0 to E - 1, every expert exactly full; equal to the serial loop entry
-        for entry, ties included, on every device. Deterministic.
-
-    Raises:
-        ValueError: As `check_scores`.
-
-    Gradient:
-        None; combine with the soft plan as in eq:assignment_ste.
+        for entry, ties included, on every device. No gradient.
 
     Example:
         >>> greedy_assignment(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), capacity=1)
         tensor([0, 1])
     """
-    capacity_E = check_scores(plan, capacity)
+    capacity_E = checked_capacity(plan, capacity)
     *leading, num_neurons, num_experts = plan.shape
+    # Rows are the neurons of all layers; a slot is one expert of one layer.
     scores_RE = plan.detach().reshape(-1, num_experts)
-    matching = _Matching(scores_RE, num_neurons, capacity_E)
-    while matching.refuse():
-        matching.propose()
-    return (matching.slot_R % num_experts).reshape(*leading, num_neurons)
-
-
-class _Matching:
-    """Deferred acceptance; rows are the neurons of all layers, a slot is one expert of one layer.
-
-    Only slots that are asked by more rows than they have room for do any work, and only rows they
-    refuse look at their scores a second time.
-    """
-
-    def __init__(
-        self, scores_RE: Float[Tensor, "R E"], num_neurons: int, capacity_E: Int[Tensor, " E"]
-    ) -> None:
-        num_rows, self.num_experts = scores_RE.shape
-        self.scores_RE = scores_RE
-        self.num_neurons = num_neurons
-        self.capacity_S = capacity_E.repeat(num_rows // num_neurons)
-        # The first proposal of all rows at once; `max` returns the first of equal entries.
-        self.score_R, expert_R = scores_RE.max(dim=-1)
-        rows_R = torch.arange(num_rows, device=scores_RE.device)
-        self.slot_R = rows_R // num_neurons * self.num_experts + expert_R
-        self.free = rows_R[:0]
-        # What a newcomer has to beat: anything, until the slot refuses its first row.
-        self.worst_score = scores_RE.new_full(self.capacity_S.shape, -torch.inf)
-        self.worst_row = torch.zeros_like(self.worst_score, dtype=torch.long)
-
-    def refuse(self) -> bool:
-        """Slots asked by too many keep their best; whether anyone was refused."""
-        size = torch.bincount(self.slot_R, minlength=self.worst_score.numel())
-        crowded = size > self.capacity_S
-        # In row order, which the stable sorts keep among equals.
-        rows = crowded[self.slot_R].nonzero().squeeze(-1)
-        rows = rows[_best_first(self.slot_R[rows], self.score_R[rows])]
-        size = torch.where(crowded, size, 0)
-        slots = self.slot_R[rows]
-        place = torch.arange(len(rows), device=rows.device) - (size.cumsum(0) - size)[slots]
-        last = rows[place == self.capacity_S[slots] - 1]
-        self.worst_score[self.slot_R[last]] = self.score_R[last]
-        self.worst_row[self.slot_R[last]] = last
-        self.free = rows[place >= self.capacity_S[slots]]
-        return self.free.numel() > 0
-
-    def propose(self) -> None:
-        """Every refused row asks the best slot that would still take it.
-
-        What a slot asks for only rises, so one whose worst row beats a free row now would refuse
-        it for ever: no record of refusals is needed.
-        """
-        layer = self.free // self.num_neurons
-        worst_score = self.worst_score.view(-1, self.num_experts)[layer]
-        worst_row = self.worst_row.view(-1, self.num_experts)[layer]
-        scores = self.scores_RE[self.free]
-        lost = (scores == worst_score) & (self.free.unsqueeze(-1) > worst_row)
+    rows_R = torch.arange(len(scores_RE), device=plan.device)
+    capacity_S = capacity_E.repeat(len(rows_R) // num_neurons)
+    # The first proposal of all rows at once; `max` returns the first of equal entries.
+    score_R, expert_R = scores_RE.max(dim=-1)
+    slot_R = rows_R // num_neurons * num_experts + expert_R
+    # What a newcomer has to beat: anything, until the slot refuses its first row.
+    worst_score_S = scores_RE.new_full(capacity_S.shape, -torch.inf)
+    worst_row_S = torch.zeros_like(capacity_S)
+    while True:
+        # Slots asked by too many keep their best; only these do any work.
+        size_S = torch.bincount(slot_R, minlength=len(capacity_S))
+        crowded_S = size_S > capacity_S
+        rows = crowded_S[slot_R].nonzero().squeeze(-1)  # in row order, kept by the stable sorts
+        rows = rows[_best_first(slot_R[rows], score_R[rows])]
+        size_S = torch.where(crowded_S, size_S, 0)
+        slots = slot_R[rows]
+        place = torch.arange(len(rows), device=rows.device) - (size_S.cumsum(0) - size_S)[slots]
+        last = rows[place == capacity_S[slots] - 1]
+        worst_score_S[slot_R[last]], worst_row_S[slot_R[last]] = score_R[last], last
+        free = rows[place >= capacity_S[slots]]
+        if not len(free):
+            return (slot_R % num_experts).reshape(*leading, num_neurons)
+        # Every refused row asks the best slot that would still take it. What a slot asks for only
+        # rises, so one whose worst row beats a free row now would refuse it for ever: no record of
+        # refusals is needed.
+        layer = free // num_neurons
+        worst_score = worst_score_S.view(-1, num_experts)[layer]
+        worst_row = worst_row_S.view(-1, num_experts)[layer]
+        scores = scores_RE[free]
+        lost = (scores == worst_score) & (free.unsqueeze(-1) > worst_row)
         scores.masked_fill_((scores < worst_score) | lost, -torch.inf)
-        self.score_R[self.free], expert = scores.max(dim=-1)
-        self.slot_R[self.free] = layer * self.num_experts + expert
+        score_R[free], expert = scores.max(dim=-1)
+        slot_R[free] = layer * num_experts + expert
 
 
 def _best_first(slot: Int[Tensor, " F"], score: Float[Tensor, " F"]) -> Int[Tensor, " F"]:

@@ -1,0 +1,317 @@
+"""Repair: W_down refitted under the masks, in closed form and layer by layer; no gradient step."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from jaxtyping import Float
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dotmoe.checkpoint.folder import tensor_files
+from dotmoe.checkpoint.tensors import Tensors
+from dotmoe.data import TokenBlocks
+from dotmoe.distributed import started_by_torchrun
+from dotmoe.errors import UserError
+from dotmoe.files import read_json, write_json
+from dotmoe.finetuning.student import LAYOUT, MODEL, begin_checkpoint
+from dotmoe.layout import ExpertLayout
+from dotmoe.models.dense import DenseModel
+from dotmoe.moe.masked import masked, masking_of
+from dotmoe.options import at_least
+from dotmoe.progress import Update, no_update
+
+FIGURES = "repair.json"
+"""What `repair` returns, in the stage's folder."""
+RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
+"""Penalties that are tried, as shares of the mean diagonal of the Gram matrix."""
+TOKENS_A_NEURON = 40
+_TOKENS_AT_ONCE = 4096
+_HELD_OUT = 8
+_LARGEST_WEIGHT = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RepairConfig:
+    """The refit of W_down."""
+
+    repair_tokens: Annotated[int, at_least(1)] | None = None
+    """Tokens of training text that a repair is fitted to, at most; they are drawn evenly over the
+    text. Default: 40 for each neuron of an FFN."""
+    repair_active_experts: tuple[Annotated[int, at_least(1)], ...] = ()
+    """Numbers of active experts (k) that a repair serves, all alike. Default: the layout's k."""
+
+    def tokens(self, num_neurons: int) -> int:
+        """`repair_tokens`, or the default for FFNs of that width."""
+        return self.repair_tokens or TOKENS_A_NEURON * num_neurons
+
+
+def require_one_process() -> None:
+    """Refuse to repair under torchrun with several ranks."""
+    if started_by_torchrun():
+        raise UserError(
+            "a repair runs in one process, and torchrun started several. Start without torchrun; "
+            "of a run that is converted already, dotmoe finetune RUN OUT --train repair."
+        )
+
+
+class NormalEquations:
+    """Weighted sums over tokens for dW = argmin sum_t w_t ||z_t dW - r_t||^2, in float64."""
+
+    def __init__(self, num_neurons: int, width: int, device: torch.device) -> None:
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        self.gram_NN = zeros(num_neurons, num_neurons)
+        self.cross_ND = zeros(num_neurons, width)
+        self.missing = zeros(())
+
+    def add(
+        self,
+        hidden_TN: Float[Tensor, "T N"],
+        missing_TD: Float[Tensor, "T D"],
+        weight_T: Float[Tensor, " T"],
+    ) -> None:
+        """Add tokens: masked activations z, what the output lacks r, and weights; float32."""
+        weighted_TN = hidden_TN * weight_T[:, None]
+        self.gram_NN += weighted_TN.T @ hidden_TN
+        self.cross_ND += weighted_TN.T @ missing_TD
+        self.missing += (missing_TD.square().sum(1) * weight_T).sum()
+
+    def solved(self, ridge: float) -> Float[Tensor, "N D"]:
+        """The solution with a penalty on its square, a share of the mean diagonal, above 0."""
+        penalised_NN = self.gram_NN.clone()
+        penalised_NN.diagonal().add_(ridge * self.gram_NN.diagonal().mean())
+        factor_NN, failed = torch.linalg.cholesky_ex(penalised_NN)
+        if failed:  # nothing ran, or nothing is finite: there is nothing to fit
+            return torch.zeros_like(self.cross_ND)
+        return torch.cholesky_solve(self.cross_ND, factor_NN)
+
+    def error(self, change_ND: Tensor) -> float:
+        """What dW leaves of the weighted square error of dW = 0: 1 is no gain, less is better."""
+        change = ((self.gram_NN @ change_ND - 2 * self.cross_ND) * change_ND).sum()
+        return float(1 + change / self.missing) if self.missing else 1.0
+
+
+def refit(fit: NormalEquations, heldout: NormalEquations) -> tuple[Tensor, dict[str, Any]]:
+    """Change of W_down, [N, D], from all tokens under the penalty that serves held-out ones best.
+
+    It is zero where no penalty gains anything. `fit` is used up. Besides: `ridge`, None for zero,
+    and `heldout_error` as of `NormalEquations.error`.
+    """
+    errors = {ridge: heldout.error(fit.solved(ridge)) for ridge in RIDGES}
+    ridge = min(errors, key=errors.__getitem__)
+    if not errors[ridge] < 1:
+        return torch.zeros_like(fit.cross_ND), {"ridge": None, "heldout_error": 1.0}
+    fit.gram_NN += heldout.gram_NN
+    fit.cross_ND += heldout.cross_ND
+    return fit.solved(ridge), {"ridge": ridge, "heldout_error": errors[ridge]}
+
+
+@torch.no_grad()
+def repair(
+    dense: DenseModel,
+    layout: ExpertLayout,
+    blocks: TokenBlocks,
+    config: RepairConfig,
+    *,
+    folder: Path,
+    on_progress: Update = no_update,
+) -> dict[str, Any]:
+    """Refit W_down of each split layer, so that the masked model follows the dense one.
+
+    Two residual streams go through the layers side by side, the dense model's and that of the
+    masked model as far as it is repaired. In each layer ridge regression changes W_down such that
+    the second comes as close as it can to the first, token by token relative to its size. Every
+    8th row of text chooses the penalty. Host memory holds both streams; activations and Gram
+    matrices are those of one layer. Layers that are finished are kept: a process that was stopped
+    goes on after them, with the same result.
+
+    Args:
+        dense: The dense model, whole in memory; it is the same afterwards.
+        layout: Experts, routers and k.
+        blocks: Text to fit to, two blocks at least.
+        config: See `RepairConfig`.
+        folder: Receives `model/`, a dense checkpoint with the new W_down in the dtypes of its
+            source, `layout.safetensors` and `repair.json`.
+        on_progress: Told layers.
+
+    Returns:
+        Contents of `repair.json`: `tokens`, `active_experts`, and of each of `layers` what `refit`
+        says.
+
+    Raises:
+        UserError: Too little text, or a k out of range.
+    """
+    ks = config.repair_active_experts or (layout.active_experts,)
+    if max(ks) > layout.num_experts:
+        raise UserError(
+            f"repair_active_experts is {max(ks)}, but the layout has {layout.num_experts} experts "
+            f"a layer. Choose 1 to {layout.num_experts}."
+        )
+    tokens_BT, num_fitted = _drawn(blocks, config.tokens(layout.num_neurons))
+    streams = _Streams(dense, layout, tokens_BT, num_fitted)
+    finished, stored, changed = folder / "checkpoints", Tensors.of(dense), dict[str, Path]()
+    finished.mkdir(parents=True, exist_ok=True)
+    figures = []
+    with masked(dense, streams.masking):
+        for index in range(layout.num_layers):
+            streams.advance_dense(index)
+            if index not in layout.moe_layers:
+                continue
+            name = stored.stored_name(dense.family.ffn_tensor(index, "down"))
+            file = changed[name] = finished / f"{index:05d}.safetensors"
+            if not file.is_file():
+                weight_DN, found = streams.refitted(index, ks)
+                write_json(file.with_suffix(".json"), {"layer": index, **found})
+                weight_DN = weight_DN.to(stored.describe(name)[1]).cpu().contiguous()
+                save_file({"weight": weight_DN}, file.with_suffix(".partial"))
+                file.with_suffix(".partial").replace(file)
+            figures.append(read_json(file.with_suffix(".json")))
+            streams.advance_converted(index, load_file(file)["weight"])
+            on_progress(index + 1, layout.num_layers, f"error {figures[-1]['heldout_error']:.3f}")
+    _write(dense, changed, folder / MODEL)
+    layout.save(folder / LAYOUT)
+    made = {"tokens": tokens_BT.numel(), "active_experts": list(ks), "layers": figures}
+    write_json(folder / FIGURES, made)
+    return made
+
+
+class _Streams:
+    """The residual streams of a dense model and of its masked one, on the CPU, [B, T, D]."""
+
+    def __init__(
+        self, dense: DenseModel, layout: ExpertLayout, tokens_BT: Tensor, num_fitted: int
+    ) -> None:
+        self.masking, self._k = masking_of(dense, layout), layout.active_experts
+        self._device, self._traits = dense.device, dense.family.traits(dense.config)
+        self._layers = list(dense.family.layers(dense.model))
+        self._downs = [dense.family.ffn(layer).down for layer in self._layers]
+        self._arguments = _arguments(dense, tokens_BT[:1])
+        rows, ends = max(1, _TOKENS_AT_ONCE // tokens_BT.shape[1]), (num_fitted, len(tokens_BT))
+        self._parts = [  # of rows at once; each is of the fit, or held out
+            slice(start, min(start + rows, end))
+            for first, end in zip((0, num_fitted), ends, strict=True)
+            for start in range(first, end, rows)
+        ]
+        self._num_fitted = num_fitted
+        embed: Any = dense.model.get_input_embeddings()  # type: ignore[operator]
+        factor = self._traits.multipliers.embedding
+        parts = [(embed(tokens_BT[part].to(self._device)) * factor).cpu() for part in self._parts]
+        self._dense_BTD = torch.cat(parts)
+        self._converted_BTD: Tensor | None = None
+
+    def advance_dense(self, index: int) -> None:
+        """Take the dense stream through a layer; the other one is still before it."""
+        if index == self.masking.first_layer:
+            self._converted_BTD = self._dense_BTD.clone()
+        self.masking.enabled = False
+        self._advance(index, self._dense_BTD)
+        self.masking.enabled = True
+
+    def advance_converted(self, index: int, weight_DN: Tensor) -> None:
+        """Take the masked model's stream through a layer with another W_down."""
+        assert self._converted_BTD is not None
+        down = self._downs[index]
+        own, down.weight.data = down.weight.data, weight_DN.to(down.weight)
+        self._advance(index, self._converted_BTD)
+        down.weight.data = own
+
+    def refitted(self, index: int, ks: tuple[int, ...]) -> tuple[Tensor, dict[str, Any]]:
+        """W_down, [D, N], that brings the masked stream to the dense one; and what `refit` says."""
+        assert self._converted_BTD is not None
+        down, seen = self._downs[index], list[tuple[Tensor, Tensor]]()
+        num_neurons, width = down.in_features, down.out_features
+        sums = [NormalEquations(num_neurons, width, self._device) for _ in range(2)]
+        weight_BT = self._token_weights()
+        tap = down.register_forward_hook(
+            lambda module, args, output: seen.append((args[0].float(), output.float()))
+        )
+        with tap:
+            for self.masking.active_experts in ks:
+                for part in self._parts:
+                    output_BTD = self._after(index, self._converted_BTD[part])
+                    wanted_BTD = self._dense_BTD[part].to(self._device)
+                    missing_TD = (wanted_BTD.float() - output_BTD.float()).flatten(0, 1)
+                    missing_TD /= self._traits.multipliers.residual
+                    (hidden_TN, product_TD), weight_T = seen.pop(), weight_BT[part].flatten()
+                    if self._traits.norms_after:
+                        norm = self._layers[index].get_submodule("post_feedforward_layernorm")
+                        missing_TD, scale_T = _before_norm(missing_TD, product_TD, norm)
+                        weight_T = weight_T / scale_T.square()
+                    sums[part.start >= self._num_fitted].add(hidden_TN, missing_TD, weight_T)
+        self.masking.active_experts = self._k
+        change_ND, found = refit(*sums)
+        return down.weight.double() + change_ND.T, found
+
+    def _after(self, index: int, stream_BTD: Tensor) -> Tensor:
+        stream_BTD = stream_BTD.to(self._device)
+        output: Tensor = self._layers[index](stream_BTD, **self._arguments[index])
+        return output
+
+    def _advance(self, index: int, stream_BTD: Tensor) -> None:
+        for part in self._parts:
+            stream_BTD[part] = self._after(index, stream_BTD[part]).cpu()
+
+    def _token_weights(self) -> Tensor:
+        """1 / mean square of the dense stream, [B, T], over its median and at most 10."""
+        parts = [1 / self._dense_BTD[part].float().square().mean(2) for part in self._parts]
+        weight_BT = torch.cat(parts)
+        return (weight_BT / weight_BT.median()).clamp(max=_LARGEST_WEIGHT).to(self._device)
+
+
+def _drawn(blocks: TokenBlocks, num_tokens: int) -> tuple[Tensor, int]:
+    """Rows drawn evenly over the text, every 8th of them put last, and how many come before."""
+    if blocks.num_blocks < 2:
+        raise UserError(
+            f"the text gives 1 block of {blocks.seq_len} tokens, and a repair needs two: one to "
+            "choose its penalty on. Give more text, or lower seq_len."
+        )
+    rows = min(max(2, -(-num_tokens // blocks.seq_len)), blocks.num_blocks)
+    order = torch.arange(rows)
+    is_heldout = order % _HELD_OUT == min(rows, _HELD_OUT) - 1
+    chosen = torch.cat([order[~is_heldout], order[is_heldout]]) * blocks.num_blocks // rows
+    return blocks.tokens_BT[chosen].long(), int((~is_heldout).sum())
+
+
+def _arguments(dense: DenseModel, tokens_1T: Tensor) -> list[dict[str, Any]]:
+    """What the trunk gives each decoder layer besides the stream: positions and masks."""
+    found: list[dict[str, Any]] = []
+    hooks = [
+        layer.register_forward_pre_hook(
+            lambda layer, args, kwargs: found.append(kwargs), with_kwargs=True
+        )
+        for layer in dense.family.layers(dense.model)
+    ]
+    try:
+        dense.family.trunk(dense.model)(input_ids=tokens_1T.to(dense.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _before_norm(missing_TD: Tensor, product_TD: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+    """What a product lacks before a norm, as long as its size is what it is; and its size, [T].
+
+    Where the norm passes next to nothing on, next to nothing is asked for.
+    """
+    scale_T, gain_D = product_TD.square().mean(1).sqrt(), norm.weight.float()
+    scale_T = scale_T.clamp_min(float(scale_T.median()) / _LARGEST_WEIGHT + 1e-30)
+    power_D = gain_D.square()
+    return missing_TD * scale_T[:, None] * gain_D / (power_D + 0.01 * power_D.mean()), scale_T
+
+
+def _write(dense: DenseModel, changed: Mapping[str, Path], out: Path) -> None:
+    """The files of a dense checkpoint with other values of some stored tensors."""
+    begin_checkpoint(dense, out)
+    for path in sorted(set(tensor_files(dense.folder).values())):
+        tensors = load_file(path)
+        for name in tensors.keys() & changed.keys():
+            tensors[name] = load_file(changed[name])["weight"]
+        save_file(tensors, out / path.name, metadata={"format": "pt"})
+    index = dense.folder / "model.safetensors.index.json"
+    if index.is_file():
+        (out / index.name).write_text(json.dumps(read_json(index)))

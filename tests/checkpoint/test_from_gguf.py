@@ -1,0 +1,205 @@
+"""A GGUF file as the dense model: what is read of it, where it is kept, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+pytest.importorskip("gguf")
+
+from gguf import MODEL_ARCH, GGUFReader, GGUFWriter, dequantize, get_tensor_name_map
+
+from dotmoe import llama_cpp
+from dotmoe.checkpoint import from_gguf
+from dotmoe.checkpoint.folder import checkpoint_folder
+from dotmoe.errors import UserError
+from dotmoe.export import ExportConfig, GgufConfig, export
+from dotmoe.load import LoadConfig, dense_config, load_dense
+from runs import TINY_CONVERT, TINY_FINETUNE
+
+SCALED = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    """The folder in which checkpoints made of GGUF files are kept."""
+    monkeypatch.setattr(llama_cpp, "is_installed", lambda: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/dotmoe"
+
+
+@pytest.fixture
+def gguf_of(layout_of, tokens_BT, tmp_path):
+    """Writes a model as GGUF, dense unless another format is named."""
+
+    def write(dense, type="f32", name="gguf_dense", tokenizer="auto"):
+        dense = replace(dense, tokenizer=with_a_merge(dense.tokenizer))
+        options = GgufConfig(type=type, tokenizer=tokenizer)
+        config = ExportConfig(format=name)
+        record = export(
+            dense, layout_of(dense, 4), tmp_path / "out", config, tokens_BT, gguf=options
+        )
+        (tmp_path / "out" / record.files[0]).rename(tmp_path / "model.gguf")
+        return tmp_path / "model.gguf"
+
+    return write
+
+
+def with_a_merge(tokenizer, *, digits=False):
+    """A byte-level tokenizer that joins 1 and 2 as token 258, unless every digit stands alone."""
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    if parts["model"]["merges"]:
+        return tokenizer
+    parts["model"]["vocab"]["12"] = 258
+    parts["model"]["merges"] = [["1", "2"]]
+    cut, alone = parts["pre_tokenizer"], {"type": "Digits", "individual_digits": True}
+    cuts = [alone] * digits + [{**cut, "use_regex": True}]
+    parts["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cuts}
+    names = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+    backend = Tokenizer.from_str(json.dumps(parts))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "options"),
+    [
+        ("llama", False, {}),
+        ("llama", True, {}),
+        ("mistral", False, {"sliding_window": None}),
+        ("qwen3", True, {"head_dim": 128}),
+    ],
+)
+def test_the_model_and_its_tokenizer_are_those_that_the_file_was_made_of(
+    family, tied, options, dense_of, gguf_of, tokens_BT
+):
+    dense = dense_of(family, tied=tied, **options)
+    file = gguf_of(dense)
+    read = load_dense(str(file), LoadConfig(device="cpu"))
+    text, stock = "Two  spaces,\n 3.12 and an é.</s>", with_a_merge(dense.tokenizer)
+    assert 258 in read.tokenizer(text)["input_ids"]
+    assert read.tokenizer(text)["input_ids"] == stock(text)["input_ids"]
+    with torch.no_grad():
+        expected, found = (m.model(input_ids=tokens_BT).logits for m in (dense, read))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert (read.source, read.revision) == (str(file), None)
+
+
+@pytest.mark.parametrize(
+    ("type", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float32), ("q8_0", torch.float32)]
+)
+def test_weights_are_stored_as_narrowly_as_holds_them_exactly(type, dtype, dense_of, gguf_of):
+    file = gguf_of(dense_of("llama", dtype="bfloat16" if type == "bf16" else "float32"), type)
+    assert dense_config(str(file))[0].dtype == dtype
+    weights = load_file(checkpoint_folder(str(file)) / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {dtype}
+    stored = {tensor.name: tensor for tensor in GGUFReader(file).tensors}["blk.1.ffn_down.weight"]
+    numbers = torch.from_numpy(dequantize(stored.data, stored.tensor_type))
+    assert torch.equal(weights["model.layers.1.mlp.down_proj.weight"].float(), numbers)
+
+
+def test_digits_are_cut_as_the_rule_in_the_file_says(dense_of, gguf_of):
+    tokenizer = with_a_merge(dense_of("llama").tokenizer, digits=True)
+    file = gguf_of(replace(dense_of("llama"), tokenizer=tokenizer))
+    read = load_dense(str(file), LoadConfig(device="cpu")).tokenizer
+    assert 258 not in read("a 12 b")["input_ids"]
+    assert read("a 12 b")["input_ids"] == tokenizer("a 12 b")["input_ids"]
+
+
+def write_gguf(path, architecture, model=None):
+    """A file by the gguf package alone, as llama.cpp's converter writes Qwen2."""
+    writer = GGUFWriter(path, architecture)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([*sorted(ByteLevel.alphabet()), "12", *"abcdefg"])
+    writer.add_token_merges(["1 2"])
+    if model is not None:
+        config = model.config
+        writer.add_context_length(config.max_position_embeddings)
+        writer.add_embedding_length(config.hidden_size)
+        writer.add_block_count(config.num_hidden_layers)
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count(config.num_attention_heads)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        names = get_tensor_name_map(MODEL_ARCH.QWEN2, config.num_hidden_layers)
+        for name, tensor in model.state_dict().items():
+            writer.add_tensor(names.get_name(name, (".weight", ".bias")), tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_biases_of_qwen2_are_read(dense_of, tokens_BT, tmp_path):
+    dense = dense_of("qwen2")
+    write_gguf(tmp_path / "model.gguf", "qwen2", dense.model)
+    read = load_dense(str(tmp_path / "model.gguf"), LoadConfig(device="cpu"))
+    with torch.no_grad():
+        expected, found = (m.model(input_ids=tokens_BT).logits for m in (dense, read))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_tensors_without_a_place_in_the_model_are_not_left_out(dense_of, gguf_of):
+    file = gguf_of(dense_of("qwen2"))  # which is written as a llama with biases
+    with pytest.raises(UserError, match="in part only"):
+        checkpoint_folder(str(file))
+
+
+def test_a_sentencepiece_tokenizer_cuts_as_before(shared_data, gguf_of):
+    dense = load_dense(str(shared_data / "models/stories260K"), LoadConfig(device="cpu"))
+    read = load_dense(str(gguf_of(dense)), LoadConfig(device="cpu")).tokenizer
+    for text in ("Once upon a time, Lily said: 12 cats!\n", "Two  spaces and an é 🙂.<s>"):
+        assert read(text)["input_ids"] == dense.tokenizer(text)["input_ids"]
+
+
+def test_a_gguf_file_is_converted_finetuned_and_measured_as_a_folder_is(
+    dense_of, gguf_of, text_file, command, cache, tmp_path
+):
+    file, run = gguf_of(dense_of("llama"), "q8_0"), tmp_path / "run"
+    made = command("convert", file, run, data=text_file, **TINY_CONVERT)
+    assert made.status == 0, made.err
+    (folder,) = (path for path in cache.glob("*") if (path / "model.safetensors").exists())
+    assert made.err.count(str(folder)) == 1
+    assert json.loads((run / "5_export/dotmoe.json").read_text())["source"] == str(file)
+    changed = (folder / "model.safetensors").stat().st_mtime_ns
+    tuned = command("finetune", run, tmp_path / "tuned", **TINY_FINETUNE)
+    assert tuned.status == 0, tuned.err
+    assert json.loads(command("inspect", file, expert_size=8, json=[]).out)["stored_dtype"]
+    text = {"text": text_file, "max_tokens": 512, "window": 64}
+    by_name = [json.loads(command("evaluate", it, **text).out)["loss"] for it in (file, folder)]
+    assert by_name[0] == by_name[1]
+    assert command("evaluate", run, fidelity=[], **text).status == 0
+    assert (folder / "model.safetensors").stat().st_mtime_ns == changed
+
+
+@pytest.mark.parametrize(
+    ("options", "written", "reason"),
+    [
+        ({}, {"name": "gguf_glm4moe"}, "mixture of 4 experts"),
+        ({}, {"tokenizer": "none"}, "no tokenizer"),
+        ({"rope_parameters": SCALED}, {}, "scaled rotary frequencies"),
+    ],
+)
+def test_what_transformers_would_misread_is_refused(
+    options, written, reason, dense_of, gguf_of, command, cache
+):
+    file = gguf_of(dense_of("llama", **options), **written)
+    assert reason in command("inspect", file).refusal()
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+
+
+def test_files_that_are_none_are_refused(command, tmp_path, monkeypatch):
+    (tmp_path / "damaged.gguf").write_bytes(b"GGUF" + bytes(9))
+    assert "Get it again" in command("inspect", tmp_path / "damaged.gguf").refusal()
+    assert "does not exist" in command("inspect", "nowhere.gguf").refusal()
+    write_gguf(tmp_path / "unknown.gguf", "martian")
+    assert "architecture martian" in command("inspect", tmp_path / "unknown.gguf").refusal()
+    monkeypatch.setattr(from_gguf, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"'.\[gguf\]'"):
+        checkpoint_folder(str(tmp_path / "unknown.gguf"))

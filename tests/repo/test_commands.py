@@ -1,0 +1,202 @@
+"""Every command that a document prints: parsed by the real parser, its split held against the model
+that it names; and those of the README run on a tiny model, in their order."""
+
+import json
+import re
+import shlex
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from dotmoe import sweep
+from dotmoe.cli import COMMANDS, commands, parse, run
+from dotmoe.compare import CompareConfig, points_of
+from dotmoe.config import RunConfig
+from dotmoe.inspection import InspectConfig, inspect_model
+from dotmoe.inspection.planner import ON_CPU, Accelerator
+from dotmoe.sweep import SweepConfig
+from runs import TINY_CONVERT, TINY_FINETUNE, words
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "experiments").rglob("README.md")]),
+]
+WIDTHS = {  # public: model width, FFN width, layers
+    "MODEL": (3_584, 18_944, 28),
+    "Qwen/Qwen2.5-7B": (3_584, 18_944, 28),
+    "Qwen/Qwen2.5-32B": (5_120, 27_648, 64),
+    "meta-llama/Llama-2-7b-hf": (4_096, 11_008, 32),
+    "meta-llama/Meta-Llama-3-8B": (4_096, 14_336, 32),
+    "embedded": (192, 768, 5),
+}
+OPTIONS = json.loads((ROOT / "tests/contract/golden/options.json").read_text(encoding="utf-8"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+NO_MACHINE = Accelerator(name="", flops_per_s=1, bytes_per_s=1, efficiency=ON_CPU)
+PLACEHOLDERS = {"NAME": "cmoe", "K": "3", "R": "2"}
+
+
+class ParsedError(Exception):
+    """Leaves a command with the config that it made."""
+
+
+def fenced(text):
+    """Command lines of a document's code blocks without a language, comments taken off."""
+    for block in re.findall(r"^```(?:text)?\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            if re.match(r"(dotmoe|torchrun|python|pip|make) ", line):
+                yield shlex.split(line, comments=True)
+
+
+def inline(text):
+    """Commands within a sentence; many only name an option."""
+    for code in re.findall(r"(?<!`)`((?:dotmoe|torchrun) [^`]+)`", text):
+        yield shlex.split(" ".join(code.split()))
+
+
+def of_dotmoe(line):
+    """The words after `dotmoe`, None for another program's line."""
+    for start in (["dotmoe"], ["-m", "dotmoe"]):
+        for at in range(len(line)):
+            if line[at : at + len(start)] == start and (at == 0 or line[0] == "torchrun"):
+                return line[at + len(start) :]
+    return None
+
+
+def printed():
+    """File and words of every whole command of dotmoe, and of the runs of the experiments."""
+    for file in DOCUMENTS:
+        text = file.read_text(encoding="utf-8")
+        name = str(file.relative_to(ROOT))
+        whole = [line for line in inline(text) if re.search("[A-Z]{3} --", " ".join(line))]
+        for line in [*fenced(text), *whole]:
+            arguments = of_dotmoe(line)
+            if arguments and arguments[0] in COMMANDS and len(arguments) > 1:
+                yield name, arguments
+    for run_name, entry in tomllib.loads((ROOT / "experiments/runs.toml").read_text()).items():
+        command = shlex.split(re.sub(r"\{(\w+)\}", "RUN", entry["command"]))
+        if command[0] == "dotmoe":
+            yield f"runs.toml, {run_name}", command[1:]
+
+
+PRINTED = {f"{name}: {' '.join(arguments)}": arguments for name, arguments in printed()}
+
+
+@pytest.fixture
+def config_of(monkeypatch):
+    """The config that a line's own command makes of it."""
+    config = parse.Line.config
+
+    def stop(line, cls, notes=""):
+        raise ParsedError(config(line, cls, notes))
+
+    monkeypatch.setattr(parse.Line, "config", stop)
+
+    def make(arguments):
+        name, *rest = [PLACEHOLDERS.get(word, word) for word in arguments if word != "..."]
+        if "..." in arguments and name in ("compare", "sweep"):
+            rest += ["--data", "text.jsonl", "--eval-text", "held-out.txt"]
+        if "--config" in rest:  # a file of a run
+            rest = rest[: rest.index("--config")]
+        if name == "convert" and not rest:
+            rest = ["MODEL", "OUT"]
+        with pytest.raises(ParsedError) as found:
+            getattr(commands, f"run_{name}")(parse.Line(name, tuple(rest)))
+        return found.value.args[0]
+
+    return make
+
+
+def conversions(config, monkeypatch):
+    """The configs of all conversions that a command makes."""
+    if isinstance(config, CompareConfig):
+        return [point.config for point in points_of(config)]
+    if isinstance(config, SweepConfig):
+        made = []
+        monkeypatch.setattr(sweep, "dense_config", lambda _: (shape_of(config.model), None))
+        monkeypatch.setattr(
+            sweep, "summary_of", lambda _, points, *rest: made.extend(points) or {}[0]
+        )
+        with pytest.raises(KeyError):
+            sweep.sweep(config)
+        return [point.config for point in made]
+    return [config] if isinstance(config, RunConfig | InspectConfig) else []
+
+
+def shape_of(model):
+    width, ffn, layers = WIDTHS[model]
+    return LlamaConfig(hidden_size=width, intermediate_size=ffn, num_hidden_layers=layers)
+
+
+@pytest.mark.parametrize("arguments", PRINTED.values(), ids=PRINTED)
+def test_a_printed_command_is_taken_and_its_split_can_be_exported(
+    arguments, config_of, monkeypatch
+):
+    for config in conversions(config_of(arguments), monkeypatch):
+        asked = config
+        if not isinstance(config, InspectConfig):
+            asked = InspectConfig(model=config.model, experts=config.experts, device="cpu")
+        found = inspect_model(
+            shape_of(config.model),
+            replace(asked, device="cpu"),
+            stored=torch.bfloat16,
+            here=NO_MACHINE,
+        )
+        refused = [said for said in found["warnings"] if said.startswith("Export refuses")]
+        assert not refused
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_what_else_a_document_tells_to_type_exists(file):
+    text = file.read_text(encoding="utf-8")
+    for name, *rest in filter(None, map(of_dotmoe, [*fenced(text), *inline(text)])):
+        if name in COMMANDS:  # `dotmoe COMMAND` is none
+            options = {word for word in rest if re.match("--[a-z]", word)}
+            assert options <= {*OPTIONS[name], "--help", "--help-all", "--recipe", "--config"}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for program, first, *rest in fenced(text):
+        if program == "make":
+            target = "results/%" if first.startswith("results/") else first
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+        if program == "python" and first != "-m":
+            source = (ROOT / first).read_text(encoding="utf-8")
+            assert all(word in source for word in rest if word.startswith("--"))
+    for extras in re.findall(r"\.\[([a-z,-]+)\]", text):
+        assert set(extras.split(",")) <= set(PROJECT["project"]["optional-dependencies"])
+
+
+def test_no_hint_installs_from_an_index_where_nothing_is_published():
+    sources = [*(ROOT / "src").rglob("*.py"), *DOCUMENTS]
+    hints = [re.findall(r"pip install \S+", path.read_text(encoding="utf-8")) for path in sources]
+    assert sum(map(len, hints)) > 10
+    assert not [hint for found in hints for hint in found if "dotmoe" in hint]
+
+
+def test_the_readmes_commands_run_in_their_order(tiny_dense, tmp_path, monkeypatch):
+    model = str(tiny_dense("llama", intermediate_size=768))
+    monkeypatch.chdir(tmp_path)
+    for name in ("text.jsonl", "held-out.txt"):
+        text = "\n".join(f"{name} {i}: the hen ate {i * 7 % 13} figs." for i in range(300))
+        Path(name).write_text(json.dumps({"text": text}) if name == "text.jsonl" else text)
+    short = {name: value for name, value in TINY_CONVERT.items() if name != "expert_size"}
+    less = {
+        "convert": short,
+        "compare": short | {"methods": ["random_split"]},
+        "finetune": TINY_FINETUNE,
+        "evaluate": {"max_tokens": 256},
+        "analyse": {"tokens": 256, "only": ["expert_utilisation"]},
+        "bench": {"rounds": 2, "batch_sizes": 1, "prompt_tokens": 8, "context_tokens": 8},
+    }
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    ran = []
+    for name, *rest in filter(None, map(of_dotmoe, fenced(text))):
+        if name == "quickstart" or "qwen" in " ".join(rest).lower() or "--tasks" in rest:
+            continue  # minutes; a model, and questions, that are not here
+        line = [name, *(model if word == "MODEL" else word for word in rest)]
+        assert run([*line, *words(**less.get(name, {}))]) == 0, line
+        ran.append(name)
+    assert set(ran) == set(COMMANDS) - {"quickstart", "sweep"}

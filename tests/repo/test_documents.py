@@ -1,0 +1,83 @@
+"""README and docs: what they name exists, what is generated is current; the map of the paper."""
+
+import ast
+import importlib.util
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+MAP = (ROOT / "docs" / "paper_map.md").read_text(encoding="utf-8")
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAPER = ROOT.parent / "shared" / "paper" / "dot-moe.tex"
+STATUSES = {"done", "partly", "not run", "not built", "text"}
+LABEL = re.compile(r"(?:def|eq|alg|sec|app|tab|fig):\w+")
+NUM_LABELS = 61
+COVERED_BY_CODE_ALONE = {
+    "tab:hyperparams_moefication",
+    "tab:hyperparams_sft",
+    "fig:ablation_overview",
+}
+CELLS = [[cell.strip() for cell in line.strip("|").split("|")] for line in MAP.splitlines()]
+ROWS = {
+    cells[0].strip("`"): cells[1:]
+    for cells in CELLS
+    if len(cells) == 5 and LABEL.fullmatch(cells[0].strip("`"))
+}
+"""By label: what it is, code, tests, status."""
+
+
+def updater():
+    path = ROOT / "scripts" / "update_documents.py"
+    spec = importlib.util.spec_from_file_location("update", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def quoted(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_the_generated_parts_are_current():
+    for document in updater().DOCUMENTS:
+        assert updater().rendered(document.read_text()) == document.read_text()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_links_lead_somewhere(document):
+    for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+        assert "://" in target or (document.parent / target).exists(), target
+
+
+def test_the_map_has_every_label_of_the_paper():
+    assert len(ROWS) == len([c for c in CELLS if c[0].strip("`") in ROWS]) == NUM_LABELS
+    if not PAPER.is_file():
+        pytest.skip(f"{PAPER} is not there")
+    assert set(ROWS) == set(re.findall(r"\\label\{([^}]+)\}", PAPER.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("label", ROWS)
+def test_what_the_map_names_exists(label):
+    _, code, tests, status = ROWS[label]
+    assert status in STATUSES
+    assert quoted(code) or status == "not built"
+    assert quoted(tests) or status != "done"
+    for name in quoted(code):
+        if name.startswith("dotmoe."):
+            pkgutil.resolve_name(name)
+        else:
+            assert (ROOT / name).exists(), name
+    if label.startswith(("tab:", "fig:")) and label not in COVERED_BY_CODE_ALONE:
+        assert any(name.startswith("experiments/") for name in quoted(code))
+
+
+def test_tests_and_experiments_of_the_map_exist():
+    for file, _, function in re.findall(r"(tests/[\w/]+\.py)(::)?(\w+)?", MAP):
+        names = {getattr(node, "name", "") for node in ast.parse((ROOT / file).read_text()).body}
+        assert not function or function in names, f"{file}::{function}"
+    folders = {file.parent.name for file in (ROOT / "experiments").glob("*/experiment.toml")}
+    assert folders <= {Path(name).name for _, code, *_ in ROWS.values() for name in quoted(code)}
