@@ -72,6 +72,7 @@ def quickstart() -> str:
 
 SPLITS = {
     "random_split": "random",
+    "by_energy": "most energy always on: static pruning",
     "llama_moe_v2": "LLaMA-MoE v2",
     "co_activation": "co-activation (MoEfication)",
     "dot_moe": "DOT-MoE",

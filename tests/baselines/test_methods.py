@@ -195,6 +195,18 @@ def test_planted_clusters_are_found_from_any_seed():
 # --- splits without data
 
 
+def test_by_energy_ranks_neurons_by_what_they_contribute_and_runs_the_first_experts(given):
+    for made in splits("by_energy", given("by_energy")):
+        weights = [p.weight.detach().numpy() for p in (made.layer.ffn.gate, made.layer.ffn.up)]
+        gate, up = (made.layer.x_TD.numpy() @ weight.T for weight in weights)
+        sizes = np.linalg.norm(made.layer.ffn.down.weight.detach().numpy(), axis=0)
+        energy = ((silu(gate) * up * sizes) ** 2).mean(axis=0)
+        for rank, neuron in enumerate(np.argsort(-energy)):
+            assert made.expert_of_neuron_N[neuron] == rank // S
+        x_D = made.layer.x_TD.mean(dim=0)
+        assert (made.router_ED @ x_D).argsort(descending=True).tolist() == list(range(E))
+
+
 def test_random_split_deals_differently_in_every_layer_and_repeats_with_its_seed(given):
     layers, again, other = (splits("random_split", given("random_split", s)) for s in (0, 0, 5))
     for one, two, three in zip(layers, again, other, strict=True):

@@ -13,6 +13,7 @@ from jaxtyping import Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dotmoe.baselines.by_energy import by_energy
 from dotmoe.baselines.cmoe import cmoe, routed_by_representatives
 from dotmoe.baselines.co_activation import co_activation
 from dotmoe.baselines.contract import BaselineConfig, LayerSplit, SplitInputs
@@ -56,6 +57,7 @@ class Method(NamedTuple):
 METHODS = {
     "random_split": Method(random_split),
     "contiguous_split": Method(contiguous_split),
+    "by_energy": Method(by_energy),
     "weight_clusters": Method(weight_clusters),
     "co_activation": Method(co_activation),
     "llama_moe_v2": Method(llama_moe_v2),
