@@ -16,7 +16,7 @@ from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.evaluate.models import model_folder
 from dotmoe.load import LoadConfig
-from dotmoe.options import at_least, check
+from dotmoe.options import above, at_least, at_most, check
 from dotmoe.progress import Update, no_update
 from dotmoe.provenance import provenance
 from dotmoe.tables import Table, in_bytes, percent, table_of
@@ -25,7 +25,7 @@ from dotmoe.worker import Worker
 PROTOCOL = (
     "Both models are held in processes of their own. At each point they are warmed up, then take "
     "turns for the rounds, in alternating order; every round starts from the same cache. Tokens "
-    "per second and their ratio are from a low quantile (0.1) of the times of all steps, "
+    "per second and their ratio are from a low quantile (--quantile) of the times of all steps, "
     "the spread is the quartiles over rounds of the ratio of median times. Tokens are drawn evenly "
     "from the vocabulary. Ideal ratio: of the bytes of weights read (decode) or of the multiply-"
     "adds with weights (prefill), dense / MoE, as the runtime stores the weights; a step of decode "
@@ -64,6 +64,9 @@ class BenchConfig:
     """Tokens that each sequence decodes in a round, at least 1."""
     rounds: Annotated[int, at_least(1)] = 10
     """Turns of each model at each point, at least 1."""
+    quantile: Annotated[float, above(0), at_most(0.5)] = 0.1
+    """Quantile of the seconds of all steps that a speed is taken from: low for a busy machine, 0.5
+    (the median) for a quiet one."""
     threads: Annotated[int | None, at_least(1)] = None
     """CPU threads of each model, at least 1. Left out: those that torch uses."""
     clock: Literal["wall", "cpu"] = "wall"
@@ -183,7 +186,8 @@ def _measured(
             done += 1
             on_progress(done, total, note)
         dense, moe = [
-            _side(point, model["weights"], seconds) | {"peak_bytes": worker.ask("peak")}
+            _side(point, model["weights"], seconds, config.quantile)
+            | {"peak_bytes": worker.ask("peak")}
             for worker, model, seconds in zip(workers, models, rounds, strict=True)
         ]
         work = "weight_bytes" if point["steps"] else "products_per_token"
@@ -202,11 +206,11 @@ def _measured(
     return results
 
 
-def _side(point: Values, weights: Values, rounds: Rounds) -> Values:
+def _side(point: Values, weights: Values, rounds: Rounds, quantile: float) -> Values:
     """One model at one point."""
     head, fixed, expert = weights["head"], weights["fixed"], weights["expert"]
     active, tokens = weights["active_experts"], point["batch" if point["steps"] else "tokens"]
-    best = float(np.quantile(np.concatenate(rounds), 0.1))
+    best = float(np.quantile(np.concatenate(rounds), quantile))
     touched = expected_experts(weights["experts"], active, tokens)
     products = fixed["products"] + active * expert["products"]
     return {
