@@ -76,6 +76,7 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
 COLUMNS: dict[str, Callable[[Row], str | None]] = {
     "active": lambda row: percent(row["active_fraction"]),
     "perplexity": lambda row: f"{row['perplexity']:.2f}",
+    "bits a byte": lambda row: f"{row['bits_per_byte']:.3f}",
     "nats above dense": lambda row: f"{row['loss_above_dense']:.3f}",
 }
 """What every table of conversions shows of one."""
@@ -111,7 +112,7 @@ def over_seeds(rows: Iterable[Row]) -> list[Row]:
     made = []
     for alike in groups.values():
         losses = [row["loss_above_dense"] for row in alike]
-        means = {name: fmean(row[name] for row in alike) for name in ("loss",)}
+        means = {name: fmean(row[name] for row in alike) for name in ("loss", "bits_per_byte")}
         means |= {"perplexity": math.exp(means["loss"]), "loss_above_dense": fmean(losses)}
         made.append(alike[0] | means | {"losses": losses})
     return made
@@ -225,7 +226,7 @@ def write_summary(out: str, name: str, summary: dict[str, Any], tables: list[Tab
 
 def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:
     """A perplexity, and how far it is from the dense model's."""
-    names = ("perplexity", "loss", "tokens", "window")
+    names = ("perplexity", "loss", "bits_per_byte", "tokens", "window")
     kept = {name: result[name] for name in names}
     return kept | {"loss_above_dense": result["loss"] - dense["loss"]}
 

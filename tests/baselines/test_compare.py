@@ -90,6 +90,7 @@ def test_a_comparison_measures_all_on_the_same_text_and_goes_on(
         row = rows[name]
         measured = results_in(out / name)["moe"]
         assert row["perplexity"] == measured["perplexity"]
+        assert f"{measured['bits_per_byte']:.3f}" in (out / "compare.md").read_text()
         assert row["tokens"] == rows["dense"]["tokens"]
         assert row["active_fraction"] == pytest.approx(1 / 3)
         assert f"{row['perplexity']:.2f}" in (out / "compare.md").read_text()
