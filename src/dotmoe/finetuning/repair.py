@@ -21,6 +21,7 @@ from dotmoe.files import read_json, write_json
 from dotmoe.finetuning.student import LAYOUT, MODEL, begin_checkpoint
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.dense import DenseModel
+from dotmoe.models.stream import TOKENS_AT_ONCE, Stream
 from dotmoe.moe.masked import masked, masking_of
 from dotmoe.options import at_least
 from dotmoe.progress import Update, no_update
@@ -30,7 +31,6 @@ FIGURES = "repair.json"
 RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
 """Penalties that are tried, as shares of the mean diagonal of the Gram matrix."""
 TOKENS_A_NEURON = 40
-_TOKENS_AT_ONCE = 4096
 _HELD_OUT = 8
 _LARGEST_WEIGHT = 10.0
 
@@ -180,7 +180,7 @@ def repair(
 
 
 class _Streams:
-    """The residual streams of a dense model and of its masked one, on the CPU, [B, T, D]."""
+    """The residual streams of a dense model and of its masked one."""
 
     def __init__(
         self, dense: DenseModel, layout: ExpertLayout, tokens_BT: Tensor, num_fitted: int
@@ -189,39 +189,33 @@ class _Streams:
         self._device, self._traits = dense.device, dense.family.traits(dense.config)
         self._layers = list(dense.family.layers(dense.model))
         self._downs = [dense.family.ffn(layer).down for layer in self._layers]
-        self._arguments = _arguments(dense, tokens_BT[:1])
-        rows, ends = max(1, _TOKENS_AT_ONCE // tokens_BT.shape[1]), (num_fitted, len(tokens_BT))
+        rows, ends = max(1, TOKENS_AT_ONCE // tokens_BT.shape[1]), (num_fitted, len(tokens_BT))
         self._parts = [  # of rows at once; each is of the fit, or held out
             slice(start, min(start + rows, end))
             for first, end in zip((0, num_fitted), ends, strict=True)
             for start in range(first, end, rows)
         ]
         self._num_fitted = num_fitted
-        embed: Any = dense.model.get_input_embeddings()  # type: ignore[operator]
-        factor = self._traits.multipliers.embedding
-        parts = [(embed(tokens_BT[part].to(self._device)) * factor).cpu() for part in self._parts]
-        self._dense_BTD = torch.cat(parts)
-        self._converted_BTD: Tensor | None = None
+        self._dense = Stream(dense, tokens_BT, self._parts)
+        self._converted = self._dense
 
     def advance_dense(self, index: int) -> None:
         """Take the dense stream through a layer; the other one is still before it."""
         if index == self.masking.first_layer:
-            self._converted_BTD = self._dense_BTD.clone()
+            self._converted = self._dense.clone()
         self.masking.enabled = False
-        self._advance(index, self._dense_BTD)
+        self._dense.advance(index)
         self.masking.enabled = True
 
     def advance_converted(self, index: int, weight_DN: Tensor) -> None:
         """Take the masked model's stream through a layer with another W_down."""
-        assert self._converted_BTD is not None
         down = self._downs[index]
         own, down.weight.data = down.weight.data, weight_DN.to(down.weight)
-        self._advance(index, self._converted_BTD)
+        self._converted.advance(index)
         down.weight.data = own
 
     def refitted(self, index: int, ks: tuple[int, ...]) -> tuple[Tensor, dict[str, Any]]:
         """W_down, [D, N], that brings the masked stream to the dense one; and what `refit` says."""
-        assert self._converted_BTD is not None
         down, seen = self._downs[index], list[tuple[Tensor, Tensor]]()
         num_neurons, width = down.in_features, down.out_features
         sums = [NormalEquations(num_neurons, width, self._device) for _ in range(2)]
@@ -232,8 +226,8 @@ class _Streams:
         with tap:
             for self.masking.active_experts in ks:
                 for part in self._parts:
-                    output_BTD = self._after(index, self._converted_BTD[part])
-                    wanted_BTD = self._dense_BTD[part].to(self._device)
+                    output_BTD = self._converted.after(index, part)
+                    wanted_BTD = self._dense.hidden_BTD[part].to(self._device)
                     missing_TD = (wanted_BTD.float() - output_BTD.float()).flatten(0, 1)
                     missing_TD /= self._traits.multipliers.residual
                     (hidden_TN, product_TD), weight_T = seen.pop(), weight_BT[part].flatten()
@@ -246,18 +240,9 @@ class _Streams:
         change_ND, found = refit(*sums)
         return down.weight.double() + change_ND.T, found
 
-    def _after(self, index: int, stream_BTD: Tensor) -> Tensor:
-        stream_BTD = stream_BTD.to(self._device)
-        output: Tensor = self._layers[index](stream_BTD, **self._arguments[index])
-        return output
-
-    def _advance(self, index: int, stream_BTD: Tensor) -> None:
-        for part in self._parts:
-            stream_BTD[part] = self._after(index, stream_BTD[part]).cpu()
-
     def _token_weights(self) -> Tensor:
         """1 / mean square of the dense stream, [B, T], over its median and at most 10."""
-        parts = [1 / self._dense_BTD[part].float().square().mean(2) for part in self._parts]
+        parts = [1 / self._dense.hidden_BTD[part].float().square().mean(2) for part in self._parts]
         weight_BT = torch.cat(parts)
         return (weight_BT / weight_BT.median()).clamp(max=_LARGEST_WEIGHT).to(self._device)
 
@@ -274,23 +259,6 @@ def _drawn(blocks: TokenBlocks, num_tokens: int) -> tuple[Tensor, int]:
     is_heldout = order % _HELD_OUT == min(rows, _HELD_OUT) - 1
     chosen = torch.cat([order[~is_heldout], order[is_heldout]]) * blocks.num_blocks // rows
     return blocks.tokens_BT[chosen].long(), int((~is_heldout).sum())
-
-
-def _arguments(dense: DenseModel, tokens_1T: Tensor) -> list[dict[str, Any]]:
-    """What the trunk gives each decoder layer besides the stream: positions and masks."""
-    found: list[dict[str, Any]] = []
-    hooks = [
-        layer.register_forward_pre_hook(
-            lambda layer, args, kwargs: found.append(kwargs), with_kwargs=True
-        )
-        for layer in dense.family.layers(dense.model)
-    ]
-    try:
-        dense.family.trunk(dense.model)(input_ids=tokens_1T.to(dense.device), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
 
 
 def _before_norm(missing_TD: Tensor, product_TD: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
