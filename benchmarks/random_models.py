@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from dotmoe.export import ExportConfig, ExportRecord, GgufConfig, export
+from dotmoe.export import ExportRecord, GgufConfig, export
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import describe_dense
 from dotmoe.models.dense import DenseModel
@@ -117,15 +117,13 @@ def write_export(
     out: Path,
     tokens: int,
     seed: int,
-    *,
-    gguf: GgufConfig = GgufConfig(),  # noqa: B008 - frozen
     **options: Any,
 ) -> ExportRecord:
-    """Export a dense model on disk by a layout; `options` as in `ExportConfig`."""
+    """Export a dense model on disk by a layout; `options` as in `GgufConfig`."""
     dense = describe_dense(str(source))
     generator = torch.Generator().manual_seed(seed)
     text_BT = torch.randint(dense.widths.vocabulary, (1, tokens), generator=generator)
-    return export(dense, layout, out, ExportConfig(**options), text_BT, gguf=gguf)
+    return export(dense, layout, out, GgufConfig(**options), text_BT)
 
 
 @contextmanager

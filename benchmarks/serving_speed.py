@@ -14,7 +14,6 @@ import torch
 import tyro
 
 from dotmoe.bench import BenchConfig, bench, table
-from dotmoe.export import GgufConfig
 from dotmoe.load import LoadConfig
 from dotmoe.progress import Progress
 from dotmoe.tables import to_markdown
@@ -95,7 +94,7 @@ def pair(settings: Settings, case: Case) -> tuple[Path, Path]:
         write_random_dense(settings.shape, source, dtype, settings.seed)
     if case in CHECKPOINTS:
         return source, written(settings, source, settings.models / f"moe-{case}", {})
-    gguf = {"gguf": GgufConfig(type=case, tokenizer="none")}
+    gguf = {"gguf_type": case, "gguf_tokenizer": "none"}
     dense, moe = (
         written(settings, source, settings.models / f"{kind}-{case}", gguf | {"format": name})
         for kind, name in (("dense", "gguf_dense"), ("moe", settings.gguf_format))

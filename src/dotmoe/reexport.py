@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import tyro
 from tyro.conf import Positional
 
 from dotmoe.errors import UserError
-from dotmoe.export import GGUF_NAMES, ExportConfig, ExportRecord, GgufConfig, export
+from dotmoe.export import GGUF_NAMES, ExportRecord, GgufConfig, export
 from dotmoe.finished_run import FinishedRun
 from dotmoe.load import LoadConfig, describe_dense, left_on_disk
 from dotmoe.models.dense import DenseModel
@@ -26,27 +26,21 @@ class ReexportConfig:
     """Folder to write; must not exist, or be empty."""
     active_experts: Annotated[int | None, at_least(1)] = None
     """Experts that run per token (k), 1 to E. Default: the run's."""
-    export: ExportConfig = field(default_factory=ExportConfig)
-    gguf_type: Literal["f32", "f16", "bf16", "q8_0", "q4_0"] = "f16"
-    """Number format of a GGUF's matrices."""
-    gguf_tokenizer: Literal["auto", "none"] = "auto"
-    """auto: the model's tokenizer goes into the GGUF; none: it will take token ids only."""
+    export: GgufConfig = field(default_factory=GgufConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
 
     def check_together(self) -> None:
         """Refuse options that say nothing about the format."""
-        name, plain = self.export.format, ReexportConfig(run="", out="")
-        ignored: dict[str, Any] = {"gguf_type": self, "gguf_tokenizer": self}
-        if name in GGUF_NAMES:
-            ignored = {"export_dtype": self.export, "max_shard_gib": self.export}
-        if name == "gguf_dense":
-            ignored["active_experts"] = self
-        for option, holder in ignored.items():
-            default = getattr(plain if holder is self else plain.export, option)
-            if getattr(holder, option) != default:
-                raise UserError(
-                    f"--{option.replace('_', '-')} says nothing about format {name}. Leave it out."
-                )
+        name, plain = self.export.format, GgufConfig()
+        is_gguf = name in GGUF_NAMES
+        ignored = ("export_dtype", "max_shard_gib") if is_gguf else ("gguf_type", "gguf_tokenizer")
+        given = [each for each in ignored if getattr(self.export, each) != getattr(plain, each)]
+        if name == "gguf_dense" and self.active_experts is not None:
+            given.append("active_experts")
+        for option in given:
+            raise UserError(
+                f"--{option.replace('_', '-')} says nothing about format {name}. Leave it out."
+            )
 
 
 def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportRecord:
@@ -76,7 +70,6 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
         config.export,
         heldout.tokens_BT,
         origin=_origin(run, described) if run.has_own_weights else None,
-        gguf=GgufConfig(type=config.gguf_type, tokenizer=config.gguf_tokenizer),
         on_progress=on_progress,
     )
 

@@ -46,10 +46,10 @@ def gguf_pair(dense_of, layout_of, tokens_BT, tmp_path_factory):
     pytest.importorskip("gguf")
     pytest.importorskip("llama_cpp")
     folder, dense = tmp_path_factory.mktemp("gguf_pair"), dense_of("llama")
-    gguf = GgufConfig(type="f32", tokenizer="none")
+    options = {"verify_tokens": 64, "gguf_type": "f32", "gguf_tokenizer": "none"}
     for kind, name in (("dense", "gguf_dense"), ("glm4_moe", "gguf_glm4moe")):
-        config = ExportConfig(format=name, verify_tokens=64)
-        export(dense, layout_of(dense), folder / kind, config, tokens_BT, gguf=gguf)
+        config = GgufConfig(format=name, **options)
+        export(dense, layout_of(dense), folder / kind, config, tokens_BT)
     return {kind: folder / kind / "model-f32.gguf" for kind in ("dense", "glm4_moe")}
 
 

@@ -18,7 +18,7 @@ from dotmoe import llama_cpp
 from dotmoe.checkpoint import from_gguf
 from dotmoe.checkpoint.folder import checkpoint_folder
 from dotmoe.errors import UserError
-from dotmoe.export import ExportConfig, GgufConfig, export
+from dotmoe.export import GgufConfig, export
 from dotmoe.load import LoadConfig, dense_config, load_dense
 from runs import TINY_CONVERT, TINY_FINETUNE
 
@@ -39,11 +39,8 @@ def gguf_of(layout_of, tokens_BT, tmp_path):
 
     def write(dense, type="f32", name="gguf_dense", tokenizer="auto"):
         dense = replace(dense, tokenizer=with_a_merge(dense.tokenizer))
-        options = GgufConfig(type=type, tokenizer=tokenizer)
-        config = ExportConfig(format=name)
-        record = export(
-            dense, layout_of(dense, 4), tmp_path / "out", config, tokens_BT, gguf=options
-        )
+        config = GgufConfig(format=name, gguf_type=type, gguf_tokenizer=tokenizer)
+        record = export(dense, layout_of(dense, 4), tmp_path / "out", config, tokens_BT)
         (tmp_path / "out" / record.files[0]).rename(tmp_path / "model.gguf")
         return tmp_path / "model.gguf"
 

@@ -17,7 +17,7 @@ from dotmoe.errors import UserError
 from dotmoe.evaluate import EvaluateConfig, TextConfig, evaluate, models
 from dotmoe.evaluate.models import row_nats, stock_nats
 from dotmoe.evaluate.perplexity import packed_text, perplexity, rolling_perplexity
-from dotmoe.export import ExportConfig, GgufConfig, export
+from dotmoe.export import GgufConfig, export
 from dotmoe.load import LoadConfig, load_dense
 
 TEXTS = ["The cat sat on the mat.\n" * 9, "Zwölf Boxkämpfer jagen Viktor.", "x = [1, 2, 3]\n" * 11]
@@ -230,8 +230,8 @@ def test_the_window_of_a_gguf_is_bounded_by_the_context_that_its_file_states(
     dense = dense_of("llama", max_position_embeddings=64)
     (tmp_path / "text.txt").write_text("".join(TEXTS))
     tokens = torch.tensor(ids_of(dense))[:128].view(2, 64)
-    layout, config = layout_of(dense), ExportConfig(format="gguf_dense")
-    export(dense, layout, tmp_path / "out", config, tokens, gguf=GgufConfig(type="f32"))
+    config = GgufConfig(format="gguf_dense", gguf_type="f32")
+    export(dense, layout_of(dense), tmp_path / "out", config, tokens)
     contexts = []
 
     @contextmanager

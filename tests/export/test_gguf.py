@@ -14,7 +14,6 @@ from dotmoe import llama_cpp
 from dotmoe.cli import run
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.export import (
-    ExportConfig,
     ExportRecord,
     GgufConfig,
     export,
@@ -51,11 +50,10 @@ def _without_llama_cpp(monkeypatch):
 def write(tokens_BT, tmp_path):
     """Exports to GGUF; gives the record and the file."""
 
-    def make(dense, layout, name="gguf_glm4moe", *, out="out", **options):
-        folder, options = tmp_path / out, GgufConfig(**{"type": "f32", **options})
-        config = ExportConfig(format=name)
-        record = export(dense, layout, folder, config, tokens_BT, gguf=options)
-        return record, GgufFile(folder / record.files[0])
+    def make(dense, layout, name="gguf_glm4moe", *, out="out", type="f32"):
+        config = GgufConfig(format=name, gguf_type=type)
+        record = export(dense, layout, tmp_path / out, config, tokens_BT)
+        return record, GgufFile(tmp_path / out / record.files[0])
 
     return make
 
@@ -289,14 +287,14 @@ except UserError as error:
 @pytest.mark.parametrize(
     ("export_options", "options", "said"),
     [
-        ({}, {"gguf_type": "q8_0"}, "--gguf-type says nothing about format auto"),
+        ({"gguf_type": "q8_0"}, {}, "--gguf-type says nothing about format auto"),
         ({"format": "gguf", "export_dtype": "bfloat16"}, {}, "--export-dtype .* gguf"),
         ({"format": "gguf_llama", "max_shard_gib": 1.0}, {}, "--max-shard-gib .* gguf_llama"),
         ({"format": "gguf_dense"}, {"active_experts": 2}, "--active-experts .* gguf_dense"),
     ],
 )
 def test_options_that_the_format_does_not_know_are_refused(export_options, options, said):
-    config = ReexportConfig(run="run", out="out", export=ExportConfig(**export_options), **options)
+    config = ReexportConfig(run="run", out="out", export=GgufConfig(**export_options), **options)
     with pytest.raises(UserError, match=said):
         check(config)
 

@@ -7,7 +7,7 @@ pytest.importorskip("gguf")
 pytest.importorskip("llama_cpp")
 
 from dotmoe.errors import UserError, VerificationError
-from dotmoe.export import ExportConfig, GgufConfig, export, gguf_format, set_active_experts
+from dotmoe.export import GgufConfig, export, gguf_format, set_active_experts
 from dotmoe.llama_cpp import LlamaCppModel
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked_by
@@ -34,8 +34,8 @@ def write(tokens_BT, tmp_path):
     """Exports to GGUF; gives the record."""
 
     def make(dense, layout, name="gguf_glm4moe", *, kind="f32", tokens_BT=tokens_BT):
-        config, gguf = ExportConfig(format=name), GgufConfig(type=kind)
-        return export(dense, layout, tmp_path / name, config, tokens_BT, gguf=gguf)
+        config = GgufConfig(format=name, gguf_type=kind)
+        return export(dense, layout, tmp_path / name, config, tokens_BT)
 
     return make
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 pytest.importorskip("gguf")
 
-from dotmoe.export import ExportConfig, GgufConfig, export
+from dotmoe.export import GgufConfig, export
 from dotmoe.export.tokenizer import RULES, _cut_by, tokenizer_keys, tokenizer_name
 from dotmoe.llama_cpp import LlamaCppModel
 from dotmoe.load import LoadConfig, load_dense
@@ -130,9 +130,8 @@ def written(layout_of, tmp_path):
 
     def write(dense, tokenizer="auto"):
         layout = layout_of(dense, num_experts=dense.widths.ffn // 4)
-        tokens_BT, config = torch.arange(3, 99).view(1, 96), ExportConfig(format="gguf_dense")
-        gguf = GgufConfig(type="f32", tokenizer=tokenizer)
-        return export(dense, layout, tmp_path / "out", config, tokens_BT, gguf=gguf)
+        config = GgufConfig(format="gguf_dense", gguf_type="f32", gguf_tokenizer=tokenizer)
+        return export(dense, layout, tmp_path / "out", config, torch.arange(3, 99).view(1, 96))
 
     return write
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.cli import run
 from dotmoe.errors import VerificationError
-from dotmoe.export import FORMATS, ExportConfig, ExportRecord, export
+from dotmoe.export import FORMATS, ExportConfig, ExportRecord, GgufConfig, export
 from dotmoe.export.format import Conversion
 from dotmoe.export.verify import (
     binary_gate_ffn,
@@ -45,6 +45,8 @@ def verified(exported, tokens):
         layout=layout,
         exponents={scale["layer"]: scale["exponent"] for scale in record.routers},
         dtype=torch.float32,
+        config=GgufConfig(),
+        source="",
     )
     return " ".join(FORMATS["glm4_moe"].check(conversion, folder, tokens)[1])
 

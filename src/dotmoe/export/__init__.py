@@ -1,9 +1,8 @@
 """STAGE export: the files of a dense checkpoint and an `ExpertLayout` become a servable model."""
 
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Int
@@ -12,10 +11,10 @@ from torch import Tensor
 from dotmoe.checkpoint.on_disk import on_disk
 from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.errors import UserError, VerificationError
-from dotmoe.export.architectures import AUTO, FORMATS, GGUF_NAMES, explained, format_for
+from dotmoe.export.architectures import FORMATS, GGUF_NAMES, explained, format_for
 from dotmoe.export.card import write_model_card
 from dotmoe.export.edit import require_free_k, set_active_experts
-from dotmoe.export.format import Conversion, GgufConfig
+from dotmoe.export.format import Conversion, ExportConfig, GgufConfig
 from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of, require_checksums
 from dotmoe.export.routers import routing_notes, routing_problems, scale_routers
 from dotmoe.export.verify import sample_tokens
@@ -23,7 +22,6 @@ from dotmoe.files import complete_folder
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.dense import DenseModel
-from dotmoe.options import above, at_least
 from dotmoe.progress import Update, no_update
 
 __all__ = [
@@ -44,25 +42,6 @@ __all__ = [
 
 UNVERIFIED = "_unverified"
 """Ending of the folder of an export that failed its verification."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExportConfig:
-    """What is written, and how carefully it is checked."""
-
-    format: str = AUTO
-    """Stock architecture to write: glm4_moe, mixtral, qwen2_moe, qwen3_moe, granitemoe, flex_olmo,
-    or auto: glm4_moe where it can hold the model, else the family's native twin. From a finished
-    run `dotmoe export` also writes gguf, gguf_glm4moe, gguf_llama and gguf_dense."""
-    export_dtype: Literal["source", "float32", "bfloat16"] = "source"
-    """Dtype of the written weights. `source` keeps that of every dense tensor, bit for bit; float16
-    cannot hold the scaled routers and must be given another."""
-    max_shard_gib: Annotated[float, above(0)] = 4.0
-    """Largest weight file, in GiB, above 0."""
-    scale_tokens: Annotated[int, at_least(1)] = 2048
-    """Tokens of text from which the scale of the routers is chosen, at least 1."""
-    verify_tokens: Annotated[int, at_least(1)] = 512
-    """Tokens of text on which the export is compared with the masked dense model, at least 1."""
 
 
 def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
@@ -113,7 +92,6 @@ def export(
     token_ids: Int[Tensor, "B T"],
     *,
     origin: DenseModel | None = None,
-    gguf: GgufConfig = GgufConfig(),  # noqa: B008 - frozen
     on_progress: Update = no_update,
 ) -> ExportRecord:
     """Scale the routers, write the folder, verify it, and only then give it its name.
@@ -125,11 +103,10 @@ def export(
         dense: The dense model, loaded or only described; it says where to compute.
         layout: Experts, routers and k. Routers are rounded to the written dtype.
         out: Folder to create; must not exist, or be empty.
-        config: See `ExportConfig`.
+        config: See `ExportConfig`; for a GGUF format it may be a `GgufConfig`.
         token_ids: Real text, to scale the routers and to verify with.
         origin: The dense model that the work began with, where `dense` is what training made of
             it; None: `dense`.
-        gguf: What is special to GGUF formats.
         on_progress: Told tensors written, then layers verified.
 
     Returns:
@@ -168,9 +145,8 @@ def export(
         layout=layout,
         exponents={scale["layer"]: scale["exponent"] for scale in routers},
         dtype=dtype,
-        keeps_dtypes=config.export_dtype == "source",
+        config=config if isinstance(config, GgufConfig) else GgufConfig(**asdict(config)),
         source=(origin or dense).source,
-        gguf=gguf,
         on_progress=on_progress,
     )
     problems = routing_problems(routers, sample_BT.numel())
@@ -178,7 +154,7 @@ def export(
     if (unverified / RECORD_FILE).is_file():  # left by an earlier try
         shutil.rmtree(unverified)
     with complete_folder(unverified) as folder:
-        files = form.write(conversion, folder, config)
+        files = form.write(conversion, folder)
         try:
             tokens_BT = sample_tokens(token_ids, config.verify_tokens, form.context(dense))
             verification, beyond = form.check(conversion, folder, tokens_BT)

@@ -55,7 +55,7 @@ class _Glm4Moe(TransformersFormat):
             "attention_bias": traits.qkv_bias,
             "use_qk_norm": traits.qk_norm == "head",
             "moe_intermediate_size": split.expert_size,
-            "n_shared_experts": _shared_experts(split),
+            "n_shared_experts": specs.shared_experts(split),
             "n_group": 1,
             "topk_group": 1,
             "norm_topk_prob": False,
@@ -77,28 +77,9 @@ class _Glm4Moe(TransformersFormat):
         split = conversion.granularity
         bias = f"{prefix}.gate.e_score_correction_bias"
         yield specs.constant(bias, (split.num_experts,), torch.float32, 0.0)
-        size = _shared_experts(split) * split.expert_size
-        yield from _shared(conversion, layer, f"{prefix}.shared_experts", size)
-
-
-def _shared_experts(split: Granularity) -> int:
-    """Shared experts of the routed experts' size that hold the neurons always on; at least 1."""
-    return max(1, -(-split.shared_size // split.expert_size))
-
-
-def _shared(
-    conversion: Conversion, layer: int, prefix: str, size: int, down_factor: float = 1.0
-) -> Iterator[TensorSpec]:
-    for projection in specs.PROJECTIONS:
-        yield specs.neurons(
-            conversion,
-            layer,
-            projection,
-            conversion.layout.shared_neurons(layer),
-            f"{prefix}.{projection}_proj.weight",
-            factor=down_factor if projection == "down" else 1.0,
-            size=size,
-        )
+        size = specs.shared_experts(split) * split.expert_size
+        name = f"{prefix}.shared_experts.{{}}_proj.weight"
+        yield from specs.shared(conversion, layer, name, size)
 
 
 class _Mixtral(TransformersFormat):
@@ -157,7 +138,8 @@ class _Qwen2Moe(TransformersFormat):
         gate, width = f"{prefix}.shared_expert_gate.weight", conversion.dense.widths.model
         yield specs.constant(gate, (1, width), conversion.dtype, SHARED_GATE)
         size = conversion.layout.shared_size or EMPTY_SHARED_SIZE
-        yield from _shared(conversion, layer, f"{prefix}.shared_expert", size, 2.0)
+        name = f"{prefix}.shared_expert.{{}}_proj.weight"
+        yield from specs.shared(conversion, layer, name, size, down_factor=2.0)
 
 
 class _Qwen3Moe(TransformersFormat):

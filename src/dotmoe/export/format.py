@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Int
@@ -19,10 +19,8 @@ from dotmoe.granularity import GROUPED_MATMUL_BYTES, Granularity
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import Multipliers
+from dotmoe.options import above, at_least
 from dotmoe.progress import Update, no_update
-
-if TYPE_CHECKING:
-    from dotmoe.export import ExportConfig
 
 BLOCKS = {
     "F64": (1, 8),
@@ -56,13 +54,32 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GgufConfig:
-    """What is special to GGUF files."""
+class ExportConfig:
+    """What is written, and how carefully it is checked."""
 
-    type: Literal["f32", "f16", "bf16", "q8_0", "q4_0"] = "f16"
-    """Number format of the matrices."""
-    tokenizer: Literal["auto", "none"] = "auto"
-    """auto: the dense model's, where llama.cpp has the like; none: token ids only."""
+    format: str = "auto"
+    """Stock architecture to write: glm4_moe, mixtral, qwen2_moe, qwen3_moe, granitemoe, flex_olmo,
+    or auto: glm4_moe where it can hold the model, else the family's native twin. From a finished
+    run `dotmoe export` also writes gguf, gguf_glm4moe, gguf_llama and gguf_dense."""
+    export_dtype: Literal["source", "float32", "bfloat16"] = "source"
+    """Dtype of the written weights. `source` keeps that of every dense tensor, bit for bit; float16
+    cannot hold the scaled routers and must be given another."""
+    max_shard_gib: Annotated[float, above(0)] = 4.0
+    """Largest weight file, in GiB, above 0."""
+    scale_tokens: Annotated[int, at_least(1)] = 2048
+    """Tokens of text from which the scale of the routers is chosen, at least 1."""
+    verify_tokens: Annotated[int, at_least(1)] = 512
+    """Tokens of text on which the export is compared with the masked dense model, at least 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GgufConfig(ExportConfig):
+    """With what is special to GGUF files."""
+
+    gguf_type: Literal["f32", "f16", "bf16", "q8_0", "q4_0"] = "f16"
+    """Number format of a GGUF's matrices."""
+    gguf_tokenizer: Literal["auto", "none"] = "auto"
+    """auto: the model's tokenizer goes into the GGUF; none: it will take token ids only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,11 +114,9 @@ class Conversion:
     """p of each split layer: its router is written as 2^-p W_r."""
     dtype: torch.dtype
     """Of routers and experts, and of what the dense model lacks."""
-    keeps_dtypes: bool = True
-    """Every dense tensor keeps the dtype in which it is stored; else all take `dtype`."""
-    source: str = ""
+    config: GgufConfig
+    source: str
     """Name of the dense model that the work began with."""
-    gguf: GgufConfig = GgufConfig()
     on_progress: Update = no_update
     """Told tensors written, then layers verified."""
 
@@ -109,6 +124,11 @@ class Conversion:
     def granularity(self) -> Granularity:
         """Of the layout."""
         return self.layout.granularity
+
+    @property
+    def keeps_dtypes(self) -> bool:
+        """Every dense tensor keeps the dtype in which it is stored; else all take `dtype`."""
+        return self.config.export_dtype == "source"
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Dtype in which a dense tensor is written."""
@@ -192,7 +212,7 @@ class Format(ABC):
         """
 
     @abstractmethod
-    def write(self, conversion: Conversion, folder: Path, config: "ExportConfig") -> list[str]:
+    def write(self, conversion: Conversion, folder: Path) -> list[str]:
         """Write header, tensors and tokenizer into a folder; returns the names of weight files."""
 
     @abstractmethod

@@ -83,7 +83,7 @@ def check_gguf(
     if not llama_cpp.is_installed():
         return found, []
     run = _run(form, conversion, file, tokens_BT)
-    return found | {"run": run}, _problems(run, path.name, form, conversion.gguf.type)
+    return found | {"run": run}, _problems(run, path.name, form, conversion.config.gguf_type)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from gguf import GGML_QUANT_VERSION, MODEL_ARCH_NAMES, LlamaFileType, get_tensor_name_map
@@ -40,9 +40,6 @@ from dotmoe.export.tokenizer import tokenizer_keys, tokenizer_name
 from dotmoe.granularity import Granularity
 from dotmoe.llama_cpp import most_active_experts_of
 from dotmoe.models.dense import DenseModel
-
-if TYPE_CHECKING:
-    from dotmoe.export import ExportConfig
 
 SOFTMAX_OF_CHOSEN = 3
 """`expert_gating_func` of the softmax over the chosen logits; gguf has no name for it."""
@@ -80,14 +77,12 @@ class GgufFormat(Format):
         return "qwen3" if dense.family.traits(dense.config).qk_norm == "head" else "llama"
 
     def gating(self, granularity: Granularity) -> Gating:
-        """See `Format.gating`."""
         active = float(granularity.active_experts)
         return Gating(score=self.score, renormalised=True, constant=active, only_in="llama.cpp")
 
     def refusal(
         self, dense: DenseModel, granularity: Granularity, dtype: torch.dtype
     ) -> str | None:
-        """See `Format.refusal`."""
         reason = unsupported_reason(self, dense, granularity)
         if reason is None and self.arch(dense) != "llama":
             reason = scaling_refusal(dense.config, self.name)
@@ -109,21 +104,18 @@ class GgufFormat(Format):
         )
 
     def exactness(self, conversion: Conversion) -> str:
-        """See `Format.exactness`."""
-        return f"expert weights are the dense ones, stored as {conversion.gguf.type}"
+        return f"expert weights are the dense ones, stored as {conversion.config.gguf_type}"
 
     def details(self, conversion: Conversion) -> dict[str, Any]:
-        """See `Format.details`."""
         return {
             "arch": self.arch(conversion.dense),
-            "type": conversion.gguf.type,
+            "type": conversion.config.gguf_type,
             "tensor_types": dict(Counter(spec.stored for spec in self.tensors(conversion))),
             "tokenizer": tokenizer_name(self._tokenizer(conversion)[0]),
             "context": self.context(conversion.dense),
         }
 
     def notes(self, conversion: Conversion) -> list[str]:
-        """See `Format.notes`."""
         dense = conversion.dense
         notes = [*self.own_notes, *self._tokenizer(conversion)[1]]
         if self.context(dense) < dense.widths.context:
@@ -136,7 +128,7 @@ class GgufFormat(Format):
         return notes
 
     def _tokenizer(self, conversion: Conversion) -> tuple[dict[str, Any], list[str]]:
-        return tokenizer_keys(conversion.dense, conversion.gguf.tokenizer, conversion.source)
+        return tokenizer_keys(conversion.dense, conversion.config.gguf_tokenizer, conversion.source)
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
         """All keys of the file but `general.architecture`, in full."""
@@ -162,7 +154,7 @@ class GgufFormat(Format):
             **{f"rope.{key}": value for key, value in scaling.items()},
             **self._ffn_keys(conversion.granularity),
         }
-        stored = conversion.gguf.type.upper()
+        stored = conversion.config.gguf_type.upper()
         file_type = LlamaFileType[f"{'ALL' if stored == 'F32' else 'MOSTLY'}_{stored}"]
         return {
             "general.type": "model",
@@ -216,7 +208,7 @@ class GgufFormat(Format):
         a large part of a model's error and a small part of its time, so 4-bit files keep them at 8
         bits. A row that is no multiple of the format's block is stored as float16 instead.
         """
-        stored = conversion.gguf.type.upper()
+        stored = conversion.config.gguf_type.upper()
         if stored == "Q4_0" and name in ("token_embd.weight", "output.weight"):
             stored = "Q8_0"
         if spec.shape[-1] % BLOCKS[stored][0]:
@@ -232,9 +224,8 @@ class GgufFormat(Format):
             spec = specs.stacked_experts(conversion, layer, projection, neurons_ES)
             yield self._stored(conversion, spec, f"blk.{layer}.ffn_{projection}_exps.weight")
 
-    def write(self, conversion: Conversion, folder: Path, config: "ExportConfig") -> list[str]:
-        """See `Format.write`."""
-        path = folder / f"model-{conversion.gguf.type}.gguf"
+    def write(self, conversion: Conversion, folder: Path) -> list[str]:
+        path = folder / f"model-{conversion.config.gguf_type}.gguf"
         arch = self.arch(conversion.dense)
         specs = list(self.tensors(conversion))
         write_gguf(path, arch, self.header(conversion), specs, conversion.on_progress)
@@ -244,11 +235,9 @@ class GgufFormat(Format):
     def check(
         self, conversion: Conversion, folder: Path, tokens_BT: Int[Tensor, "B T"]
     ) -> tuple[dict[str, Any], list[str]]:
-        """See `Format.check`."""
         return check_gguf(self, conversion, folder, tokens_BT)
 
     def with_active_experts(self, folder: Path, active_experts: int) -> tuple[Path, Path]:
-        """See `Format.with_active_experts`."""
         found = sorted(folder.glob("*.gguf"))
         if len(found) != 1:
             raise UserError(
@@ -275,7 +264,6 @@ class GgufGlm4Moe(GgufFormat):
     )
 
     def arch(self, dense: DenseModel) -> str:
-        """See `GgufFormat.arch`."""
         return "glm4moe"
 
     def _ffn_keys(self, split: Granularity) -> dict[str, Any]:
@@ -283,7 +271,7 @@ class GgufGlm4Moe(GgufFormat):
             "feed_forward_length": split.ffn_width,
             "expert_feed_forward_length": split.expert_size,
             "expert_count": split.num_experts,
-            "expert_shared_count": _num_shared(split),
+            "expert_shared_count": specs.shared_experts(split),
             "leading_dense_block_count": split.first_dense_layers,
             "expert_gating_func": SOFTMAX_OF_CHOSEN,
             "expert_weights_norm": False,
@@ -296,12 +284,9 @@ class GgufGlm4Moe(GgufFormat):
         split = conversion.granularity
         bias = f"blk.{layer}.exp_probs_b.bias"
         yield specs.constant(bias, (split.num_experts,), torch.float32, 0.0)
-        neurons_S = conversion.layout.shared_neurons(layer).cpu()
-        size = _num_shared(split) * split.expert_size
-        for projection in specs.PROJECTIONS:
-            name = f"blk.{layer}.ffn_{projection}_shexp.weight"
-            spec = specs.neurons(conversion, layer, projection, neurons_S, name, size=size)
-            yield self._stored(conversion, spec, name)
+        size = specs.shared_experts(split) * split.expert_size
+        for spec in specs.shared(conversion, layer, f"blk.{layer}.ffn_{{}}_shexp.weight", size):
+            yield self._stored(conversion, spec, spec.name)
 
 
 class GgufLlama(GgufFormat):
@@ -343,8 +328,3 @@ def _names(arch: str, num_layers: int) -> Any:
     """llama.cpp's names of an architecture's tensors."""
     (member,) = [each for each, name in MODEL_ARCH_NAMES.items() if name == arch]
     return get_tensor_name_map(member, num_layers)
-
-
-def _num_shared(split: Granularity) -> int:
-    """Shared experts, each as wide as a routed one, that hold the neurons that are always on."""
-    return max(1, -(-split.shared_size // split.expert_size))

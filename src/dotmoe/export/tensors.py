@@ -1,5 +1,7 @@
 """The tensors of an export, each described before it is made."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -7,6 +9,7 @@ from torch.nn.functional import pad
 from dotmoe.checkpoint.tensors import EMBEDDING, HEAD, NORM
 from dotmoe.errors import UserError
 from dotmoe.export.format import STORED, Conversion, TensorSpec
+from dotmoe.granularity import Granularity
 from dotmoe.models.dense import DenseModel
 
 PROJECTIONS = ("gate", "up", "down")
@@ -79,6 +82,30 @@ def neurons(
 
     stored = STORED[conversion.dtype_of(source)]
     return TensorSpec(name=name, shape=tuple(shape), stored=stored, make=make)
+
+
+def shared_experts(split: Granularity) -> int:
+    """Experts, each as wide as a routed one, that hold the neurons that are always on; 1 or more.
+
+    Some architectures demand one.
+    """
+    return max(1, -(-split.shared_size // split.expert_size))
+
+
+def shared(
+    conversion: Conversion, layer: int, name: str, size: int, *, down_factor: float = 1.0
+) -> Iterator[TensorSpec]:
+    """The shared expert of a layer, filled up to `size`; `{}` in `name` stands for a projection."""
+    for projection in PROJECTIONS:
+        yield neurons(
+            conversion,
+            layer,
+            projection,
+            conversion.layout.shared_neurons(layer),
+            name.format(projection),
+            factor=down_factor if projection == "down" else 1.0,
+            size=size,
+        )
 
 
 def stacked_experts(

@@ -4,7 +4,7 @@ import shutil
 from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 from jaxtyping import Int
 from torch import Tensor, nn
@@ -18,9 +18,6 @@ from dotmoe.export.verify import verify
 from dotmoe.files import read_json, write_json
 from dotmoe.granularity import Granularity
 from dotmoe.models.dense import DenseModel
-
-if TYPE_CHECKING:
-    from dotmoe.export import ExportConfig
 
 _COPIED = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -63,12 +60,10 @@ class TransformersFormat(Format):
         )
 
     def exactness(self, conversion: Conversion) -> str:
-        """See `Format.exactness`."""
         factor = "E" if self.active_experts_editable else "k"
         return f"expert weights rounded once, down projections times {factor}; {self.gates}"
 
     def notes(self, conversion: Conversion) -> list[str]:
-        """See `Format.notes`."""
         context, whole = self.context(conversion.dense), conversion.dense.widths.context
         notes = {
             "For inference only: the scaled router passes almost no gradient. Fine-tune before "
@@ -117,7 +112,6 @@ class TransformersFormat(Format):
         """What config.json says of the experts besides E and k."""
 
     def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
-        """See `Format.tensors`."""
         specs.require_no_others(conversion, self.name)
         yield specs.carried(conversion, EMBEDDING)
         for layer in range(conversion.layout.num_layers):
@@ -148,15 +142,14 @@ class TransformersFormat(Format):
                 name = f"{prefix}.experts.{expert}.{part}.weight"
                 yield specs.neurons(conversion, layer, projection, neurons_S, name, factor=factor)
 
-    def write(self, conversion: Conversion, folder: Path, config: "ExportConfig") -> list[str]:
-        """See `Format.write`."""
+    def write(self, conversion: Conversion, folder: Path) -> list[str]:
         dense = conversion.dense
         write_json(folder / "config.json", self.header(conversion))
         dense.tokenizer.save_pretrained(folder)
         generation = dense.folder / "generation_config.json"
         if generation.is_file():
             shutil.copyfile(generation, folder / generation.name)
-        max_bytes = int(config.max_shard_gib * 2**30)
+        max_bytes = int(conversion.config.max_shard_gib * 2**30)
         files = write_checkpoint(
             self.tensors(conversion), folder, max_bytes, conversion.on_progress
         )
@@ -166,11 +159,9 @@ class TransformersFormat(Format):
     def check(
         self, conversion: Conversion, folder: Path, tokens_BT: Int[Tensor, "B T"]
     ) -> tuple[dict[str, Any], list[str]]:
-        """See `Format.check`."""
         return verify(self, conversion, folder, tokens_BT)
 
     def with_active_experts(self, folder: Path, active_experts: int) -> tuple[Path, Path]:
-        """See `Format.with_active_experts`."""
         path, changed = folder / "config.json", folder / ".config.json.new"
         write_json(changed, read_json(path) | {self.active_experts_key: active_experts})
         return changed, path
