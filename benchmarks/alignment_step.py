@@ -4,8 +4,8 @@
     python benchmarks/alignment_step.py --preset qwen25_7b       # 7B widths, one GPU
 
 Models are random and made on the device, since speed does not depend on what they have learned.
-Each round measures the matmul rate, an alignment step without and with activation checkpointing,
-and a dense training step, one after the other.
+Each round measures the machine's rates, an alignment step without and with activation
+checkpointing, and a dense training step, one after the other.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -15,27 +15,36 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 import tyro
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from dotmoe.align import AlignConfig, Alignment
-from dotmoe.analyse.overhead import OF_ASSIGNMENT, OF_TASK, Clock, time_methods
+from dotmoe.analyse.overhead import OF_ASSIGNMENT, OF_TASK, Clock, mask_cost, time_methods
 from dotmoe.data import TokenBlocks
 from dotmoe.granularity import Granularity
-from dotmoe.inspection.planner import products
+from dotmoe.inspection.memory import step_memory
+from dotmoe.inspection.planner import ON_CPU, ON_GPU, Accelerator, products, seconds
 from dotmoe.inspection.sizes import Step as PlannedStep
 from dotmoe.inspection.sizes import sizes_of
 from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import family_of
 from dotmoe.moe.assignment import AlignState, AssignmentConfig
 from dotmoe.moe.masked import masked, recomputing
 from dotmoe.training.loop import adamw
-from random_models import QWEN25_7B, ROUTER_LOGIT_STD, Shape, random_dense, random_tokens
-from rounds import in_turns, keep, medians, ratio, require_device
+from random_models import (
+    QWEN25_7B,
+    ROUTER_LOGIT_STD,
+    Shape,
+    llama_config,
+    random_dense,
+    random_tokens,
+)
+from rounds import in_turns, keep, medians, rates, ratio, require_device
 
 AFFINITY_STD = 0.3
 """Of the random affinities: at temperature 0.1 a plan as sharp as after some hundred steps."""
+NAMES = {"alignment": False, "alignment, checkpointing": True}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,25 +82,32 @@ class Subject:
         dtype = getattr(torch, self.dtype)
         return random_dense(shape, dtype=dtype, device=self.device, seed=seed)
 
-    def planned(self, dense: DenseModel, *, checkpointing: bool = False) -> PlannedStep:
+    def planned(self, *, checkpointing: bool = False) -> PlannedStep:
         """What the estimates of `dotmoe inspect` read."""
-        dtype = getattr(torch, self.dtype)
-        sizes = sizes_of(
-            dense.config,
-            dense.family,
-            self.split,
-            stored=dtype,
-            written=dtype,
-            held=dtype.itemsize,
-        )
+        config, dtype = llama_config(self.shape), getattr(torch, self.dtype)
+        dtypes = {"stored": dtype, "written": dtype, "held": dtype.itemsize}
         return PlannedStep(
-            sizes=sizes,
+            sizes=sizes_of(config, family_of(config), self.split, **dtypes),
             batch_size=self.batch,
             seq_len=self.seq_len,
             micro_batch_size=self.micro_batch,
             on_cpu=self.device == "cpu",
             checkpointing=checkpointing,
         )
+
+    def predicted(self, found: dict[str, Any], *, checkpointing: bool = False) -> dict[str, Any]:
+        """Seconds of each part, from the rates measured beside it, and bytes, from the shape."""
+        step = self.planned(checkpointing=checkpointing)
+        speed = Accelerator(
+            name="here",
+            flops_per_s=found["matmul_flops_per_s"],
+            bytes_per_s=found["copy_bytes_per_s"],
+            efficiency=ON_CPU if step.on_cpu else ON_GPU,
+        )
+        return {
+            "predicted_s": seconds(step, speed),
+            "predicted_bytes": sum(step_memory(step).values()),
+        }
 
 
 SMALL = Subject(
@@ -131,42 +147,49 @@ def main() -> None:
     require_device(subject.device)
     if settings.layers:
         subject = replace(subject, shape=replace(subject.shape, layers=settings.layers))
-    dense = subject.dense(settings.seed)
-    plain = Step(subject, dense, seed=settings.seed)
-    recomputed = Step(subject, dense, seed=settings.seed, checkpointing=True)
-    found = in_turns(
-        {
-            "matmul": partial(matmul_rate, subject, dense.device),
-            "alignment": plain.taken,
-            "alignment, checkpointing": recomputed.taken,
-            "dense training": partial(dense_step, subject, dense, plain),
-        },
-        settings.rounds,
-    )
+    record = measured(subject, settings.rounds, settings.seed)
+    for name, part_s in record["summary"]["parts_s"].items():
+        print(f"{name:>20} {part_s:.4f} s {part_s / record['summary']['step_s']:>6.1%}")
+    for name, value in record["summary"].items():
+        print(f"{name}: {value}")
+    keep(settings.out or f"results/alignment_step_{settings.preset}.json", record, settings.seed)
+
+
+def measured(subject: Subject, rounds: int, seed: int) -> dict[str, Any]:
+    """Every round of all that takes turns, the peaks, and their summary."""
+    dense = subject.dense(seed)
+    step = Step(subject, dense, seed=seed)
+    tokens, shape = subject.seq_len * subject.micro_batch, subject.shape
+    ffn = (tokens, shape.width, shape.ffn_width), (tokens, shape.ffn_width, shape.width)
+    subjects = {
+        "rates": partial(rates, dense.device, getattr(torch, subject.dtype), *ffn),
+        **{name: partial(step.taken, checkpointing=NAMES[name]) for name in NAMES},
+        "dense training": partial(dense_step, subject, step),
+    }
     record = {
         "subject": asdict(subject),
-        "rounds": settings.rounds,
+        "rounds": rounds,
         "clock": Clock(dense.device).kind,
-        "steps": found,
-        "peak_bytes": {"plain": plain.peak_bytes(), "checkpointing": recomputed.peak_bytes()},
+        "steps": in_turns(subjects, rounds),
+        "peak_bytes": {name: step.peak_bytes(checkpointing=NAMES[name]) for name in NAMES},
+        "straight_through_s": step.straight_through(),
     }
-    record["summary"] = summary(record, subject, dense)
-    show(record)
-    keep(settings.out or f"results/alignment_step_{settings.preset}.json", record, settings.seed)
+    return record | {"summary": summary(record, subject)}
 
 
 class Step:
     """One optimizer step of the alignment, again and again."""
 
     def __init__(
-        self, subject: Subject, dense: DenseModel, *, seed: int, checkpointing: bool = False
+        self,
+        subject: Subject,
+        dense: DenseModel,
+        *,
+        seed: int,
+        assignment: AssignmentConfig = AssignmentConfig(),  # noqa: B008 - frozen
     ) -> None:
         self.dense = dense
-        self.config = AlignConfig(
-            batch_size=subject.batch,
-            micro_batch_size=subject.micro_batch,
-            activation_checkpointing=checkpointing,
-        )
+        self.config = AlignConfig(batch_size=subject.batch, micro_batch_size=subject.micro_batch)
         tokens = random_tokens(subject.shape, 4 * subject.batch, subject.seq_len, seed)
         self.blocks = TokenBlocks(tokens)
         self.task = Alignment(
@@ -175,7 +198,7 @@ class Step:
             random_state(subject, seed),
             subject.split,
             self.config,
-            AssignmentConfig(),
+            assignment,
             warmup_steps=0,
             seed=seed,
         )
@@ -187,10 +210,9 @@ class Step:
         self.optimizer = adamw(groups, weight_decay=self.config.weight_decay)
         self.steps = 0
 
-    def taken(self) -> dict[str, float]:
+    def taken(self, *, checkpointing: bool = False) -> dict[str, float]:
         """Seconds of the parts of one step, and of all of it as `step`."""
-        masks = masked(self.dense, self.task.routing)
-        saved = recomputing(self.dense, self.config.activation_checkpointing)
+        masks, saved = masked(self.dense, self.task.routing), recomputing(self.dense, checkpointing)
         with masks, saved, self.clock.part("step"):
             self.task.accumulate_gradients(self.steps)
             with self.clock.part("optimizer"):
@@ -200,20 +222,26 @@ class Step:
         self.steps += 1
         return self.clock.seconds()
 
-    def peak_bytes(self) -> int:
+    def straight_through(self) -> float:
+        """Seconds that routing, masks and their estimators add to the FFNs of a step."""
+        passes = self.dense.widths.layers * self.config.batch_size // self.config.micro_batch_size
+        with masked(self.dense, self.task.routing):
+            return passes * sum(mask_cost(self.task, self.clock))
+
+    def peak_bytes(self, *, checkpointing: bool = False) -> int:
         """Most bytes of tensors that are alive at once during a step, weights included.
 
         On CUDA what the allocator counts. On a CPU what it hands out beyond the tensors that are
         there before the step.
         """
-        self.taken()
+        self.taken(checkpointing=checkpointing)
         device = self.dense.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-            self.taken()
+            self.taken(checkpointing=checkpointing)
             return torch.cuda.max_memory_allocated(device)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            self.taken()
+            self.taken(checkpointing=checkpointing)
         alive = most = 0
         for event in sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
             if event.name() == "[memory]":
@@ -245,83 +273,68 @@ def random_state(subject: Subject, seed: int) -> AlignState:
     )
 
 
-def matmul_rate(subject: Subject, device: torch.device) -> dict[str, float]:
-    """Rate of the best of three products: square, and those of one FFN of the subject."""
-    dtype = getattr(torch, subject.dtype)
-    side = 512 if device.type == "cpu" else 8_192
-    tokens = subject.seq_len * subject.micro_batch
-    width, neurons = subject.shape.width, subject.shape.ffn_width
-    clock, best = Clock(device), 0.0
-    for rows, inner, columns in ((side,) * 3, (tokens, width, neurons), (tokens, neurons, width)):
-        # Varied entries: a GPU multiplies constants faster than it would real data.
-        left = torch.randn(rows, inner, device=device).to(dtype)
-        right = torch.randn(columns, inner, device=device).to(dtype)
-        for _ in range(4):
-            with clock.part("product"):
-                F.linear(left, right)
-            best = max(best, 2 * rows * inner * columns / clock.seconds()["product"])
-    return {"flops_per_s": best}
+def dense_step(subject: Subject, step: Step) -> dict[str, float]:
+    """The same model and tokens with its weights trained, so many sequences `at_once` as fit."""
+    at_once = subject.micro_batch
+    while at_once:
+        try:
+            return {"step": trained_step(step, at_once), "at_once": at_once}
+        except torch.OutOfMemoryError:
+            at_once //= 2
+    return {"step": float("inf"), "at_once": 0}
 
 
-def dense_step(subject: Subject, dense: DenseModel, plain: Step) -> dict[str, float]:
-    """The same model and tokens with its weights trained: forward, full backward, AdamW."""
-    clock = Clock(dense.device)
-    dense.model.requires_grad_(True)
-    parameters = list(dense.model.parameters())
+def trained_step(step: Step, at_once: int) -> float:
+    """Seconds of forward, full backward and AdamW."""
+    model, clock, batch_size = step.dense.model, Clock(step.dense.device), step.config.batch_size
+    model.requires_grad_(True)
     # A rate of zero: the work is done, and the weights stay as they are for the next round.
-    optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0)
-    batch = plain.blocks.batch(0, subject.batch, 0).to(dense.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    batch = step.blocks.batch(0, batch_size, 0).to(step.dense.device)
     try:
         with clock.part("step"):
-            for rows in torch.split(batch, subject.micro_batch):
-                loss = dense.model(input_ids=rows, labels=rows, use_cache=False).loss
-                (loss / subject.micro_batches).backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            for rows in torch.split(batch, at_once):
+                loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+                (loss * len(rows) / batch_size).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        return clock.seconds()
-    except torch.OutOfMemoryError:
-        return {"step": float("nan")}
+        return clock.seconds()["step"]
     finally:
         optimizer.zero_grad()
-        dense.model.requires_grad_(False)
+        model.requires_grad_(False)
 
 
-def summary(record: dict[str, Any], subject: Subject, dense: DenseModel) -> dict[str, Any]:
+def summary(record: dict[str, Any], subject: Subject) -> dict[str, Any]:
     """Medians over rounds of seconds and of the ratios within each round."""
     rounds = record["steps"]
-    unavoidable = sum(products(subject.planned(dense)).values())
-    rates = [one["flops_per_s"] for one in rounds["matmul"]]
-    plain, again, dense_s = (
-        [one["step"] for one in rounds[name]]
-        for name in ("alignment", "alignment, checkpointing", "dense training")
-    )
-    parts = medians(rounds["alignment"])
-    step_s = parts.pop("step")
-    tokens = subject.batch * subject.seq_len
+    unavoidable = sum(products(subject.planned()).values())
+    plain, again, dense_s = ([one["step"] for one in rounds[n]] for n in (*NAMES, "dense training"))
+    here, parts = medians(rounds["rates"]), medians(rounds["alignment"])
+    step_s, tokens = parts.pop("step"), subject.batch * subject.seq_len
     of_assignment = sum(parts[name] for name in OF_ASSIGNMENT.values())
-    return {
+    bounds = [unavoidable / one["matmul_flops_per_s"] for one in rounds["rates"]]
+    found = {
         "tokens": tokens,
         "step_s": step_s,
         "tokens_per_s": tokens / step_s,
         "parts_s": parts,
-        "matmul_flops_per_s": max(rates),
+        **here,
         "unavoidable_flops": unavoidable,
-        "share_of_lower_bound": ratio([unavoidable / rate for rate in rates], plain),
+        "share_of_lower_bound": ratio(bounds, plain),
         "dense_training_step_s": median(dense_s),
         "ratio_to_dense_training": ratio(plain, dense_s),
         "checkpointing_ratio": ratio(again, plain),
         "assignment_share": of_assignment / step_s,
+        "method_share": (of_assignment + record["straight_through_s"]) / step_s,
+        "planned": {},
     }
-
-
-def show(record: dict[str, Any]) -> None:
-    found = record["summary"]
-    for name, seconds in found["parts_s"].items():
-        print(f"{name:>20} {seconds:.4f} s {seconds / found['step_s']:>6.1%}")
-    for name, value in found.items():
-        if name != "parts_s":
-            print(f"{name}: {value:.4g}")
-    print(f"peak bytes: {record['peak_bytes']}")
+    for name, taken in zip(NAMES, (plain, again), strict=True):
+        predicted = subject.predicted(here, checkpointing=NAMES[name])
+        found["planned"][name] = predicted | {
+            "time_ratio": sum(predicted["predicted_s"].values()) / median(taken),
+            "memory_ratio": predicted["predicted_bytes"] / record["peak_bytes"][name],
+        }
+    return found
 
 
 if __name__ == "__main__":

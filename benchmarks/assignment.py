@@ -10,13 +10,13 @@ that training reaches (`results/assignment_profile.json`), by
 - `dotmoe`: from the potential of the step before, as in training; `dotmoe, cold`: from none.
 
 Each method of a case has a process of its own, so that denormals and memory are its alone; they
-take turns. One thread is pinned to one core.
+take turns. One thread is pinned to one core. On a GPU (`compared`) all run in one process; there
+the paper's rounding takes the plan to the CPU and its result back.
 """
 
 import ctypes
 import math
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -32,6 +32,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from dotmoe.analyse.overhead import Clock
 from dotmoe.bench.runners import forget_peak, peak_bytes
 from dotmoe.files import read_json
 from dotmoe.transport import TransportPlan, balanced_plan, greedy_assignment
@@ -88,7 +89,7 @@ class Paper:
         num_neurons, num_experts = affinity_NE.shape
         logits_NE = affinity_NE / tau
         log_capacity = math.log(num_neurons // num_experts)
-        v_E = torch.full((num_experts,), log_capacity, dtype=affinity_NE.dtype)
+        v_E = affinity_NE.new_full((num_experts,), log_capacity)
         for _ in range(num_sweeps):
             u_N1 = -torch.logsumexp(logits_NE + v_E, dim=1, keepdim=True)
             v_E = log_capacity - torch.logsumexp(logits_NE + u_N1, dim=0)
@@ -97,7 +98,7 @@ class Paper:
     def rounded(self, plan_NE: Tensor) -> Tensor:
         """Serial greedy selection on the CPU: all entries, largest first."""
         num_neurons, num_experts = plan_NE.shape
-        order = torch.argsort(plan_NE.flatten(), descending=True, stable=True).tolist()
+        order = torch.argsort(plan_NE.flatten().cpu(), descending=True, stable=True).tolist()
         expert_of = [-1] * num_neurons
         room = [num_neurons // num_experts] * num_experts
         left = num_neurons
@@ -109,7 +110,7 @@ class Paper:
                 left -= 1
                 if left == 0:
                     break
-        return torch.tensor(expert_of)
+        return torch.tensor(expert_of, device=plan_NE.device)
 
 
 class PythonOptimalTransport(Paper):
@@ -201,8 +202,24 @@ def measured(case: Case, rounds: int, core: int) -> dict[str, Any]:
             peaks[name] = pool.submit(steps_of, 1).result()[0]["peak_bytes"]
             turns[name] = partial(one_turn, pool, REPEATS[name])
         found = in_turns(turns, rounds)
-    methods = {name: medians([s for turn in found[name] for s in turn]) for name in names}
-    seconds = {name: [median(s["seconds"] for s in turn) for turn in found[name]] for name in names}
+    return described(case, rounds, found, peaks)
+
+
+def compared(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:
+    """The paper's recipe and this package's on one case, in turns in this process."""
+    turns = {name: ready(name, case, device) for name in ("paper", "dotmoe")}
+    found = in_turns(turns, rounds)
+    found = {name: [[one] for one in steps] for name, steps in found.items()}
+    peaks = {name: max(1.0, *(one["peak_bytes"] for [one] in found[name])) for name in turns}
+    return described(case, rounds, found, peaks)
+
+
+def described(
+    case: Case, rounds: int, found: dict[str, list[Steps]], peaks: dict[str, float]
+) -> dict[str, Any]:
+    """Medians of every method, and each beside the paper's recipe."""
+    methods = {name: medians([s for turn in found[name] for s in turn]) for name in found}
+    seconds = {name: [median(s["seconds"] for s in turn) for turn in found[name]] for name in found}
     for name, figures in methods.items():
         low, high = ratio_quartiles(seconds["paper"], seconds[name])
         figures |= {
@@ -226,20 +243,27 @@ def prepare(name: str, case: Case, core: int) -> None:
     os.sched_setaffinity(0, {core})
     torch.set_flush_denormal(True)
     torch.set_num_threads(1)
+    one_step = ready(name, case, torch.device("cpu"))
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # else freed memory would hide the peak
+        trim(0)
+
+
+def ready(name: str, case: Case, device: torch.device) -> Callable[[], dict[str, float]]:
+    """What takes a step of a method."""
     method = METHODS[name]()
     # The first call loads code: on a small problem, without a start for the next.
-    step(method, torch.randn(2_048, 64), torch.ones(2_048, 64), 0.5)
+    small = torch.randn(2_048, 64, device=device), torch.ones(2_048, 64, device=device)
+    step(method, *small, 0.5)
     affinity_NE = affinities(case.profile, case.num_neurons, case.num_experts, case.seed)
     if isinstance(method, Newton) and name == "dotmoe":
-        method.remember(affinity_NE, case.profile["tau"])
+        method.remember(affinity_NE.to(device), case.profile["tau"])
     affinity_NE = one_step_later(case.profile, affinity_NE, case.seed)
     generator = torch.Generator().manual_seed(case.seed + 2)
     # Of the size of a gradient of the plan in training; the cost does not depend on it.
     gradient_NE = 1e-3 * torch.randn(affinity_NE.shape, generator=generator)
-    one_step = partial(step, method, affinity_NE, gradient_NE, case.profile["next_tau"])
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # else freed memory would hide the peak
-        trim(0)
+    moved = affinity_NE.to(device), gradient_NE.to(device)
+    return partial(step, method, *moved, case.profile["next_tau"])
 
 
 def steps_of(repeats: int) -> Steps:
@@ -260,25 +284,23 @@ def step(
         relative error of a row or column sum; of this package's solver `passes` over A.
     """
     num_neurons, num_experts = affinity_NE.shape
-    leaf_NE = affinity_NE.requires_grad_()
-    forget_peak()
-    before = peak_bytes()
-    started = time.perf_counter()
-    plan_NE = method.plan(leaf_NE, tau)
-    solved = time.perf_counter()
-    torch.autograd.grad(plan_NE, leaf_NE, gradient_NE)
-    differentiated = time.perf_counter()
-    plan_NE = plan_NE.detach()
-    method.rounded(plan_NE)
-    rounded = time.perf_counter()
-    peak = peak_bytes() - before
+    leaf_NE, device = affinity_NE.requires_grad_(), affinity_NE.device
+    clock = Clock(device)
+    forget_peak(device)
+    before = peak_bytes(device)
+    with clock.part("seconds"):
+        with clock.part("forward_s"):
+            plan_NE = method.plan(leaf_NE, tau)
+        with clock.part("backward_s"):
+            torch.autograd.grad(plan_NE, leaf_NE, gradient_NE)
+        plan_NE = plan_NE.detach()
+        with clock.part("rounding_s"):
+            method.rounded(plan_NE)
+    peak = peak_bytes(device) - before
     columns_E = plan_NE.sum(dim=0, dtype=torch.float64) * (num_experts / num_neurons)
     rows_N = plan_NE.sum(dim=1, dtype=torch.float64)
     found = {
-        "forward_s": solved - started,
-        "backward_s": differentiated - solved,
-        "rounding_s": rounded - differentiated,
-        "seconds": rounded - started,
+        **clock.seconds(),
         "peak_bytes": peak,
         "marginal_error": float(torch.cat([columns_E, rows_N]).sub(1.0).abs().max()),
     }

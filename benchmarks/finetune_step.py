@@ -1,4 +1,4 @@
-"""Work and time of one finetuning step against k, beside a step of the dense model.
+"""Work and time of one finetuning step against k: sparse and masked FFNs beside the dense model.
 
     taskset -c 0 python benchmarks/finetune_step.py            # some million parameters, CPU
 
@@ -7,17 +7,20 @@ products, so it is given one. Steps take turns, and each time is compared with t
 the same round. The model is random, since neither depends on what it has learned.
 """
 
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from typing import Any
 
 import torch
 import tyro
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from dotmoe.analyse.overhead import Clock
 from dotmoe.moe import sparse
+from dotmoe.moe.masked import masked, masking_of
 from dotmoe.moe.router import Routing
 from random_models import Shape, random_dense, random_layout, random_tokens
 from rounds import in_turns, keep, ratio
@@ -31,29 +34,37 @@ class Settings:
     experts: int = 16
     tokens: int = 512
     """Of one step."""
+    forms: tuple[str, ...] = ("sparse", "masked")
     rounds: int = 7
     threads: int = 1
+    dtype: str = "float32"
+    device: str = "cpu"
     out: Path = Path("results/finetune_step.json")
     seed: int = 0
 
 
 class TrainingStep:
-    """Forward and backward of a model, dense or with sparse FFNs, and AdamW."""
+    """Forward and backward of a model, dense or with sparse or masked FFNs, and AdamW."""
 
-    def __init__(self, settings: Settings, active_experts: int | None) -> None:
-        shape, seed = settings.shape, settings.seed
-        dense = random_dense(shape, seed=seed)
+    def __init__(self, settings: Settings, form: str, active_experts: int = 0) -> None:
+        shape, seed, device = settings.shape, settings.seed, settings.device
+        dense = random_dense(shape, dtype=getattr(torch, settings.dtype), device=device, seed=seed)
         self.routing: Routing | None = None
-        if active_experts is not None:
-            self.routing = Routing(
-                active_experts=active_experts, surrogate="soft_top_k", surrogate_temperature=1.0
-            )
+        self.changed, routers = ExitStack(), list[Tensor]()
+        if form != "dense":
             layout = random_layout(shape, settings.experts, active_experts, seed)
-            sparse.make_sparse(dense, layout, self.routing)
+            self.routing = masking = replace(masking_of(dense, layout), surrogate="soft_top_k")
+            if form == "sparse":
+                sparse.make_sparse(dense, layout, masking)
+            else:
+                masking.router_LED = nn.Parameter(masking.router_LED)
+                routers = [masking.router_LED]
+                self.changed.enter_context(masked(dense, masking))
         self.model = dense.model.requires_grad_(True)
-        self.tokens_BT = random_tokens(shape, 2, settings.tokens // 2, seed).long()
+        self.tokens_BT = random_tokens(shape, 2, settings.tokens // 2, seed).long().to(device)
+        self.clock = Clock(dense.device)
         # A rate of zero: the work is done, and the weights stay as they are for the next round.
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
+        self.optimizer = torch.optim.AdamW([*self.model.parameters(), *routers], lr=0.0)
 
     def loss(self) -> Tensor:
         """Next-token cross-entropy, and the losses of the routers."""
@@ -74,37 +85,42 @@ class TrainingStep:
     def seconds(self) -> dict[str, float]:
         """Of forward and backward, and of these and AdamW."""
         self.optimizer.zero_grad()
-        start = perf_counter()
-        self.loss().backward()
-        middle = perf_counter()
-        self.optimizer.step()
-        return {"pass": middle - start, "step": perf_counter() - start}
+        with self.clock.part("step"):
+            with self.clock.part("pass"):
+                self.loss().backward()
+            self.optimizer.step()
+        return self.clock.seconds()
 
 
 def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     torch.set_num_threads(settings.threads)
     counts = [k for k in (1, 2, 4, 8, 12, 16, 32, 64) if k < settings.experts]
-    counts.append(settings.experts)
-    steps = {"dense": TrainingStep(settings, None)}
-    steps |= {str(k): TrainingStep(settings, k) for k in counts}
+    record = measured(settings, [*counts, settings.experts])
+    for row in record["by_active_experts"]:
+        print({name: value if name == "form" else f"{value:.4g}" for name, value in row.items()})
+    keep(settings.out, record, settings.seed)
+
+
+def measured(settings: Settings, counts: list[int]) -> dict[str, Any]:
+    """A row for each form at each k."""
+    steps = {("dense", 0): TrainingStep(settings, "dense")}
+    steps |= {(f, k): TrainingStep(settings, f, k) for k in counts for f in settings.forms}
     flops = {name: step.flops() for name, step in steps.items()}
     times = in_turns({name: step.seconds for name, step in steps.items()}, settings.rounds)
-    rows = []
-    for name in map(str, counts):
-        row = {"active_experts": int(name), "flops": flops[name]}
-        row["flops_to_dense"] = flops[name] / flops["dense"]
+    dense, rows = times.pop(("dense", 0)), []
+    for (form, count), mine in times.items():
+        row = {"form": form, "active_experts": count, "flops": flops[form, count]}
+        row["flops_to_dense"] = row["flops"] / flops["dense", 0]
         for part in ("pass", "step"):
-            mine, dense = ([one[part] for one in times[who]] for who in (name, "dense"))
-            row |= {f"{part}_s": median(mine), f"{part}_to_dense": ratio(mine, dense)}
+            one, other = ([each[part] for each in times] for times in (mine, dense))
+            row |= {f"{part}_s": median(one), f"{part}_to_dense": ratio(one, other)}
         rows.append(row)
-        print({key: float(f"{value:.4g}") for key, value in row.items()})
-    record = {
+    return {
         "settings": {name: value for name, value in asdict(settings).items() if name != "out"},
-        "dense": {"flops": flops["dense"]},
+        "dense": {"flops": flops["dense", 0], "step_s": median(one["step"] for one in dense)},
         "by_active_experts": rows,
     }
-    keep(settings.out, record, settings.seed)
 
 
 def grouped_flops(a_shape: tuple, b_shape: tuple, *_: object, **__: object) -> int:

@@ -8,8 +8,8 @@ rates that the estimate assumes on a CPU were chosen before the `unseen` shapes 
 memory both figures count tensors alone.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,10 @@ import torch
 import tyro
 
 from alignment_step import SMALL, Step, Subject
-from dotmoe.analyse.overhead import Clock
 from dotmoe.files import read_json, write_json
-from dotmoe.inspection.memory import step_memory
-from dotmoe.inspection.planner import ON_CPU, Accelerator, seconds
+from dotmoe.inspection.planner import ON_CPU
 from random_models import Shape
-from rounds import in_turns, keep, medians
+from rounds import in_turns, keep, medians, rates
 
 
 def subject(width: int, ffn: int, layers: int, vocabulary: int, **changes: Any) -> Subject:
@@ -59,7 +57,6 @@ SUBJECTS = {
 """Each lets another part of time or memory dominate."""
 UNSEEN = ("three sequences, coarse experts", "four micro-batches", "narrow FFN")
 """Measured for the first time after the shares had been chosen; the others had been looked at."""
-COPIED_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +79,9 @@ def main() -> None:
     if rows is None:
         rows = [row for name in settings.subjects for row in measured(name, settings)]
     for row in rows:
-        row |= predicted(row)
+        shape = Shape(**row["subject"]["shape"])
+        one = Subject(**{**row["subject"], "shape": shape})
+        row |= one.predicted(row, checkpointing=row["checkpointing"])
         row["ratio"] = sum(row["predicted_s"].values()) / row["seconds"]["step"]
         again = ", checkpointing" if row["checkpointing"] else ""
         print(f"{row['name']}{again}: {row['ratio']:.2f} of time")
@@ -109,10 +108,11 @@ def measured(name: str, settings: Settings) -> list[dict[str, Any]]:
     """Medians of rates and of a step's parts, without and with activation checkpointing."""
     one = SUBJECTS[name]
     dense = one.dense(settings.seed)
-    rows = []
+    here, rows = partial(rates, dense.device, torch.float32), []
+    step = Step(one, dense, seed=settings.seed)
     for checkpointing in (False, True):
-        step = Step(one, dense, seed=settings.seed, checkpointing=checkpointing)
-        found = in_turns({"rates": rates, "step": step.taken}, settings.rounds)
+        taken = partial(step.taken, checkpointing=checkpointing)
+        found = in_turns({"rates": here, "step": taken}, settings.rounds)
         rows.append(
             {
                 "name": name,
@@ -121,47 +121,10 @@ def measured(name: str, settings: Settings) -> list[dict[str, Any]]:
                 "subject": asdict(one),
                 **medians(found["rates"]),
                 "seconds": medians(found["step"]),
-                "measured_bytes": step.peak_bytes(),
+                "measured_bytes": step.peak_bytes(checkpointing=checkpointing),
             }
         )
     return rows
-
-
-def predicted(row: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of each part, from the rates measured beside it, and bytes, both from the shape."""
-    one = Subject(**{**row["subject"], "shape": Shape(**row["subject"]["shape"])})
-    # On the meta device: only the config and the shapes are read.
-    dense = replace(one, device="meta").dense(seed=0)
-    step = one.planned(dense, checkpointing=row["checkpointing"])
-    speed = Accelerator(
-        name="here",
-        flops_per_s=row["matmul_flops_per_s"],
-        bytes_per_s=row["copy_bytes_per_s"],
-        efficiency=ON_CPU,
-    )
-    return {
-        "predicted_s": seconds(step, speed),
-        "predicted_bytes": sum(step_memory(step).values()),
-    }
-
-
-def rates() -> dict[str, float]:
-    """Best of four square products, and of three copies far larger than the caches."""
-    matrix = torch.linspace(-1, 1, 512 * 512).view(512, 512)
-    source = torch.zeros(COPIED_BYTES // 4)
-    target = torch.empty_like(source)
-    copying = min(taken(lambda: target.copy_(source)) for _ in range(3))
-    return {
-        "matmul_flops_per_s": 2 * 512**3 / min(taken(lambda: matrix @ matrix) for _ in range(4)),
-        "copy_bytes_per_s": 2 * COPIED_BYTES / copying,
-    }
-
-
-def taken(work: Callable[[], object]) -> float:
-    clock = Clock(torch.device("cpu"))
-    with clock.part("work"):
-        work()
-    return clock.seconds()["work"]
 
 
 if __name__ == "__main__":

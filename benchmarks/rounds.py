@@ -6,11 +6,15 @@ from statistics import median, quantiles
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 
+from dotmoe.analyse.overhead import Clock
 from dotmoe.files import write_json
 from dotmoe.provenance import provenance
 
 Measured = TypeVar("Measured")
+Product = tuple[int, int, int]
+"""Rows, inner size and columns of a product of matrices."""
 
 
 def in_turns(subjects: dict[str, Callable[[], Measured]], rounds: int) -> dict[str, list[Measured]]:
@@ -44,6 +48,30 @@ def ratio_quartiles(one: Sequence[float], other: Sequence[float]) -> tuple[float
         return ratios[0], ratios[0]
     low, _, high = quantiles(ratios, n=4, method="inclusive")
     return low, high
+
+
+def rates(device: torch.device, dtype: torch.dtype, *others: Product) -> dict[str, float]:
+    """Of the best of four products of each size, a square one first, and of three large copies."""
+    on_cpu, clock, flops_per_s = device.type == "cpu", Clock(device), 0.0
+    for rows, inner, columns in ((512 if on_cpu else 8_192,) * 3, *others):
+        # Varied entries: a GPU multiplies constants faster than it would real data.
+        left = torch.randn(rows, inner, device=device).to(dtype)
+        right = torch.randn(columns, inner, device=device).to(dtype)
+        for _ in range(4):
+            with clock.part("product"):
+                F.linear(left, right)
+            rate = 2 * rows * inner * columns / clock.seconds()["product"]
+            flops_per_s = max(flops_per_s, rate)
+    source = torch.zeros(1 << (24 if on_cpu else 28), device=device)
+    target, copying = torch.empty_like(source), float("inf")
+    for _ in range(3):
+        with clock.part("copy"):
+            target.copy_(source)
+        copying = min(copying, clock.seconds()["copy"])
+    return {
+        "matmul_flops_per_s": flops_per_s,
+        "copy_bytes_per_s": 2 * source.nbytes / copying,
+    }
 
 
 def keep(out: Path | str, figures: dict[str, Any], seed: int = 0) -> None:

@@ -4,25 +4,30 @@
     python benchmarks/throughput_by_granularity.py --preset qwen25_7b    # 7B widths, one GPU
 
 The paper's figure (fig:throughput) has E = 8, 16, 74 and 148 with a quarter of the FFN active, in
-vLLM; this one runs in stock Transformers, with the dense model beside. Models are random, since
-speed does not depend on what they have learned.
+vLLM; this one runs in stock Transformers, with the dense model beside. Models are random and made
+on the device, with the config that an export writes: speed does not depend on what they have
+learned.
 """
 
-import shutil
-import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, Self
+from unittest.mock import patch
 
 import torch
 import tyro
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from dotmoe.bench import BenchConfig
-from dotmoe.granularity import ExpertsConfig, resolve
+from dotmoe import bench
+from dotmoe.bench import BenchConfig, runners
+from dotmoe.export import FORMATS
+from dotmoe.granularity import ExpertsConfig, Granularity, resolve
 from dotmoe.load import LoadConfig
-from random_models import QWEN25_7B, Shape, random_layout, write_export, write_random_dense
+from dotmoe.models.dense import DenseModel
+from random_models import QWEN25_7B, Shape, default_dtype, random_dense
 from rounds import keep, require_device
-from serving_speed import TEXT_TOKENS, measured
+from serving_speed import measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,10 +48,7 @@ PRESETS = {
         batch_sizes=(1, 2, 4, 8, 16, 32),
     ),
     "qwen25_7b": Preset(
-        shape=QWEN25_7B,
-        dtype="bfloat16",
-        device="cuda",
-        batch_sizes=(1, 2, 4, 8, 16, 32, 64, 128),
+        shape=QWEN25_7B, dtype="bfloat16", device="cuda", batch_sizes=(1, 4, 16, 64)
     ),
 }
 
@@ -60,10 +62,14 @@ class Settings:
     """Experts a layer (E), each a divisor of the FFN width: 4,736 or 18,944."""
     active: float = 0.25
     """Share of the experts that run per token; k is the nearest count."""
+    format: str = "mixtral"
+    """Architecture; `glm4_moe` has a shared expert, so that less work is equal."""
     layers: int | None = None
-    """Fewer layers than the preset's, for less disk: dense model and one MoE are there at once."""
+    """Fewer layers than the preset's."""
     batch_sizes: tuple[int, ...] | None = None
     """Left out: the preset's."""
+    prompt_tokens: int = 0
+    """Of prefill; 0 to leave it out."""
     context_tokens: int = 128
     decode_steps: int = 8
     rounds: int = 10
@@ -71,8 +77,6 @@ class Settings:
     clock: Literal["wall", "cpu"] = "wall"
     """As in `dotmoe bench`; cpu for one thread on a busy machine."""
     out: Path = Path("results/throughput_by_granularity.json")
-    work: Path | None = None
-    """Where a folder for the models is made, and removed. Left out: the system's temporary one."""
     seed: int = 0
 
 
@@ -82,40 +86,71 @@ def main() -> None:
     require_device(preset.device)
     if settings.layers:
         preset = replace(preset, shape=replace(preset.shape, layers=settings.layers))
-    with tempfile.TemporaryDirectory(dir=settings.work) as folder:
-        dense = Path(folder) / "dense"
-        write_random_dense(preset.shape, dense, getattr(torch, preset.dtype), settings.seed)
-        runs = {str(e): measured_at(settings, preset, dense, e) for e in settings.experts}
+    dense = dense_of(preset, settings.seed)
+    runs = {str(e): measured_at(settings, preset, dense, e) for e in settings.experts}
     record = {"preset": settings.preset, "shape": asdict(preset.shape), "runs": runs}
     keep(settings.out, record, settings.seed)
 
 
-def measured_at(settings: Settings, preset: Preset, dense: Path, experts: int) -> dict[str, Any]:
-    """Write the MoE of one expert count, measure it beside the dense model, remove it."""
-    shape, seed = preset.shape, settings.seed
-    split = resolve(ExpertsConfig(experts=experts, active=settings.active), shape.ffn_width)
-    moe = dense.parent / f"moe-{experts}"
-    layout = random_layout(shape, experts, split.active_experts, seed)
-    write_export(dense, layout, moe, TEXT_TOKENS, seed)
+def dense_of(preset: Preset, seed: int) -> DenseModel:
+    """The random dense model."""
+    dtype = getattr(torch, preset.dtype)
+    return random_dense(preset.shape, dtype=dtype, device=preset.device, seed=seed)
+
+
+def measured_at(
+    settings: Settings, preset: Preset, dense: DenseModel, experts: int
+) -> dict[str, Any]:
+    """The MoE of one expert count beside the dense model, in this process."""
+    split = resolve(ExpertsConfig(experts=experts, active=settings.active), preset.shape.ffn_width)
+    models = {"dense": dense.model, f"moe-{experts}": random_moe(dense, split, settings.format)}
     config = BenchConfig(
-        dense=str(dense),
-        moe=str(moe),
+        **dict(zip(("dense", "moe"), models, strict=True)),
         batch_sizes=settings.batch_sizes or preset.batch_sizes,
-        prompt_tokens=0,
+        prompt_tokens=settings.prompt_tokens,
         context_tokens=settings.context_tokens,
         decode_steps=settings.decode_steps,
         rounds=settings.rounds,
         threads=settings.threads,
         clock=settings.clock,
         load=LoadConfig(dtype=preset.dtype, device=preset.device),
-        seed=seed,
+        seed=settings.seed,
     )
-    record = measured(config, f"{split.active_experts} of {experts} experts")
-    shutil.rmtree(moe)
-    # The folder was temporary: its name means nothing later.
-    for side, name in (("dense", "dense"), ("moe", f"moe-{experts}")):
-        record[side]["name"] = record["settings"][side] = name
-    return record | {"granularity": asdict(split)}
+    with (
+        patch.object(runners, "load_weights", lambda path, dtype: models[path.name]),
+        patch.object(bench, "model_folder", Path),
+        patch.object(bench, "Worker", Here),
+    ):
+        record = measured(config, f"{split.active_experts} of {experts} experts")
+    return record | {"format": settings.format, "granularity": asdict(split)}
+
+
+def random_moe(dense: DenseModel, split: Granularity, form: str) -> Any:
+    """What an export of that split to that format would load as, with random weights."""
+    dtype = dense.model.dtype
+    asked: Any = SimpleNamespace(dense=dense, granularity=split, dtype=dtype)
+    header = FORMATS[form].header(asked)
+    config = AutoConfig.for_model(header.pop("model_type"), **header)
+    with default_dtype(dtype), torch.device(dense.device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return model.requires_grad_(False).eval()
+
+
+class Here:
+    """In place of a process of its own: a runner of a model that is in this one."""
+
+    def __init__(self, target: str, *arguments: Any, **names: str) -> None:
+        self.runner = runners.TransformersRunner(*arguments)
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """The result of a method."""
+        return getattr(self.runner, method)(*arguments)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
 
 if __name__ == "__main__":
