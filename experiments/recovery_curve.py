@@ -30,9 +30,9 @@ from dotmoe.finished_run import FinishedRun
 from dotmoe.load import LoadConfig, describe_dense, load_dense
 from dotmoe.models.dense import DenseModel
 from dotmoe.moe.masked import masked_by
+from dotmoe.parameters import meta_model
 from dotmoe.provenance import provenance
 from dotmoe.recipes import small_sft
-from dotmoe.sharded_weights import unloaded
 from dotmoe.training.loop import train
 
 HELDOUT = ("python-stdlib-heldout",)
@@ -101,7 +101,7 @@ def main() -> None:
 
     add_point(0, start)
     described = describe_dense(found.weights)
-    described = replace(described, model=unloaded(described.config, torch.float32))
+    described = replace(described, model=meta_model(described.config, torch.float32))
     with fsdp_mesh(torch.device("cpu"), shard=False) as ranks:
         student = Student(described, found.layout, config, ranks, seed=0)
         heldout.dense = student.dense

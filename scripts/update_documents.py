@@ -24,7 +24,8 @@ from dotmoe.compare import over_seeds, spread
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.inspection import InspectConfig, inspect_model
 from dotmoe.inspection.planner import ON_CPU, Accelerator
-from dotmoe.report import curve_table, quickstart_summary
+from dotmoe.report.page import quickstart_summary
+from dotmoe.report.tables import curve_table
 from dotmoe.tables import Table, in_bytes, in_time, percent, table_of, to_markdown
 
 ROOT = Path(__file__).resolve().parents[1]

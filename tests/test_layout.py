@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from dotmoe.errors import UserError
-from dotmoe.extract import extract
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ExpertLayout
-from dotmoe.moe.assignment import AlignState, AssignmentConfig
+from dotmoe.moe.assignment import AlignState, AssignmentConfig, extract
 
 
 def layout(**changes):

@@ -17,6 +17,7 @@ from dotmoe.granularity import Granularity
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import GatedFFN
 from dotmoe.moe.assignment import AlignState
+from dotmoe.moe.masked import watched
 from dotmoe.moe.router import router_logits, top_k_mask
 from dotmoe.options import above, at_least
 from dotmoe.progress import Update, no_update
@@ -105,20 +106,17 @@ def ffn_inputs(dense: DenseModel, tokens_BT: Tensor) -> list[Tensor]:
 
     A model that is sharded must be run by every rank.
     """
-    ffns = [layer.get_submodule("mlp") for layer in dense.family.layers(dense.model)]
-    seen: dict[object, list[Tensor]] = {ffn: [] for ffn in ffns}
-    hooks = [
-        ffn.register_forward_pre_hook(lambda ffn, args: seen[ffn].append(args[0].flatten(0, -2)))
-        for ffn in ffns
-    ]
+    layers = dense.family.layers(dense.model)
+    seen: list[list[Tensor]] = [[] for _ in layers]
+
+    def keep(index: int, x: Tensor) -> None:
+        seen[index].append(x.flatten(0, -2))
+
     trunk = dense.family.trunk(dense.model)
-    try:
+    with watched({n: layer.get_submodule("mlp") for n, layer in enumerate(layers)}, keep):
         for rows in torch.split(tokens_BT, 4):
             trunk(input_ids=rows.to(dense.device), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [torch.cat(seen[ffn]) for ffn in ffns]
+    return [torch.cat(parts) for parts in seen]
 
 
 def activations(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:

@@ -3,6 +3,7 @@
 Counted on the meta device from the Hugging Face config alone: nothing is downloaded or allocated.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +47,16 @@ class ParameterCounts:
         return self.active / self.dense_total
 
 
-def meta_model(config: Any) -> nn.Module:
-    """The dense model of a config without storage: names, shapes and ties only."""
+def meta_model(config: Any, dtype: torch.dtype | None = None) -> nn.Module:
+    """The stock model of a config, frozen, without storage: names, shapes and ties only.
+
+    In `dtype`, or that of the config.
+    """
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
-    return model
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype or config.dtype
+        )
+    return model.requires_grad_(False).eval()
 
 
 def compute_constants(model: nn.Module, device: torch.device) -> None:

@@ -42,7 +42,6 @@ from dotmoe.export import (
     require_exportable,
     write_model_card,
 )
-from dotmoe.extract import extract
 from dotmoe.files import read_json, write_json
 from dotmoe.finetuning import LAYOUT, MODEL
 from dotmoe.finetuning import finetune as train
@@ -53,13 +52,13 @@ from dotmoe.granularity import Granularity, resolve
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import describe_dense, left_on_disk, load_dense, load_here
 from dotmoe.models.dense import DenseModel
-from dotmoe.moe.assignment import AlignState
+from dotmoe.moe.assignment import AlignState, extract
 from dotmoe.moe.masked import masked_by
 from dotmoe.moe.objective import ObjectiveConfig, steps_to_take
 from dotmoe.options import checked, values_of
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
-from dotmoe.report import report
+from dotmoe.report.page import report
 from dotmoe.report.tables import perplexity_table, text_names
 from dotmoe.run_folder import RESULTS, RunFolder
 from dotmoe.sharded_weights import is_divided

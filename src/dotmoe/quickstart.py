@@ -5,18 +5,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from dotmoe.checkpoint.folder import EMBEDDED, checkpoint_folder
+from dotmoe.checkpoint.folder import EMBEDDED
 from dotmoe.config import RunConfig
+from dotmoe.evaluate import EvaluateConfig, evaluate
+from dotmoe.evaluate.config import GenerateConfig
 from dotmoe.files import write_json
 from dotmoe.options import at_least
 from dotmoe.pipeline import convert
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
 from dotmoe.recipes import recipe
-from dotmoe.report import html_report
+from dotmoe.report.page import html_report
 
 PROMPT = "def read_config(path):\n"
 
@@ -73,13 +72,9 @@ def run_configs(config: QuickstartConfig) -> dict[str, RunConfig]:
     return {"random split": random, "DOT-MoE": learned}
 
 
-def samples(export: Path, prompt: str = PROMPT, new_tokens: int = 60) -> dict[str, str]:
+def samples(export: Path) -> dict[str, str]:
     """Greedy continuations of one prompt, by the dense model and by the exported one."""
-    tokenizer = AutoTokenizer.from_pretrained(export)
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    texts = {"prompt": prompt}
-    for name, folder in {"dense": checkpoint_folder(EMBEDDED), "moe": export}.items():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        output = model.generate(ids, max_new_tokens=new_tokens, do_sample=False)
-        texts[name] = tokenizer.decode(output[0, ids.shape[1] :])
-    return texts
+    asked = GenerateConfig(generate=60, prompts=(PROMPT,))
+    found = evaluate(EvaluateConfig(model=str(export), against=EMBEDDED, generation=asked))
+    dense, moe = (found[side]["greedy"]["texts"][0] for side in ("against", "model"))
+    return {"prompt": PROMPT, "dense": dense, "moe": moe}

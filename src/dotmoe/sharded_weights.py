@@ -4,7 +4,6 @@ Each rank holds its rows of every tensor. A decoder layer is whole only while it
 embedding; the head's matrix where `distributed.full_tensor` asks for it.
 """
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import AutoModelForCausalLM
 
 from dotmoe.checkpoint.folder import tensor_files
 from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.distributed import local_part, own_rows
 from dotmoe.models.dense import DenseModel
-from dotmoe.parameters import compute_constants
+from dotmoe.parameters import compute_constants, meta_model
 
 Sharding = Literal["auto", "replicate", "shard"]
 
@@ -52,7 +50,7 @@ def load_sharded(
     Raises:
         UserError: A tensor is missing, has another shape, or cannot be read.
     """
-    family, model, tensors = dense.family, unloaded(dense.config, dtype), Tensors.of(dense)
+    family, model, tensors = dense.family, meta_model(dense.config, dtype), Tensors.of(dense)
     tensors.require_shapes(model)
     trunk, head = family.trunk(model), family.head(model)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
@@ -69,15 +67,6 @@ def load_sharded(
     for name, parameter in model.named_parameters():
         fill_own_rows(parameter, tensors, name)
     return model
-
-
-def unloaded(hf_config: Any, dtype: torch.dtype) -> nn.Module:
-    """The dense model of a config, frozen, on the meta device: without weights."""
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(
-            copy.deepcopy(hf_config), dtype=dtype, attn_implementation="sdpa"
-        )
-    return model.requires_grad_(False).eval()
 
 
 def is_divided(model: nn.Module) -> bool:

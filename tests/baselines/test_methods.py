@@ -25,10 +25,9 @@ from dotmoe.baselines.contract import balanced_kmeans, optimal_assignment
 from dotmoe.baselines.llama_moe_v2 import importance, most_listed
 from dotmoe.calibrate import CalibrateConfig, contributions, ffn_inputs, ridge_router
 from dotmoe.errors import UserError
-from dotmoe.extract import extract
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ALWAYS_ON
-from dotmoe.moe.assignment import AssignmentConfig
+from dotmoe.moe.assignment import AssignmentConfig, extract
 
 S, E, K = 8, 12, 4
 SPLIT = Granularity(num_experts=E, expert_size=S, active_experts=K)

@@ -12,7 +12,8 @@ from dotmoe.evaluate import EvaluateConfig, evaluate, stock_nats
 from dotmoe.evaluate.curve import ladder
 from dotmoe.export import set_active_experts
 from dotmoe.moe.masked import masked_by
-from dotmoe.report import curve_table, draw_curve, require_drawable
+from dotmoe.report.plots import draw_curve, require_drawable
+from dotmoe.report.tables import curve_table
 
 
 def curve_of(case, *active_experts, progress=None):

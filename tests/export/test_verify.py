@@ -14,16 +14,9 @@ from dotmoe.cli import run
 from dotmoe.errors import VerificationError
 from dotmoe.export import FORMATS, ExportConfig, ExportRecord, GgufConfig, export
 from dotmoe.export.format import Conversion
-from dotmoe.export.verify import (
-    binary_gate_ffn,
-    neuron_mask,
-    problems,
-    relative_error,
-    routed,
-    sample_tokens,
-)
+from dotmoe.export.verify import binary_gate_ffn, problems, relative_error, sample_tokens
 from dotmoe.load import describe_dense
-from dotmoe.moe.masked import masked_by
+from dotmoe.moe.masked import masked_by, neuron_mask, routed, watched
 from dotmoe.moe.router import router_logits
 
 
@@ -138,19 +131,16 @@ def test_routed_with_the_masks_own_choice_is_the_masked_model(dense_of, layout_o
     layout = layout_of(dense)
     chosen = {}
 
-    def watch(index):
-        def hook(module, arguments):
-            logits = router_logits(arguments[0].flatten(0, 1), layout.router_LED[index])
-            chosen[index] = logits.topk(3, dim=1).indices
-
-        return hook
+    def look(index, x):
+        logits = router_logits(x.flatten(0, 1), layout.router_LED[index])
+        chosen[index] = logits.topk(3, dim=1).indices
 
     with torch.no_grad():
         with masked_by(dense, layout):
-            for index, layer in enumerate(dense.family.layers(dense.model)):
-                layer.mlp.register_forward_pre_hook(watch(index))
-            expected = dense.model(input_ids=tokens_BT).logits
-        with routed(dense, layout, chosen):
+            layers = dense.family.layers(dense.model)
+            with watched({n: layer.mlp for n, layer in enumerate(layers)}, look):
+                expected = dense.model(input_ids=tokens_BT).logits
+        with routed(dense, layout, lambda layer, hidden: chosen[layer]):
             actual = dense.model(input_ids=tokens_BT).logits
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 

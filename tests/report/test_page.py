@@ -11,9 +11,8 @@ from safetensors import safe_open
 
 from dotmoe.cli import COMMANDS, run
 from dotmoe.errors import UserError
-from dotmoe.report import NO_PLOTS, html_report
-from dotmoe.report.page import html, markdown
-from dotmoe.report.plots import draw_all
+from dotmoe.report.page import html, html_report, markdown
+from dotmoe.report.plots import NO_PLOTS, draw_all
 from dotmoe.report.read import read_run
 from dotmoe.report.sections import verdict
 from dotmoe.tables import in_bytes

@@ -15,19 +15,18 @@ moves in fine-tuning only, so it is left out.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from dotmoe.baselines.contract import Layer, LayerSplit, SplitInputs, means, optimal_assignment
 from dotmoe.calibrate import activations, ridge_router
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.models.dense import DenseModel
-from dotmoe.moe.router import top_k_mask
+from dotmoe.moe.masked import routed
 
 
 @torch.no_grad()
@@ -77,32 +76,18 @@ def l1_distance(
     return marks_NT @ (1 - 2 * centre_ET).T + centre_ET.sum(dim=1)
 
 
-@contextmanager
 def routed_by_representatives(
     dense: DenseModel, layout: ExpertLayout, representative_LE: Int[Tensor, "L E"]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Inside, `dense.model` is the MoE of the layout's experts under CMoE's own router.
 
     The shared neurons run, and the k experts whose representatives have the largest |H|. For
     measuring only: no stock architecture holds it, so the exported checkpoint has the closest
     linear router, and the distance between the two perplexities is what that costs.
     """
-    layers = dense.family.layers(dense.model)
 
-    def masked(index: int, _: nn.Module, args: tuple[Tensor]) -> Tensor:
-        (hidden,) = args
-        score_TE = hidden[..., representative_LE[index]].abs().float().flatten(0, -2)
-        mask_TE = top_k_mask(score_TE, layout.active_experts)
-        # One more column for the neurons that always run: their number, -1, is the last.
-        mask_TN = F.pad(mask_TE, (0, 1), value=1.0)[:, layout.expert_of_neuron_LN[index]]
-        return hidden * mask_TN.to(hidden.dtype).view_as(hidden)
+    def choose(layer: int, hidden: Tensor) -> Tensor:
+        score_TE = hidden[..., representative_LE[layer]].abs().float().flatten(0, -2)
+        return score_TE.topk(layout.active_experts, dim=1).indices
 
-    hooks = [
-        dense.family.ffn(layers[index]).down.register_forward_pre_hook(partial(masked, index))
-        for index in layout.moe_layers
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return routed(dense, layout, choose)

@@ -13,16 +13,16 @@ kept, since it is what the original runs and all that a router without biases ca
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from dotmoe.baselines.contract import LayerSplit, SplitInputs, balanced_kmeans, means
 from dotmoe.layout import ALWAYS_ON
 from dotmoe.models.dense import DenseModel
 from dotmoe.moe.losses import IGNORED, distillation_loss, next_token_labels
+from dotmoe.moe.masked import watched
 from dotmoe.moe.objective import hidden_states
 from dotmoe.transport import greedy_assignment
 
@@ -63,12 +63,18 @@ def importance(
     """
     sums = [torch.zeros(num_experts, dense.widths.ffn, device=e.device) for e in experts]
     hidden: dict[int, Tensor] = {}
-    hooks = [
-        dense.family.ffn(layer).down.register_forward_pre_hook(partial(_keep, hidden, index))
-        for index, layer in enumerate(dense.family.layers(dense.model))
-    ]
+
+    def keep(index: int, hidden_BTN: Tensor) -> None:
+        hidden[index] = hidden_BTN
+        if hidden_BTN.requires_grad:
+            hidden_BTN.retain_grad()
+        else:  # the first layer of a frozen model
+            hidden_BTN.requires_grad_()
+
+    layers = dense.family.layers(dense.model)
+    downs = {index: dense.family.ffn(layer).down for index, layer in enumerate(layers)}
     head_VD, done = dense.family.head(dense.model).weight, 0
-    try:
+    with watched(downs, keep):
         for batch_BT in torch.split(tokens_BT.long().to(dense.device), rows):
             labels_T = next_token_labels(batch_BT)
             weight = float((labels_T != IGNORED).sum())  # the sum instead of the mean
@@ -85,9 +91,6 @@ def importance(
                 assert grad is not None
                 worth_TN = (hidden[index].detach() * grad).abs().float().flatten(0, -2)
                 sums[index].index_add_(0, expert_T[here], worth_TN)
-    finally:
-        for hook in hooks:
-            hook.remove()
     counts = [torch.bincount(expert_T, minlength=num_experts) for expert_T in experts]
     return [(s / c.clamp(min=1)[:, None]).T.contiguous() for s, c in zip(sums, counts, strict=True)]
 
@@ -98,11 +101,3 @@ def most_listed(score_NE: Float[Tensor, "N E"], list_length: int) -> Tensor:
     listed_N = torch.bincount(best.flatten(), minlength=len(score_NE))
     by_worth = score_NE.sum(dim=1).argsort(descending=True, stable=True)
     return by_worth[listed_N[by_worth].argsort(descending=True, stable=True)]
-
-
-def _keep(hidden: dict[int, Tensor], index: int, _: nn.Module, args: tuple[Tensor]) -> None:
-    hidden[index] = args[0]
-    if args[0].requires_grad:
-        args[0].retain_grad()
-    else:  # the first layer of a frozen model
-        args[0].requires_grad_()

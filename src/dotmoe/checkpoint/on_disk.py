@@ -5,7 +5,6 @@ the last norm and the head. Memory never holds the weights of more than one part
 so small that reading them once and keeping them is the better bargain.
 """
 
-import copy
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,14 +15,14 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.errors import UserError, VerificationError, one_line
 from dotmoe.files import read_json
 from dotmoe.models.dense import DenseModel
-from dotmoe.parameters import compute_constants
+from dotmoe.parameters import compute_constants, meta_model
 
 KEPT_BYTES = 2**28
 """Models with weights up to this size are kept in memory once they are read."""
@@ -162,8 +161,7 @@ def empty_model(config: Any, device: torch.device, dtype: torch.dtype) -> nn.Mod
     A placeholder has the shape, dtype and device of the weight, no storage, and NaN as its value:
     what is computed with a weight that was not read cannot pass for a result.
     """
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+    model = meta_model(config, dtype)
     compute_constants(model, device)
     made: dict[Tensor, nn.Parameter] = {}  # tied weights stay tied
     for module in list(model.modules()):
@@ -175,7 +173,7 @@ def empty_model(config: Any, device: torch.device, dtype: torch.dtype) -> nn.Mod
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
                 setattr(module, name, _placeholder(buffer, device))
-    return model.eval()
+    return model
 
 
 def _placeholder(tensor: Tensor, device: torch.device) -> Tensor:

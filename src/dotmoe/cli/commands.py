@@ -9,7 +9,7 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional
 
-from dotmoe import bench, report, sweep
+from dotmoe import bench, sweep
 from dotmoe.analyse import AnalyseConfig, analyse
 from dotmoe.cli.parse import Line
 from dotmoe.compare import CompareConfig, compare, table
@@ -25,6 +25,7 @@ from dotmoe.pipeline import Conversion, convert, finetune
 from dotmoe.progress import Progress
 from dotmoe.quickstart import QuickstartConfig, quickstart
 from dotmoe.reexport import ReexportConfig, reexport
+from dotmoe.report import page, plots
 from dotmoe.run_folder import export_folder
 from dotmoe.tables import Table, to_rich
 
@@ -43,7 +44,7 @@ def _show(*parts: Any, to_stderr: bool = False) -> None:
 
 def run_quickstart(line: Line) -> None:
     """`dotmoe quickstart`."""
-    _show(report.quickstart_summary(quickstart(line.config(QuickstartConfig), Progress())))
+    _show(page.quickstart_summary(quickstart(line.config(QuickstartConfig), Progress())))
 
 
 def run_inspect(line: Line) -> None:
@@ -69,7 +70,7 @@ def run_finetune(line: Line) -> None:
 
 def _show_summary(made: Conversion) -> None:
     if made.results:  # rank zero's alone
-        _show(report.summary(made.folder))
+        _show(page.summary(made.folder))
 
 
 def run_compare(line: Line) -> None:
@@ -134,11 +135,11 @@ def run_evaluate(line: Line) -> None:
     config = line.config(EvaluateConfig)
     plot = Path(config.plot) if config.plot else None
     if plot:
-        report.require_drawable(plot)
+        plots.require_drawable(plot)
     result = evaluate(config, Progress(), str(line))
-    _show(report.evaluation(config.measurement, result), to_stderr=True)
+    _show(page.evaluation(config.measurement, result), to_stderr=True)
     if plot:
-        report.draw_curve(result, plot)
+        plots.draw_curve(result, plot)
     print(json.dumps(result, indent=2))
 
 
@@ -184,12 +185,12 @@ class ReportConfig:
 def run_report(line: Line) -> None:
     """`dotmoe report RUN`."""
     config = line.config(ReportConfig)
-    folder, page = Path(config.run), Path(config.out) if config.out else None
+    folder, out = Path(config.run), Path(config.out) if config.out else None
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder. Name one that dotmoe convert has written.")
-    if not report.is_installed():
-        _show(report.NO_PLOTS, to_stderr=True)
-    if page and (page.is_dir() or not page.absolute().parent.is_dir()):
-        raise UserError(f"--out {page} is no file in a folder that exists. Name one, as a.html.")
-    plots = report.default_page(folder).with_name("plots") if not page else None
-    print(report.html_report(folder, page, plots))
+    if not plots.is_installed():
+        _show(plots.NO_PLOTS, to_stderr=True)
+    if out and (out.is_dir() or not out.absolute().parent.is_dir()):
+        raise UserError(f"--out {out} is no file in a folder that exists. Name one, as a.html.")
+    drawn = page.default_page(folder).with_name("plots") if not out else None
+    print(page.html_report(folder, out, drawn))

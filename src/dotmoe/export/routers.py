@@ -10,17 +10,16 @@ Where a model is exported few runtimes are at hand, so their routers are imitate
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from dotmoe.export.format import Gating
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.dense import DenseModel
-from dotmoe.moe.masked import masked_by
+from dotmoe.moe.masked import masked_by, watched
 from dotmoe.moe.router import router_logits
 
 LOG2_SCALED_STD = -10.7
@@ -217,15 +216,14 @@ def at_routers(
 ) -> None:
     """Run the masked model once; `look` is given each split layer and its router's input [T, D]."""
 
-    def shows(index: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        return lambda module, arguments: look(index, arguments[0].flatten(0, -2))
+    def show(layer: int, x: Tensor) -> None:
+        look(layer, x.flatten(0, -2))
 
-    with torch.no_grad(), masked_by(dense, layout), ExitStack() as hooks:
-        layers = dense.family.layers(dense.model)
-        for index in layout.moe_layers:
-            block = layers[index].get_submodule("mlp")
-            hooks.enter_context(block.register_forward_pre_hook(shows(index)))
-        dense.family.trunk(dense.model)(input_ids=tokens_BT.to(dense.device), use_cache=False)
+    layers = dense.family.layers(dense.model)
+    with torch.no_grad(), masked_by(dense, layout):
+        ffns = {layer: layers[layer].get_submodule("mlp") for layer in layout.moe_layers}
+        with watched(ffns, show):
+            dense.family.trunk(dense.model)(input_ids=tokens_BT.to(dense.device), use_cache=False)
 
 
 def largest_share(expected: float, num_tokens: int) -> float:

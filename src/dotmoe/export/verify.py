@@ -5,7 +5,7 @@ outlier tokens, which every language model has, are counted and left out of thos
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,7 @@ from dotmoe.errors import UserError, VerificationError
 from dotmoe.export.format import Conversion
 from dotmoe.export.routers import MISROUTED, largest_share, outliers_in, shortfall
 from dotmoe.files import read_json
-from dotmoe.layout import ALWAYS_ON, ExpertLayout
-from dotmoe.models.dense import DenseModel
+from dotmoe.moe.masked import neuron_mask, routed
 
 if TYPE_CHECKING:
     from dotmoe.export.transformers_format import TransformersFormat
@@ -88,7 +87,9 @@ def verify(
     del exported
     rounded_to = None if conversion.keeps_dtypes else conversion.dtype
     exact = on_disk(dense, dense.device, torch.float32, rounded_to=rounded_to)
-    with routed(exact, layout, routes):
+    # At a near-tie two exact implementations may choose differently, which changes every later
+    # token. With the routes given, all the rest can be compared closely.
+    with routed(exact, layout, lambda layer, hidden: routes[layer].to(hidden.device)):
         same_routes_TV = logits_of(exact.model, tokens_BT)
     error_T = logits_error(logits_TV, same_routes_TV)
     dense_error = None
@@ -180,40 +181,6 @@ def binary_gate_ffn(
     hidden_TN = F.silu(F.linear(x_TD, next(weights)))
     hidden_TN = hidden_TN * F.linear(x_TD, next(weights))
     return F.linear(hidden_TN * mask_TN, next(weights))
-
-
-def neuron_mask(
-    chosen_TK: Int[Tensor, "T K"], layout: ExpertLayout, layer: int
-) -> Bool[Tensor, "T N"]:
-    """Which neurons of a layer run for each token: R M^T as true and false (eq:moe_output)."""
-    # A last column of R stands for the neurons that are always on.
-    shape = (len(chosen_TK), layout.num_experts + 1)
-    runs_TE = torch.zeros(shape, dtype=torch.bool, device=chosen_TK.device)
-    runs_TE.scatter_(1, chosen_TK, True)
-    runs_TE[:, ALWAYS_ON] = True
-    return runs_TE[:, layout.expert_of_neuron_LN[layer].to(chosen_TK.device)]
-
-
-@contextmanager
-def routed(
-    dense: DenseModel, layout: ExpertLayout, routes: Mapping[int, Int[Tensor, "T K"]]
-) -> Iterator[None]:
-    """Inside, `dense.model` runs the experts that `routes` names for each token; nothing is routed.
-
-    At a near-tie two exact implementations may choose differently, which changes every later token.
-    With the routes given, all the rest of two models can be compared closely.
-    """
-
-    def mask(layer: int, module: nn.Module, arguments: tuple[Tensor, ...]) -> Tensor:
-        mask_TN = neuron_mask(routes[layer].to(arguments[0].device), layout, layer)
-        return arguments[0] * mask_TN.view_as(arguments[0])
-
-    layers = dense.family.layers(dense.model)
-    with ExitStack() as hooks:
-        for index in routes:
-            down = dense.family.ffn(layers[index]).down
-            hooks.enter_context(down.register_forward_pre_hook(partial(mask, index)))
-        yield
 
 
 def logits_of(model: Any, tokens_BT: Int[Tensor, "B T"]) -> Float[Tensor, "T V"]:

@@ -30,7 +30,8 @@ from dotmoe.moe.objective import (
     require_trainable,
 )
 from dotmoe.options import above, at_least, between
-from dotmoe.sharded_weights import checkpoint_dtype, is_sharded, unloaded
+from dotmoe.parameters import meta_model
+from dotmoe.sharded_weights import checkpoint_dtype, is_sharded
 from dotmoe.training.loop import DEFAULT_TRAINING, OnStep, ParameterGroup, TrainingConfig, train
 
 __all__ = ["LAYOUT", "MODEL", "FinetuneConfig", "Finetuning", "divides_training", "finetune"]
@@ -181,7 +182,7 @@ def finetune(
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     with fsdp_mesh(device, shard=shard) as ranks:
-        described = replace(dense, model=unloaded(dense.config, dtype))
+        described = replace(dense, model=meta_model(dense.config, dtype))
         student = raise_on_all_ranks(lambda: Student(described, layout, config, ranks, seed=seed))
         task = Finetuning(student, teacher, blocks, config, seed=seed)
         with recomputing(student.dense, config.activation_checkpointing):

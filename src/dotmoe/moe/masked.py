@@ -1,18 +1,18 @@
 """The training-time form of an MoE layer: the dense FFN under the mask R M^T (eq:moe_output)."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dotmoe.layout import ExpertLayout
+from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import GatedFFN
 from dotmoe.moe.losses import product_in_float32
@@ -33,6 +33,22 @@ def replaced(
     finally:
         for index, ffn in originals.items():
             modules[index].mlp = ffn
+
+
+@contextmanager
+def watched(
+    modules: Mapping[int, nn.Module], look: Callable[[int, Tensor], Tensor | None]
+) -> Iterator[None]:
+    """Inside, `look` is given the number and the input of each module before it runs.
+
+    What it returns, if anything, takes the place of the input.
+    """
+    with ExitStack() as hooks:
+        for number, module in modules.items():
+            hooks.enter_context(
+                module.register_forward_pre_hook(lambda _, args, n=number: look(n, args[0]))
+            )
+        yield
 
 
 @contextmanager
@@ -130,6 +146,34 @@ def masking_of(dense: DenseModel, layout: ExpertLayout) -> Masking:
         always_on=layout.shared_size > 0,
         first_layer=first,
     )
+
+
+def routed(
+    dense: DenseModel, layout: ExpertLayout, choose: Callable[[int, Tensor], Tensor]
+) -> AbstractContextManager[None]:
+    """Inside, `dense.model` runs the experts that `choose` names; no router is asked.
+
+    `choose` is given the number of a split layer and the hidden activations H of its FFN,
+    [..., N], and names the experts of each token, [T, K].
+    """
+
+    def mask(layer: int, hidden: Tensor) -> Tensor:
+        return hidden * neuron_mask(choose(layer, hidden), layout, layer).view_as(hidden)
+
+    layers = dense.family.layers(dense.model)
+    return watched({i: dense.family.ffn(layers[i]).down for i in layout.moe_layers}, mask)
+
+
+def neuron_mask(
+    chosen_TK: Int[Tensor, "T K"], layout: ExpertLayout, layer: int
+) -> Bool[Tensor, "T N"]:
+    """Which neurons of a layer run for each token: R M^T as true and false (eq:moe_output)."""
+    # A last column of R stands for the neurons that are always on.
+    shape = (len(chosen_TK), layout.num_experts + 1)
+    runs_TE = torch.zeros(shape, dtype=torch.bool, device=chosen_TK.device)
+    runs_TE.scatter_(1, chosen_TK, True)
+    runs_TE[:, ALWAYS_ON] = True
+    return runs_TE[:, layout.expert_of_neuron_LN[layer].to(chosen_TK.device)]
 
 
 def masked_activation(
