@@ -29,6 +29,29 @@ _SHORT |= {"eval_tokens": 256, "scale_tokens": 128, "verify_tokens": 128}
 TINY_CONVERT = _SHORT | {"expert_size": 8, "seq_len": 32, "lr": 1e-2, "calibration_tokens": 256}
 TINY_FINETUNE = _SHORT | {"lr": 1e-3}
 
+FORMATS_OF = {
+    "llama": ("glm4_moe", "mixtral", "granitemoe"),
+    "mistral": ("glm4_moe", "mixtral", "granitemoe"),
+    "phi3": ("glm4_moe", "mixtral", "granitemoe"),
+    "qwen2": ("glm4_moe", "qwen2_moe"),
+    "qwen3": ("glm4_moe", "qwen3_moe"),
+    "granite": ("granitemoe",),
+    "olmo2": ("flex_olmo",),
+}
+"""Formats that can hold a plain model of each family, that of `--format auto` first."""
+GRANITE_FACTORS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
+}
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint folder."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: weight for file in files for name, weight in load_file(file).items()}
+
 
 def words(*positional: Any, **options: Any) -> list[str]:
     """A command line: `words("convert", model, out, lr=1e-2)`; lists become several words."""

@@ -8,7 +8,6 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +17,7 @@ from dotmoe.errors import UserError
 from dotmoe.export import ExportConfig, GgufConfig, export
 from dotmoe.llama_cpp import Runtime
 from dotmoe.tables import to_markdown
+from runs import weights_of
 
 SMALL = {
     "batch_sizes": (1, 3),
@@ -179,10 +179,7 @@ def test_work_is_what_torch_counts_and_what_the_files_hold(pair, name):
     active = weights["active_experts"] * weights["expert"]["products"]
     mine = 7 * (weights["fixed"]["products"] + active) + weights["head"]["products"]
     assert 2 * mine == sum(counts.values())
-    sizes = {}
-    for path in (pair / name).glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            sizes |= {key: file.get_tensor(key).nbytes for key in file.keys()}  # noqa: SIM118
+    sizes = {key: weight.nbytes for key, weight in weights_of(pair / name).items()}
     # A bias of the choice, which is no parameter once it is loaded.
     in_files = sum(size for key, size in sizes.items() if "score_correction" not in key)
     assert weights["stored_bytes"] == in_files

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from runs import TinyRun
+from runs import GRANITE_FACTORS, TinyRun
 
 GOLDEN = Path(__file__).parent / "golden"
 FEW_TOKENS = {
@@ -23,12 +23,6 @@ FEW_TOKENS = {
     "calibration_tokens": 128,
     "scale_tokens": 128,
     "verify_tokens": 64,
-}
-GRANITE_FACTORS = {
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.4,
-    "attention_multiplier": 0.2,
-    "logits_scaling": 2.0,
 }
 
 

@@ -13,17 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from dotmoe.cli import run
+from runs import FORMATS_OF, weights_of
 
-FORMATS = {
-    "llama": ("glm4_moe", "mixtral", "granitemoe"),
-    "mistral": ("glm4_moe", "mixtral", "granitemoe"),
-    "phi3": ("glm4_moe", "mixtral", "granitemoe"),
-    "qwen2": ("glm4_moe", "qwen2_moe"),
-    "qwen3": ("glm4_moe", "qwen3_moe"),
-    "granite": ("granitemoe",),
-    "olmo2": ("flex_olmo",),
-}
-"""Formats of each family, that of `--format auto` first."""
 GGUF = {
     "llama": ("gguf_glm4moe", "gguf_llama", "gguf_dense"),
     "mistral": ("gguf_llama", "gguf_dense"),
@@ -31,11 +22,6 @@ GGUF = {
     "qwen3": ("gguf_glm4moe", "gguf_dense"),
 }
 EXPERTS, WIDTH = 6, 64
-
-
-def weights_of(folder):
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: weight for file in files for name, weight in load_file(file).items()}
 
 
 def digest(content):
@@ -69,18 +55,20 @@ def export(made, out, *options):
     return weights_of(out)
 
 
-@pytest.mark.parametrize("family", FORMATS)
+@pytest.mark.parametrize("family", FORMATS_OF)
 def test_tensors_of_each_family_in_each_format(family, fixed_run, golden, tmp_path):
     made = fixed_run(family)
     layout = load_file(made / "3_extract/layout.safetensors")
     found = {}
-    for name in FORMATS[family]:
+    for name in FORMATS_OF[family]:
         weights = export(made, tmp_path / name, "--format", name)
         require_routers_of(layout, weights)
         found[name] = {tensor: described(weight) for tensor, weight in weights.items()}
     assert found == golden(f"tensors_{family}", found)
     auto = weights_of(made / "5_export")
-    assert {name: described(weight) for name, weight in auto.items()} == found[FORMATS[family][0]]
+    assert {name: described(weight) for name, weight in auto.items()} == found[
+        FORMATS_OF[family][0]
+    ]
 
 
 VARIANTS = {

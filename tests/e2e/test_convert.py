@@ -1,6 +1,5 @@
 """`dotmoe convert` on tiny models: whole runs of every family, and a run that is stopped."""
 
-import json
 import os
 import signal
 import subprocess
@@ -73,11 +72,3 @@ def test_sigterm_says_how_to_go_on(moment, finished, tmp_path):
     if moment:
         assert "SIGTERM stopped it after step" in said
         assert list((made.folder / "2_align/checkpoints").glob("step_*"))
-
-
-def test_results_say_what_was_measured(finished):
-    results = json.loads((finished.folder / "6_evaluate/results.json").read_text())
-    assert results["moe"]["perplexity"] > 1
-    found = {name: results["granularity"][name] for name in ("num_experts", "expert_size")}
-    assert found == {"num_experts": 12, "expert_size": 8}
-    assert (finished.folder / "7_report/report.md").read_text().startswith("# ")

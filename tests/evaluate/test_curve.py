@@ -77,11 +77,6 @@ def test_what_has_no_curve_is_refused(exported):
         curve_of(case)
 
 
-def test_a_k_out_of_range_is_refused(exported):
-    with pytest.raises(UserError, match=r"active_experts is 13, .* Choose 1 to 12"):
-        curve_of(exported(), 3, 13)
-
-
 def test_of_a_finetuned_run_all_experts_are_not_the_dense_model(finished, finetuned, exported):
     """Its weights are those that training left; the dense model is the run's that was trained."""
     corpus = exported().corpus

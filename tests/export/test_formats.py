@@ -18,34 +18,10 @@ from dotmoe.granularity import Granularity
 from dotmoe.load import LoadConfig, describe_dense, load_dense
 from dotmoe.models.family import FAMILIES
 from dotmoe.moe.masked import masked_by
+from runs import FORMATS_OF, GRANITE_FACTORS, weights_of
 
-TARGETS = {
-    "llama": ("glm4_moe", "mixtral", "granitemoe"),
-    "mistral": ("glm4_moe", "mixtral", "granitemoe"),
-    "phi3": ("glm4_moe", "mixtral", "granitemoe"),
-    "qwen2": ("glm4_moe", "qwen2_moe"),
-    "qwen3": ("glm4_moe", "qwen3_moe"),
-    "granite": ("granitemoe",),
-    "olmo2": ("flex_olmo",),
-}
-"""Formats that can hold a plain model of each family, the default first."""
-PAIRS = [(family, target) for family, targets in TARGETS.items() for target in targets]
-GRANITE_FACTORS = {
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.4,
-    "attention_multiplier": 0.2,
-    "logits_scaling": 2.0,
-}
-
-
-SETTINGS = {family: GRANITE_FACTORS if family == "granite" else {} for family in TARGETS}
-
-
-def stored_tensors(folder):
-    tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(path)
-    return tensors
+PAIRS = [(family, target) for family, targets in FORMATS_OF.items() for target in targets]
+SETTINGS = {family: GRANITE_FACTORS if family == "granite" else {} for family in FORMATS_OF}
 
 
 def logits_by_transformers(folder, tokens, **overrides):
@@ -89,12 +65,17 @@ def test_stock_transformers_computes_the_masked_model(
 
 @pytest.mark.parametrize(
     ("family", "target"),
-    [(family, target) for family in TARGETS for target in FORMATS if (family, target) not in PAIRS],
+    [
+        (family, target)
+        for family in FORMATS_OF
+        for target in FORMATS
+        if (family, target) not in PAIRS
+    ],
 )
 def test_a_format_that_cannot_hold_a_model_says_why_and_which_can(family, target, tiny_dense):
     dense = describe_dense(str(tiny_dense(family, **SETTINGS[family])))
     split = Granularity(num_experts=12, expert_size=8, active_experts=3)
-    with pytest.raises(UserError, match=rf"but {target} takes only .*{TARGETS[family][0]}"):
+    with pytest.raises(UserError, match=rf"but {target} takes only .*{FORMATS_OF[family][0]}"):
         require_exportable(dense, split, ExportConfig(format=target))
 
 
@@ -188,13 +169,9 @@ def test_the_2_of_glm4_moe_is_in_its_weights_for_servers_that_drop_it_in_float16
     assert {key: config[key] for key in expected} == expected
     assert config["rope_parameters"]["rope_theta"] == config["rope_theta"]
     assert "down projections times two (exact)" in record.exactness
-    before, after = stored_tensors(dense.folder), stored_tensors(tmp_path / "out")
-    for expert, neurons in enumerate(layout.neurons_of_expert(1)):
-        for name in ("gate", "up", "down"):
-            rows = before[f"model.layers.1.mlp.{name}_proj.weight"]
-            sliced = 2 * rows[:, neurons] if name == "down" else rows[neurons]
-            written = after[f"model.layers.1.mlp.experts.{expert}.{name}_proj.weight"]
-            assert torch.equal(written, sliced)
+    before, after = weights_of(dense.folder), weights_of(tmp_path / "out")
+    down, (first, *_) = "model.layers.1.mlp.{}down_proj.weight", layout.neurons_of_expert(1)
+    assert torch.equal(after[down.format("experts.0.")], 2 * before[down.format("")][:, first])
     assert all(torch.equal(before[name], after[name]) for name in before if ".mlp." not in name)
     assert torch.equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
 
@@ -207,7 +184,7 @@ def test_source_keeps_the_dtype_of_every_tensor(tiny_dense, layout_of, tokens_BT
     dense = describe_dense(str(folder))
     layout = layout_of(dense)
     record = export(dense, layout, tmp_path / "out", ExportConfig(), tokens_BT)
-    after = stored_tensors(tmp_path / "out")
+    after = weights_of(tmp_path / "out")
     assert all(torch.equal(after[name], tensor) for name, tensor in fine.items())
     assert after["model.embed_tokens.weight"].dtype == torch.bfloat16
     # Routers are rounded to the dtype of the experts.
@@ -216,8 +193,8 @@ def test_source_keeps_the_dtype_of_every_tensor(tiny_dense, layout_of, tokens_BT
 
 
 def test_every_family_has_its_formats_here():
-    assert set(TARGETS) == set(FAMILIES)
-    assert {name for names in TARGETS.values() for name in names} == set(FORMATS)
+    assert set(FORMATS_OF) == set(FAMILIES)
+    assert {name for names in FORMATS_OF.values() for name in names} == set(FORMATS)
 
 
 def test_another_dtype_is_not_called_bit_for_bit(dense_of, layout_of, tokens_BT, tmp_path):
@@ -225,7 +202,7 @@ def test_another_dtype_is_not_called_bit_for_bit(dense_of, layout_of, tokens_BT,
     config = ExportConfig(export_dtype="bfloat16")
     record = export(dense, layout_of(dense), tmp_path / "out", config, tokens_BT)
     assert "the dense ones as bfloat16" in record.exactness
-    assert {t.dtype for n, t in stored_tensors(tmp_path / "out").items() if "bias" not in n} == {
+    assert {t.dtype for n, t in weights_of(tmp_path / "out").items() if "bias" not in n} == {
         torch.bfloat16
     }
 
@@ -241,7 +218,7 @@ def test_the_folder_is_complete_and_small_shards_load(dense_of, layout_of, token
     assert len(record.files) > 3
     assert record.files[0] == f"model-00001-of-{len(record.files):05d}.safetensors"
     index = json.loads((out / "model.safetensors.index.json").read_text())
-    tensors = stored_tensors(out)
+    tensors = weights_of(out)
     assert set(index["weight_map"]) == set(tensors)
     assert record.total_bytes == sum(t.numel() * t.element_size() for t in tensors.values())
     assert GenerationConfig.from_pretrained(out).max_new_tokens == 7

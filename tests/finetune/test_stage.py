@@ -13,7 +13,7 @@ from dotmoe.finetuning import finetune
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, describe_dense
 from dotmoe.training.loop import TrainingConfig
-from runs import torchrun
+from runs import torchrun, weights_of
 
 
 @pytest.fixture
@@ -34,10 +34,8 @@ def train(tiny_dense, layout, blocks, tmp_path):
 
 
 def weights(folder):
-    tensors = {}
-    for file in sorted((folder / "model").glob("*.safetensors")):
-        tensors |= load_file(file)
-    return tensors | {"router": ExpertLayout.load(folder / "layout.safetensors").router_LED}
+    router_LED = ExpertLayout.load(folder / "layout.safetensors").router_LED
+    return weights_of(folder / "model") | {"router": router_LED}
 
 
 @pytest.mark.parametrize("what", ["everything", "router", "lora"])

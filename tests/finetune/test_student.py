@@ -14,6 +14,7 @@ from dotmoe.layout import ALWAYS_ON
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked_by
 from dotmoe.moe.objective import hidden_states
+from runs import weights_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "phi3")
 PLAIN = FinetuneConfig(batch_size=4, micro_batch_size=4)
@@ -119,9 +120,7 @@ def test_an_untrained_student_is_written_as_the_checkpoint_it_came_from(
 ):
     folder = tiny_dense(family, tied=tied, dtype="bfloat16")
     trained = write_student(new_student(folder), layout, tmp_path / "model")
-    written = {}
-    for file in sorted((tmp_path / "model").glob("*.safetensors")):
-        written |= load_file(file)
+    written = weights_of(tmp_path / "model")
     stored = load_file(folder / "model.safetensors")
     assert written.keys() == stored.keys()
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}

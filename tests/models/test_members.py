@@ -13,14 +13,9 @@ from dotmoe.export import ExportConfig, export
 from dotmoe.export.tensors import PROJECTIONS, carried_names
 from dotmoe.models.family import FAMILIES, family_of
 from dotmoe.moe.masked import masked_by
+from runs import GRANITE_FACTORS
 
 WIDE_HEADS = {"head_dim": 24, "num_key_value_heads": 1}
-FACTORS = {
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.4,
-    "attention_multiplier": 0.2,
-    "logits_scaling": 2.0,
-}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 16}
 MEMBERS = {
     "llama": [{}, {"tied": True}, {"attention_bias": True}, WIDE_HEADS],
@@ -31,7 +26,7 @@ MEMBERS = {
         {**QWEN_WINDOW, "max_window_layers": 2},
     ],
     "qwen3": [{"tied": True, **WIDE_HEADS}, {"attention_bias": True, "head_dim": 16}],
-    "granite": [FACTORS, {**FACTORS, "tied": True, "attention_bias": True}],
+    "granite": [GRANITE_FACTORS, {**GRANITE_FACTORS, "tied": True, "attention_bias": True}],
     "olmo2": [{}, {"attention_bias": True}, {"tied": True, "num_key_value_heads": 4}],
     "phi3": [{}, {"tied": True, "num_key_value_heads": 1}, {"sliding_window": 16}],
 }

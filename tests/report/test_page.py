@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from pages import HOSTILE, ROOT, Page, read_page
-from safetensors import safe_open
 
 from dotmoe.cli import COMMANDS, run
 from dotmoe.errors import UserError
@@ -16,6 +15,7 @@ from dotmoe.report.plots import NO_PLOTS, draw_all
 from dotmoe.report.read import read_run
 from dotmoe.report.sections import verdict
 from dotmoe.tables import in_bytes
+from runs import weights_of
 
 OPTIONS = json.loads((ROOT / "tests/contract/golden/options.json").read_text())
 CASES = json.loads((ROOT / "results" / "serving_speed.json").read_text())["cases"]
@@ -105,10 +105,7 @@ def test_sizes_and_weights_are_those_of_the_export(measured, found):
     dense = 2 * (3 * 64 * 96) * 2  # two per product, three matrices, two layers
     said = f"dense {dense:,} FLOP; experts that run {dense // 4:,}, routers {2 * (64 * 12) * 2:,}"
     assert said in text
-    held = 0
-    for name in (measured / "5_export").glob("*.safetensors"):
-        with safe_open(name, "pt") as file:
-            held += sum(file.get_tensor(key).nbytes for key in file.keys())  # noqa: SIM118
+    held = sum(weight.nbytes for weight in weights_of(measured / "5_export").values())
     assert f"The files hold {in_bytes(held)}" in text
     assert f"Format {found.export['format']}: {found.export['exactness']}" in text
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from dotmoe.export import FORMATS, ExportConfig, export
 from dotmoe.export.server_limits import limits_met
+from runs import weights_of
 
 HERE = Path(__file__).parent
 TABLE = tomllib.loads((HERE / "loader_expectations.toml").read_text())
@@ -123,9 +123,7 @@ def test_a_server_finds_exactly_what_its_loader_wants_but_for_limits_that_the_ex
     layout = layout_of(dense, **split)
     export(dense, layout, tmp_path / "out", config, torch.randint(2, 258, (4, 96)))
     written = json.loads((tmp_path / "out/config.json").read_text())
-    shapes = {}
-    for path in (tmp_path / "out").glob("*.safetensors"):
-        shapes |= {name: tuple(tensor.shape) for name, tensor in load_file(path).items()}
+    shapes = {name: tuple(weight.shape) for name, weight in weights_of(tmp_path / "out").items()}
     met, told = set(), set()
     for entry in TABLE["expects"]:
         if [entry["architecture"]] == written["architectures"]:
