@@ -10,22 +10,26 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import tyro
 
 from dotmoe.baselines import METHODS, MethodName
-from dotmoe.config import RunConfig
+from dotmoe.config import PruneRunConfig, RunConfig
 from dotmoe.errors import UserError
 from dotmoe.files import write_json, write_text
-from dotmoe.granularity import Granularity
+from dotmoe.granularity import ExpertsConfig, Granularity
 from dotmoe.load import describe_dense
 from dotmoe.options import at_least
-from dotmoe.pipeline import convert, split_of
+from dotmoe.pipeline import budget_of, convert, prune, split_of
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
+from dotmoe.pruning import PRUNING, PruningName
 from dotmoe.run_folder import RunFolder
-from dotmoe.tables import Table, percent, table_of, to_markdown
+from dotmoe.tables import Table, millions, percent, table_of, to_markdown
 
 Row = dict[str, Any]
 
 _CONVERTING = ("calibrate", "align", "extract", "repair")
 """Stages whose time a conversion is said to take."""
+
+MATCHED = 0.01
+"""Share of the budget by which active parameters may differ from it and still be called matched."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,10 +38,12 @@ class CompareConfig(RunConfig):
 
     command: ClassVar[str] = "compare"
 
-    methods: tuple[MethodName, ...] = ("dot_moe", *METHODS)
+    methods: tuple[MethodName | PruningName, ...] = ("dot_moe", *METHODS)
     """Methods to compare. Each is converted without training, once with its own router and once
     with a ridge-regressed one, and with `router_steps` also trained: `dot_moe` that many steps of
-    alignment, the others their router as long on the same batches."""
+    alignment, the others their router as long on the same batches. Those that prune give a dense
+    model, with as many parameters as are active in a conversion where they can choose: 2_4 ones
+    cannot. Default: all that convert."""
     trained_only: bool = False
     """Leave out what is not trained: every method starts from the ridge-regressed router and takes
     `router_steps`."""
@@ -54,7 +60,7 @@ class Point(NamedTuple):
     """Subfolder of the whole."""
     value: int | float | str
     """Of what changes: the method, or what is swept."""
-    config: RunConfig
+    config: RunConfig | PruneRunConfig
 
 
 def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
@@ -63,7 +69,10 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     Raises:
         UserError: As `points_of` and `convert`; runs that were finished before are kept.
     """
+    budget = budget_of(config, describe_dense(config.model))
     summary = summary_of(config, points_of(config), _rows, progress)
+    for row in summary["rows"][1:]:
+        row["over_budget"] = row["parameters"] / budget - 1
     summary |= {
         "calibration_tokens": config.calibrate.calibration_tokens,
         "tokens_a_step": config.align.batch_size * config.data.seq_len,
@@ -74,7 +83,7 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
 
 
 COLUMNS: dict[str, Callable[[Row], str | None]] = {
-    "active": lambda row: percent(row["active_fraction"]),
+    "active": lambda row: percent(row["active_fraction"]) if "active_fraction" in row else None,
     "perplexity": lambda row: f"{row['perplexity']:.2f}",
     "bits a byte": lambda row: f"{row['bits_per_byte']:.3f}",
     "nats above dense": lambda row: f"{row['loss_above_dense']:.3f}",
@@ -92,12 +101,23 @@ def table(summary: dict[str, Any]) -> Table:
         "weights": lambda row: row.get("weights"),
         **COLUMNS,
         **({"seeds": spread} if any(row["losses"][1:] for row in rows) else {}),
-        "shared": lambda row: percent(row["shared_fraction"]),
+        "active parameters": lambda row: millions(row["parameters"]),
+        "stored": lambda row: millions(row["stored"]),
+        "budget": _budget,
+        "shared": lambda row: percent(row["shared_fraction"]) if "shared_fraction" in row else None,
         "seconds": lambda row: f"{row['seconds']:.0f}" if row.get("seconds") else None,
     }
     if not any("weights" in row for row in rows):
         del columns["weights"]
     return table_of(rows, columns, words=4 if "weights" in columns else 3)
+
+
+def _budget(row: Row) -> str | None:
+    """How far the active parameters are from the budget."""
+    over = row.get("over_budget")
+    if over is None:
+        return None
+    return "matched" if abs(over) <= MATCHED else f"{100 * over:+.0f} %"
 
 
 def over_seeds(rows: Iterable[Row]) -> list[Row]:
@@ -132,15 +152,16 @@ def points_of(config: CompareConfig) -> list[Point]:
             is trained is asked for.
     """
     plain = plain_run(config)
-    points = [
+    made = [
         point
-        for method in dict.fromkeys(config.methods)
-        for seed in dict.fromkeys(config.seeds or (config.seed,))
+        for method in config.methods
+        for seed in config.seeds or (config.seed,)
         for point in _points_of(
             method, replace(plain, seed=seed), f"-seed{seed}" * bool(config.seeds)
         )
         if not config.trained_only or steps_of(point.config)
     ]
+    points = list(dict.fromkeys(made))  # what has no seed comes once
     if not points:
         raise UserError(
             f"trained_only is set, but router_steps is {config.baseline.router_steps} and methods "
@@ -149,8 +170,10 @@ def points_of(config: CompareConfig) -> list[Point]:
     return points
 
 
-def steps_of(config: RunConfig) -> int:
+def steps_of(config: RunConfig | PruneRunConfig) -> int:
     """Steps that a conversion trains routers, or routers and experts."""
+    if isinstance(config, PruneRunConfig):
+        return 0
     return config.align.steps if config.method == "dot_moe" else config.baseline.router_steps
 
 
@@ -181,15 +204,19 @@ def summary_of(
     """
     dense_model = describe_dense(config.model)
     for point in points:
-        split_of(point.config, dense_model)
+        if isinstance(point.config, RunConfig):
+            split_of(point.config, dense_model)
     rows: list[Row] = []
     for point in points:
         progress.log(f"{point.name}:")
-        results = convert(point.config, progress).results
+        if isinstance(point.config, RunConfig):
+            results = convert(point.config, progress).results
+        else:
+            results = prune(point.config, progress)
         dense = results["dense"]
         if not rows:
             whole = {"active_fraction": 1.0, "shared_fraction": 0.0}
-            whole["parameters"] = results["parameters"]["dense"]
+            whole |= dict.fromkeys(("parameters", "stored"), results["parameters"]["dense"])
             rows.append({"run": "dense", "value": "dense", **whole, **_measured(dense, dense)})
         rows.extend(rows_of(point, results))
     return {
@@ -211,6 +238,7 @@ def moe_row(point: Point, results: dict[str, Any]) -> Row:
         "active_fraction": split.active_fraction,
         "shared_fraction": split.shared_size / split.ffn_width,
         "parameters": results["parameters"]["active"],
+        "stored": results["parameters"]["stored"],
         "steps": results["steps"],
         "seconds": RunFolder(Path(point.config.out)).seconds(*_CONVERTING),
         **_measured(results["moe"], results["dense"]),
@@ -231,7 +259,18 @@ def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:
     return kept | {"loss_above_dense": result["loss"] - dense["loss"]}
 
 
-def _points_of(method: MethodName, plain: RunConfig, suffix: str) -> Iterator[Point]:
+def _points_of(method: str, plain: RunConfig, suffix: str) -> Iterator[Point]:
+    if method in PRUNING:  # what it does not read must not make it another run
+        same = ("model", "data", "sample", "load", "eval_text", "eval_tokens")
+        config = PruneRunConfig(
+            **{name: getattr(plain, name) for name in same},
+            out=str(Path(plain.out) / method),
+            method=method,
+            experts=ExpertsConfig() if PRUNING[method].is_fixed else plain.experts,
+            calibration_tokens=plain.calibrate.calibration_tokens,
+        )
+        yield Point(method, method, config)
+        return
     steps, has_shared_expert = plain.baseline.router_steps, False
     if method != "dot_moe":
         has_shared_expert = METHODS[method].has_shared_expert
@@ -262,6 +301,10 @@ def _points_of(method: MethodName, plain: RunConfig, suffix: str) -> Iterator[Po
 def _rows(point: Point, results: dict[str, Any]) -> Iterator[Row]:
     """Rows of a run: what was exported, and what its method's own router would be worth."""
     config, trained, router = point.config, "nothing", "ridge"
+    if isinstance(config, PruneRunConfig):
+        row = {"run": point.name, "value": point.value, **results["pruning"]}
+        yield row | _measured(results["pruned"], results["dense"])
+        return
     if config.method != "dot_moe":
         trained = "router" if config.baseline.router_steps else "nothing"
         router = config.baseline.split_router

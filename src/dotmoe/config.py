@@ -20,6 +20,7 @@ from dotmoe.granularity import ExpertsConfig
 from dotmoe.load import LoadConfig
 from dotmoe.moe.assignment import AssignmentConfig
 from dotmoe.options import HOW, at_least
+from dotmoe.pruning import PruningName
 from dotmoe.tokenise import SampleConfig
 from dotmoe.training.loop import TrainingConfig
 
@@ -69,11 +70,7 @@ class RunConfig:
             require_one_process()
         if self.method == "dot_moe":
             return self
-        if num_ranks() > 1:
-            raise UserError(
-                f"method is {self.method}, which runs in one process, and torchrun started "
-                f"{num_ranks()}. Start without torchrun."
-            )
+        _require_one_process(self.method)
         steps = self.baseline.router_steps
         return replace(self, align=replace(self.align, steps=steps, learn_assignment=False))
 
@@ -117,5 +114,36 @@ class FinetuneRunConfig:
                 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PruneRunConfig:
+    """A dense checkpoint pruned and measured: a row of a comparison."""
+
+    command: ClassVar[str] = "compare"
+
+    model: str
+    out: Annotated[str, HOW]
+    method: PruningName
+    experts: ExpertsConfig
+    """Its budget: as many parameters as are active in a conversion with these experts."""
+    data: DataConfig
+    sample: SampleConfig
+    calibration_tokens: int
+    load: LoadConfig
+    eval_text: tuple[str, ...]
+    eval_tokens: int
+
+    def check_together(self) -> None:
+        """Refuse several ranks."""
+        _require_one_process(self.method)
+
+
 AnyRunConfig = RunConfig | FinetuneRunConfig
 """A config of a run that lives in a run folder."""
+
+
+def _require_one_process(method: str) -> None:
+    if num_ranks() > 1:
+        raise UserError(
+            f"method is {method}, which runs in one process, and torchrun started {num_ranks()}. "
+            "Start without torchrun."
+        )

@@ -83,11 +83,11 @@ def count_parameters(config: Any, family: Family, granularity: Granularity) -> P
             f"a split of {granularity.ffn_width} neurons for FFNs of {config.intermediate_size}"
         )
     model = meta_model(config)
-    total = _count(model)
+    total = num_parameters(model)
     ffns = [family.ffn(layer) for layer in family.layers(model)]
     ffn_total = sum(part.weight.numel() for ffn in ffns for part in (ffn.gate, ffn.up, ffn.down))
     embedding = model.get_input_embeddings().weight.numel()  # type: ignore[operator]
-    head = total - _count(family.trunk(model))
+    head = total - num_parameters(family.trunk(model))
     split_layers = len(ffns) - granularity.first_dense_layers
     routers = split_layers * granularity.num_experts * config.hidden_size
     idle_neurons = split_layers * (granularity.ffn_width - granularity.active_neurons)
@@ -109,6 +109,6 @@ def count_parameters(config: Any, family: Family, granularity: Granularity) -> P
     )
 
 
-def _count(module: nn.Module) -> int:
-    # `parameters` yields a shared tensor once, so a tied head is not counted again.
+def num_parameters(module: nn.Module) -> int:
+    """Parameters of a module; a tied head is counted once."""
     return sum(parameter.numel() for parameter in module.parameters())

@@ -1,7 +1,8 @@
-"""`convert` and `finetune`: their stages in order, each recorded in the run folder.
+"""`convert`, `finetune` and `prune`: their stages in order, each recorded in the run folder.
 
 convert:   tokenise -> calibrate -> align -> extract (-> repair) -> export -> evaluate -> report
 finetune:  tokenise -> finetune or repair -> export -> evaluate -> report
+prune:     tokenise -> prune -> evaluate
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from dotmoe.align import align
+from dotmoe import pruning
+from dotmoe.align import AlignConfig, align
 from dotmoe.baselines import (
     Baseline,
     SplitInputs,
@@ -22,7 +24,7 @@ from dotmoe.baselines import (
 from dotmoe.calibrate import calibrate
 from dotmoe.checkpoint.folder import checkpoint_folder, fingerprint
 from dotmoe.checkpoint.on_disk import on_disk
-from dotmoe.config import AnyRunConfig, FinetuneRunConfig, RunConfig
+from dotmoe.config import AnyRunConfig, FinetuneRunConfig, PruneRunConfig, RunConfig
 from dotmoe.data import DataConfig
 from dotmoe.distributed import (
     broadcast_from_rank_zero,
@@ -56,6 +58,7 @@ from dotmoe.moe.assignment import AlignState, extract
 from dotmoe.moe.masked import masked_by
 from dotmoe.moe.objective import ObjectiveConfig, steps_to_take
 from dotmoe.options import checked, values_of
+from dotmoe.parameters import count_parameters, num_parameters
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
 from dotmoe.report.page import report
@@ -230,6 +233,59 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
         return run.conversion()
 
 
+def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str, Any]:
+    """Prune a dense model by a published method, write a stock checkpoint of it, and measure that.
+
+    Returns:
+        Contents of `6_evaluate/results.json`: perplexity of `dense` and of what is `pruned`,
+        `parameters` of both, and `pruning`, see `dotmoe.pruning.prune`.
+
+    Raises:
+        UserError: As `convert`; or the method does not fit the model.
+    """
+    config = checked(config)
+    run = _Run[Any](config, AlignConfig(steps=0), progress)
+    with ExitStack() as work:
+        inputs = {"model": fingerprint(checkpoint_folder(config.model))}
+        run.start(work, config.data, lambda: inputs, "prune")
+        if run.is_finished:
+            return read_json(run.folder.verified("evaluate") / RESULTS)
+        dense = describe_dense(config.model)
+        run.begin(config.model, inputs)
+        text = run.text(config, dense, min_tokens=config.calibration_tokens)
+
+        def pruned(at: Path) -> dict[str, Any]:
+            rows = -(-config.calibration_tokens // text.training.seq_len)
+            with run.progress.bar(config.method) as update:
+                inputs = pruning.PruneInputs(
+                    dense=load_dense(config.model, config.load),
+                    tokens_BT=text.training.tokens_BT[:rows].long(),
+                    wanted=budget_of(config, dense),
+                    on_progress=update,
+                )
+                return pruning.prune(config.method, inputs, at)
+
+        figures = run.stage("prune", lambda at: read_json(at / pruning.FIGURES), pruned)
+
+        def measured(at: Path) -> dict[str, Any]:
+            made = {"pruned": run.folder.stage("prune") / pruning.MODEL}
+            described = left_on_disk(dense, config.load)
+            with run.progress.bar("evaluate", tokens=1) as update:
+                found = perplexities(described, made, text.heldout, text.heldout_name, update)
+            results = {
+                **found,
+                "origin": "measured",
+                "parameters": {"dense": num_parameters(dense.model)},
+                "pruning": figures,
+                "config": values_of(config),
+                "provenance": provenance(seed=0),
+            }
+            write_json(at / RESULTS, results)
+            return results
+
+        return run.stage("evaluate", lambda at: read_json(at / RESULTS), measured)
+
+
 class _Run(Generic[Config]):
     """A run under way, and what both commands do alike."""
 
@@ -246,13 +302,20 @@ class _Run(Generic[Config]):
         self.stage = self.folder.run_stage
 
     def start(
-        self, work: ExitStack, data: DataConfig, inputs: Callable[[], dict[str, str]]
+        self,
+        work: ExitStack,
+        data: DataConfig,
+        inputs: Callable[[], dict[str, str]],
+        made: str = "export",
     ) -> None:
-        """Take the run folder, for as long as `work` is open, and see what is to be done."""
+        """Take the run folder, for as long as `work` is open, and see what is to be done.
+
+        The stage `made` is the one that writes the model that is measured.
+        """
 
         def start() -> bool:
             work.enter_context(self.folder.at_work(self.config))
-            if self.folder.holds("export", "evaluate"):
+            if self.folder.holds(made, "evaluate"):
                 self.folder.require_inputs(inputs())
                 return True
             if not self.folder.holds("data"):
@@ -269,7 +332,7 @@ class _Run(Generic[Config]):
 
     def text(
         self,
-        converted: RunConfig,
+        converted: RunConfig | PruneRunConfig,
         dense: DenseModel,
         *,
         min_tokens: int = 0,
@@ -418,6 +481,12 @@ def split_of(config: RunConfig, dense: DenseModel) -> Granularity:
     split = granularity_of(config.method, split, config.baseline)
     require_exportable(dense, split, config.export)
     return split
+
+
+def budget_of(config: RunConfig | PruneRunConfig, dense: DenseModel) -> int:
+    """Parameters that work on one token of a conversion with these experts, without routers."""
+    split = resolve(config.experts, dense.widths.ffn)
+    return count_parameters(dense.config, dense.family, split).active
 
 
 def _fewest_tokens(config: RunConfig, dense: DenseModel) -> int:

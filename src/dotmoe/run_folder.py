@@ -36,6 +36,7 @@ STAGES = {
     "extract": "3_extract",
     "repair": "4_repair",
     "finetune": "4_finetune",
+    "prune": "4_prune",
     "export": "5_export",
     "evaluate": "6_evaluate",
     "report": "7_report",
@@ -339,9 +340,9 @@ class RunFolder:
 
 
 def export_folder(path: Path) -> Path:
-    """The model folder meant by a path: the export of a run folder, or the path itself."""
-    export = path / STAGES["export"]
-    return export if any(export.glob("*")) else path
+    """The model folder meant by a path: what a run folder exported or pruned, or the path."""
+    of_a_run = path / STAGES["export"], path / STAGES["prune"] / "model"
+    return next((folder for folder in of_a_run if _is_filled(folder)), path)
 
 
 def _is_filled(path: Path) -> bool:

@@ -211,16 +211,27 @@ def _start_adapters(model: nn.Module, seed: int) -> None:
 def write_student(student: Student, layout: ExpertLayout, out: Path) -> ExpertLayout:
     """Write a dense checkpoint in the original order of neurons; all ranks together.
 
-    Adapters are merged first. Tensors that are divided over the ranks are put together one at a
-    time; rank 0 holds those of one layer in main memory, and writes a file for each. What is in
-    `out` is replaced. `layout` is what the student was made with.
+    Adapters are merged first; `layout` is what the student was made with.
 
     Returns:
         The same experts with the trained routers, centred as extraction does.
     """
     if student.tuner is not None:
         student.tuner.merge_and_unload()
-    dense = student.dense
+    write_weights(student.dense, out)
+    router_LED = layout.router_LED.clone()
+    for layer, ffn in zip(layout.moe_layers, student.ffns, strict=True):
+        rows_ED = full_tensor(ffn.router.weight_ED).float().cpu()
+        router_LED[layer] = rows_ED - rows_ED.mean(dim=0, keepdim=True)
+    return replace(layout, router_LED=router_LED)
+
+
+def write_weights(dense: DenseModel, out: Path) -> None:
+    """Write the dense checkpoint of what a model is in memory; all ranks together.
+
+    Tensors that are divided over the ranks are put together one at a time; rank 0 holds those of
+    one layer in main memory, and writes a file for each. What is in `out` is replaced.
+    """
     if is_rank_zero():
         begin_checkpoint(dense, out)
     num_files = len(dense.family.layers(dense.model)) + 1
@@ -235,11 +246,6 @@ def write_student(student: Student, layout: ExpertLayout, out: Path) -> ExpertLa
     if is_rank_zero():
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(out / "model.safetensors.index.json", index)
-    router_LED = layout.router_LED.clone()
-    for layer, ffn in zip(layout.moe_layers, student.ffns, strict=True):
-        rows_ED = full_tensor(ffn.router.weight_ED).float().cpu()
-        router_LED[layer] = rows_ED - rows_ED.mean(dim=0, keepdim=True)
-    return replace(layout, router_LED=router_LED)
 
 
 def begin_checkpoint(dense: DenseModel, out: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from dotmoe.errors import UserError
 from dotmoe.files import DamagedError, read_json, read_with_checksum
 from dotmoe.report.tables import is_share
+from dotmoe.run_folder import STAGES
 
 Values = dict[str, Any]
 
@@ -149,6 +150,8 @@ def read_run(folder: Path) -> RunResults:
                 f"{folder} {lack}: it has no {file}. Name a folder in which dotmoe convert, "
                 "finetune or quickstart has come to its end."
             )
+    if (folder / STAGES["prune"]).is_dir():
+        raise UserError(f"{folder} was pruned, of which there is no report. See compare.md beside.")
     evaluated, record = folder / "6_evaluate", folder / "5_export" / "dotmoe.json"
     trainings = {"alignment": folder / "2_align", "finetune": folder / "4_finetune"}
     return RunResults(

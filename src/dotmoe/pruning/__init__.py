@@ -1,0 +1,73 @@
+"""Other ways to a cheaper model: published methods that prune, each a row beside the conversions.
+
+What is left is a stock dense checkpoint. Each file says what is the rival's and what differs;
+`contract.py` is what a method has to do.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from dotmoe.files import write_json
+from dotmoe.finetuning.student import MODEL, write_weights
+from dotmoe.parameters import num_parameters
+from dotmoe.pruning.contract import Pruned, PruneInputs
+from dotmoe.pruning.two_of_four import magnitude_2_4
+from dotmoe.pruning.wanda import wanda_2_4
+
+__all__ = ["FIGURES", "MODEL", "PRUNING", "PruneInputs", "Pruned", "PruningName", "prune"]
+
+FIGURES = "pruning.json"
+"""What `prune` returns, in the stage's folder."""
+
+
+class Method(NamedTuple):
+    """A published way to prune a model."""
+
+    prune: Callable[[PruneInputs], Pruned]
+    """Changes the model that it is given."""
+    is_fixed: bool = False
+    """Whether it removes the same whatever the budget."""
+
+
+PRUNING = {
+    "magnitude_2_4": Method(magnitude_2_4, is_fixed=True),
+    "wanda_2_4": Method(wanda_2_4, is_fixed=True),
+}
+"""Methods by the name on the command line: a new one is one line here."""
+
+if TYPE_CHECKING:
+    PruningName = str
+else:
+    PruningName = Literal[(*PRUNING,)]
+
+
+@torch.no_grad()
+def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
+    """Prune a model by a method of `PRUNING`, to as many parameters as are wanted if it can.
+
+    `folder` receives `model/`, a stock checkpoint in the dtype of the dense one, and
+    `pruning.json`.
+
+    Returns:
+        Contents of `pruning.json`: `parameters` that work on a token and that are `stored`,
+        `calibration_tokens`, `seconds` without reading and writing models, the method's `plan`.
+
+    Raises:
+        UserError: The method does not fit the model.
+    """
+    total, started = num_parameters(inputs.dense.model), time.monotonic()
+    made = PRUNING[method].prune(inputs)
+    figures = {
+        "parameters": total - made.removed,
+        "stored": total - made.removed,
+        "calibration_tokens": inputs.tokens_BT.numel(),
+        "seconds": round(time.monotonic() - started, 3),
+        "plan": made.plan,
+    }
+    write_weights(inputs.dense, folder / MODEL)
+    write_json(folder / FIGURES, figures)
+    return figures

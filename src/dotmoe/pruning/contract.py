@@ -1,0 +1,43 @@
+"""The contract of a method that prunes."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from dotmoe.models.dense import DenseModel
+from dotmoe.parameters import num_parameters
+from dotmoe.progress import Update, no_update
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PruneInputs:
+    """What every method gets: the same model, tokens and budget."""
+
+    dense: DenseModel
+    """In memory; the method changes it, without gradients unless it turns them on."""
+    tokens_BT: Int[Tensor, "B T"]
+    """Calibration text, int64."""
+    wanted: int
+    """Parameters that are to work on one token, counted as `ParameterCounts.active`."""
+    on_progress: Update = no_update
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers."""
+        return self.dense.family.layers(self.dense.model)
+
+    @property
+    def excess(self) -> int:
+        """Parameters to remove."""
+        return num_parameters(self.dense.model) - self.wanted
+
+
+class Pruned(NamedTuple):
+    """What a method took out of the model that it was given."""
+
+    removed: int
+    """Parameters that work on no token any more, by the plan: a zero may be there by chance."""
+    plan: dict[str, Any]
+    """What was removed, as JSON values."""

@@ -1,0 +1,174 @@
+"""Methods that prune: each against its definition written out serially, and as rows of a table."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from dotmoe.pruning import PRUNING, PruneInputs, prune
+from dotmoe.pruning.two_of_four import kept_of_four
+from runs import TINY_CONVERT
+
+TWO_OF_FOUR = [name for name in PRUNING if name.endswith("2_4")]
+
+
+def weights_of(dense):
+    return {name: p.detach().clone() for name, p in dense.model.named_parameters()}
+
+
+def linears_of(dense):
+    """Names and linear maps of the decoder layers."""
+    return {
+        name: module
+        for name, module in dense.model.named_modules()
+        if isinstance(module, nn.Linear) and ".layers." in name
+    }
+
+
+@torch.no_grad()
+def inputs_of(dense, tokens_BT):
+    """What every linear map of the decoder layers reads, [T, I], by name; stock forward pass."""
+    seen = {}
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda _, args, name=name: seen.update({name: args[0].flatten(0, 1).double().numpy()})
+        )
+        for name, module in linears_of(dense).items()
+    ]
+    dense.model(input_ids=tokens_BT)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.fixture
+def pruned_of(dense_of, tokens_BT, tmp_path):
+    """A method's figures, the model as it was and as it is in memory."""
+
+    def make(method, family="llama", wanted=0, **options):
+        dense = dense_of(family, **options)
+        before = weights_of(dense)
+        folder = tmp_path / f"{method}-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        inputs = PruneInputs(dense=dense, tokens_BT=tokens_BT, wanted=wanted)
+        figures = prune(method, inputs, folder)
+        return dense, before, figures, folder / "model"
+
+    return make
+
+
+# --- two of four
+
+
+def test_of_equal_scores_the_later_are_kept():
+    score = torch.tensor([[3.0, 1, 2, 0, 1, 1, 1, 1], [0, 0, 0, 5, -1, -2, -3, -4]])
+    expected = [[1, 0, 1, 0, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1, 0, 0]]
+    assert kept_of_four(score).int().tolist() == expected
+
+
+@pytest.mark.parametrize("method", TWO_OF_FOUR)
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_every_four_weights_of_a_layer_have_two_zeros_and_no_other_weight_changes(
+    method, family, pruned_of
+):
+    dense, before, figures, folder = pruned_of(method, family)
+    stored = load_file(next(folder.glob("*00001-of*"))) | load_file(next(folder.glob("*2-of*")))
+    pruned = {f"{name}.weight" for name in linears_of(dense)}
+    for name, weight in weights_of(dense).items():
+        if name in pruned:
+            zeros = (weight == 0).view(len(weight), -1, 4).sum(-1)
+            assert (zeros == 2).all()
+            assert name not in stored or torch.equal(stored[name], weight)
+        else:
+            assert torch.equal(weight, before[name])
+    total, halved = sum(map(torch.numel, before.values())), sum(before[n].numel() for n in pruned)
+    assert figures["parameters"] == total - halved // 2
+
+
+def test_wanda_keeps_what_the_serial_definition_keeps_layer_by_layer(pruned_of, tokens_BT):
+    dense, before, *_ = pruned_of("wanda_2_4", "qwen2")
+    now = weights_of(dense)
+    for layer in range(2):  # the stock model as it was when this layer's turn came
+        for name, p in dense.model.named_parameters():
+            is_pruned = f".layers.{layer - 1}." in name
+            p.data = (now if is_pruned else before)[name].clone()
+        for name, x_TI in inputs_of(dense, tokens_BT).items():
+            if f".layers.{layer}." not in name:
+                continue
+            weight, norm_I = before[f"{name}.weight"].double().numpy(), np.sqrt((x_TI**2).sum(0))
+            for row, found in zip(weight, now[f"{name}.weight"].numpy(), strict=True):
+                expected = row.copy()
+                for start in range(0, len(row), 4):
+                    four = range(start, start + 4)
+                    for i in sorted(four, key=lambda i: abs(row[i]) * norm_I[i])[:2]:
+                        expected[i] = 0
+                assert np.array_equal(found, expected.astype(np.float32))
+
+
+def test_widths_that_are_no_fours_are_refused(dense_of, tokens_BT, tmp_path):
+    dense = dense_of("llama", intermediate_size=90)
+    before = weights_of(dense)
+    with pytest.raises(Exception, match="reads 90 features, which are not whole fours"):
+        prune("wanda_2_4", PruneInputs(dense=dense, tokens_BT=tokens_BT, wanted=0), tmp_path)
+    assert all(torch.equal(before[name], p) for name, p in weights_of(dense).items())
+
+
+# --- all
+
+
+@pytest.mark.parametrize("method", PRUNING)
+def test_what_is_stored_is_the_model_in_memory_and_repeats(method, pruned_of, tokens_BT):
+    dense, _, figures, folder = pruned_of(method, dtype="bfloat16")
+    stock = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    assert stock.dtype == torch.bfloat16
+    with torch.no_grad():
+        found, expected = stock.float()(tokens_BT).logits, dense.model(tokens_BT).logits
+    assert (found - expected).norm() < 0.02 * expected.norm()
+    generated = stock.generate(tokens_BT[:1, :4], max_new_tokens=4, do_sample=False)
+    assert generated.shape == (1, 8)
+    _, _, again, other = pruned_of(method, dtype="bfloat16")
+    assert again["plan"] == figures["plan"]
+    for file in folder.glob("*.safetensors"):
+        assert file.read_bytes() == (other / file.name).read_bytes()
+
+
+def test_pruned_models_are_rows_beside_conversions_and_are_made_once(
+    tiny_dense, text_file, tmp_path, command, monkeypatch
+):
+    held, out, model = tmp_path / "held.txt", tmp_path / "compared", tiny_dense("llama")
+    held.write_text("\n".join(f"Line {i}: the hen ate {i * 7 % 13} figs." for i in range(100)))
+    options = TINY_CONVERT | {"data": text_file, "eval_text": held, "active_experts": 6}
+    del options["steps"]
+    options |= {"methods": ["random_split", *PRUNING], "seeds": [0, 1]}
+    assert command("compare", model, out, **options).status == 0
+    summary = json.loads((out / "compare.json").read_text())
+    table = (out / "compare.md").read_text()
+    rows = {row["run"]: row for row in summary["rows"]}
+    assert len(rows) == len(summary["rows"]) == 1 + 2 * 2 + len(PRUNING)
+    budget = rows["random_split-own-seed0"]["parameters"]
+    for method in PRUNING:
+        row = rows[method]
+        figures = json.loads((out / method / "4_prune/pruning.json").read_text())
+        assert row.items() >= figures.items()
+        assert row["over_budget"] == row["parameters"] / budget - 1
+        assert row["calibration_tokens"] == TINY_CONVERT["calibration_tokens"]
+        assert 0 <= row["seconds"] < 100
+        assert f"| {method} | - | - |" in table
+        stock = AutoModelForCausalLM.from_pretrained(out / method / "4_prune/model")
+        tokens_BT = load_file(out / method / "0_data/heldout.safetensors")["tokens"].long()
+        with torch.no_grad():
+            loss = float(stock(tokens_BT, labels=tokens_BT).loss)
+        assert row["loss"] == pytest.approx(loss, abs=1e-5)
+        assert row["loss_above_dense"] == row["loss"] - rows["dense"]["loss"]
+    assert command("evaluate", out / "magnitude_2_4", text=held, max_tokens=64).status == 0
+    assert "matched" in table
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
+    assert command("compare", model, out, **options).status == 0
+    assert json.loads((out / "compare.json").read_text())["rows"] == summary["rows"]
+    assert "was pruned" in command("report", out / "magnitude_2_4").refusal()
+    assert "no run with a finished" in command("analyse", out / "magnitude_2_4").refusal()
