@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from dotmoe.pruning import PRUNING, PruneInputs, prune
+from dotmoe.pruning import PRUNING, PruneInputs, prune, sparsegpt
 from dotmoe.pruning.two_of_four import kept_of_four
 from runs import TINY_CONVERT
 
@@ -72,7 +72,7 @@ def test_of_equal_scores_the_later_are_kept():
 
 @pytest.mark.parametrize("method", TWO_OF_FOUR)
 @pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_every_four_weights_of_a_layer_have_two_zeros_and_no_other_weight_changes(
+def test_every_four_weights_of_a_layer_have_two_zeros_and_nothing_else_changes(
     method, family, pruned_of
 ):
     dense, before, figures, folder = pruned_of(method, family)
@@ -107,6 +107,67 @@ def test_wanda_keeps_what_the_serial_definition_keeps_layer_by_layer(pruned_of, 
                     for i in sorted(four, key=lambda i: abs(row[i]) * norm_I[i])[:2]:
                         expected[i] = 0
                 assert np.array_equal(found, expected.astype(np.float32))
+
+
+def serial_obs(weight_OI, x_TI):
+    """Optimal brain surgeon one row and one column at a time, on the inverse Hessian itself."""
+    hessian = x_TI.T @ x_TI
+    size = len(hessian)
+    hessian[np.arange(size), np.arange(size)] += 0.01 * np.trace(hessian) / size
+    expected = weight_OI.copy()
+    for row in expected:
+        inverse = np.linalg.inv(hessian)
+        for j in range(size):
+            if j % 4 == 0:  # U_jj^2 = [H_F^-1]_jj with F the features from j on
+                scale = [np.linalg.inv(hessian[i:, i:])[0, 0] for i in range(j, j + 4)]
+                order = sorted(range(4), key=lambda i: row[j + i] ** 2 / scale[i])
+            if j % 4 in order[:2]:
+                row -= row[j] / inverse[j, j] * inverse[:, j]
+            inverse -= np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
+            inverse[j], inverse[:, j] = 0, 0
+            inverse[j, j] = 1  # never read again
+        row[np.abs(row) < 1e-12] = 0
+    return expected
+
+
+@pytest.fixture
+def correlated():
+    """Weights [O, I] and correlated inputs [T, I] of one linear map, float64."""
+    generator = torch.Generator().manual_seed(7)
+    mixing, noise = (torch.randn(*size, generator=generator) for size in ((6, 16), (40, 16)))
+    x_TI = torch.randn(40, 6, generator=generator) @ mixing + 0.3 * noise
+    return torch.randn(5, 16, generator=generator).double(), x_TI.double()
+
+
+@pytest.mark.parametrize("columns", [4, 8, 128])
+def test_sparsegpt_is_the_surgeon_column_by_column(columns, correlated, monkeypatch):
+    monkeypatch.setattr(sparsegpt, "_COLUMNS_AT_ONCE", columns)
+    weight_OI, x_TI = correlated
+    found = sparsegpt._corrected(weight_OI, sparsegpt._curvature(x_TI.T @ x_TI))
+    np.testing.assert_allclose(found, serial_obs(weight_OI.numpy(), x_TI.numpy()), atol=1e-9)
+
+
+def test_a_feature_that_is_never_read_is_pruned_first(correlated):
+    weight_OI, x_TI = correlated
+    x_TI[:, 5] = 0
+    found = sparsegpt._corrected(100 * weight_OI, sparsegpt._curvature(x_TI.T @ x_TI))
+    assert not found[:, 5].any()
+
+
+def test_sparsegpt_reconstructs_better_than_wanda_and_wanda_better_than_magnitude(
+    pruned_of, tokens_BT
+):
+    error = {}
+    for method in TWO_OF_FOUR:
+        dense, before, *_ = pruned_of(method)
+        now, error[method] = weights_of(dense), 0
+        for name, p in dense.model.named_parameters():
+            p.data = before[name]
+        for name, x_TI in inputs_of(dense, tokens_BT).items():
+            if ".layers.0." in name:  # whose inputs are the same for all
+                change = (before[f"{name}.weight"] - now[f"{name}.weight"]).double().numpy()
+                error[method] += np.square(x_TI @ change.T).sum()
+    assert 1.2 * error["sparsegpt_2_4"] < error["wanda_2_4"] < error["magnitude_2_4"]
 
 
 def test_widths_that_are_no_fours_are_refused(dense_of, tokens_BT, tmp_path):

@@ -15,6 +15,7 @@ from dotmoe.files import write_json
 from dotmoe.finetuning.student import MODEL, write_weights
 from dotmoe.parameters import num_parameters
 from dotmoe.pruning.contract import Pruned, PruneInputs
+from dotmoe.pruning.sparsegpt import sparsegpt_2_4
 from dotmoe.pruning.two_of_four import magnitude_2_4
 from dotmoe.pruning.wanda import wanda_2_4
 
@@ -36,6 +37,7 @@ class Method(NamedTuple):
 PRUNING = {
     "magnitude_2_4": Method(magnitude_2_4, is_fixed=True),
     "wanda_2_4": Method(wanda_2_4, is_fixed=True),
+    "sparsegpt_2_4": Method(sparsegpt_2_4, is_fixed=True),
 }
 """Methods by the name on the command line: a new one is one line here."""
 
