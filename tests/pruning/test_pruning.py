@@ -1,5 +1,6 @@
 """Methods that prune: each against its definition written out serially, and as rows of a table."""
 
+import copy
 import json
 
 import numpy as np
@@ -13,6 +14,7 @@ from dotmoe.pruning import PRUNING, PruneInputs, prune, sparsegpt
 from dotmoe.pruning.two_of_four import kept_of_four
 from runs import TINY_CONVERT
 
+LAYERS = ("shortgpt", "sleb")
 TWO_OF_FOUR = [name for name in PRUNING if name.endswith("2_4")]
 
 
@@ -178,7 +180,106 @@ def test_widths_that_are_no_fours_are_refused(dense_of, tokens_BT, tmp_path):
     assert all(torch.equal(before[name], p) for name, p in weights_of(dense).items())
 
 
+# --- whole layers
+
+
+def share_of(dense, dropped):
+    """A budget that asks for so many layers less, a little more or less."""
+    layer = sum(p.numel() for p in dense.model.model.layers[0].parameters())
+    return sum(p.numel() for p in dense.model.parameters()) - int((dropped + 0.3) * layer)
+
+
+@torch.no_grad()
+def loss_of(dense, tokens_BT, layers):
+    """Mean next-token loss of a stock model with some of the layers of a dense one."""
+    config = copy.deepcopy(dense.config)
+    config.num_hidden_layers = len(layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[layer] for layer in layers]
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for new, old in enumerate(layers):
+        model.model.layers[new].load_state_dict(dense.model.model.layers[old].state_dict())
+    for part in ("embed_tokens", "norm"):
+        own = getattr(model.model, part)
+        own.load_state_dict(getattr(dense.model.model, part).state_dict())
+    model.lm_head.load_state_dict(dense.model.lm_head.state_dict())
+    return float(model(tokens_BT, labels=tokens_BT).loss)
+
+
+@pytest.mark.parametrize("method", LAYERS)
+@pytest.mark.parametrize("family", ["qwen2", "granite"])
+def test_dropped_layers_are_in_neither_config_nor_weights(
+    method, family, dense_of, pruned_of, tokens_BT
+):
+    options = {"num_hidden_layers": 5}
+    if family == "qwen2":
+        types = ["full_attention", "sliding_attention"] * 2 + ["full_attention"]
+        options |= {"layer_types": types, "use_sliding_window": True, "sliding_window": 32}
+    dense = dense_of(family, **options)
+    dropped, before, figures, folder = pruned_of(
+        method, family, wanted=share_of(dense, 2), **options
+    )
+    gone = figures["plan"]["layers"]
+    kept = [layer for layer in range(5) if layer not in gone]
+    assert (len(gone), len(kept)) == (2, 3)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["num_hidden_layers"] == 3
+    if family == "qwen2":
+        assert config["layer_types"] == [types[layer] for layer in kept]
+    stored = {name for file in folder.glob("*.safetensors") for name in load_file(file)}
+    assert not [name for name in stored if ".layers.3." in name]
+    one = sum(p.numel() for p in dense.model.model.layers[0].parameters())
+    assert figures["parameters"] == sum(map(torch.numel, before.values())) - 2 * one
+    stock = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    assert stock.num_parameters() == figures["parameters"]
+    with torch.no_grad():
+        loss = float(stock(tokens_BT, labels=tokens_BT).loss)
+    assert loss == pytest.approx(loss_of(dense, tokens_BT, kept), abs=1e-5)
+    assert dropped.widths.layers == 3
+
+
+def test_shortgpt_drops_the_layers_of_least_turn(dense_of, pruned_of, tokens_BT):
+    dense = dense_of("llama", num_hidden_layers=5)
+    stream, scores = [], []
+    hooks = [
+        layer.register_forward_hook(lambda _, args, out: stream.append((args[0], out)))
+        for layer in dense.model.model.layers
+    ]
+    with torch.no_grad():
+        dense.model(tokens_BT)
+    for hook in hooks:
+        hook.remove()
+    for before, after in stream:
+        x, y = (each.flatten(0, 1).double().numpy() for each in (before, after))
+        cosine = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(x, y, strict=True)]
+        scores.append(1 - np.mean(cosine))
+    for number in (1, 3):
+        *_, figures, _ = pruned_of("shortgpt", num_hidden_layers=5, wanted=share_of(dense, number))
+        assert figures["plan"]["layers"] == list(np.argsort(scores)[:number])
+
+
+def test_sleb_drops_what_costs_least_each_time_and_neither_end(dense_of, pruned_of, tokens_BT):
+    dense, left = dense_of("llama", num_hidden_layers=5), list(range(5))
+    *_, figures, _ = pruned_of("sleb", num_hidden_layers=5, wanted=0)
+    for dropped in figures["plan"]["layers"]:
+        trials = {
+            layer: loss_of(dense, tokens_BT, [each for each in left if each != layer])
+            for layer in left[1:-1]
+        }
+        assert dropped == min(trials, key=trials.get)
+        left.remove(dropped)
+    assert left == [0, 4]
+
+
 # --- all
+
+
+@pytest.mark.parametrize("method", [name for name in PRUNING if name not in TWO_OF_FOUR])
+def test_with_the_whole_budget_nothing_is_removed(method, dense_of, pruned_of):
+    whole = sum(p.numel() for p in dense_of("llama").model.parameters())
+    dense, before, figures, _ = pruned_of(method, wanted=whole)
+    assert figures["parameters"] == figures["stored"] == whole
+    assert all(torch.equal(before[name], p) for name, p in weights_of(dense).items())
 
 
 @pytest.mark.parametrize("method", PRUNING)

@@ -112,15 +112,20 @@ def stock_nats(model: Any) -> TokenNats:
 
     @torch.no_grad()
     def nats(tokens_BT: Tensor) -> Tensor:
-        hidden_TD = hidden_states(model, tokens_BT[:, :-1]).flatten(0, 1)
-        labels_T = tokens_BT[:, 1:].flatten().long().to(hidden_TD.device)
-        parts = [
-            cross_entropy(logits(model, hidden_TD[part]), labels_T[part], reduction="none")
-            for part in chunks(model, len(labels_T))
-        ]
-        return torch.cat(parts).double().cpu().view(len(tokens_BT), -1)
+        return nats_of(model, hidden_states(model, tokens_BT[:, :-1]), tokens_BT[:, 1:])
 
     return nats
+
+
+def nats_of(model: Any, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
+    """Cross-entropy of tokens given what the LM head reads, float64 on the CPU, [B, T]."""
+    hidden_TD, labels_T = hidden_BTD.flatten(0, 1), labels_BT.flatten().long()
+    labels_T = labels_T.to(hidden_TD.device)
+    parts = [
+        cross_entropy(logits(model, hidden_TD[part]), labels_T[part], reduction="none")
+        for part in chunks(model, len(labels_T))
+    ]
+    return torch.cat(parts).double().cpu().view(labels_BT.shape)
 
 
 def row_nats(logits_of: Callable[[Tensor], Tensor]) -> TokenNats:

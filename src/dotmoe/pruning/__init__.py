@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from dotmoe.files import write_json
+from dotmoe.files import read_json, write_json
 from dotmoe.finetuning.student import MODEL, write_weights
 from dotmoe.parameters import num_parameters
 from dotmoe.pruning.contract import Pruned, PruneInputs
+from dotmoe.pruning.shortgpt import shortgpt
+from dotmoe.pruning.sleb import sleb
 from dotmoe.pruning.sparsegpt import sparsegpt_2_4
 from dotmoe.pruning.two_of_four import magnitude_2_4
 from dotmoe.pruning.wanda import wanda_2_4
@@ -38,6 +40,8 @@ PRUNING = {
     "magnitude_2_4": Method(magnitude_2_4, is_fixed=True),
     "wanda_2_4": Method(wanda_2_4, is_fixed=True),
     "sparsegpt_2_4": Method(sparsegpt_2_4, is_fixed=True),
+    "shortgpt": Method(shortgpt),
+    "sleb": Method(sleb),
 }
 """Methods by the name on the command line: a new one is one line here."""
 
@@ -71,5 +75,7 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
         "plan": made.plan,
     }
     write_weights(inputs.dense, folder / MODEL)
+    config = folder / MODEL / "config.json"
+    write_json(config, {**read_json(config), **made.config})
     write_json(folder / FIGURES, figures)
     return figures

@@ -1,5 +1,6 @@
 """The contract of a method that prunes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,3 +42,5 @@ class Pruned(NamedTuple):
     """Parameters that work on no token any more, by the plan: a zero may be there by chance."""
     plan: dict[str, Any]
     """What was removed, as JSON values."""
+    config: Mapping[str, Any] = {}
+    """What has another value in the config of the checkpoint."""
