@@ -7,14 +7,15 @@ import torch.nn.functional as F
 
 from dotmoe.calibrate import (
     CalibrateConfig,
+    RidgeRouter,
     calibrate,
     contributions,
     ffn_inputs,
     harden,
     log_energy,
-    ridge_router,
     router_aware_start,
 )
+from dotmoe.data import TokenBlocks
 from dotmoe.granularity import Granularity
 
 
@@ -59,7 +60,7 @@ def test_the_router_is_numpys_ridge_regression_up_to_scale(outlier):
     x = torch.randn(300, 6, generator=generator)
     x[:, 2] *= outlier  # as the channels of massive activations
     energy = torch.rand(300, 4, generator=generator)
-    router = ridge_router(x, log_energy(energy), ridge=1e-7).numpy()
+    router = RidgeRouter(x, 1e-7)(log_energy(energy)).numpy()
 
     x = x.double().numpy()
     size = np.log(np.sqrt(energy.double().numpy()))
@@ -76,7 +77,9 @@ def test_an_ffn_that_does_nothing_gets_experts_and_a_router_too(dense_of, tokens
     dense = dense_of("llama")
     dense.model.model.layers[0].mlp.down_proj.weight.data.zero_()
     split = Granularity(num_experts=4, expert_size=24, active_experts=1)
-    state = calibrate(dense, tokens_BT, split, CalibrateConfig(calibration_tokens=40), seed=0)
+    state = calibrate(
+        dense, TokenBlocks(tokens_BT), split, CalibrateConfig(calibration_tokens=40), seed=0
+    )
     assert bool(torch.isfinite(state.affinity_LNE).all() & torch.isfinite(state.router_LED).all())
     assert float(state.affinity_LNE[0].std()) == pytest.approx(0.03, rel=0.2)
     assert float(state.affinity_LNE[1].std()) == pytest.approx(0.03)
@@ -87,7 +90,7 @@ def test_an_ffn_that_does_nothing_gets_experts_and_a_router_too(dense_of, tokens
 @torch.no_grad()
 def test_contributions_are_the_sizes_of_the_neurons_terms(dense_of, tokens_BT):
     dense = dense_of("llama")
-    inputs, seen = ffn_inputs(dense, tokens_BT), []
+    inputs, seen = list(ffn_inputs(dense, tokens_BT)), []
     mlp = dense.model.model.layers[1].mlp
     handle = mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     dense.model(input_ids=tokens_BT)

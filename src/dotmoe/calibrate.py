@@ -4,6 +4,7 @@ The start from data is a method of its own: extracted at once (`--steps 0`) it i
 conversion.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -12,10 +13,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dotmoe.data import TokenBlocks
 from dotmoe.distributed import num_ranks
 from dotmoe.granularity import Granularity
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import GatedFFN
+from dotmoe.models.stream import Stream
 from dotmoe.moe.assignment import AlignState
 from dotmoe.moe.masked import watched
 from dotmoe.moe.router import router_logits, top_k_mask
@@ -26,6 +29,8 @@ from dotmoe.transport import balanced_plan, greedy_assignment
 
 Start = Literal["data", "random"]
 
+TOKENS_A_DIMENSION = 40
+"""Of the model's width: what a ridge regression from it needs to hold on other text."""
 _TINY = 1e-30
 _LEAST_SHARE = 1e-9
 """Of a token's energy, that an expert counts as having at least."""
@@ -38,8 +43,9 @@ class CalibrateConfig:
     start: Start = "data"
     """`data`: experts by when a ridge-regressed router runs them, and that router. `random`: the
     paper's."""
-    calibration_tokens: Annotated[int, at_least(1)] = 8192
-    """Tokens whose activations are looked at. Only for the start from data."""
+    calibration_tokens: Annotated[int, at_least(1)] | None = None
+    """Tokens whose activations are looked at, drawn evenly over the text. Default: 40 for each
+    dimension of the model. Only for the start from data."""
     start_rounds: Annotated[int, at_least(1)] = 10
     """Rounds in which router and experts of the start from data take turns."""
     affinity_std: Annotated[float, above(0)] = 0.03
@@ -50,11 +56,15 @@ class CalibrateConfig:
     ridge: Annotated[float, above(0)] = 0.01
     """Ridge penalty of the router regression, as a share of the mean input power."""
 
+    def tokens(self, width: int) -> int:
+        """`calibration_tokens`, or the default for models of that width."""
+        return self.calibration_tokens or TOKENS_A_DIMENSION * width
+
 
 @torch.no_grad()
 def calibrate(
     dense: DenseModel,
-    tokens_BT: Tensor,
+    blocks: TokenBlocks,
     split: Granularity,
     config: CalibrateConfig,
     *,
@@ -78,12 +88,11 @@ def calibrate(
     if config.start == "random":
         affinity_LNE, router_LED = at_random(seed, widths.layers)
         return AlignState(affinity_LNE=affinity_LNE, router_LED=router_LED, step=0)
-    rows = -(-config.calibration_tokens // tokens_BT.shape[1])
     layers = dense.family.layers(dense.model)
     starts = []
-    for index, x_TD in enumerate(ffn_inputs(dense, tokens_BT[:rows])):
+    for index, x_TD in enumerate(ffn_inputs(dense, blocks.drawn(config.tokens(widths.model)))):
         with whole_weights(layers[index]):
-            energy_TN = contributions(dense.family.ffn(layers[index]), x_TD).square()
+            energy_TN = contributions(dense.family.ffn(layers[index]), x_TD).square_()
         if not bool(energy_TN.any()):  # an FFN that does nothing, such as a zeroed one
             starts.append(at_random(seed + index))
         else:
@@ -101,22 +110,22 @@ def calibrate(
 
 
 @torch.no_grad()
-def ffn_inputs(dense: DenseModel, tokens_BT: Tensor) -> list[Tensor]:
-    """Input of the FFN of each layer, [T, D] a layer in the model's dtype, on the model's device.
+def ffn_inputs(dense: DenseModel, tokens_BT: Tensor) -> Iterator[Tensor]:
+    """Input of the FFN of each layer in turn, [T, D] in the model's dtype, on the model's device.
 
-    A model that is sharded must be run by every rank.
+    One layer's is in memory at a time, and the residual stream of the text. A model that is sharded
+    must be run by every rank.
     """
-    layers = dense.family.layers(dense.model)
-    seen: list[list[Tensor]] = [[] for _ in layers]
+    stream = Stream(dense, tokens_BT)
+    for index, layer in enumerate(dense.family.layers(dense.model)):
+        seen: list[Tensor] = []
 
-    def keep(index: int, x: Tensor) -> None:
-        seen[index].append(x.flatten(0, -2))
+        def keep(_: int, x: Tensor, seen: list[Tensor] = seen) -> None:
+            seen.append(x.flatten(0, -2))
 
-    trunk = dense.family.trunk(dense.model)
-    with watched({n: layer.get_submodule("mlp") for n, layer in enumerate(layers)}, keep):
-        for rows in torch.split(tokens_BT, 4):
-            trunk(input_ids=rows.to(dense.device), use_cache=False)
-    return [torch.cat(parts) for parts in seen]
+        with watched({index: layer.get_submodule("mlp")}, keep):
+            stream.advance(index)
+        yield torch.cat(seen)
 
 
 def activations(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:
@@ -158,18 +167,18 @@ def router_aware_start(
     """
     order_N = energy_TN.mean(dim=0).argsort(descending=True, stable=True)
     routed_M = order_N[split.shared_size :].sort().values
-    routed_TM = energy_TN[:, routed_M]
     first_M = torch.randperm(len(routed_M), generator=torch.Generator().manual_seed(seed))
     expert_N = torch.full_like(order_N, split.num_experts)
     expert_N[routed_M] = (first_M // split.expert_size).to(expert_N.device)
 
+    fitted = RidgeRouter(x_TD, config.ridge)
+
     def router() -> Tensor:
-        energy_TE = expert_sums(energy_TN, expert_N, split.num_experts)
-        return ridge_router(x_TD, log_energy(energy_TE), config.ridge)
+        return fitted(log_energy(expert_sums(energy_TN, expert_N, split.num_experts)))
 
     for _ in range(config.start_rounds):
         mask_TE = top_k_mask(router_logits(x_TD, router()), split.active_experts)
-        expert_N[routed_M] = harden(routed_TM.T @ mask_TE, relative_tau=0.01)
+        expert_N[routed_M] = harden((energy_TN.T @ mask_TE)[routed_M], relative_tau=0.01)
     return expert_N, router()
 
 
@@ -199,20 +208,24 @@ def log_energy(energy_TE: Float[Tensor, "T E"]) -> Float[Tensor, "T E"]:
     return 0.5 * share_TE.clamp_min(_LEAST_SHARE).log()
 
 
-def ridge_router(
-    x_TD: Float[Tensor, "T D"], target_TE: Float[Tensor, "T E"], ridge: float
-) -> Float[Tensor, "E D"]:
+class RidgeRouter:
     """Router rows that predict how the targets of a token differ from their mean.
 
-    Least squares from the FFN input with a ridge penalty, by normal equations in float64. Rows are
-    centred over experts, which changes no routing, and scaled so that logits have standard
-    deviation 1. Float32.
+    Least squares from the FFN input [T, D] with a ridge penalty, by normal equations in float64,
+    which are factorised once for any number of targets.
     """
-    x_TD = x_TD.double()
-    target_TE = target_TE.double() - target_TE.double().mean(dim=1, keepdim=True)
-    gram_DD = x_TD.T @ x_TD
-    gram_DD.diagonal().add_(ridge * gram_DD.diagonal().mean())
-    return unit_logits(torch.linalg.solve(gram_DD, x_TD.T @ target_TE).T, x_TD)
+
+    def __init__(self, x_TD: Float[Tensor, "T D"], ridge: float) -> None:
+        self._x_TD = x_TD.double()
+        gram_DD = self._x_TD.T @ self._x_TD
+        gram_DD.diagonal().add_(ridge * gram_DD.diagonal().mean())
+        self._factor_DD = torch.linalg.cholesky(gram_DD)
+
+    def __call__(self, target_TE: Float[Tensor, "T E"]) -> Float[Tensor, "E D"]:
+        """Rows as of `unit_logits`, float32."""
+        target_TE = target_TE.double() - target_TE.double().mean(dim=1, keepdim=True)
+        router_DE = torch.cholesky_solve(self._x_TD.T @ target_TE, self._factor_DD)
+        return unit_logits(router_DE.T, self._x_TD)
 
 
 def unit_logits(router_ED: Float[Tensor, "E D"], x_TD: Float[Tensor, "T D"]) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import tyro
 
 from dotmoe.baselines import METHODS, MethodName
+from dotmoe.calibrate import CalibrateConfig
 from dotmoe.config import PruneRunConfig, RunConfig
 from dotmoe.errors import UserError
 from dotmoe.files import write_json, write_text
@@ -74,7 +75,6 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     for row in summary["rows"][1:]:
         row["over_budget"] = row["parameters"] / budget - 1
     summary |= {
-        "calibration_tokens": config.calibrate.calibration_tokens,
         "tokens_a_step": config.align.batch_size * config.data.seq_len,
         "steps": config.baseline.router_steps,
     }
@@ -267,7 +267,7 @@ def _points_of(method: str, plain: RunConfig, suffix: str) -> Iterator[Point]:
             out=str(Path(plain.out) / method),
             method=method,
             experts=ExpertsConfig() if PRUNING[method].is_fixed else plain.experts,
-            calibration_tokens=plain.calibrate.calibration_tokens,
+            calibrate=CalibrateConfig(calibration_tokens=plain.calibrate.calibration_tokens),
         )
         yield Point(method, method, config)
         return

@@ -127,7 +127,8 @@ class PruneRunConfig:
     """Its budget: as many parameters as are active in a conversion with these experts."""
     data: DataConfig
     sample: SampleConfig
-    calibration_tokens: int
+    calibrate: CalibrateConfig
+    """Only its tokens."""
     load: LoadConfig
     eval_text: tuple[str, ...]
     eval_tokens: int

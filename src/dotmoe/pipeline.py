@@ -252,14 +252,14 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
             return read_json(run.folder.verified("evaluate") / RESULTS)
         dense = describe_dense(config.model)
         run.begin(config.model, inputs)
-        text = run.text(config, dense, min_tokens=config.calibration_tokens)
+        tokens = config.calibrate.tokens(dense.widths.model)
+        text = run.text(config, dense, min_tokens=tokens)
 
         def pruned(at: Path) -> dict[str, Any]:
-            rows = -(-config.calibration_tokens // text.training.seq_len)
             with run.progress.bar(config.method) as update:
                 inputs = pruning.PruneInputs(
                     dense=load_dense(config.model, config.load),
-                    tokens_BT=text.training.tokens_BT[:rows].long(),
+                    tokens_BT=text.training.drawn(tokens),
                     wanted=budget_of(config, dense),
                     on_progress=update,
                 )
@@ -492,7 +492,8 @@ def budget_of(config: RunConfig | PruneRunConfig, dense: DenseModel) -> int:
 def _fewest_tokens(config: RunConfig, dense: DenseModel) -> int:
     """Tokens of training text that calibration and repair ask for."""
     repair = config.repairing.tokens(dense.widths.ffn) if config.repair else 0
-    return max(config.calibrate.calibration_tokens, repair)
+    at_random = config.method == "dot_moe" and config.calibrate.start == "random"
+    return max(0 if at_random else config.calibrate.tokens(dense.widths.model), repair)
 
 
 def _start(run: _Run[RunConfig], dense: DenseModel, split: Granularity, text: Text) -> AlignState:
@@ -501,17 +502,16 @@ def _start(run: _Run[RunConfig], dense: DenseModel, split: Granularity, text: Te
     if run.config.method != "dot_moe":
         return state_of(_baseline(run, dense, split, text).layout, dense.device)
     with run.progress.bar(f"calibrate ({config.start})") as update:
-        tokens_BT, seed = text.training.tokens_BT, run.config.seed
-        return calibrate(dense, tokens_BT, split, config, seed=seed, on_progress=update)
+        seed = run.config.seed
+        return calibrate(dense, text.training, split, config, seed=seed, on_progress=update)
 
 
 def _baseline(run: _Run[RunConfig], dense: DenseModel, split: Granularity, text: Text) -> Baseline:
     """Experts and router of a method other than DOT-MoE."""
     config = run.config
-    rows = -(-config.calibrate.calibration_tokens // text.training.seq_len)
     inputs = SplitInputs(
         dense=dense,
-        tokens_BT=text.training.tokens_BT[:rows],
+        tokens_BT=text.training.drawn(config.calibrate.tokens(dense.widths.model)),
         granularity=split,
         config=config.baseline,
         calibrate=config.calibrate,

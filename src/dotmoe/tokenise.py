@@ -29,6 +29,8 @@ from dotmoe.options import above, at_least
 from dotmoe.progress import Progress, Update, no_update
 
 _TRAINING, _HELDOUT, _RECORD = "training.safetensors", "heldout.safetensors", "data.json"
+_READ_FOR_ONE = 8
+"""Tokens of text for one that is drawn from it: the first documents alone are one topic."""
 HELDOUT_FILES = (_HELDOUT, _RECORD)
 """Files in the stage's folder that say what to measure on."""
 
@@ -102,7 +104,8 @@ def tokenise(
         dense: Its tokenizer is used, and the model where the text is sampled from it.
         folder: Where to write.
         blocks: Of training text, at most.
-        min_tokens: Of training text, if `blocks` are fewer.
+        min_tokens: Of training text that calibration and repair draw evenly from all there is, so
+            that more is read, if `blocks` are fewer.
         eval_text: Held-out text. Default: that of `beside`, else the last training blocks.
         eval_tokens: Of the held-out text, at most.
         progress: Shows bars and, of several sources, the shares reached.
@@ -116,9 +119,10 @@ def tokenise(
     if data.seq_len > context:
         progress.log(f"seq_len lowered to {context}: the model has no longer context")
         data = replace(data, seq_len=context)
-    tokens = max(blocks * data.seq_len, min_tokens)
+    tokens = max(blocks * data.seq_len, _READ_FOR_ONE * min_tokens)
     origin = "the data"
     if samples_itself(data):
+        tokens = max(blocks * data.seq_len, min_tokens)
         tokens = min(tokens, sample.sample_tokens or tokens)
         origin = "text that the dense model itself sampled"
     training, heldout = folder / _TRAINING, folder / _HELDOUT

@@ -23,7 +23,7 @@ from dotmoe.baselines import (
 from dotmoe.baselines.co_activation import co_activation_counts, swapped
 from dotmoe.baselines.contract import balanced_kmeans, optimal_assignment
 from dotmoe.baselines.llama_moe_v2 import importance, most_listed
-from dotmoe.calibrate import CalibrateConfig, contributions, ffn_inputs, ridge_router
+from dotmoe.calibrate import CalibrateConfig, RidgeRouter, contributions, ffn_inputs
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ALWAYS_ON
@@ -95,7 +95,7 @@ def test_a_ridge_router_is_fitted_to_the_routed_experts_only(given):
     contribution = contributions(layer.ffn, layer.x_TD)
     energies = [contribution[:, own].square().sum(dim=1) for own in layout.neurons_of_expert(1)]
     target = 0.5 * torch.stack(energies, dim=1).log()
-    expected = ridge_router(layer.x_TD, target, what.calibrate.ridge)
+    expected = RidgeRouter(layer.x_TD, what.calibrate.ridge)(target)
     torch.testing.assert_close(layout.router_LED[1], expected, rtol=1e-3, atol=1e-5)
 
 

@@ -39,6 +39,12 @@ def test_every_epoch_shows_every_block_once_even_across_batches(num_blocks, batc
     assert dealt.dtype == torch.int64
 
 
+@pytest.mark.parametrize(("num_tokens", "rows"), [(1, [0]), (12, [0, 3, 6]), (99, range(10))])
+def test_blocks_are_drawn_evenly_over_the_text(num_tokens, rows):
+    blocks = numbered(10)
+    assert torch.equal(blocks.drawn(num_tokens), blocks.tokens_BT[list(rows)].long())
+
+
 def test_a_batch_depends_on_its_arguments_alone():
     in_order = [numbered(50).batch(step, 7, seed=1) for step in range(40)]
     fresh = numbered(50)

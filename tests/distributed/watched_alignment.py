@@ -72,8 +72,8 @@ def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=N
     """Calibration, the gradients of a first step, and a short alignment (resumed if begun)."""
     folder.mkdir(parents=True, exist_ok=True)
     dense = load_dense(model, LoadConfig(device="cpu", sharding=sharding))
-    config, tokens_BT = CalibrateConfig(calibration_tokens=240), random_blocks().tokens_BT
-    start = calibrate(dense, tokens_BT, split_of(dense), config, seed=0)
+    config, blocks = CalibrateConfig(calibration_tokens=240), random_blocks()
+    start = calibrate(dense, blocks, split_of(dense), config, seed=0)
     first = new_task(dense, start)
     with masked(dense, first.routing), recomputing(dense, recompute):
         first.accumulate_gradients(0)

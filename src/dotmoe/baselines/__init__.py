@@ -20,11 +20,11 @@ from dotmoe.baselines.contract import BaselineConfig, LayerSplit, SplitInputs
 from dotmoe.baselines.llama_moe_v2 import llama_moe_v2
 from dotmoe.baselines.without_data import contiguous_split, random_split, weight_clusters
 from dotmoe.calibrate import (
+    RidgeRouter,
     affinity_of,
     contributions,
     expert_sums,
     log_energy,
-    ridge_router,
     unit_logits,
 )
 from dotmoe.errors import UserError
@@ -157,7 +157,7 @@ def baseline(method: str, inputs: SplitInputs, on_progress: Update = no_update) 
             contribution_TN = contributions(ffn, x_TD.to(ffn.down.weight.dtype))
             expert_N = made.expert_of_neuron_N.to(contribution_TN.device)
             energy_TE = expert_sums(contribution_TN.square(), expert_N, split.num_experts)
-            router_ED = ridge_router(x_TD, log_energy(energy_TE), inputs.calibrate.ridge)
+            router_ED = RidgeRouter(x_TD, inputs.calibrate.ridge)(log_energy(energy_TE))
         experts.append(made.expert_of_neuron_N.cpu())
         routers.append(unit_logits(router_ED, made.layer.x_TD).cpu())
         if made.representative_E is not None:

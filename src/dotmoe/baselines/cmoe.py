@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dotmoe.baselines.contract import Layer, LayerSplit, SplitInputs, means, optimal_assignment
-from dotmoe.calibrate import activations, ridge_router
+from dotmoe.calibrate import RidgeRouter, activations
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.models.dense import DenseModel
 from dotmoe.moe.masked import routed
@@ -53,8 +53,8 @@ def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
         yield LayerSplit(
             layer=layer,
             expert_of_neuron_N=expert_N,
-            router_ED=ridge_router(
-                layer.x_TD, F.normalize(score_TE, p=1, dim=1), inputs.calibrate.ridge
+            router_ED=RidgeRouter(layer.x_TD, inputs.calibrate.ridge)(
+                F.normalize(score_TE, p=1, dim=1)
             ),
             representative_E=representative_E,
         )

@@ -55,6 +55,11 @@ class TokenBlocks:
             rows.append(int(_permutation(self.num_blocks, seed, epoch)[place]))
         return self.tokens_BT[rows].long()
 
+    def drawn(self, num_tokens: int) -> Tensor:
+        """Blocks drawn evenly over the text that hold so many tokens: int64, [B, seq_len]."""
+        rows = min(-(-num_tokens // self.seq_len), self.num_blocks)
+        return self.tokens_BT[torch.arange(rows) * self.num_blocks // rows].long()
+
     def save(self, path: Path) -> None:
         """Write as one safetensors file, whole or not at all; memory does not grow with it.
 

@@ -254,11 +254,10 @@ def _drawn(blocks: TokenBlocks, num_tokens: int) -> tuple[Tensor, int]:
             f"the text gives 1 block of {blocks.seq_len} tokens, and a repair needs two: one to "
             "choose its penalty on. Give more text, or lower seq_len."
         )
-    rows = min(max(2, -(-num_tokens // blocks.seq_len)), blocks.num_blocks)
-    order = torch.arange(rows)
-    is_heldout = order % _HELD_OUT == min(rows, _HELD_OUT) - 1
-    chosen = torch.cat([order[~is_heldout], order[is_heldout]]) * blocks.num_blocks // rows
-    return blocks.tokens_BT[chosen].long(), int((~is_heldout).sum())
+    tokens_BT = blocks.drawn(max(num_tokens, 2 * blocks.seq_len))
+    rows = len(tokens_BT)
+    is_heldout = torch.arange(rows) % _HELD_OUT == min(rows, _HELD_OUT) - 1
+    return torch.cat([tokens_BT[~is_heldout], tokens_BT[is_heldout]]), int((~is_heldout).sum())
 
 
 def _before_norm(missing_TD: Tensor, product_TD: Tensor, norm: Any) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from dotmoe.calibrate import CalibrateConfig
 from dotmoe.distributed import resolved_device
 from dotmoe.granularity import resolve
 from dotmoe.inspection.memory import calibration_memory, disk, exported_bytes
@@ -59,6 +60,10 @@ def inspect_model(
     split = resolve(asked.experts, config.intermediate_size)
     sizes = sizes_of(config, family_of(config), split, stored=stored, written=written, held=held)
     widths, seq_len = sizes.widths, min(asked.seq_len, sizes.widths.context)
+    calibrated = asked.calibration_tokens
+    if calibrated is None:
+        calibrated = CalibrateConfig().tokens(widths.model)
+        asked = replace(asked, calibration_tokens=calibrated)
     if here is None:
         here = measured_here(device, torch.bfloat16 if held == 2 else torch.float32)
     step = Step(
@@ -71,10 +76,10 @@ def inspect_model(
     plain, again = (on_machine(replace(step, checkpointing=c), here) for c in (False, True))
     tokens = asked.steps * asked.batch_size * seq_len
     items = {
-        "calibration_memory": calibration_memory(sizes, asked.calibration_tokens),
+        "calibration_memory": calibration_memory(sizes, calibrated),
         "memory": plain["memory"],
         "memory_checkpointing": again["memory"],
-        "disk": disk(sizes, tokens + asked.calibration_tokens),
+        "disk": disk(sizes, tokens + calibrated),
         "exported": exported_bytes(sizes),
     }
     return {

@@ -85,8 +85,9 @@ def calibration_memory(sizes: Sizes, tokens: int) -> Items:
     widths = sizes.widths
     return {
         "dense weights": sizes.held * sizes.counts.dense_total,
-        "FFN inputs of all layers": sizes.held * widths.layers * widths.model * tokens,
-        # Contributions, the same centred, and as unit vectors.
+        # FFN inputs of one layer in float64 too.
+        "stream and FFN inputs": (2 * sizes.held + 2 * FLOAT32) * widths.model * tokens,
+        # Activations, their sizes, and these times the norms of W_down's columns.
         "contributions of one layer": 3 * FLOAT32 * widths.ffn * tokens,
         "affinities and routers": FLOAT32 * (sizes.affinities + sizes.counts.routers),
     }

@@ -42,8 +42,8 @@ class InspectConfig:
     """Sequences that are in memory at once; at most `batch_size`."""
     bytes_per_weight: Literal[2, 4] | None = None
     """Bytes of a dense weight in memory. Left out: 4 on a CPU, the checkpoint's on a GPU."""
-    calibration_tokens: Annotated[int, at_least(0)] = 8_192
-    """Tokens seen by the training-free start; 0 for none."""
+    calibration_tokens: Annotated[int, at_least(0)] | None = None
+    """Tokens seen by the training-free start; 0 for none. Left out: 40 a model dimension."""
     device: str = "auto"
     """Where it would run, and what is measured: cpu, cuda, or auto (a GPU if there is one)."""
     task: Literal["align", "finetune"] = "align"
