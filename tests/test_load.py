@@ -242,11 +242,6 @@ def test_unused_tensors_are_logged_not_loaded(copied, caplog):
     assert "model.extra.weight" in caplog.text
 
 
-@pytest.mark.parametrize("device", ["gpuu", "cuda:99", "xla"])
-def test_refuses_a_device_that_is_not_there(tiny_dense, device):
-    assert f"device is {device!r}" in refusal_of(tiny_dense("llama"), device=device)
-
-
 def test_the_embedded_name_reads_the_folder_inside_the_package():
     folder = Path(load_dense.__code__.co_filename).parent / "embedded"
     config, found = dense_config("embedded")

@@ -96,18 +96,6 @@ def test_a_silent_router_is_warned_of(folder, command, monkeypatch):
     assert "warning: layer 0: 9 of 12 experts are dead" in said.out
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"layer": 2}, "split layers are 0 to 1"),
-        ({"only": "expert_utilization"}, "Did you mean expert_utilisation?"),
-    ],
-)
-def test_wrong_use_is_refused_in_one_line(options, words, folder, command):
-    assert words in command("analyse", folder, **options).refusal()
-    assert not (folder / "6_evaluate" / "analysis").exists()
-
-
 def test_what_a_run_has_nothing_for_is_left_out_or_refused_by_name(folder, monkeypatch, command):
     monkeypatch.setattr("dotmoe.analyse.find_spec", lambda package: None)
     (folder / "2_align" / "metrics.jsonl").unlink()

@@ -7,7 +7,7 @@ pytest.importorskip("gguf")
 pytest.importorskip("llama_cpp")
 
 from dotmoe.errors import UserError, VerificationError
-from dotmoe.export import GgufConfig, export, gguf_format, set_active_experts
+from dotmoe.export import GgufConfig, export, gguf_format
 from dotmoe.llama_cpp import LlamaCppModel
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked_by
@@ -146,19 +146,6 @@ def test_every_number_format_runs(name, kind, dense_of, layout_of, write):
     assert 0 < found["storing_error"] < {"q4_0": 0.15, "q8_0": 0.01}.get(kind, 0.003)
     assert found["run"]["all_experts_error"] < {"q4_0": 0.5, "q8_0": 0.05}.get(kind, 0.02)
     assert found["run"]["tokenized_texts"] == 5
-
-
-@pytest.mark.parametrize("name", LIMITS)
-def test_k_changed_in_place_gives_the_masked_model_with_that_k(
-    name, dense_of, layout_of, write, error_of, tmp_path
-):
-    dense = dense_of("llama")
-    layout = layout_of(dense)
-    write(dense, layout, name)
-    for active_experts in (1, 7, 12):
-        set_active_experts(tmp_path / name, active_experts)
-        with masked_by(dense, layout.with_active_experts(active_experts)):
-            assert error_of(name, dense.model) < LIMITS[name]
 
 
 def test_k_of_all_experts_is_not_checked_where_llama_cpp_would_abort(dense_of, layout_of, write):

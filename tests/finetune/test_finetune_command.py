@@ -57,27 +57,6 @@ def test_a_run_is_finetuned_measured_and_exported_again(finished, tmp_path, caps
     assert "finetune (everything)" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--train", "lore"], "Did you mean lora?"),
-        (["--ce-weight", "0"], "kl_weight and ce_weight are both 0"),
-        (["--batch-size", "0"], "batch_size is 0, but it must be at least 1"),
-        (["--recipe", "smal"], "Did you mean small?"),
-        (["--data", "nothing.txt"], "nothing.txt does not exist"),
-        (["--format", "qwen3_moe"], "Formats that can hold it"),
-    ],
-)
-def test_what_cannot_be_run_is_refused_in_one_line(options, words, finished, tmp_path, capsys):
-    source = finished.folder
-    capsys.readouterr()
-    assert run(["finetune", str(source), str(tmp_path / "out"), *options]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert said.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
 def test_lora_without_its_package_is_refused(finished, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("dotmoe.finetuning.student.find_spec", lambda name: None)
     out = tmp_path / "out"

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from toy_tasks import EVERY_5, SCHEDULE, Regression, warnings_in
+from toy_tasks import EVERY_5, SCHEDULE, Regression, interrupt, warnings_in
 
 from dotmoe.errors import UserError
 from dotmoe.training.loop import TrainingConfig, train
@@ -62,9 +62,6 @@ def test_a_skipped_batch_leaves_everything_as_it_was(event, tmp_path, caplog):
 
 
 def test_skipping_and_resuming_counts_on(tmp_path):
-    def interrupt(task, metrics):
-        raise KeyboardInterrupt
-
     bad = {4: not_a_number, 6: not_a_number}
     with pytest.raises(KeyboardInterrupt):
         train(Regression({**bad, 8: interrupt}), SCHEDULE, tmp_path, SKIP)

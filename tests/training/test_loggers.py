@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from toy_tasks import SCHEDULE, Regression
+from toy_tasks import SCHEDULE, Regression, interrupt
 
 from dotmoe.errors import UserError
 from dotmoe.options import check
@@ -28,10 +28,6 @@ def wandb(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, errors=errors))
     monkeypatch.setattr("dotmoe.training.loop.find_spec", lambda package: True)
     return calls
-
-
-def interrupt(task, metrics):
-    raise KeyboardInterrupt
 
 
 def run_twice(folder, log_to):

@@ -5,17 +5,10 @@ import json
 import pytest
 import torch
 from torch import nn
-from toy_tasks import EVERY_5, SCHEDULE, Regression
+from toy_tasks import EVERY_5, SCHEDULE, Regression, interrupt
 
 from dotmoe.errors import UserError
-from dotmoe.training.loop import (
-    cosine_with_warmup,
-    train,
-)
-
-
-def interrupt(task, metrics):
-    raise KeyboardInterrupt
+from dotmoe.training.loop import cosine_with_warmup, train
 
 
 def metrics(folder):

@@ -43,6 +43,10 @@ class Regression:
         return None
 
 
+def interrupt(task, metrics):
+    raise KeyboardInterrupt
+
+
 def warnings_in(caplog):
     """What our own loggers have warned of."""
     return [record.message for record in caplog.records if record.name.startswith("dotmoe")]
