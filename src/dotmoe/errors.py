@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib.util import find_spec
 
 
 class UserError(ValueError):
@@ -31,6 +32,19 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(message)
         self.signum = signum
+
+
+def require_package(name: str, extra: str, what: str) -> None:
+    """Refuse to go on without a package of one of our extras.
+
+    Raises:
+        UserError: It is not installed; `what` needs it.
+    """
+    if find_spec(name) is None:
+        raise UserError(
+            f"{what} needs the {name} package, which is not installed. "
+            f"Run pip install -e '.[{extra}]' in the checkout."
+        )
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

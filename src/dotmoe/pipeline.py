@@ -34,7 +34,7 @@ from dotmoe.distributed import (
     require_equal_shares,
     resolved_device,
 )
-from dotmoe.errors import UserError
+from dotmoe.errors import UserError, require_package
 from dotmoe.evaluate import heldout_text, perplexities, stock_nats
 from dotmoe.evaluate.perplexity import perplexity
 from dotmoe.export import (
@@ -48,7 +48,6 @@ from dotmoe.files import read_json, write_json
 from dotmoe.finetuning import LAYOUT, MODEL
 from dotmoe.finetuning import finetune as train
 from dotmoe.finetuning.repair import FIGURES, repair, require_one_process
-from dotmoe.finetuning.student import require_peft
 from dotmoe.finished_run import FinishedRun
 from dotmoe.granularity import Granularity, resolve
 from dotmoe.layout import ExpertLayout
@@ -546,7 +545,7 @@ def _frozen_of(source: FinishedRun, config: FinetuneRunConfig) -> dict[str, Any]
 def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
     """The run that is finetuned, and its config with the text of the finetune."""
     if config.finetune.train == "lora":
-        require_peft()
+        require_package("peft", "lora", "train lora")
     if config.finetune.train == "repair":
         require_one_process()
     source = FinishedRun(Path(config.run))

@@ -15,7 +15,6 @@ pytest.importorskip("gguf")
 from gguf import MODEL_ARCH, GGUFReader, GGUFWriter, dequantize, get_tensor_name_map
 
 from dotmoe import llama_cpp
-from dotmoe.checkpoint import from_gguf
 from dotmoe.checkpoint.folder import checkpoint_folder
 from dotmoe.errors import UserError
 from dotmoe.export import GgufConfig, export
@@ -197,6 +196,6 @@ def test_files_that_are_none_are_refused(command, tmp_path, monkeypatch):
     assert "does not exist" in command("inspect", "nowhere.gguf").refusal()
     write_gguf(tmp_path / "unknown.gguf", "martian")
     assert "architecture martian" in command("inspect", tmp_path / "unknown.gguf").refusal()
-    monkeypatch.setattr(from_gguf, "find_spec", lambda name: None)
+    monkeypatch.setattr("dotmoe.errors.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"'.\[gguf\]'"):
         checkpoint_folder(str(tmp_path / "unknown.gguf"))

@@ -169,7 +169,7 @@ def test_an_unknown_task_and_a_hub_that_is_out_of_reach_are_told(tiny_dense, com
 
 
 def test_the_harness_is_an_extra_that_only_tasks_import(monkeypatch):
-    monkeypatch.setattr("dotmoe.evaluate.harness.find_spec", lambda name: None)
+    monkeypatch.setattr("dotmoe.errors.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[eval\]'"):
         require_harness()
     code = "import sys, dotmoe.evaluate; sys.exit('lm_eval' in sys.modules)"

@@ -58,7 +58,7 @@ def test_a_run_is_finetuned_measured_and_exported_again(finished, tmp_path, caps
 
 
 def test_lora_without_its_package_is_refused(finished, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("dotmoe.finetuning.student.find_spec", lambda name: None)
+    monkeypatch.setattr("dotmoe.errors.find_spec", lambda name: None)
     out = tmp_path / "out"
     assert run(["finetune", str(finished.folder), str(out), "--train", "lora", *TRAIN]) == 2
     assert "pip install -e '.[lora]'" in capsys.readouterr().err

@@ -26,7 +26,7 @@ def wandb(monkeypatch):
 
     errors = SimpleNamespace(Error=RuntimeError)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, errors=errors))
-    monkeypatch.setattr("dotmoe.training.loop.find_spec", lambda package: True)
+    monkeypatch.setattr("dotmoe.errors.find_spec", lambda package: True)
     return calls
 
 
@@ -61,9 +61,9 @@ def test_wandb_goes_on_with_the_same_run(tmp_path, wandb):
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_missing_package_is_said_before_anything_is_loaded(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("dotmoe.training.loop.find_spec", lambda package: None)
+    monkeypatch.setattr("dotmoe.errors.find_spec", lambda package: None)
     training = TrainingConfig(log_to=(name,))
-    pattern = rf"log_to names {name}, which is not installed. .*\.\[{name}\]"
+    pattern = rf"log_to {name} needs the {name} package, .*\.\[{name}\]"
     with pytest.raises(UserError, match=pattern):
         train(Regression(), SCHEDULE, tmp_path, training)
     assert not list(tmp_path.iterdir())

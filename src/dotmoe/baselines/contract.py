@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dotmoe.calibrate import CalibrateConfig, ffn_inputs, harden
-from dotmoe.errors import UserError
+from dotmoe.errors import require_package
 from dotmoe.granularity import Granularity
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import GatedFFN
@@ -100,13 +100,9 @@ def optimal_assignment(cost_NE: Float[Tensor, "N E"]) -> Int[Tensor, " N"]:
     Raises:
         UserError: POT is not installed.
     """
-    try:
-        import ot  # optional
-    except ImportError as error:
-        raise UserError(
-            "This method assigns neurons exactly, which needs POT. Install it by "
-            "pip install -e '.[baselines]' in the checkout."
-        ) from error
+    require_package("ot", "baselines", "the exact assignment of this method")
+    import ot
+
     # Integer supplies and demands have an integer optimum, which the simplex method returns.
     supply_N, room_E = (torch.ones(size, dtype=torch.float64) for size in cost_NE.shape)
     room_E *= len(supply_N) // len(room_E)

@@ -8,7 +8,6 @@ import json
 import os
 from contextlib import redirect_stderr
 from functools import lru_cache
-from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from transformers import (
 )
 
 from dotmoe.checkpoint.on_disk import quiet_transformers
-from dotmoe.errors import UserError, one_line
+from dotmoe.errors import UserError, one_line, require_package
 from dotmoe.files import complete_folder, require_free, sha256_of
 from dotmoe.progress import Progress
 
@@ -50,11 +49,8 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
         UserError: A package is missing, Transformers cannot read the file or would leave out a part
             of it, or it holds no dense model with a tokenizer.
     """
-    if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
-        raise UserError(
-            f"{file} is a GGUF, and {missing[0]}, which reads it, is not installed. Run "
-            "pip install -e '.[gguf]' in the checkout."
-        )
+    for package in ("gguf", "accelerate"):
+        require_package(package, "gguf", f"{file}, a GGUF,")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dotmoe"
     stat = file.stat()
     name = _sha256(file.resolve(), stat.st_size, stat.st_mtime_ns)

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from dotmoe.distributed import resolved_device
-from dotmoe.errors import UserError, nearest, one_line
+from dotmoe.errors import UserError, nearest, one_line, require_package
 from dotmoe.evaluate.config import EvaluateConfig
 from dotmoe.files import write_json
 from dotmoe.load import resolved_dtype
@@ -31,11 +30,8 @@ Values = dict[str, Any]
 
 def require_harness() -> str:
     """Version of the installed harness; `UserError` without one."""
-    if find_spec("lm_eval") is None or find_spec("accelerate") is None:
-        raise UserError(
-            "lm-evaluation-harness is not installed, and it runs the tasks. "
-            "Run pip install -e '.[eval]' in the checkout."
-        )
+    for package in ("lm_eval", "accelerate"):
+        require_package(package, "eval", "lm-evaluation-harness, which runs the tasks,")
     return version("lm_eval")
 
 

@@ -18,8 +18,6 @@ from typing import Any, Literal
 
 import torch
 from gguf import GGML_QUANT_VERSION, MODEL_ARCH_NAMES, LlamaFileType, get_tensor_name_map
-from jaxtyping import Int
-from torch import Tensor
 
 from dotmoe.checkpoint.tensors import EMBEDDING, HEAD, NORM
 from dotmoe.errors import UserError
@@ -71,6 +69,7 @@ class GgufFormat(Format):
     moe_tensors = 0
     """Tensors of a split FFN, with its router."""
     own_notes: tuple[str, ...] = ()
+    check = check_gguf
 
     def arch(self, dense: DenseModel) -> str:
         """`general.architecture`."""
@@ -231,11 +230,6 @@ class GgufFormat(Format):
         write_gguf(path, arch, self.header(conversion), specs, conversion.on_progress)
         conversion.tensors.forget()
         return [path.name]
-
-    def check(
-        self, conversion: Conversion, folder: Path, tokens_BT: Int[Tensor, "B T"]
-    ) -> tuple[dict[str, Any], list[str]]:
-        return check_gguf(self, conversion, folder, tokens_BT)
 
     def with_active_experts(self, folder: Path, active_experts: int) -> tuple[Path, Path]:
         found = sorted(folder.glob("*.gguf"))

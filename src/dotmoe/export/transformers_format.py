@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from jaxtyping import Int
 from torch import Tensor, nn
 
 from dotmoe.checkpoint.tensors import EMBEDDING, HEAD, NORM
@@ -45,6 +44,7 @@ class TransformersFormat(Format):
     """Largest median relative error of a block in float32. Random routers come to 3e-4, a real
     model's at k = E / 2 to 1.5e-3."""
     score: Literal["softmax", "softmax_of_chosen"] = "softmax"
+    check = verify
     casts_weights: bool = True
     """Transformers rounds the weights of the experts to the dtype of the model."""
     gates: str = "gates 1 but for about 2^-11"
@@ -155,11 +155,6 @@ class TransformersFormat(Format):
         )
         conversion.tensors.forget()
         return files
-
-    def check(
-        self, conversion: Conversion, folder: Path, tokens_BT: Int[Tensor, "B T"]
-    ) -> tuple[dict[str, Any], list[str]]:
-        return verify(self, conversion, folder, tokens_BT)
 
     def with_active_experts(self, folder: Path, active_experts: int) -> tuple[Path, Path]:
         path, changed = folder / "config.json", folder / ".config.json.new"

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.distributed import full_tensor, is_rank_zero, local_part, own_rows
-from dotmoe.errors import UserError
 from dotmoe.files import write_json
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.dense import DenseModel
@@ -155,15 +153,6 @@ class Student(nn.Module):
                 for part, neurons in ((experts, ffn.neurons_ES), (shared, ffn.shared_M)):
                     if part is not None:
                         local_part(part).copy_(rows_ND[neurons[own_rows(part)].cpu()])
-
-
-def require_peft() -> None:
-    """Refuse to go on without the package of adapters."""
-    if find_spec("peft") is None:
-        raise UserError(
-            "train is lora, which needs the peft package. Install it by "
-            "`pip install -e '.[lora]'` in the checkout, or choose everything or router."
-        )
 
 
 def _with_adapters(model: nn.Module, rank: int, alpha: int) -> Any:

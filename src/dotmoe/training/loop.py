@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal, Protocol
@@ -24,7 +23,7 @@ from dotmoe.distributed import (
     raise_on_all_ranks,
     sum_over_ranks,
 )
-from dotmoe.errors import Interrupted, UserError
+from dotmoe.errors import Interrupted, UserError, require_package
 from dotmoe.options import above, at_least, check
 from dotmoe.training.checkpoints import Checkpoints
 from dotmoe.training.loggers import Destination, Metrics, loggers
@@ -61,12 +60,7 @@ class TrainingConfig:
     def check_together(self) -> None:
         """Refuse logs whose package is not installed."""
         for package in self.log_to:
-            if find_spec(package) is None:
-                raise UserError(
-                    f"log_to names {package}, which is not installed. Install it by "
-                    f"`pip install -e '.[{package}]'` in the checkout, or leave --log-to {package} "
-                    "out."
-                )
+            require_package(package, package, f"log_to {package}")
 
 
 DEFAULT_TRAINING = TrainingConfig()
