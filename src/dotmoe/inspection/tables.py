@@ -27,7 +27,7 @@ def render(found: Values, *, details: bool = False) -> RenderableType:
         found: From `inspect_model`.
         details: Also the items that each size is the sum of, and all ways to run on GPUs.
     """
-    before, after = [_model(found), _counts(found["counts"]), _sizes(found, details)], []
+    before, after = [_model(found), counts_table(found["counts"]), _sizes(found, details)], []
     if details:
         before += [_items(title, found[name]) for name, title in ITEMISED.items()]
     if plans := found["plans"]:
@@ -58,7 +58,8 @@ def _model(found: Values) -> Table:
     return Table(columns=("", ""), rows=[["model", model], ["split", experts]], words=2)
 
 
-def _counts(counts: Values) -> Table:
+def counts_table(counts: Values, title: str = "") -> Table:
+    """Those of `ParameterCounts` that are there; each weight once, however often it is stored."""
     names = {
         "dense_total": "dense model",
         "stored": "dense model and routers",
@@ -68,15 +69,16 @@ def _counts(counts: Values) -> Table:
         "floor": "outside the FFNs: always active",
         "attention_and_norms": "  attention and norms",
         "input_embedding": "  input embedding",
-        "output_head": "  output head" + " (tied)" * (counts["output_head"] == 0),
+        "output_head": "  output head" + " (tied)" * (counts.get("output_head") == 0),
     }
     return table_of(
-        names,
+        [name for name in names if name in counts],
         {
             "parameters (exact)": lambda key: names[key],
             "count": lambda key: f"{counts[key]:,}",
             "of dense": lambda key: f"{counts[key] / counts['dense_total']:.1%}",
         },
+        title=title,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from dotmoe.analyse import ANALYSES
 from dotmoe.bench import table as bench_table
+from dotmoe.inspection.tables import counts_table
 from dotmoe.report import tables
 from dotmoe.report.read import RunResults, Values
 from dotmoe.tables import Table, figure, in_bytes, millions, percent
@@ -86,13 +87,13 @@ def _generation(found: RunResults, _: Values) -> Blocks:
 
 
 def _size(found: RunResults, results: Values) -> Blocks:
-    split, export = results["granularity"], found.export
+    split, counts, export = results["granularity"], results["parameters"], found.export
     experts, size, run = (split[key] for key in ("num_experts", "expert_size", "active_experts"))
     shared, first = split["shared_size"], split["first_dense_layers"]
     blocks: Blocks = [
         f"{experts} experts of {size} neurons a layer, {run} run per token; shared neurons: "
         f"{shared}; leading layers left dense: {first}.",
-        tables.counts_table(results["parameters"]),
+        counts_table({"dense_total": counts["dense"], **counts}, "Parameters, counted"),
     ]
     if export:
         # Three matrices of the model width by neurons each; a product and its sum are two.

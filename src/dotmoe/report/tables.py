@@ -175,26 +175,6 @@ def repetition_table(result: Values) -> Table:
     return Table(title=title, columns=("model", *keys), rows=rows)
 
 
-def counts_table(counts: Values) -> Table:
-    """Parameters, counted; each weight once, however often it lies in the files."""
-    names = {
-        "dense": "dense model",
-        "stored": "dense model and routers",
-        "active": "active: work on one token",
-        "active_with_routers": "active, routers included",
-        "active_without_embeddings": "active, without embeddings and head",
-    }
-    return table_of(
-        names,
-        {
-            "parameters": lambda key: names[key],
-            "number": lambda key: f"{counts[key]:,}",
-            "of dense": lambda key: percent(counts[key] / counts["dense"]),
-        },
-        title="Parameters, counted; each weight once",
-    )
-
-
 def origins_table(files: Mapping[str, Values]) -> Table:
     """Where each figure comes from: file, origin, time, commit, machine, seed."""
     made = ("time", "commit", "hardware", "seed")
