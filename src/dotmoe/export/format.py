@@ -191,9 +191,16 @@ class Format(ABC):
         context, window = dense.widths.context, dense.family.traits(dense.config).sliding_window
         return context if self.holds.sliding_window or window is None else min(window, context)
 
-    @abstractmethod
     def notes(self, conversion: Conversion) -> list[str]:
         """What a user of the exported model must know, one sentence each."""
+        context, whole = self.context(conversion.dense), conversion.dense.widths.context
+        if context == whole:
+            return []
+        return [
+            f"The dense model attends through a sliding window of {context} tokens, which "
+            f"{self.name} has not: its context is lowered from {whole} to the window, up to which "
+            "the two are the same."
+        ]
 
     def details(self, conversion: Conversion) -> dict[str, Any]:
         """What goes on record of this container alone."""

@@ -115,16 +115,7 @@ class GgufFormat(Format):
         }
 
     def notes(self, conversion: Conversion) -> list[str]:
-        dense = conversion.dense
-        notes = [*self.own_notes, *self._tokenizer(conversion)[1]]
-        if self.context(dense) < dense.widths.context:
-            notes.append(
-                f"The dense model attends through a sliding window of {self.context(dense)} "
-                f"tokens, which llama.cpp's architecture {self.arch(dense)} has not: "
-                f"context_length is lowered from {dense.widths.context} to the window, up to which "
-                "the two are the same."
-            )
-        return notes
+        return [*self.own_notes, *self._tokenizer(conversion)[1], *super().notes(conversion)]
 
     def _tokenizer(self, conversion: Conversion) -> tuple[dict[str, Any], list[str]]:
         return tokenizer_keys(conversion.dense, conversion.config.gguf_tokenizer, conversion.source)

@@ -64,18 +64,17 @@ class TransformersFormat(Format):
         return f"expert weights rounded once, down projections times {factor}; {self.gates}"
 
     def notes(self, conversion: Conversion) -> list[str]:
-        context, whole = self.context(conversion.dense), conversion.dense.widths.context
-        notes = {
-            "For inference only: the scaled router passes almost no gradient. Fine-tune before "
-            "export.": True,
+        folded = (
             f"{self.active_experts_key} cannot be edited: k is folded into the down projections. "
-            "Export the run again with another --active-experts.": not self.active_experts_editable,
-            f"The dense model attends through a sliding window of {context} tokens, which "
-            f"{self.name} has not: max_position_embeddings is lowered from {whole} to the window, "
-            "up to which the two are the same.": context < whole,
-        }
-        told = [note for note, applies in notes.items() if applies]
-        return told + limits_met(self.header(conversion))
+            "Export the run again with another --active-experts."
+        )
+        return [
+            "For inference only: the scaled router passes almost no gradient. Fine-tune before "
+            "export.",
+            *([] if self.active_experts_editable else [folded]),
+            *super().notes(conversion),
+            *limits_met(self.header(conversion)),
+        ]
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
         """Content of config.json.
