@@ -1,4 +1,6 @@
-"""Losses that are not finite or explode. Oracle: the same run without the bad batch."""
+"""Losses that are not finite or explode, and out of memory. Oracles: the same run without the bad
+batch, and with the micro-batch that fits from the start.
+"""
 
 import json
 import logging
@@ -94,3 +96,51 @@ def test_the_rule_for_an_explosion():
     assert watch.trouble_in({"loss": 14.1}, 10) is not None
     assert watch.trouble_in({"loss": 1e30}, math.inf) is None
     assert watch.trouble_in({"loss": math.inf}, math.inf) == "loss is inf"
+
+
+# --- out of memory
+
+
+class Hungry(Regression):
+    """Micro-batches of `size` rows out of 8; more than `fits` do not fit from step 3 on."""
+
+    def __init__(self, size, fits):
+        super().__init__()
+        self.size, self.fits = size, fits
+
+    def accumulate_gradients(self, step):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        self.seen = self.seen + 1
+        total = 0.0
+        for rows in x.split(self.size):
+            loss = (rows @ self.weight - rows.sum(dim=1)).square().sum() / 8
+            loss.backward()
+            if step >= 3 and self.size > self.fits:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
+            total += loss.item()
+        return {"loss": total}
+
+    def halve_micro_batch(self):
+        if self.size == 1:
+            return None
+        self.size //= 2
+        return self.size
+
+
+def test_the_micro_batch_that_fits_is_found_and_said(tmp_path, caplog):
+    task, fitting = Hungry(8, 2), Hungry(2, 2)
+    with caplog.at_level(logging.WARNING):
+        train(task, SCHEDULE, tmp_path)
+    (tmp_path / "fitting").mkdir()
+    train(fitting, SCHEDULE, tmp_path / "fitting")
+    assert warnings_in(caplog) == [
+        f"out of memory at step 4: micro_batch_size is {size} from here on" for size in (4, 2)
+    ]
+    assert torch.allclose(task.weight, fitting.weight, rtol=1e-5)
+    assert task.seen == fitting.seen == SCHEDULE.steps  # a failed try leaves no trace
+
+
+def test_where_nothing_fits_that_is_said(tmp_path):
+    """The command line names the options: see `message_of`."""
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 2 GiB"):
+        train(Hungry(8, 0), SCHEDULE, tmp_path)
