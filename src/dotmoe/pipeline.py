@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from safetensors.torch import load_file
+
 from dotmoe import pruning
 from dotmoe.align import AlignConfig, align
 from dotmoe.baselines import (
@@ -237,7 +239,7 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
 
     Returns:
         Contents of `6_evaluate/results.json`: perplexity of `dense` and of what is `pruned`,
-        `parameters` of both, and `pruning`, see `dotmoe.pruning.prune`.
+        `parameters` of the first, and `pruning`, see `dotmoe.pruning.prune`.
 
     Raises:
         UserError: As `convert`; or the method does not fit the model.
@@ -267,10 +269,14 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
         figures = run.stage("prune", lambda at: read_json(at / pruning.FIGURES), pruned)
 
         def measured(at: Path) -> dict[str, Any]:
-            made = {"pruned": run.folder.stage("prune") / pruning.MODEL}
-            described = left_on_disk(dense, config.load)
+            folder, runnable = run.folder.stage("prune"), left_on_disk(dense, config.load)
+            applied = pruning.PRUNING[config.method].applied
+            exports = {} if applied else {"pruned": folder / pruning.MODEL}
             with run.progress.bar("evaluate", tokens=1) as update:
-                found = perplexities(described, made, text.heldout, text.heldout_name, update)
+                found = perplexities(runnable, exports, text.heldout, text.heldout_name, update)
+            if applied:
+                changed = applied(runnable, **load_file(folder / pruning.TENSORS))
+                found["pruned"] = run.measured(config.method, runnable, changed, text)
             results = {
                 **found,
                 "origin": "measured",

@@ -2,19 +2,25 @@
 
 import copy
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import family_of
+from dotmoe.parameters import meta_model
 from dotmoe.pruning import PRUNING, PruneInputs, prune, sparsegpt
+from dotmoe.pruning.slicegpt import sliced, sliced_parameters
 from dotmoe.pruning.two_of_four import kept_of_four
 from runs import TINY_CONVERT
 
 LAYERS = ("shortgpt", "sleb")
+STOCK = [name for name in PRUNING if PRUNING[name].applied is None]
 TWO_OF_FOUR = [name for name in PRUNING if name.endswith("2_4")]
 
 
@@ -271,10 +277,114 @@ def test_sleb_drops_what_costs_least_each_time_and_neither_end(dense_of, pruned_
     assert left == [0, 4]
 
 
+# --- the width of the stream
+
+
+@torch.no_grad()
+def really_sliced(dense, axes_SDK, tokens_BT):
+    """Logits of a model whose matrices are rotated and cut, with the stream K wide throughout."""
+    trunk, head, size = dense.model.model, dense.model.lm_head, dense.config.hidden_size
+    places, last = [each.double() for each in axes_SDK], torch.eye(size).double()
+
+    def cut(linear, rows, columns):
+        module = nn.Linear(columns.shape[1], rows.shape[1], bias=linear.bias is not None).double()
+        module.weight.data = rows.T @ linear.weight.double() @ columns
+        if linear.bias is not None:
+            module.bias.data = linear.bias.double()
+        return module
+
+    def reading(linear, norm, axes):  # with the norm folded in
+        return cut(linear, torch.eye(linear.out_features).double(), norm.weight[:, None] * axes)
+
+    def writing(linear, axes):
+        return cut(linear, axes, torch.eye(linear.in_features).double())
+
+    def normed(x):
+        eps = dense.config.rms_norm_eps
+        return x / (x.square().sum(-1, keepdim=True) / size + eps).sqrt()
+
+    positions = torch.arange(tokens_BT.shape[1])[None]
+    rotary = [each.double() for each in trunk.rotary_emb(places[0], positions)]
+    now = places[0]
+    x = trunk.embed_tokens(tokens_BT).double() @ now
+    for index, layer in enumerate(trunk.layers):
+        middle = places[2 * index + 1]
+        after = places[2 * index + 2] if 2 * index + 2 < len(places) else last
+        attention, mlp = copy.deepcopy(layer.self_attn).double(), copy.deepcopy(layer.mlp).double()
+        for name in ("q_proj", "k_proj", "v_proj"):
+            linear = getattr(layer.self_attn, name)
+            setattr(attention, name, reading(linear, layer.input_layernorm, now))
+        attention.o_proj = writing(layer.self_attn.o_proj, middle)
+        for name in ("gate_proj", "up_proj"):
+            linear = getattr(layer.mlp, name)
+            setattr(mlp, name, reading(linear, layer.post_attention_layernorm, middle))
+        mlp.down_proj = writing(layer.mlp.down_proj, after)
+        added = attention(normed(x), position_embeddings=rotary, attention_mask=None)[0]
+        x = x @ (now.T @ middle) + added
+        x = x @ (middle.T @ after) + mlp(normed(x))
+        now = after
+    return normed(x) @ reading(head, trunk.norm, last).weight.T
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_projected_model_is_the_really_sliced_one(family, pruned_of, tokens_BT):
+    options = {"num_hidden_layers": 3}
+    dense, before, figures, folder = pruned_of("slicegpt", family, wanted=130_000, **options)
+    assert all(torch.equal(before[name], p) for name, p in weights_of(dense).items())
+    kept = load_file(folder.parent / "tensors.safetensors")["axes_SDK"]
+    assert kept.shape == (6, 64, figures["plan"]["width"])
+    assert figures["plan"]["width"] in range(16, 64, 8)
+    with torch.no_grad(), sliced(dense, kept):
+        found = dense.model(tokens_BT).logits.double()
+    expected = really_sliced(dense, kept, tokens_BT)
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+    assert (dense.model(tokens_BT).logits - expected).norm() > 0.1 * expected.norm()
+
+
+def test_the_first_axes_are_the_principal_ones_and_all_of_them_are_the_dense_model(
+    pruned_of, tokens_BT
+):
+    dense, _, figures, folder = pruned_of("slicegpt", wanted=10**9)
+    axes_SDK = load_file(folder.parent / "tensors.safetensors")["axes_SDK"]
+    assert figures["plan"]["width"] == dense.config.hidden_size
+    with torch.no_grad():
+        expected = dense.model(tokens_BT).logits
+        with sliced(dense, axes_SDK):
+            found = dense.model(tokens_BT).logits
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+    x_TD = dense.model.model.embed_tokens(tokens_BT).flatten(0, 1).detach().double().numpy()
+    energy = np.square(x_TD @ axes_SDK[0].double().numpy()).sum(0)  # largest last
+    singular = np.linalg.svd(x_TD, compute_uv=False)
+    np.testing.assert_allclose(energy[::-1], singular**2, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "width", "billions"),
+    [
+        ((4096, 11008, 32, 32, 32, 32000, "llama"), 2048, 3.7298),
+        ((4096, 14336, 32, 32, 8, 128256, "llama"), 1720, 3.9042),
+        ((3584, 18944, 28, 28, 4, 152064, "qwen2"), 2000, 4.7478),
+    ],
+)
+def test_sliced_parameters_are_those_of_the_published_settings(sizes, width, billions):
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    keys += ("num_key_value_heads", "vocab_size")
+    config = AutoConfig.for_model(sizes[-1], **dict(zip(keys, sizes, strict=False)))
+    dense = DenseModel(
+        model=meta_model(config),
+        tokenizer=None,
+        family=family_of(config),
+        folder=Path(),
+        source="",
+        revision=None,
+    )
+    assert round(sliced_parameters(dense, width) / 1e9, 4) == billions
+
+
 # --- all
 
 
-@pytest.mark.parametrize("method", [name for name in PRUNING if name not in TWO_OF_FOUR])
+@pytest.mark.parametrize("method", [name for name in STOCK if name not in TWO_OF_FOUR])
 def test_with_the_whole_budget_nothing_is_removed(method, dense_of, pruned_of):
     whole = sum(p.numel() for p in dense_of("llama").model.parameters())
     dense, before, figures, _ = pruned_of(method, wanted=whole)
@@ -282,7 +392,7 @@ def test_with_the_whole_budget_nothing_is_removed(method, dense_of, pruned_of):
     assert all(torch.equal(before[name], p) for name, p in weights_of(dense).items())
 
 
-@pytest.mark.parametrize("method", PRUNING)
+@pytest.mark.parametrize("method", STOCK)
 def test_what_is_stored_is_the_model_in_memory_and_repeats(method, pruned_of, tokens_BT):
     dense, _, figures, folder = pruned_of(method, dtype="bfloat16")
     stock = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
@@ -320,12 +430,15 @@ def test_pruned_models_are_rows_beside_conversions_and_are_made_once(
         assert row["calibration_tokens"] == TINY_CONVERT["calibration_tokens"]
         assert 0 <= row["seconds"] < 100
         assert f"| {method} | - | - |" in table
+        assert row["loss_above_dense"] == row["loss"] - rows["dense"]["loss"]
+        if method not in STOCK:
+            assert row["loss"] != rows["dense"]["loss"]
+            continue
         stock = AutoModelForCausalLM.from_pretrained(out / method / "4_prune/model")
         tokens_BT = load_file(out / method / "0_data/heldout.safetensors")["tokens"].long()
         with torch.no_grad():
             loss = float(stock(tokens_BT, labels=tokens_BT).loss)
         assert row["loss"] == pytest.approx(loss, abs=1e-5)
-        assert row["loss_above_dense"] == row["loss"] - rows["dense"]["loss"]
     assert command("evaluate", out / "magnitude_2_4", text=held, max_tokens=64).status == 0
     assert "matched" in table
 

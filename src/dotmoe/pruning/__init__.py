@@ -6,10 +6,12 @@ What is left is a stock dense checkpoint. Each file says what is the rival's and
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 
 from dotmoe.files import read_json, write_json
 from dotmoe.finetuning.student import MODEL, write_weights
@@ -17,14 +19,15 @@ from dotmoe.parameters import num_parameters
 from dotmoe.pruning.contract import Pruned, PruneInputs
 from dotmoe.pruning.shortgpt import shortgpt
 from dotmoe.pruning.sleb import sleb
+from dotmoe.pruning.slicegpt import sliced, slicegpt
 from dotmoe.pruning.sparsegpt import sparsegpt_2_4
 from dotmoe.pruning.two_of_four import magnitude_2_4
 from dotmoe.pruning.wanda import wanda_2_4
 
-__all__ = ["FIGURES", "MODEL", "PRUNING", "PruneInputs", "Pruned", "PruningName", "prune"]
+__all__ = ["FIGURES", "MODEL", "PRUNING", "TENSORS", "PruneInputs", "PruningName", "prune"]
 
-FIGURES = "pruning.json"
-"""What `prune` returns, in the stage's folder."""
+FIGURES, TENSORS = "pruning.json", "tensors.safetensors"
+"""What `prune` returns, and what is kept in place of a checkpoint, in the stage's folder."""
 
 
 class Method(NamedTuple):
@@ -34,12 +37,16 @@ class Method(NamedTuple):
     """Changes the model that it is given."""
     is_fixed: bool = False
     """Whether it removes the same whatever the budget."""
+    applied: Callable[..., AbstractContextManager[None]] | None = None
+    """Where no stock checkpoint can hold the result: inside, the dense model computes it, given the
+    model and `Pruned.tensors` by their names."""
 
 
 PRUNING = {
     "magnitude_2_4": Method(magnitude_2_4, is_fixed=True),
     "wanda_2_4": Method(wanda_2_4, is_fixed=True),
     "sparsegpt_2_4": Method(sparsegpt_2_4, is_fixed=True),
+    "slicegpt": Method(slicegpt, applied=sliced),
     "shortgpt": Method(shortgpt),
     "sleb": Method(sleb),
 }
@@ -55,8 +62,8 @@ else:
 def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
     """Prune a model by a method of `PRUNING`, to as many parameters as are wanted if it can.
 
-    `folder` receives `model/`, a stock checkpoint in the dtype of the dense one, and
-    `pruning.json`.
+    `folder` receives `model/`, a stock checkpoint in the dtype of the dense one, or in its place
+    `tensors.safetensors`, and `pruning.json`.
 
     Returns:
         Contents of `pruning.json`: `parameters` that work on a token and that are `stored`,
@@ -74,8 +81,11 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
         "seconds": round(time.monotonic() - started, 3),
         "plan": made.plan,
     }
-    write_weights(inputs.dense, folder / MODEL)
-    config = folder / MODEL / "config.json"
-    write_json(config, {**read_json(config), **made.config})
+    if made.tensors:
+        save_file(made.tensors, folder / TENSORS)
+    else:
+        write_weights(inputs.dense, folder / MODEL)
+        config = folder / MODEL / "config.json"
+        write_json(config, {**read_json(config), **(made.config or {})})
     write_json(folder / FIGURES, figures)
     return figures

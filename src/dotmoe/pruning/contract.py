@@ -1,6 +1,5 @@
 """The contract of a method that prunes."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,5 +41,7 @@ class Pruned(NamedTuple):
     """Parameters that work on no token any more, by the plan: a zero may be there by chance."""
     plan: dict[str, Any]
     """What was removed, as JSON values."""
-    config: Mapping[str, Any] = {}
+    config: dict[str, Any] | None = None
     """What has another value in the config of the checkpoint."""
+    tensors: dict[str, Tensor] | None = None
+    """What is kept in place of a checkpoint, where none can hold the result."""

@@ -1,0 +1,132 @@
+"""SliceGPT: the residual stream is rotated to its principal axes and cut to the first of them.
+
+The published method rotates weights with the PCA of the stream at the embedding, behind every
+attention and behind every FFN but the last, each taken with all cuts before it, and cuts them to
+the same width everywhere; every addition to the stream gets a matrix from the axes before to those
+behind. Here the weights stay and the stream is projected on the axes at these places, which gives
+the same logits; parameters are counted as if the weights were cut. No stock architecture has those
+matrices, so there is no checkpoint. The published code takes the mean off each embedding, which
+suits LayerNorm alone; that is left out.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dotmoe.errors import UserError
+from dotmoe.models.dense import DenseModel
+from dotmoe.models.stream import Stream
+from dotmoe.parameters import num_parameters
+from dotmoe.pruning.contract import Pruned, PruneInputs
+
+
+def slicegpt(inputs: PruneInputs) -> Pruned:
+    """Axes of the stream at each place, as many as come nearest to the budget.
+
+    Raises:
+        UserError: The model has its norms inside the branches.
+    """
+    dense, size = inputs.dense, inputs.dense.widths.model
+    if dense.family.traits(dense.config).norms_after:
+        raise UserError(
+            f"{dense.config.model_type} has norms behind attention and FFN, and slicegpt needs "
+            "them before. Leave it out."
+        )
+    counts = {width: sliced_parameters(dense, width) for width in (*range(8, size, 8), size)}
+    width = min(counts, key=lambda width: abs(counts[width] - inputs.wanted))
+    stream, axes = Stream(dense, inputs.tokens_BT), list[Tensor]()
+
+    def cut(run: Callable[[slice], Tensor]) -> None:
+        """Axes of what is at the first place that has none, while the rows of the text run."""
+        moment_DD = torch.zeros(size, size, dtype=torch.float64, device=dense.device)
+
+        def see(hidden_BTD: Tensor) -> None:
+            hidden_TD = hidden_BTD.flatten(0, 1).to(moment_DD)
+            moment_DD.addmm_(hidden_TD.T, hidden_TD)
+
+        with sliced(dense, axes, see):
+            for part in stream.parts:
+                run(part)
+        axes.append(torch.linalg.eigh(moment_DD).eigenvectors[:, -width:].float())
+
+    last = len(inputs.layers) - 1
+    cut(partial(stream.after, 0))
+    for index in range(last + 1):
+        for _ in range(1 if index == last else 2):  # behind attention, behind FFN
+            cut(partial(stream.after, index))
+        with sliced(dense, axes):
+            stream.advance(index)
+        inputs.on_progress(index + 1, last + 1)
+    removed = num_parameters(dense.model) - counts[width]
+    return Pruned(removed, {"width": width}, tensors={"axes_SDK": torch.stack(axes).cpu()})
+
+
+@contextmanager
+def sliced(
+    dense: DenseModel, axes_SDK: Sequence[Tensor] | Tensor, see: Any = None
+) -> Iterator[None]:
+    """Inside, the stream is projected on the axes of each place, of which the last may be missing.
+
+    Places are the embedding, then behind attention and FFN of each layer but the last FFN; `see` is
+    given the stream at the first place that has no axes.
+    """
+    layers = dense.family.layers(dense.model)
+    factor = dense.family.traits(dense.config).multipliers.residual
+    entering: list[Tensor] = []
+
+    def at(place: int, hidden_BTD: Tensor) -> Tensor:
+        if place < len(axes_SDK):
+            axes_DK = axes_SDK[place].to(hidden_BTD)
+            return hidden_BTD @ axes_DK @ axes_DK.T
+        if place == len(axes_SDK) and see is not None:
+            see(hidden_BTD)
+        return hidden_BTD
+
+    def before(index: int, layer: nn.Module, arguments: Any) -> Any:
+        hidden_BTD = at(0, arguments[0]) if index == 0 else arguments[0]
+        entering[:] = [hidden_BTD]
+        return (hidden_BTD, *arguments[1:])
+
+    def behind_attention(index: int, attention: nn.Module, arguments: Any, output: Any) -> Any:
+        (hidden_BTD,) = entering
+        added_BTD = at(2 * index + 1, hidden_BTD + factor * output[0]) - hidden_BTD
+        return (added_BTD / factor, *output[1:])
+
+    def behind_ffn(index: int, layer: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        return at(2 * index + 2, output) if index + 1 < len(layers) else output
+
+    hooks = []
+    for index, layer in enumerate(layers):
+        attention: Any = layer.self_attn
+        hooks.append(layer.register_forward_pre_hook(partial(before, index)))
+        hooks.append(attention.register_forward_hook(partial(behind_attention, index)))
+        hooks.append(layer.register_forward_hook(partial(behind_ffn, index)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def sliced_parameters(dense: DenseModel, width: int) -> int:
+    """Parameters of the model cut to a width.
+
+    With both matrices of each layer and an uncut head of its own; norms are folded into weights.
+    """
+    size, layers = dense.widths.model, dense.family.layers(dense.model)
+    total = (width + size) * dense.widths.vocabulary
+    for index, layer in enumerate(layers):
+        leaving = width if index + 1 < len(layers) else size
+        for name, parameter in layer.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                total += parameter.shape[1] * (width if "o_proj" in name else leaving)
+            elif parameter.dim() == 2:
+                total += parameter.shape[0] * width
+            elif "layernorm" not in name:
+                total += parameter.numel()
+        total += width * width + width * leaving
+    return total
