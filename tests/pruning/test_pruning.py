@@ -15,6 +15,7 @@ from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import family_of
 from dotmoe.parameters import meta_model
 from dotmoe.pruning import PRUNING, PruneInputs, prune, sparsegpt
+from dotmoe.pruning.llm_pruner import removed_parameters
 from dotmoe.pruning.slicegpt import sliced, sliced_parameters
 from dotmoe.pruning.two_of_four import kept_of_four
 from runs import TINY_CONVERT
@@ -358,19 +359,12 @@ def test_the_first_axes_are_the_principal_ones_and_all_of_them_are_the_dense_mod
     np.testing.assert_allclose(energy[::-1], singular**2, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "width", "billions"),
-    [
-        ((4096, 11008, 32, 32, 32, 32000, "llama"), 2048, 3.7298),
-        ((4096, 14336, 32, 32, 8, 128256, "llama"), 1720, 3.9042),
-        ((3584, 18944, 28, 28, 4, 152064, "qwen2"), 2000, 4.7478),
-    ],
-)
-def test_sliced_parameters_are_those_of_the_published_settings(sizes, width, billions):
+def described(*sizes):
+    """A model without weights of the sizes of a published one."""
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     keys += ("num_key_value_heads", "vocab_size")
     config = AutoConfig.for_model(sizes[-1], **dict(zip(keys, sizes, strict=False)))
-    dense = DenseModel(
+    return DenseModel(
         model=meta_model(config),
         tokenizer=None,
         family=family_of(config),
@@ -378,7 +372,121 @@ def test_sliced_parameters_are_those_of_the_published_settings(sizes, width, bil
         source="",
         revision=None,
     )
-    assert round(sliced_parameters(dense, width) / 1e9, 4) == billions
+
+
+LLAMA_2_7B = (4096, 11008, 32, 32, 32, 32000, "llama")
+LLAMA_3_8B = (4096, 14336, 32, 32, 8, 128256, "llama")
+QWEN_7B = (3584, 18944, 28, 28, 4, 152064, "qwen2")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "width", "billions"),
+    [(LLAMA_2_7B, 2048, 3.7298), (LLAMA_3_8B, 1720, 3.9042), (QWEN_7B, 2000, 4.7478)],
+)
+def test_sliced_parameters_are_those_of_the_published_settings(sizes, width, billions):
+    assert round(sliced_parameters(described(*sizes), width) / 1e9, 4) == billions
+
+
+# --- groups
+
+
+def test_a_quarter_of_the_groups_of_llama_3_8b_is_the_published_count():
+    dense = described(*LLAMA_3_8B)
+    total = sum(p.numel() for p in dense.model.parameters())
+    assert total - removed_parameters(dense, 14336 // 4) == 6_612_586_496
+
+
+def scores_of(dense, tokens_BT, layer):
+    """Summed |w dL/dw| of the heads and of the neurons of a layer, one weight after the other."""
+    model = dense.model.requires_grad_(True)
+    model(tokens_BT, labels=tokens_BT).loss.backward()
+    config, size = dense.config, dense.config.hidden_size // dense.config.num_attention_heads
+    heads, neurons = np.zeros(config.num_key_value_heads), np.zeros(config.intermediate_size)
+    shared = config.num_attention_heads // config.num_key_value_heads
+    for name, p in model.model.layers[layer].named_parameters():
+        if p.dim() < 2:
+            continue
+        worth = (p * p.grad).abs().detach().double().numpy()
+        worth = worth.T if "o_proj" in name or "down_proj" in name else worth
+        for row, value in enumerate(worth.sum(1)):
+            if "mlp" in name:
+                neurons[row] += value
+            else:
+                query = "q_proj" in name or "o_proj" in name
+                heads[row // size // (shared if query else 1)] += value
+    return heads, neurons
+
+
+@torch.no_grad()
+def really_cut(dense, heads, neurons):
+    """The stock modules with only some key-value heads and neurons in each layer."""
+    model, config = copy.deepcopy(dense.model), dense.config
+    size = config.hidden_size // config.num_attention_heads
+    shared = config.num_attention_heads // config.num_key_value_heads
+
+    def kept_of(linear, rows, dimension):
+        kept = torch.tensor(rows)
+        linear.weight.data = linear.weight.data.index_select(dimension, kept)
+        if dimension == 0 and linear.bias is not None:
+            linear.bias.data = linear.bias.data[kept]
+
+    for index, layer in enumerate(model.model.layers):
+        keys = [head * size + i for head in heads[index] for i in range(size)]
+        width = shared * size
+        queries = [head * width + i for head in heads[index] for i in range(width)]
+        for name, rows, dimension in (
+            *(("q_proj", queries, 0), ("k_proj", keys, 0)),
+            *(("v_proj", keys, 0), ("o_proj", queries, 1)),
+        ):
+            kept_of(getattr(layer.self_attn, name), rows, dimension)
+        for name, dimension in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+            kept_of(getattr(layer.mlp, name), neurons[index], dimension)
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_llm_pruner_is_the_model_without_its_least_important_groups(
+    family, dense_of, pruned_of, tokens_BT
+):
+    options = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3}
+    dense = dense_of(family, **options)
+    total = sum(p.numel() for p in dense.model.parameters())
+    found, _, figures, folder = pruned_of(
+        "llm_pruner", family, wanted=total - removed_parameters(dense, 40), **options
+    )
+    assert figures["plan"] == {"heads": 2, "neurons": 56, "layers": [0, 3]}
+    heads, neurons = [], []
+    for layer in range(3):
+        dense.model.zero_grad()
+        by_head, by_neuron = scores_of(dense, tokens_BT, layer)
+        heads.append(sorted(np.argsort(by_head)[2:].tolist()))
+        neurons.append(sorted(np.argsort(by_neuron)[40:].tolist()))
+    cut = really_cut(dense, heads, neurons)
+    assert sum(p.numel() for p in cut.parameters()) == figures["parameters"]
+    with torch.no_grad():
+        expected = cut(tokens_BT).logits
+        assert (found.model(tokens_BT).logits - expected).norm() < 1e-5 * expected.norm()
+    assert not any(p.requires_grad or p.grad is not None for p in found.model.parameters())
+    stored = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    assert torch.equal(
+        stored.model.layers[1].mlp.down_proj.weight,
+        found.model.model.layers[1].mlp.down_proj.weight,
+    )
+
+
+def test_llm_pruner_finds_the_parts_of_fused_projections(pruned_of):
+    dense, *_ = pruned_of("llm_pruner", "phi3", wanted=0)
+    for layer in dense.model.model.layers:
+        gate, up = layer.mlp.gate_up_proj.weight.chunk(2)
+        kept = gate.any(1)
+        assert kept.sum() == 1
+        assert torch.equal(kept, up.any(1))
+        assert torch.equal(kept, layer.mlp.down_proj.weight.any(0))
+        used = layer.self_attn.o_proj.weight.any(0).view(2, 32).any(1)  # 2 of 4 query heads each
+        query, key, value = layer.self_attn.qkv_proj.weight.split([64, 32, 32])
+        assert used.sum() == 1
+        for rows in (query, key, value):
+            assert torch.equal(rows.view(2, -1).any(1), used)
 
 
 # --- all

@@ -17,6 +17,7 @@ from dotmoe.files import read_json, write_json
 from dotmoe.finetuning.student import MODEL, write_weights
 from dotmoe.parameters import num_parameters
 from dotmoe.pruning.contract import Pruned, PruneInputs
+from dotmoe.pruning.llm_pruner import llm_pruner
 from dotmoe.pruning.shortgpt import shortgpt
 from dotmoe.pruning.sleb import sleb
 from dotmoe.pruning.slicegpt import sliced, slicegpt
@@ -47,6 +48,7 @@ PRUNING = {
     "wanda_2_4": Method(wanda_2_4, is_fixed=True),
     "sparsegpt_2_4": Method(sparsegpt_2_4, is_fixed=True),
     "slicegpt": Method(slicegpt, applied=sliced),
+    "llm_pruner": Method(llm_pruner),
     "shortgpt": Method(shortgpt),
     "sleb": Method(sleb),
 }

@@ -1,0 +1,124 @@
+"""LLM-Pruner: groups of attention heads and of FFN neurons that the loss depends on least.
+
+The published block-wise method with first-order importance: a group is one key-value head with its
+query heads, or one neuron; its score the sum of |w dL/dw| over all its weights, for the next-token
+loss L of the calibration text; in every layer but the first L/8 and the last L/16 the same share of
+the groups of each kind goes, the lowest first. No weight changes but to zero. The published code
+reads ten samples of 64 tokens and, where query heads share keys, adds the scores of heads that do
+not belong together; here all calibration tokens are read and heads belong to the keys they use. At
+least one head stays. Layers come to differ in width, which no stock config can say: the checkpoint
+holds zeros.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dotmoe.errors import UserError
+from dotmoe.models.dense import DenseModel
+from dotmoe.models.stream import TOKENS_AT_ONCE
+from dotmoe.moe.masked import recomputing
+from dotmoe.pruning.contract import Pruned, PruneInputs
+
+
+class _Kind(NamedTuple):
+    """Groups of one kind in a layer, all of one size."""
+
+    groups: int
+    members: dict[str, int]
+    """Tensors that each group has an equal part of, and in which dimension."""
+
+
+def llm_pruner(inputs: PruneInputs) -> Pruned:
+    """Remove the share of the groups that comes nearest to the budget.
+
+    Raises:
+        UserError: The model has a norm over all heads, which removing some would change.
+    """
+    dense, num_neurons = inputs.dense, inputs.dense.widths.ffn
+    if dense.family.traits(dense.config).qk_norm == "full":
+        raise UserError(
+            f"{dense.config.model_type} has a norm over all heads at once, so llm_pruner cannot "
+            "remove some of them. Leave it out."
+        )
+    counts = [removed_parameters(dense, idle) for idle in range(num_neurons)]
+    idle = min(range(num_neurons), key=lambda idle: abs(counts[idle] - inputs.excess))
+    touched, kept = _touched(dense), []
+    if idle:
+        _backward(inputs)
+    for kind in _kinds(dense):
+        kept.append(_kept(kind, idle, num_neurons))
+        for index in touched if idle else ():
+            parts = _parts(dense, index, kind)
+            scores = [
+                (weight.double() * slope).abs().flatten(1).sum(1)
+                for weight, slope in parts
+                if slope is not None
+            ]
+            order_G = torch.stack(scores).sum(0).argsort(stable=True)
+            for weight, _ in parts:
+                weight[order_G[: kind.groups - kept[-1]]] = 0
+    dense.model.requires_grad_(False).zero_grad()
+    plan = {"heads": kept[0], "neurons": kept[1], "layers": [touched.start, touched.stop]}
+    return Pruned(counts[idle], plan)
+
+
+def removed_parameters(dense: DenseModel, idle: int) -> int:
+    """Parameters that go where `idle` of the neurons and as large a share of the heads do."""
+    num_neurons, of_a_layer = dense.widths.ffn, 0
+    for kind in _kinds(dense):
+        size = sum(weight.numel() for weight, _ in _parts(dense, 0, kind)) // kind.groups
+        of_a_layer += size * (kind.groups - _kept(kind, idle, num_neurons))
+    return of_a_layer * len(_touched(dense))
+
+
+def _touched(dense: DenseModel) -> range:
+    """Layers that lose groups."""
+    layers = dense.widths.layers
+    return range(layers // 8, layers - layers // 16)
+
+
+def _kinds(dense: DenseModel) -> tuple[_Kind, _Kind]:
+    """Key-value heads with their query heads, and neurons."""
+    rows = [f"self_attn.{name}_proj.{part}" for name in "qkv" for part in ("weight", "bias")]
+    heads = dict.fromkeys(rows, 0) | {"self_attn.o_proj.weight": 1}
+    ffn = {"mlp.gate_proj.weight": 0, "mlp.up_proj.weight": 0, "mlp.down_proj.weight": 1}
+    return _Kind(dense.config.num_key_value_heads, heads), _Kind(dense.widths.ffn, ffn)
+
+
+def _kept(kind: _Kind, idle: int, num_neurons: int) -> int:
+    return max(1, kind.groups * (num_neurons - idle) // num_neurons)
+
+
+def _parts(dense: DenseModel, index: int, kind: _Kind) -> list[tuple[Tensor, Tensor | None]]:
+    """What the groups of a layer have of each of their tensors and of its gradient, [G, ...]."""
+    named, found = dict(dense.model.named_parameters()), []
+    for name, dimension in kind.members.items():
+        part = dense.family.stored(dense.config, f"model.layers.{index}.{name}")
+        if part.stored in named:  # there may be no bias
+            weight, slope = named[part.stored].data, named[part.stored].grad
+            grouped = partial(_grouped, slice(*(part.rows or (None,))), dimension, kind.groups)
+            found.append((grouped(weight), None if slope is None else grouped(slope)))
+    return found
+
+
+def _grouped(rows: slice, dimension: int, groups: int, tensor: Tensor) -> Tensor:
+    part = tensor[rows].movedim(dimension, 0)
+    return part.view(groups, -1, *part.shape[1:])
+
+
+@torch.enable_grad()
+def _backward(inputs: PruneInputs) -> None:
+    """Gradients of the next-token loss, summed over the calibration text, of all matrices."""
+    model: Any = inputs.dense.model
+    for parameter in inputs.layers.parameters():
+        parameter.requires_grad = parameter.dim() == 2
+    rows = max(1, TOKENS_AT_ONCE // inputs.tokens_BT.shape[1])
+    batches = torch.split(inputs.tokens_BT.to(inputs.dense.device), rows)
+    with recomputing(inputs.dense):
+        for done, tokens_BT in enumerate(batches, 1):
+            output = model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False)
+            (output.loss * len(tokens_BT)).backward()
+            inputs.on_progress(done, len(batches))
