@@ -5,7 +5,7 @@ Example::
     @dataclass(frozen=True, kw_only=True)
     class LoopConfig:
         steps: Annotated[int, at_least(0)] = 150
-        micro_batch_size: Annotated[int, at_least(1), HOW] = 4
+        checkpoint_every: Annotated[int, at_least(1), HOW] = 100
 
 A rule across fields goes into a method `check_together()` that raises `UserError`.
 """

@@ -88,7 +88,14 @@ def keys_in(values, depth):
 
 PERPLEXITY = {"loss", "perplexity", "bits_per_byte", "window", "tokens", "unit", "text", "protocol"}
 SPLIT = {"num_experts", "expert_size", "active_experts", "shared_size", "first_dense_layers"}
-PARAMETERS = {"dense", "stored", "active", "active_with_routers", "active_without_embeddings"}
+PARAMETERS = {
+    "dense",
+    "stored",
+    "active",
+    "active_with_routers",
+    "active_without_embeddings",
+    "written",
+}
 
 
 @pytest.fixture(params=["convert", "finetune"])

@@ -1,6 +1,7 @@
 import dataclasses
 
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file
 
 from dotmoe.export import ExportConfig, export, write_model_card
 from dotmoe.tables import Table
@@ -35,6 +36,7 @@ def test_the_card_says_what_it_is_and_how_to_use_it(dense_of, layout_of, tokens_
         "active": active,
         "active_with_routers": active + routers,
         "active_without_embeddings": active - 2 * 264 * 64,
+        "written": sum(tensor.numel() for tensor in load_file(folder / record.files[0]).values()),
     }
     assert all(f"{count:,}" in text for count in record.parameters.values())
     assert f"{record.total_bytes:,} bytes" in text

@@ -19,8 +19,8 @@ from dotmoe.run_folder import RunFolder
 
 HOW = ["out", "training", "load.device", "load.sharding"]
 HOW_OF = {
-    "convert": [*HOW, "align.micro_batch_size", "align.activation_checkpointing"],
-    "finetune": [*HOW, "run", "finetune.micro_batch_size", "finetune.activation_checkpointing"],
+    "convert": [*HOW, "align.activation_checkpointing"],
+    "finetune": [*HOW, "run", "finetune.activation_checkpointing"],
 }
 
 
@@ -44,7 +44,7 @@ def test_what_only_says_how_is_no_part_of_the_identity(command):
 
 def test_a_run_is_taken_up_with_another_way_to_make_it(finished, command, tmp_path):
     made = finished.copied_to(tmp_path / "run")
-    assert command(*made.command(checkpoint_every=5, micro_batch_size=1)).status == 0
+    assert command(*made.command(checkpoint_every=5)).status == 0
     values = json.loads((made.folder / "config.json").read_text())
     assert (values["command"], values["seed"]) == ("convert", 0)
 
@@ -52,7 +52,7 @@ def test_a_run_is_taken_up_with_another_way_to_make_it(finished, command, tmp_pa
 def test_another_aim_is_refused_and_nothing_touched(finished, command, tmp_path):
     made = finished.copied_to(tmp_path / "run")
     before = made.contents()
-    for options in ({"lr": 2e-2}, {"seed": 1}):
+    for options in ({"lr": 2e-2}, {"micro_batch_size": 1}, {"seed": 1}):
         assert "another config" in command(*made.command(**options)).refusal()
     with (made.folder / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ class ExportRecord:
     active_experts_key: str
     active_experts_editable: bool
     parameters: dict[str, int]
-    """Exact counts: `dense`, and of a MoE `_COUNTS`."""
+    """Exact counts: `dense`, of a MoE `_COUNTS`, and `written`: of all numbers in the files, with a
+    tied head written out and what only the architecture wants, such as zeros."""
     files: list[str]
     """Weight files."""
     total_bytes: int
@@ -152,7 +154,7 @@ def record_of(
     sizes = asdict(split) if form.splits else dict.fromkeys(asdict(split), 0)
     whole = Granularity(num_experts=1, expert_size=dense.widths.ffn, active_experts=1)
     counts = asdict(count_parameters(dense.config, dense.family, split if form.splits else whole))
-    details = form.details(conversion)
+    details, specs = form.details(conversion), list(form.tensors(conversion))
     has_config = (folder / CONFIG_FILE).is_file()
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != CONFIG_FILE]
     return ExportRecord(
@@ -173,8 +175,9 @@ def record_of(
         active_experts_key=form.active_experts_key,
         active_experts_editable=form.active_experts_editable,
         parameters={"dense": counts["dense_total"]}
-        | {name: counts[name] for name in _COUNTS if form.splits},
-        total_bytes=sum(spec.num_bytes for spec in form.tensors(conversion)),
+        | {name: counts[name] for name in _COUNTS if form.splits}
+        | {"written": sum(prod(spec.shape) for spec in specs)},
+        total_bytes=sum(spec.num_bytes for spec in specs),
         details=details,
         checksums=checksums(folder, [path.relative_to(folder).as_posix() for path in paths]),
         config_sha256=_config_sha256(folder, form.active_experts_key) if has_config else None,

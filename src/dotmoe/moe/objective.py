@@ -29,9 +29,9 @@ class ObjectiveConfig:
     """Optimizer steps."""
     batch_size: Annotated[int, at_least(1)]
     """Sequences per optimizer step, of all ranks together; they share them equally."""
-    micro_batch_size: Annotated[int, at_least(1), HOW] = 4
+    micro_batch_size: Annotated[int, at_least(1)] = 4
     """Sequences per forward pass; gradients add up to the batch. Changes memory, and of the losses
-    load balancing alone, which counts the tokens of a micro-batch."""
+    load balancing alone, which counts the tokens of a micro-batch: a run goes on with its own."""
     max_epochs: Annotated[float, above(0)] = 4.0
     """Passes over the data at most; fewer steps are taken where the data would be repeated more."""
     lr: Annotated[float, above(0)]
