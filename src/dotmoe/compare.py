@@ -104,11 +104,14 @@ def table(summary: dict[str, Any]) -> Table:
         "active parameters": lambda row: millions(row["parameters"]),
         "stored": lambda row: millions(row["stored"]),
         "budget": _budget,
-        "shared": lambda row: percent(row["shared_fraction"]) if "shared_fraction" in row else None,
+        "shared": lambda row: (
+            percent(row["shared_fraction"]) if row.get("shared_fraction") else None
+        ),
         "seconds": lambda row: f"{row['seconds']:.0f}" if row.get("seconds") else None,
     }
-    if not any("weights" in row for row in rows):
-        del columns["weights"]
+    for name, key in (("weights", "weights"), ("shared", "shared_fraction")):
+        if not any(row.get(key) for row in rows):
+            del columns[name]
     return table_of(rows, columns, words=4 if "weights" in columns else 3)
 
 
