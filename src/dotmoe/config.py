@@ -11,11 +11,11 @@ from dotmoe.align import AlignConfig
 from dotmoe.baselines import BaselineConfig, MethodName
 from dotmoe.calibrate import CalibrateConfig
 from dotmoe.data import DataConfig
-from dotmoe.distributed import num_ranks
+from dotmoe.distributed import require_one_process
 from dotmoe.errors import UserError
 from dotmoe.export import ExportConfig
 from dotmoe.finetuning import FinetuneConfig
-from dotmoe.finetuning.repair import RepairConfig, require_one_process
+from dotmoe.finetuning.repair import RepairConfig
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.load import LoadConfig
 from dotmoe.moe.assignment import AssignmentConfig
@@ -67,10 +67,11 @@ class RunConfig:
             UserError: Such a method, or a repair, on several ranks.
         """
         if self.repair:
-            require_one_process()
+            instead = "; of a run that is converted already: dotmoe finetune RUN OUT --train repair"
+            require_one_process("a repair", instead)
         if self.method == "dot_moe":
             return self
-        _require_one_process(self.method)
+        require_one_process(f"method {self.method}")
         steps = self.baseline.router_steps
         return replace(self, align=replace(self.align, steps=steps, learn_assignment=False))
 
@@ -135,16 +136,8 @@ class PruneRunConfig:
 
     def check_together(self) -> None:
         """Refuse several ranks."""
-        _require_one_process(self.method)
+        require_one_process(f"method {self.method}")
 
 
 AnyRunConfig = RunConfig | FinetuneRunConfig
 """A config of a run that lives in a run folder."""
-
-
-def _require_one_process(method: str) -> None:
-    if num_ranks() > 1:
-        raise UserError(
-            f"method is {method}, which runs in one process, and torchrun started {num_ranks()}. "
-            "Start without torchrun."
-        )

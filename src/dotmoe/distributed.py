@@ -73,6 +73,19 @@ def started_by_torchrun() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
+def require_one_process(what: str, instead: str = "") -> None:
+    """Refuse to go on where torchrun started several ranks; `instead` ends the remedy.
+
+    Raises:
+        UserError: It did.
+    """
+    if started_by_torchrun():
+        raise UserError(
+            f"{what} runs in one process, and torchrun started several. Start without "
+            f"torchrun{instead}."
+        )
+
+
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
     """Inside, the ranks that torchrun started form one group; alone, nothing happens.

@@ -34,6 +34,7 @@ from dotmoe.distributed import (
     process_group,
     raise_on_all_ranks,
     require_equal_shares,
+    require_one_process,
     resolved_device,
 )
 from dotmoe.errors import UserError, require_package
@@ -49,7 +50,7 @@ from dotmoe.export import (
 from dotmoe.files import read_json, write_json
 from dotmoe.finetuning import LAYOUT, MODEL
 from dotmoe.finetuning import finetune as train
-from dotmoe.finetuning.repair import FIGURES, repair, require_one_process
+from dotmoe.finetuning.repair import FIGURES, repair
 from dotmoe.finished_run import FinishedRun
 from dotmoe.granularity import Granularity, resolve
 from dotmoe.layout import ExpertLayout
@@ -553,7 +554,7 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
     if config.finetune.train == "lora":
         require_package("peft", "lora", "train lora")
     if config.finetune.train == "repair":
-        require_one_process()
+        require_one_process("a repair")
     source = FinishedRun(Path(config.run))
     if not isinstance(source.config, RunConfig):
         raise UserError(

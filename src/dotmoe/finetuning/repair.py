@@ -15,7 +15,6 @@ from torch import Tensor
 from dotmoe.checkpoint.folder import tensor_files
 from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.data import TokenBlocks
-from dotmoe.distributed import started_by_torchrun
 from dotmoe.errors import UserError
 from dotmoe.files import read_json, write_json
 from dotmoe.finetuning.student import LAYOUT, MODEL, begin_checkpoint
@@ -48,15 +47,6 @@ class RepairConfig:
     def tokens(self, num_neurons: int) -> int:
         """`repair_tokens`, or the default for FFNs of that width."""
         return self.repair_tokens or TOKENS_A_NEURON * num_neurons
-
-
-def require_one_process() -> None:
-    """Refuse to repair under torchrun with several ranks."""
-    if started_by_torchrun():
-        raise UserError(
-            "a repair runs in one process, and torchrun started several. Start without torchrun; "
-            "of a run that is converted already, dotmoe finetune RUN OUT --train repair."
-        )
 
 
 class NormalEquations:
