@@ -19,6 +19,10 @@ from dotmoe.errors import UserError, one_line
 logger = logging.getLogger(__name__)
 
 
+Values = dict[str, Any]
+"""A JSON object."""
+
+
 class DamagedError(UserError):
     """A file is missing, truncated or altered; the text names it."""
 

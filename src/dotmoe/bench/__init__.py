@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from tyro.conf import Positional
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.evaluate.models import model_folder
+from dotmoe.files import Values
 from dotmoe.load import LoadConfig
 from dotmoe.options import above, at_least, at_most, check
 from dotmoe.progress import Update, no_update
@@ -40,7 +41,6 @@ RUNNERS = (
 )
 """Of checkpoints and of GGUF files."""
 
-Values = dict[str, Any]
 Rounds = Sequence[Sequence[float]]
 """Seconds of each step, by round."""
 

@@ -16,10 +16,9 @@ import torch
 from transformers import DynamicCache
 
 from dotmoe.export import require_checksums
+from dotmoe.files import Values
 from dotmoe.llama_cpp import Runtime
 from dotmoe.load import load_weights, resolved_dtype
-
-Values = dict[str, Any]
 
 WARM_UP_ROUNDS = 2
 _CPU = torch.device("cpu")

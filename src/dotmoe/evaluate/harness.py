@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError, nearest, one_line, require_package
 from dotmoe.evaluate.config import EvaluateConfig
-from dotmoe.files import write_json
+from dotmoe.files import Values, write_json
 from dotmoe.load import resolved_dtype
 
 MAX_LOGITS = 1 << 28
@@ -24,8 +24,6 @@ CPU_BATCH, GPU_BATCH = 16, 64
 """Requests a forward pass: on a CPU, where more at once are no faster; on a GPU the number where
 the harness starts to look for the largest that fits."""
 SPLITS = {"train": "training_split", "validation": "validation_split", "test": "test_split"}
-
-Values = dict[str, Any]
 
 
 def require_harness() -> str:

@@ -11,7 +11,7 @@ from dotmoe.errors import UserError
 from dotmoe.evaluate import harness
 from dotmoe.evaluate.config import EvaluateConfig
 from dotmoe.evaluate.models import model_folder
-from dotmoe.files import read_json, sha256_of, write_json
+from dotmoe.files import Values, read_json, sha256_of, write_json
 from dotmoe.load import resolved_dtype
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
@@ -23,8 +23,6 @@ FORM = 3
 """Of the result files; a file of another form is refused."""
 SUBFOLDERS = {"model": "tasks", "against": "against"}
 SUFFIXES = (".jsonl.gz", ".jsonl", ".json", ".json.gz")
-
-Values = dict[str, Any]
 
 
 class Task(NamedTuple):

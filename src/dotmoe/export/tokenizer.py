@@ -18,6 +18,7 @@ from typing import Any, Literal
 from gguf import TokenType
 from tokenizers import Regex, pre_tokenizers
 
+from dotmoe.files import Values
 from dotmoe.models.dense import DenseModel
 
 _FILE = Path(__file__).with_name("tokenizer_rules.toml")
@@ -37,8 +38,6 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """Stands for a space inside tokens of SentencePiece."""
 _PHI3_KEEP = {"<unk>", "<s>", "<|endoftext|>"}
 """Special tokens of Phi-3 that leave the spaces after them."""
-
-Values = dict[str, Any]
 
 
 class UnknownTokenizerError(Exception):

@@ -1,14 +1,11 @@
 """An inspection as tables for a terminal of 80 columns or more."""
 
-from typing import Any
-
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from dotmoe.files import Values
 from dotmoe.inspection.sizes import Items
 from dotmoe.tables import Table, in_bytes, in_time, table_of, to_rich
-
-Values = dict[str, Any]
 
 ITEMISED = {
     "calibration_memory": "memory of the start from data",

@@ -10,9 +10,10 @@ import jinja2
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from dotmoe.files import Values
 from dotmoe.report import tables
 from dotmoe.report.plots import NO_PLOTS, as_svg, draw_all, is_installed, save
-from dotmoe.report.read import RunResults, Values, read_run
+from dotmoe.report.read import RunResults, read_run
 from dotmoe.report.sections import gained, sections, tiles, verdict
 from dotmoe.tables import Table, figure, to_markdown, to_rich
 

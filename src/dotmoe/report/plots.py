@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dotmoe.errors import UserError
+from dotmoe.files import Values
 from dotmoe.report.read import RunResults
-
-Values = dict[str, Any]
 
 NO_PLOTS = (
     "matplotlib is not installed, so there are no plots: pip install -e '.[plots]' in the checkout."

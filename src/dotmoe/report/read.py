@@ -5,14 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dotmoe.errors import UserError
-from dotmoe.files import DamagedError, read_json, read_with_checksum
+from dotmoe.files import DamagedError, Values, read_json, read_with_checksum
 from dotmoe.report.tables import is_share
 from dotmoe.run_folder import STAGES
-
-Values = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

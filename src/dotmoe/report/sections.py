@@ -10,9 +10,10 @@ from typing import Any
 
 from dotmoe.analyse import ANALYSES
 from dotmoe.bench import table as bench_table
+from dotmoe.files import Values
 from dotmoe.inspection.tables import counts_table
 from dotmoe.report import tables
-from dotmoe.report.read import RunResults, Values
+from dotmoe.report.read import RunResults
 from dotmoe.tables import Table, figure, in_bytes, millions, percent
 
 TEXT = "HELD_OUT.txt"
