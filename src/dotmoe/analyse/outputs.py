@@ -30,8 +30,7 @@ def values(run: AnalysedRun) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(asked.seed)
     chosen_TK = run.routes[run.layers.index(layer)]
     token_P, expert_P = sampled_pairs(chosen_TK, asked.points, asked.experts_shown, generator)
-    sorted_P, order_P = token_P.sort()
-    x_PD = router_inputs(run.dense, layout, run.tokens, layer, sorted_P)[order_P.argsort()]
+    x_PD = router_inputs(run.dense, layout, run.tokens, layer)[token_P].to(run.dense.device)
     ffn = run.dense.family.ffn(run.dense.family.layers(run.dense.model)[layer])
     own_N = layout.expert_of_neuron_LN[layer]
     routed = own_N[own_N != ALWAYS_ON]

@@ -117,22 +117,14 @@ def captured_routes(
 
 
 def router_inputs(
-    dense: DenseModel,
-    layout: ExpertLayout,
-    tokens_BT: Int[Tensor, "B T"],
-    layer: int,
-    wanted_P: Int[Tensor, " P"],
-) -> Float[Tensor, "P D"]:
-    """What a split layer's router and FFN see of tokens, by ascending places in the whole text."""
+    dense: DenseModel, layout: ExpertLayout, tokens_BT: Int[Tensor, "B T"], layer: int
+) -> Float[Tensor, "T D"]:
+    """What the router and the FFN of a split layer see of the whole text, on the CPU."""
     kept: list[Tensor] = []
-    seen = 0
 
     def look(index: int, x_TD: Tensor) -> None:
-        nonlocal seen
         if index == layer:
-            here_P = wanted_P[(wanted_P >= seen) & (wanted_P < seen + len(x_TD))] - seen
-            kept.append(x_TD[here_P.to(x_TD.device)])
-            seen += len(x_TD)
+            kept.append(x_TD.cpu())
 
     _in_passes(dense, layout, tokens_BT, look)
     return torch.cat(kept)
