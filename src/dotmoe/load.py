@@ -19,6 +19,7 @@ from dotmoe.checkpoint.folder import (
     tensor_files,
 )
 from dotmoe.checkpoint.on_disk import on_disk, quiet_transformers
+from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.distributed import local_part, mesh, num_ranks, raise_on_all_ranks, resolved_device
 from dotmoe.errors import UserError, one_line
 from dotmoe.files import read_json
@@ -26,7 +27,7 @@ from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import FAMILIES, family_of
 from dotmoe.options import HOW
 from dotmoe.parameters import meta_model
-from dotmoe.sharded_weights import Sharding, checkpoint_dtype, is_sharded, load_sharded
+from dotmoe.sharded_weights import Sharding, is_sharded, load_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def load_dense(source: str, config: LoadConfig) -> DenseModel:
     dtype, ranks = resolved_dtype(config.dtype, device), mesh(device)
     divides = False
     if ranks is not None:
-        own = checkpoint_dtype(dense.config, dense.folder) if dtype == "auto" else dtype
+        own = Tensors.of(dense).dtype if dtype == "auto" else dtype
         num_bytes = own.itemsize * sum(p.numel() for p in dense.model.parameters())
         divides = is_sharded(config.sharding, num_bytes, device)
 

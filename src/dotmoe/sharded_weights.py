@@ -6,8 +6,7 @@ embedding; the head's matrix where `distributed.full_tensor` asks for it.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dotmoe.checkpoint.folder import tensor_files
 from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.distributed import local_part, own_rows
 from dotmoe.models.dense import DenseModel
@@ -85,15 +83,6 @@ def whole_weights(layer: nn.Module) -> Iterator[None]:
         yield
     finally:
         layer.reshard()
-
-
-def checkpoint_dtype(hf_config: Any, folder: Path) -> torch.dtype:
-    """The checkpoint's own dtype: what its config says, or else that of its first tensor."""
-    stated = getattr(hf_config, "dtype", None)
-    if isinstance(stated, torch.dtype):
-        return stated
-    name = next(iter(tensor_files(folder)))
-    return Tensors(folder, tied=False).describe(name)[1]
 
 
 @torch.no_grad()

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.distributed import full_tensor, local_part
 from dotmoe.errors import UserError
 from dotmoe.load import describe_dense
 from dotmoe.models.family import FAMILIES
-from dotmoe.sharded_weights import checkpoint_dtype, is_divided, is_sharded, load_sharded
+from dotmoe.sharded_weights import is_divided, is_sharded, load_sharded
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(2, 50).view(2, 24)
@@ -54,8 +55,7 @@ def test_a_sharded_model_computes_what_transformers_does(
 def test_weights_are_held_in_the_dtype_asked_for(tiny_dense, line_of_one):
     folder = tiny_dense("llama", dtype="bfloat16")
     dense = describe_dense(str(folder))
-    assert checkpoint_dtype(dense.config, folder) == torch.bfloat16
-    assert checkpoint_dtype(SimpleNamespace(dtype=None), folder) == torch.bfloat16
+    assert Tensors.of(dense).dtype == torch.bfloat16
     for dtype in (torch.bfloat16, torch.float32):
         _, model = loaded(folder, line_of_one, dtype)
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}

@@ -53,7 +53,7 @@ def on_disk(
     """
     tensors = Tensors.of(dense)
     if dtype == "auto":
-        _, dtype = tensors.describe(dense.family.ffn_tensor(0, "gate"))
+        dtype = tensors.dtype
     model = empty_model(dense.config, device, dtype)
     tensors.require_shapes(model)
 

@@ -65,6 +65,11 @@ class Tensors:
         """Names as stored, without aliases."""
         return set(self._file_of)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the FFNs, which are most of a checkpoint."""
+        return self.describe("model.layers.0.mlp.gate_proj.weight")[1]
+
     def stored_name(self, name: str) -> str:
         """Name in the files of the tensor that holds `name`.
 

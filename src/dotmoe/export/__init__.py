@@ -54,7 +54,7 @@ def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
         return torch.float32
     if config.export_dtype != "source":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.export_dtype]
-    _, stored = Tensors.of(dense).describe(dense.family.ffn_tensor(0, "gate"))
+    stored = Tensors.of(dense).dtype
     if stored not in (torch.float32, torch.bfloat16):
         raise UserError(
             f"The weights in {dense.folder} are {stored}, whose range cannot hold the scaled "

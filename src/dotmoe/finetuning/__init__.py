@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
+from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import (
     fsdp_mesh,
@@ -31,7 +32,7 @@ from dotmoe.moe.objective import (
 )
 from dotmoe.options import above, at_least, between
 from dotmoe.parameters import meta_model
-from dotmoe.sharded_weights import checkpoint_dtype, is_sharded
+from dotmoe.sharded_weights import is_sharded
 from dotmoe.training.loop import DEFAULT_TRAINING, OnStep, ParameterGroup, TrainingConfig, train
 
 __all__ = ["LAYOUT", "MODEL", "FinetuneConfig", "Finetuning", "divides_training", "finetune"]
@@ -128,7 +129,7 @@ def divides_training(dense: DenseModel, config: FinetuneConfig, load: LoadConfig
     Weights, gradients and two moments in float32 are 16 bytes for each that is trained.
     """
     num_weights = sum(p.numel() for p in dense.model.parameters())
-    dtype = checkpoint_dtype(dense.config, dense.folder)
+    dtype = Tensors.of(dense).dtype
     num_bytes = 16 if config.train == "everything" else dtype.itemsize
     return is_sharded(load.sharding, num_bytes * num_weights, resolved_device(load.device))
 
@@ -172,7 +173,7 @@ def finetune(
     device = resolved_device(load.device)
     dtype = resolved_dtype(load.dtype, device)
     if dtype == "auto":
-        dtype = checkpoint_dtype(dense.config, dense.folder)
+        dtype = Tensors.of(dense).dtype
     raise_on_all_ranks(lambda: require_trainable(config, dtype))
     shard = num_ranks() > 1 and divides_training(dense, config, load)
     teacher = None

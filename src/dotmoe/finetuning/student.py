@@ -22,7 +22,7 @@ from dotmoe.models.dense import DenseModel
 from dotmoe.moe.router import Routing
 from dotmoe.moe.sparse import EXPERT_WEIGHTS, SparseFFN, make_sparse
 from dotmoe.parameters import compute_constants
-from dotmoe.sharded_weights import checkpoint_dtype, fill_own_rows
+from dotmoe.sharded_weights import fill_own_rows
 
 if TYPE_CHECKING:
     from dotmoe.finetuning import FinetuneConfig
@@ -250,7 +250,7 @@ def begin_checkpoint(dense: DenseModel, out: Path) -> None:
 def _parts(dense: DenseModel) -> Iterator[dict[str, Tensor]]:
     """Stored names and tensors of each layer, then of all that is in none; on rank 0, else {}."""
     # Not the config's dtype: Transformers sets that to the one in which it loaded the model.
-    dtype = checkpoint_dtype(None, dense.folder)
+    dtype = Tensors.of(dense).dtype
     rest: dict[str, Tensor] = dict(dense.model.named_parameters())
 
     def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

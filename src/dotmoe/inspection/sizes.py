@@ -205,7 +205,7 @@ def stored_dtype(config: Any, family: Family, folder: Path) -> torch.dtype:
         dtype = getattr(config, "dtype", None) or torch.bfloat16
         return getattr(torch, dtype) if isinstance(dtype, str) else dtype
     tensors = Tensors(folder, tied=False, part_of=lambda name: family.stored(config, name))
-    return tensors.describe(family.ffn_tensor(0, "gate"))[1]
+    return tensors.dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
