@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dotmoe.export import ExportRecord, GgufConfig, export
 from dotmoe.layout import ExpertLayout
-from dotmoe.load import describe_dense
+from dotmoe.load import LoadConfig, describe_dense, left_on_disk
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import family_of
 
@@ -39,7 +39,7 @@ class Shape:
     kv_heads: int = 16
     """Key and value heads, a divisor of `heads`."""
     vocabulary: int = 1_024
-    """At least 257."""
+    """At least 259."""
     context: int = 4_096
 
 
@@ -117,10 +117,14 @@ def write_export(
     out: Path,
     tokens: int,
     seed: int,
+    *,
+    device: str = "cpu",
     **options: Any,
 ) -> ExportRecord:
     """Export a dense model on disk by a layout; `options` as in `GgufConfig`."""
     dense = describe_dense(str(source))
+    if device != "cpu":
+        dense = left_on_disk(dense, LoadConfig(device=device))
     generator = torch.Generator().manual_seed(seed)
     text_BT = torch.randint(dense.widths.vocabulary, (1, tokens), generator=generator)
     return export(dense, layout, out, GgufConfig(**options), text_BT)
@@ -138,12 +142,15 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _byte_tokenizer(context: int) -> PreTrainedTokenizerFast:
-    """One token a byte, and an end of text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<|endoftext|>": 0} | {sign: 1 + at for at, sign in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    """One token a byte, two of two letters (a GGUF wants merges), and an end of text."""
+    signs = ["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "in"]
+    vocabulary = {sign: number for number, sign in enumerate(signs)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("t", "h"), ("i", "n")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|endoftext|>", model_max_length=context
+        tokenizer_object=tokenizer,
+        bos_token="<|endoftext|>",  # which Transformers 5.17 wants in a GGUF
+        eos_token="<|endoftext|>",
+        model_max_length=context,
     )

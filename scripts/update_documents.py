@@ -29,7 +29,10 @@ from dotmoe.report.tables import curve_table
 from dotmoe.tables import Table, in_bytes, in_time, percent, table_of, to_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "serving.md", ROOT / "docs" / "planning.md")
+DOCUMENTS = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{n}.md" for n in ("serving", "planning", "gpu")),
+)
 PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Row = Any
@@ -363,12 +366,16 @@ def planner_check() -> str:
     return part(table_of(record["rows"], columns, words=2), record, "planner_check.json")
 
 
-def readmes() -> Any:
-    """experiments/readmes.py, whose folder is no package."""
-    folder = str(ROOT / "experiments")
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    return importlib.import_module("readmes")
+def gpu_evidence() -> str:
+    """What a GPU is to show, and what it did."""
+    return to_markdown(module("benchmarks", "gpu_goals").table(ROOT / "results" / "gpu"))
+
+
+def module(folder: str, name: str) -> Any:
+    """A module in a folder that is no package."""
+    if str(ROOT / folder) not in sys.path:
+        sys.path.append(str(ROOT / folder))
+    return importlib.import_module(name)
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -387,6 +394,7 @@ PARTS: dict[str, Callable[[], str]] = {
         vllm,
         speed,
         streaming,
+        gpu_evidence,
     )
 }
 
@@ -398,7 +406,7 @@ def rendered(text: str) -> str:
 
 def main() -> int:
     texts = {document: rendered(document.read_text(encoding="utf-8")) for document in DOCUMENTS}
-    for document, after in (texts | readmes().readmes()).items():
+    for document, after in (texts | module("experiments", "readmes").readmes()).items():
         before = document.read_text(encoding="utf-8") if document.exists() else ""
         if "--check" in sys.argv[1:] and after != before:
             print(

@@ -23,7 +23,7 @@ def provenance(seed: int) -> dict[str, Any]:
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": shlex.join([name, *sys.argv[1:]]),
-        "commit": _commit(),
+        "commit": commit(),
         "versions": {"python": platform.python_version()} | {n: _version(n) for n in packages},
         "hardware": gpu or f"CPU, {os.cpu_count()} cores, {platform.machine()}",
         "threads": torch.get_num_threads(),
@@ -39,7 +39,7 @@ def _version(package: str) -> str:
 
 
 @lru_cache
-def _commit() -> str | None:
+def commit() -> str | None:
     """Commit of our source tree, with `+changes` where it is not clean; None outside git."""
     root = Path(__file__).parents[2]
     command = ["git", "-C", str(root), "describe", "--always", "--dirty=+changes", "--abbrev=12"]
