@@ -6,7 +6,7 @@ A part of `make gpu-evidence`. Runs lie in its work folder: a conversion that is
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from random_models import Shape, random_layout, write_export, write_random_dense
 
 RECIPES = ("default", "paper")
 CURVE_POINTS = 20
+RESULTS = Path("6_evaluate/results.json")
+"""In the folder of a run that is finished."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +47,7 @@ class RealModel:
     """Of each task, at most."""
     steps: int | None = None
     """Of each alignment. Left out: as many as take `align_seconds`, all of them together."""
-    align_seconds: float = 320
+    align_seconds: float = 280
     active: tuple[float, ...] = ACTIVE
     """Shares of the FFN that run for a token."""
     expert_size: int = 32
@@ -58,113 +60,112 @@ class RealModel:
     repair_tokens: int | None = None
 
 
-def points(
-    real: RealModel, device: str, work: Path, results: Path
-) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Pace first, then states of all conversions, then the tasks, as far as the time goes."""
-    model = cache(partial(joined, real.gguf, work))
-    load = LoadConfig(dtype="float32" if device == "cpu" else "bfloat16", device=device)
-    steps = cache(lambda: read_json(results)["points"]["pace"]["found"]["steps"])
-    common = {"batch_size": real.batch_size, "micro_batch_size": real.batch_size}
+class Runs:
+    """The runs of a real model; what is there is not made again, what is gone is."""
 
-    def folder(name: str, active: float, state: str) -> Path:
-        return work / f"{name}-{active}-{state}"
+    def __init__(self, real: RealModel, device: str, work: Path, results: Path) -> None:
+        self.real, self.work, self.results = real, work, results
+        dtype = "float32" if device == "cpu" else "bfloat16"
+        self.load = LoadConfig(dtype=dtype, device=device)
 
-    def measured(name: str, active: float, state: str) -> dict[str, Any]:
-        """The run of a state, made or finished, and WikiText-2."""
-        out, tokens = str(folder(name, active, state)), real.batch_size * real.seq_len
+    def points(self) -> dict[str, Callable[[], dict[str, Any]]]:
+        """Pace first, then states of all conversions, then the tasks, as far as the time goes."""
+        real = self.real
+        found = {"pace": self.pace, "dense": self.dense}
+        runs = [(n, a, s) for s in STATES for a in real.active for n in RECIPES]
+        found |= {"{} {} {}".format(*run): partial(self.measured, *run) for run in runs}
+        if real.task_data:
+            found["dense, tasks"] = lambda: self.tasks(lambda: self.model)
+            for state in real.asked:
+                for run in runs:
+                    if run[2] == state:
+                        made = partial(self.made, *run)
+                        found["{} {} {}, tasks".format(*run)] = partial(self.tasks, made)
+        return found
+
+    @cached_property
+    def model(self) -> Path:
+        """The model's file."""
+        return joined(self.real.gguf, self.work)
+
+    def pace(self) -> dict[str, Any]:
+        """Seconds of a step by each recipe, and how many steps the time is enough for."""
+        real, dense = self.real, load_dense(str(self.model), self.load)
+        widths, config = dense.widths, dense.config
+        heads = config.num_attention_heads, config.num_key_value_heads
+        experts = widths.ffn // real.expert_size
+        subject = alignment_step.Subject(
+            shape=Shape(widths.model, widths.ffn, widths.layers, *heads, widths.vocabulary),
+            experts=experts,
+            active=experts // 2,
+            seq_len=real.seq_len,
+            micro_batch=real.batch_size,
+            device=self.load.device,
+        )
+        step_s = {}
+        for name in RECIPES:
+            step = alignment_step.Step(subject, dense, seed=0, assignment=recipe(name).assignment)
+            step_s[name] = min(step.taken()["step"] for _ in range(3))
+        steps = real.steps or int(real.align_seconds / len(real.active) / sum(step_s.values()))
+        return {"step_s": step_s, "steps": steps, "tokens": steps * real.batch_size * real.seq_len}
+
+    def made(self, name: str, active: float, state: str) -> Path:
+        """The finished run of a state."""
+        real, out = self.real, self.work / f"{name}-{active}-{state}"
+        if (out / RESULTS).exists():
+            return out
+        steps = read_json(self.results)["points"]["pace"]["found"]["steps"]
+        batch = {"batch_size": real.batch_size, "micro_batch_size": real.batch_size}
         if state == "frozen":
-            config = recipe(name, model=str(model()), out=out, load=load)
-            made = convert(
-                replace(
-                    config,
-                    experts=ExpertsConfig(expert_size=real.expert_size, active=active),
-                    data=DataConfig(data=real.text, seq_len=real.seq_len),
-                    align=replace(config.align, steps=steps(), **common),
-                    eval_tokens=real.eval_tokens,
-                )
-            )
+            config = recipe(name, model=str(self.model), out=str(out), load=self.load)
+            align = replace(config.align, steps=steps, **batch)
+            experts = ExpertsConfig(expert_size=real.expert_size, active=active)
+            data = DataConfig(data=real.text, seq_len=real.seq_len)
+            how = {"experts": experts, "data": data, "eval_tokens": real.eval_tokens}
+            convert(replace(config, align=align, **how))
         else:
-            config = finetune_recipe(run=str(folder(name, active, "frozen")), out=out, load=load)
-            train = {"train": "repair"} if state == "repaired" else {}
-            made = finetune(
-                replace(
-                    config,
-                    data=DataConfig(seq_len=real.seq_len),
-                    finetune=replace(
-                        config.finetune, steps=max(1, steps() // 4), **common, **train
-                    ),
-                    repairing=replace(config.repairing, repair_tokens=real.repair_tokens),
-                )
-            )
-        found = made.results
-        losses = {"books": found["moe"]["loss"], "wikitext": wikitext(out)["loss"]}
+            source = self.made(name, active, "frozen")
+            config = finetune_recipe(run=str(source), out=str(out), load=self.load)
+            train = "repair" if state == "repaired" else "everything"
+            tuned = replace(config.finetune, train=train, steps=max(1, steps // 4), **batch)
+            repairing = replace(config.repairing, repair_tokens=real.repair_tokens)
+            data = DataConfig(seq_len=real.seq_len)
+            finetune(replace(config, finetune=tuned, repairing=repairing, data=data))
+        return out
+
+    def measured(self, name: str, active: float, state: str) -> dict[str, Any]:
+        """Losses of a state, in nats a token, and how it came about."""
+        out = self.made(name, active, state)
+        found = read_json(out / RESULTS)
         return {
-            "loss": losses,
+            "loss": {"books": found["moe"]["loss"], "wikitext": self.wikitext(out)},
             "dense": found["dense"]["loss"],
             "steps": found["steps"],
-            "tokens": found.get("tokens", found["steps"] * tokens),
+            "tokens": found["steps"] * self.real.batch_size * self.real.seq_len,
             "verification": found["verification"],
-            "curve": curve(Path(out)),
+            "curve": curve(out),
         }
 
-    def wikitext(name: str) -> dict[str, Any]:
-        return evaluate(
-            EvaluateConfig(
-                model=name,
-                corpus=TextConfig(text=(real.wikitext,), max_tokens=real.wikitext_tokens),
-                load=load,
-            )
-        )
+    def dense(self) -> dict[str, Any]:
+        """Loss of the dense model; on the books it stands beside every state's."""
+        return {"loss": {"wikitext": self.wikitext(self.model)}}
 
-    def tasks(name: str) -> dict[str, Any]:
+    def wikitext(self, model: Path) -> float:
+        """Nats a token of WikiText-2."""
+        text = TextConfig(text=(self.real.wikitext,), max_tokens=self.real.wikitext_tokens)
+        found = evaluate(EvaluateConfig(model=str(model), corpus=text, load=self.load))
+        return found["loss"]
+
+    def tasks(self, made: Callable[[], Path]) -> dict[str, Any]:
+        """Accuracy of each task, and its standard error."""
+        model, real = made(), self.real
         asked = TasksConfig(tasks=real.tasks, task_data=real.task_data, limit=real.questions)
-        out = str(work / "tasks" / Path(name).name)
-        found = evaluate(EvaluateConfig(model=name, benchmark=asked, load=load, out=out))
-        scores = [s for task in found["model"]["tasks"].values() for s in task["scores"]]
-        return {
-            "accuracy": {s["task"]: s["value"] for s in scores if s["is_main"]},
-            "stderr": {s["task"]: s["stderr"] for s in scores if s["is_main"]},
-            "questions": real.questions,
-        }
-
-    def dense() -> dict[str, Any]:
-        return {"loss": {"wikitext": wikitext(str(model()))["loss"]}}
-
-    runs = [(name, active, state) for state in STATES for active in real.active for name in RECIPES]
-    found = {"pace": partial(pace, real, model, load), "dense": dense}
-    found |= {f"{n} {a} {s}": partial(measured, n, a, s) for n, a, s in runs}
-    if real.task_data:
-        found["dense, tasks"] = lambda: tasks(str(model()))
-        found |= {
-            f"{n} {a} {s}, tasks": partial(tasks, str(folder(n, a, s)))
-            for s in real.asked
-            for n, a, state in runs
-            if s == state
-        }
-    return found
-
-
-def pace(real: RealModel, model: Callable[[], Path], load: LoadConfig) -> dict[str, Any]:
-    """Seconds of a step by each recipe, and how many steps the time is enough for."""
-    dense = load_dense(str(model()), load)
-    widths, config = dense.widths, dense.config
-    heads = config.num_attention_heads, config.num_key_value_heads
-    experts = widths.ffn // real.expert_size
-    subject = alignment_step.Subject(
-        shape=Shape(widths.model, widths.ffn, widths.layers, *heads, widths.vocabulary),
-        experts=experts,
-        active=experts // 2,
-        seq_len=real.seq_len,
-        micro_batch=real.batch_size,
-        device=load.device,
-    )
-    seconds = {}
-    for name in RECIPES:
-        step = alignment_step.Step(subject, dense, seed=0, assignment=recipe(name).assignment)
-        seconds[name] = min(step.taken()["step"] for _ in range(3))
-    steps = real.steps or int(real.align_seconds / len(real.active) / sum(seconds.values()))
-    return {"step_s": seconds, "steps": steps, "tokens": steps * real.batch_size * real.seq_len}
+        out = str(self.work / "tasks" / model.name)
+        config = EvaluateConfig(model=str(model), benchmark=asked, load=self.load, out=out)
+        rows = evaluate(config)["model"]["tasks"].values()
+        scores = [score for row in rows for score in row["scores"] if score["is_main"]]
+        found = {"accuracy": "value", "stderr": "stderr", "questions": "questions"}
+        return {name: {s["task"]: s[key] for s in scores} for name, key in found.items()}
 
 
 def curve(run: Path) -> list[dict[str, float]]:
