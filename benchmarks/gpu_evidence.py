@@ -163,8 +163,9 @@ def run(part: str, settings: Settings, call: Call) -> None:
         write_json(file, record)
         if error is not None and time.monotonic() < call.deadline:
             start_again(replace(call, skipped=(*call.skipped, key)))
-        gc.collect()
-        torch.cuda.empty_cache()
+        if not settings.rehearse:
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 @contextmanager
@@ -208,6 +209,7 @@ def points_of(part: str, settings: Settings) -> gpu_parts.Points:
     if not (real.gguf and real.text and real.wikitext):
         print("real: not measured without --gguf, --text and --wikitext")
         return {}
+    sys.modules["matplotlib"] = None  # reports without plots, which cost seconds
     runs = real_model.Runs(real, at.device, settings.work, settings.out / "real.json")
     return runs.points()
 

@@ -1,6 +1,8 @@
 """The goals of `make gpu-evidence` beside what its files say, as a table."""
 
 from collections.abc import Callable, Iterator
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -26,6 +28,11 @@ Found = dict[str, dict[str, Any]]
 """What each point of a part found."""
 
 
+def at(found: Found, *place: Any) -> Any:
+    """What lies at a place."""
+    return reduce(getitem, place, found)
+
+
 class Goal(NamedTuple):
     """One number, `value(found, *of)`, and the limit that it is to keep."""
 
@@ -34,40 +41,42 @@ class Goal(NamedTuple):
     rule: str
     """`most` or `least`."""
     limit: float
-    value: Callable[..., float]
     of: tuple[Any, ...] = ()
+    value: Callable[..., Any] = at
 
 
 def goals() -> Iterator[Goal]:
     """Of every part, in order."""
-    yield Goal("tests", "tests marked gpu that fail", "most", 0, failed)
+    yield Goal("tests", "tests marked gpu that fail", "most", 0, value=failed)
+    parity = ("tests", "export", "error_to_cpu")
     yield Goal("tests", "error of bfloat16 logits to that on the CPU", "most", 1.25, parity)
     for what, limit in {"plan": 1e-4, "gradient": 1e-3, "rounding": 0}.items():
-        yield Goal(
-            "tests", f"difference of the {what} to the CPU's", "most", limit, solver, (what,)
-        )
+        name = f"difference of the {what} to the CPU's"
+        yield Goal("tests", name, "most", limit, ("tests", "solver", what))
     for name in map(named, SHAPES):
-        yield Goal("assignment", f"{name}: times the paper's speed", "least", 5, faster, (name,))
+        faster = ("assignment", name, "methods", "dotmoe", "times_faster")
+        yield Goal("assignment", f"{name}: times the paper's speed", "least", 5, faster)
     for name, of in KERNELS.items():
-        yield Goal("assignment", f"{name}: share of a step saved", "least", 0.05, saved, of)
+        yield Goal("assignment", f"{name}: share of a step saved", "least", 0.05, of, saved)
+    step = ("alignment", "step", "summary")
     share = "assignment and straight-through, of a step"
-    yield Goal("alignment", share, "most", 0.03, step, ("method_share",))
-    yield Goal("alignment", "bound, of a step", "least", 0.6, step, ("share_of_lower_bound",))
+    yield Goal("alignment", share, "most", 0.03, (*step, "method_share"))
+    yield Goal("alignment", "bound, of a step", "least", 0.6, (*step, "share_of_lower_bound"))
     for what in ("time", "memory"):
-        yield Goal("alignment", f"error of the planner's {what}", "most", 0.25, planner, (what,))
+        yield Goal("alignment", f"error of the planner's {what}", "most", 0.25, (what,), planner)
     for share in SHARES:
         for other in ("masked", "dense"):
             name = f"k/E {share}: time of sparse to {other}"
-            yield Goal("finetune", name, "most", 1, sparse_to, (share, other))
-    yield Goal("serving", "148 experts to 8: slowest decode", "least", 0.95, granularity)
-    yield Goal("serving", "148 experts to dense: decode x 1", "least", 1, decode)
+            yield Goal("finetune", name, "most", 1, (share, other), sparse_to)
+    yield Goal("serving", "148 experts to 8: slowest decode", "least", 0.95, value=granularity)
+    yield Goal("serving", "148 experts to dense: decode x 1", "least", 1, value=decode)
     for active in ACTIVE:
         for state in STATES:
             for text in ("books", "wikitext"):
                 name = f"{active:.0%} active, {state}, {text}: nats above the paper's"
-                yield Goal("real", name, "most", 0, above, (active, state, text))
+                yield Goal("real", name, "most", 0, (active, state, text), above)
         name = f"{active:.0%} active, finetuned: tasks above the paper's"
-        yield Goal("real", name, "least", 0, better, (active,))
+        yield Goal("real", name, "least", 0, (active,), better)
 
 
 def failed(found: Found) -> float:
@@ -76,38 +85,18 @@ def failed(found: Found) -> float:
     return len(tests["failed"]) if tests["passed"] else float("inf")
 
 
-def parity(found: Found) -> float:
-    """Median error of the export's logits on the device, to that on the CPU."""
-    logits = found["tests"]["export"]["logits"]
-    return logits["device"]["error"] / logits["cpu"]["error"]
-
-
-def solver(found: Found, what: str) -> float:
-    """Beside its result on the CPU."""
-    return found["tests"]["solver"][what]
-
-
 def named(shape: tuple[int, int]) -> str:
     """A layer, as points are called."""
     return "{:,} x {}".format(*shape)
 
 
-def faster(found: Found, name: str) -> float:
-    """How much faster than by the paper's recipe one layer is assigned."""
-    return found["assignment"][name]["methods"]["dotmoe"]["times_faster"]
-
-
 def saved(found: Found, point: str, part: str) -> float:
     """What a kernel saves of an alignment step, beside the better of eager and compiled."""
     taken = {k: v[part] for k, v in found["assignment"][point]["milliseconds"].items()}
-    subject, step_s = found["alignment"]["step"]["subject"], step(found, "step_s")
-    calls = subject["shape"]["layers"] * subject["micro_batches"]
-    return 1e-3 * (min(taken["eager"], taken["compiled"]) - taken["triton"]) * calls / step_s
-
-
-def step(found: Found, what: str) -> float:
-    """Of the summary of the alignment step."""
-    return found["alignment"]["step"]["summary"][what]
+    step = found["alignment"]["step"]
+    calls = step["subject"]["shape"]["layers"] * step["subject"]["micro_batches"]
+    gain = min(taken["eager"], taken["compiled"]) - taken["triton"]
+    return 1e-3 * gain * calls / step["summary"]["step_s"]
 
 
 def planner(found: Found, what: str) -> float:

@@ -143,7 +143,9 @@ def exported(at: Scale) -> Found:
                 "error": float(logits_error(mine, expected).median()),
                 "top1_agreement": top1_agreement(mine, expected),
             }
-    return {"verification": record.verification_in_short(), "logits": logits}
+    ratio = logits["device"]["error"] / logits["cpu"]["error"]
+    verification = record.verification_in_short()
+    return {"verification": verification, "logits": logits, "error_to_cpu": ratio}
 
 
 def solved(at: Scale) -> Found:
