@@ -35,8 +35,8 @@ class QuickstartConfig:
 def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:
     """Convert the embedded model twice, measure both, and write `quickstart.json`.
 
-    The random split has the same experts, k, data, start of the router, steps and rates; only its
-    assignment stays as it was drawn.
+    The random split has the same experts, k, data, start of the router, steps, rates and repair;
+    only its assignment stays as it was drawn.
     """
     started = time.monotonic()
     out = Path(config.out)
@@ -48,8 +48,10 @@ def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:
     summary = {
         "origin": "measured",
         "dense": learned["dense"],
-        "random_split": random["moe"],
-        "dot_moe": learned["moe"],
+        "random_split": random["frozen"],
+        "random_split_repaired": random["moe"],
+        "dot_moe": learned["frozen"],
+        "dot_moe_repaired": learned["moe"],
         **{name: learned[name] for name in ("granularity", "parameters", "verification")},
         "steps": config.steps,
         "samples": samples(made["DOT-MoE"].export),
@@ -64,9 +66,10 @@ def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:
 
 
 def run_configs(config: QuickstartConfig) -> dict[str, RunConfig]:
-    """The two runs, equal but for the split."""
+    """The two runs, equal but for the split and repaired alike."""
     out, base = Path(config.out), recipe("quickstart", seed=config.seed)
-    learned = replace(base, out=str(out / "dot_moe"), align=replace(base.align, steps=config.steps))
+    align = replace(base.align, steps=config.steps)
+    learned = replace(base, out=str(out / "dot_moe"), align=align, repair=True)
     router = replace(base.baseline, split_router="ridge", router_steps=config.steps)
     random = replace(learned, out=str(out / "random_split"), method="random_split", baseline=router)
     return {"random split": random, "DOT-MoE": learned}

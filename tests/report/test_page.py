@@ -163,10 +163,10 @@ def test_a_quickstart_shows_both_splits(measured, tmp_path):
     moe = values_in(measured, "results")["moe"]
     (tmp_path / "dot_moe").symlink_to(measured)
     samples = {"prompt": "def", "dense": f"dense {HOSTILE}", "moe": "moe text"}
-    summary = {"random_split": moe | {"perplexity": 3.5}, "dot_moe": moe, "samples": samples}
+    summary = {"random_split_repaired": moe | {"perplexity": 3.5}, "samples": samples}
     (tmp_path / "quickstart.json").write_text(json.dumps(summary))
     page = read_page(html_report(tmp_path))
-    assert "random split, router trained 3.500" in page.text
+    assert "random split, repaired 3.500" in page.text
     assert (tmp_path / "report.html").is_file()
 
 

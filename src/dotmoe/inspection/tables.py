@@ -60,6 +60,7 @@ def counts_table(counts: Values, title: str = "") -> Table:
     names = {
         "dense_total": "dense model",
         "stored": "dense model and routers",
+        "written": "  in the files of the export",
         "active": "active per token",
         "active_with_routers": "  with routers",
         "active_without_embeddings": "  without embeddings and head",

@@ -163,12 +163,14 @@ def quickstart_summary(result: Values) -> RenderableType:
         "dense": result["dense"],
         "random split, router trained": result["random_split"],
         "DOT-MoE": result["dot_moe"],
+        "random split, repaired": result["random_split_repaired"],
+        "DOT-MoE, repaired": result["dot_moe_repaired"],
     }
     samples, checks = result["samples"], result["verification"].items()
     checked = ", ".join(f"{name.replace('_', ' ')} {figure(value)}" for name, value in checks)
     said = [
         "Both splits start from a router fitted to their experts and take "
-        f"{result['steps']} steps; nats are what was lost.",
+        f"{result['steps']} steps; a repair then refits W_down alike. Nats are what was lost.",
         f"Gained: {gained(result)}",
         f"export against masked dense model: {checked}",
     ]

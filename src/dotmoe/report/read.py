@@ -68,6 +68,7 @@ class RunResults:
         found = {
             "dense": results["dense"],
             "random split, router trained": self.quickstart.get("random_split"),
+            "random split, repaired": self.quickstart.get("random_split_repaired"),
             "frozen": results.get("frozen"),
             "converted": results.get("converted"),
             "repaired": results.get("repaired"),

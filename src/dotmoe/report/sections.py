@@ -310,7 +310,9 @@ def _lost(found: RunResults) -> str:
     others = {
         "Before repair it was": found.results.get("frozen"),
         "Before finetuning it was": found.results.get("converted", found.results.get("repaired")),
-        "A random split, its router trained as long, has": found.quickstart.get("random_split"),
+        "A random split, its router trained as long and repaired alike, has": (
+            found.quickstart.get("random_split_repaired")
+        ),
     }
     for name, result in others.items():
         if result:
