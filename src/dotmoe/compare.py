@@ -14,9 +14,10 @@ from dotmoe.calibrate import CalibrateConfig
 from dotmoe.config import PruneRunConfig, RunConfig
 from dotmoe.errors import UserError
 from dotmoe.files import write_json, write_text
-from dotmoe.granularity import ExpertsConfig, Granularity
+from dotmoe.granularity import ExpertsConfig, Granularity, resolve
 from dotmoe.load import describe_dense
-from dotmoe.options import at_least
+from dotmoe.options import above, at_least, at_most
+from dotmoe.parameters import nearest_active_experts, num_parameters
 from dotmoe.pipeline import budget_of, convert, prune, split_of
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
@@ -29,6 +30,8 @@ Row = dict[str, Any]
 _CONVERTING = ("calibrate", "align", "extract", "repair")
 """Stages whose time a conversion is said to take."""
 
+_ALL = ("dot_moe", *METHODS, *PRUNING)
+
 MATCHED = 0.01
 """Share of the budget by which active parameters may differ from it and still be called matched."""
 
@@ -39,12 +42,15 @@ class CompareConfig(RunConfig):
 
     command: ClassVar[str] = "compare"
 
-    methods: tuple[MethodName | PruningName, ...] = ("dot_moe", *METHODS)
+    methods: tuple[MethodName | PruningName | Literal["all"], ...] = ("dot_moe", *METHODS)
     """Methods to compare. Each is converted without training, once with its own router and once
     with a ridge-regressed one, and with `router_steps` also trained: `dot_moe` that many steps of
     alignment, the others their router as long on the same batches. Those that prune give a dense
     model, with as many parameters as are active in a conversion where they can choose: 2_4 ones
-    cannot. Default: all that convert."""
+    cannot. `all`: all of both kinds. Default: all that convert."""
+    active_params: Annotated[float | None, above(0), at_most(1)] = None
+    """Share of the dense model's parameters that work on a token, above 0 and at most 1: sets k as
+    near to it as whole experts come. Give this, `active` or `active_experts`."""
     trained_only: bool = False
     """Leave out what is not trained: every method starts from the ridge-regressed router and takes
     `router_steps`."""
@@ -68,18 +74,42 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     """Make every run that is not finished yet, and write `compare.json` and `compare.md`.
 
     Raises:
-        UserError: As `points_of` and `convert`; runs that were finished before are kept.
+        UserError: As `points_of` and `convert`; or two budgets, or one that cannot be met. Runs
+            that were finished before are kept.
     """
+    if config.active_params is not None:
+        config = _budgeted(config, config.active_params, progress)
     budget = budget_of(config, describe_dense(config.model))
     summary = summary_of(config, points_of(config), _rows, progress)
     for row in summary["rows"][1:]:
         row["over_budget"] = row["parameters"] / budget - 1
     summary |= {
+        "active_params": config.active_params,
         "tokens_a_step": config.align.batch_size * config.data.seq_len,
         "steps": config.baseline.router_steps,
     }
     write_summary(config.out, "compare", summary, [table(summary)])
     return summary
+
+
+def _budgeted(config: CompareConfig, share: float, progress: Progress) -> CompareConfig:
+    """The same with k for a share of the parameters."""
+    for name in ("active", "active_experts"):
+        if (value := getattr(config.experts, name)) is not None:
+            raise UserError(
+                f"active_params is {share:g} and {name} is {value:g}: two budgets. Give one of the "
+                "two."
+            )
+    dense = describe_dense(config.model)
+    split = resolve(replace(config.experts, shared=0.0), dense.widths.ffn)
+    active = nearest_active_experts(share, dense.config, dense.family, split)
+    config = replace(config, experts=replace(config.experts, active_experts=active))
+    met = budget_of(config, dense) / num_parameters(dense.model)
+    off = _budget({"over_budget": met / share - 1})
+    progress.log(
+        f"active_params {share:g}: {active} of {split.num_experts} experts make {met:.4f} ({off})"
+    )
+    return config
 
 
 COLUMNS: dict[str, Callable[[Row], str | None]] = {
@@ -157,7 +187,7 @@ def points_of(config: CompareConfig) -> list[Point]:
     plain = plain_run(config)
     made = [
         point
-        for method in config.methods
+        for method in (_ALL if "all" in config.methods else config.methods)
         for seed in config.seeds or (config.seed,)
         for point in _points_of(
             method, replace(plain, seed=seed), f"-seed{seed}" * bool(config.seeds)

@@ -4,13 +4,14 @@ Counted on the meta device from the Hugging Face config alone: nothing is downlo
 """
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
 from dotmoe.models.family import Family
 
@@ -107,6 +108,33 @@ def count_parameters(config: Any, family: Family, granularity: Granularity) -> P
         ffn_active=ffn_active,
         routers=routers,
     )
+
+
+def nearest_active_experts(
+    share: float, config: Any, family: Family, granularity: Granularity
+) -> int:
+    """The k at which the parameters that work on one token are nearest to a share of the dense
+    model's, shared experts counted in k.
+
+    Args:
+        share: Of all parameters, at most 1.
+        config: Of the dense model.
+        family: Of the dense model.
+        granularity: A split without a shared expert; its k does not matter.
+
+    Raises:
+        UserError: One expert a layer is more than that.
+    """
+    experts, one = granularity.num_experts, replace(granularity, active_experts=1)
+    least = count_parameters(config, family, one)
+    an_expert = (least.dense_total - least.active) / (experts - 1)
+    active = experts - round((1 - share) * least.dense_total / an_expert)
+    if active < 1:
+        raise UserError(
+            f"active_params is {share:g}, but {least.active_fraction:.3f} of the parameters work "
+            "on a token where one expert a layer runs. Choose at least that."
+        )
+    return active
 
 
 def num_parameters(module: nn.Module) -> int:

@@ -6,13 +6,16 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from dotmoe.baselines import METHODS, BaselineConfig
 from dotmoe.compare import CompareConfig, points_of
+from dotmoe.config import PruneRunConfig
 from dotmoe.data import DataConfig
 from dotmoe.errors import UserError
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.layout import ExpertLayout
+from dotmoe.pruning import PRUNING
 from runs import TINY_CONVERT, TINY_FINETUNE
 
 OPTIONS = TINY_CONVERT | {"active_experts": 4, "cluster_starts": 1}
@@ -144,6 +147,37 @@ def test_options_reach_the_methods_they_are_for_and_no_run_is_made_twice():
     assert trained == set(METHODS)
     steps = [point.config.align.steps for point in made if point.value == "dot_moe"]
     assert steps == [0, 7, 7]
+
+
+def test_all_is_every_conversion_and_every_method_that_prunes():
+    made = points_of(config_of(methods=("all",)))
+    pruned = [point.name for point in made if isinstance(point.config, PruneRunConfig)]
+    assert pruned == list(PRUNING)
+    assert {point.value for point in made} == {"dot_moe", *METHODS, *PRUNING}
+
+
+def test_a_share_of_the_parameters_is_the_budget_of_all_rows(
+    tiny_dense, text_file, eval_text, tmp_path, command
+):
+    out, model = tmp_path / "compared", tiny_dense("llama")
+    options = OPTIONS | {"methods": ["contiguous_split", "shortgpt"], "active_params": 0.75}
+    options |= {"data": text_file, "eval_text": eval_text}
+    said = command("compare", model, out, **options).refusal()
+    assert "active_params is 0.75 and active_experts is 4: two budgets" in said
+    assert not out.exists()
+    del options["active_experts"]
+    assert command("compare", model, out, **options).status == 0
+    summary = json.loads((out / "compare.json").read_text())
+    dense, own, _, shortgpt = summary["rows"]
+    stock = AutoModelForCausalLM.from_pretrained(model)
+    total, experts, layers = stock.num_parameters(), 12, len(stock.model.layers)
+    expert = 3 * stock.config.hidden_size * 8 * layers
+    at_work = [total - expert * (experts - k) for k in range(1, experts + 1)]
+    assert dense["parameters"] == total
+    assert own["parameters"] == min(at_work, key=lambda active: abs(active - 0.75 * total))
+    assert own["over_budget"] == 0
+    assert shortgpt["over_budget"] == shortgpt["parameters"] / own["parameters"] - 1
+    assert summary["active_params"] == 0.75
 
 
 def test_a_shared_expert_goes_to_the_methods_that_have_one():
