@@ -51,6 +51,8 @@ class CompareConfig(RunConfig):
     active_params: Annotated[float | None, above(0), at_most(1)] = None
     """Share of the dense model's parameters that work on a token, above 0 and at most 1: sets k as
     near to it as whole experts come. Give this, `active` or `active_experts`."""
+    other_text: tuple[str, ...] = ()
+    """Files of another domain to measure every row on as well, as many tokens of them."""
     trained_only: bool = False
     """Leave out what is not trained: every method starts from the ridge-regressed router and takes
     `router_steps`."""
@@ -85,6 +87,7 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
         row["over_budget"] = row["parameters"] / budget - 1
     summary |= {
         "active_params": config.active_params,
+        "other_text": list(config.other_text),
         "tokens_a_step": config.align.batch_size * config.data.seq_len,
         "steps": config.baseline.router_steps,
     }
@@ -130,6 +133,7 @@ def table(summary: dict[str, Any]) -> Table:
         "trained": lambda row: row.get("trained"),
         "weights": lambda row: row.get("weights"),
         **COLUMNS,
+        "other text": lambda row: f"{math.exp(row['other_loss']):.2f}",
         **({"seeds": spread} if any(row["losses"][1:] for row in rows) else {}),
         "active parameters": lambda row: millions(row["parameters"]),
         "stored": lambda row: millions(row["stored"]),
@@ -139,10 +143,13 @@ def table(summary: dict[str, Any]) -> Table:
         ),
         "seconds": lambda row: f"{row['seconds']:.0f}" if row.get("seconds") else None,
     }
-    for name, key in (("weights", "weights"), ("shared", "shared_fraction")):
+    optional = {"weights": "weights", "shared": "shared_fraction", "other text": "other_loss"}
+    for name, key in optional.items():
         if not any(row.get(key) for row in rows):
             del columns[name]
-    return table_of(rows, columns, words=4 if "weights" in columns else 3)
+    other = summary.get("other_text")
+    note = f"Other text, perplexity: {', '.join(other)}." if other else ""
+    return table_of(rows, columns, words=4 if "weights" in columns else 3, note=note)
 
 
 def _budget(row: Row) -> str | None:
@@ -166,6 +173,8 @@ def over_seeds(rows: Iterable[Row]) -> list[Row]:
     for alike in groups.values():
         losses = [row["loss_above_dense"] for row in alike]
         means = {name: fmean(row[name] for row in alike) for name in ("loss", "bits_per_byte")}
+        if "other_loss" in alike[0]:
+            means["other_loss"] = fmean(row["other_loss"] for row in alike)
         means |= {"perplexity": math.exp(means["loss"]), "loss_above_dense": fmean(losses)}
         made.append(alike[0] | means | {"losses": losses})
     return made
@@ -289,12 +298,14 @@ def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:
     """A perplexity, and how far it is from the dense model's."""
     names = ("perplexity", "loss", "bits_per_byte", "tokens", "window")
     kept = {name: result[name] for name in names}
+    if "other" in result:
+        kept["other_loss"] = result["other"]["loss"]
     return kept | {"loss_above_dense": result["loss"] - dense["loss"]}
 
 
 def _points_of(method: str, plain: RunConfig, suffix: str) -> Iterator[Point]:
     if method in PRUNING:  # what it does not read must not make it another run
-        same = ("model", "data", "sample", "load", "eval_text", "eval_tokens")
+        same = ("model", "data", "sample", "load", "eval_text", "other_text", "eval_tokens")
         config = PruneRunConfig(
             **{name: getattr(plain, name) for name in same},
             out=str(Path(plain.out) / method),

@@ -53,6 +53,8 @@ class RunConfig:
     load: LoadConfig = field(default_factory=LoadConfig)
     eval_text: tuple[str, ...] = ()
     """Files to measure perplexity on. Default: blocks of the data kept out of training."""
+    other_text: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
+    """Files to measure perplexity on besides."""
     eval_tokens: Annotated[int, at_least(2)] = 65536
     """Tokens of text to measure perplexity on, at most."""
     seed: Annotated[int, at_least(0)] = 0
@@ -132,6 +134,7 @@ class PruneRunConfig:
     """Only its tokens."""
     load: LoadConfig
     eval_text: tuple[str, ...]
+    other_text: tuple[str, ...] = ()
     eval_tokens: int
 
     def check_together(self) -> None:

@@ -27,7 +27,7 @@ from dotmoe.calibrate import calibrate
 from dotmoe.checkpoint.folder import checkpoint_folder, fingerprint
 from dotmoe.checkpoint.on_disk import on_disk
 from dotmoe.config import AnyRunConfig, FinetuneRunConfig, PruneRunConfig, RunConfig
-from dotmoe.data import DataConfig
+from dotmoe.data import TokenBlocks
 from dotmoe.distributed import (
     broadcast_from_rank_zero,
     is_rank_zero,
@@ -38,8 +38,7 @@ from dotmoe.distributed import (
     resolved_device,
 )
 from dotmoe.errors import UserError, require_package
-from dotmoe.evaluate import heldout_text, perplexities, stock_nats
-from dotmoe.evaluate.perplexity import perplexity
+from dotmoe.evaluate import heldout_perplexity, perplexities
 from dotmoe.export import (
     ExportRecord,
     export,
@@ -67,7 +66,7 @@ from dotmoe.report.page import report
 from dotmoe.report.tables import perplexity_table, text_names
 from dotmoe.run_folder import RESULTS, RunFolder
 from dotmoe.sharded_weights import is_divided
-from dotmoe.tokenise import Text, require_sources, samples_itself, tokenise
+from dotmoe.tokenise import OTHER, Text, require_sources, samples_itself, tokenise, write_windows
 from dotmoe.training.loggers import Metrics
 from dotmoe.training.loop import OnStep
 
@@ -103,9 +102,7 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
         with process_group(resolved_device(config.load.device)):
             config = raise_on_all_ranks(lambda: checked(config).settled())
             run = _Run(config, config.align, progress)
-            run.start(
-                work, config.data, lambda: {"model": fingerprint(checkpoint_folder(config.model))}
-            )
+            run.start(work, config, lambda: {"model": fingerprint(checkpoint_folder(config.model))})
             if run.is_finished:
                 return run.conversion()
             dense = load_dense(config.model, config.load)
@@ -158,8 +155,7 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
             dense,
             made.layout,
             record,
-            text,
-            also=lambda: steps | _not_exported(run, dense, made, text),
+            also=lambda: steps | _not_exported(run, dense, made),
         )
         return run.conversion()
 
@@ -179,7 +175,7 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             repairs = config.finetune.train == "repair"
             training = replace(config.finetune, steps=0) if repairs else config.finetune
             run = _Run(config, training, progress)
-            run.start(work, converted.data, lambda: source.fingerprints)
+            run.start(work, converted, lambda: source.fingerprints)
             if run.is_finished:
                 return run.conversion()
             dense = raise_on_all_ranks(source.origin)
@@ -228,7 +224,6 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             left_on_disk(dense, config.load),
             layout,
             record,
-            text,
             beside={before: source.folder} if source.folder.holds("export") else {},
             also=lambda: also() | _frozen_of(source, config),
         )
@@ -249,7 +244,7 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
     run = _Run[Any](config, AlignConfig(steps=0), progress)
     with ExitStack() as work:
         inputs = {"model": fingerprint(checkpoint_folder(config.model))}
-        run.start(work, config.data, lambda: inputs, "prune")
+        run.start(work, config, lambda: inputs, "prune")
         if run.is_finished:
             return read_json(run.folder.verified("evaluate") / RESULTS)
         dense = describe_dense(config.model)
@@ -274,10 +269,10 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
             applied = pruning.PRUNING[config.method].applied
             exports = {} if applied else {"pruned": folder / pruning.MODEL}
             with run.progress.bar("evaluate", tokens=1) as update:
-                found = perplexities(runnable, exports, text.heldout, text.heldout_name, update)
+                found = perplexities(runnable, exports, run.texts, update)
             if applied:
                 changed = applied(runnable, **load_file(folder / pruning.TENSORS))
-                found["pruned"] = run.measured(config.method, runnable, changed, text)
+                found["pruned"] = run.measured(config.method, runnable, changed)
             results = {
                 **found,
                 "origin": "measured",
@@ -296,6 +291,8 @@ class _Run(Generic[Config]):
     """A run under way, and what both commands do alike."""
 
     is_finished = False
+    texts: dict[tuple[str, ...], TokenBlocks]
+    """What perplexity is measured on, by name: held-out text, and another if one is asked for."""
 
     def __init__(
         self, config: Config, training: ObjectiveConfig, progress: Progress | None
@@ -310,7 +307,7 @@ class _Run(Generic[Config]):
     def start(
         self,
         work: ExitStack,
-        data: DataConfig,
+        converted: RunConfig | PruneRunConfig,
         inputs: Callable[[], dict[str, str]],
         made: str = "export",
     ) -> None:
@@ -325,7 +322,8 @@ class _Run(Generic[Config]):
                 self.folder.require_inputs(inputs())
                 return True
             if not self.folder.holds("data"):
-                require_sources(data, self.config.eval_text)
+                texts = (*self.config.eval_text, *converted.other_text)
+                require_sources(converted.data, texts)
             return False
 
         if self.training.steps:
@@ -349,6 +347,9 @@ class _Run(Generic[Config]):
         def make(at: Path) -> Text:
             is_whole = dense.device.type != "meta" and not is_divided(dense.model)
             samples = samples_itself(converted.data)
+            if converted.other_text:
+                asked = ("other_text", converted.other_text, converted.data)
+                write_windows(*asked, dense, at / OTHER, self.config.eval_tokens, self.progress)
             return tokenise(
                 converted.data,
                 converted.sample,
@@ -362,7 +363,12 @@ class _Run(Generic[Config]):
                 beside=beside,
             )
 
-        return self.stage("data", Text.load, make, alone=True)
+        text = self.stage("data", Text.load, make, alone=True)
+        self.texts = {text.heldout_name: text.heldout}
+        if converted.other_text:
+            other = TokenBlocks.load(self.folder.stage("data") / OTHER)
+            self.texts[converted.other_text] = other
+        return text
 
     def state(self, name: str, dense: DenseModel, make: Callable[[Path], AlignState]) -> AlignState:
         """Affinities and routers of a stage."""
@@ -428,7 +434,6 @@ class _Run(Generic[Config]):
         dense: DenseModel,
         layout: ExpertLayout,
         record: ExportRecord,
-        text: Text,
         *,
         also: Callable[[], dict[str, Any]],
         beside: dict[str, RunFolder] | None = None,
@@ -439,7 +444,7 @@ class _Run(Generic[Config]):
         def make(at: Path) -> dict[str, Any]:
             exports = {name: run.stage("export") for name, run in runs.items()}
             with self.progress.bar("evaluate", tokens=1) as update:
-                found = perplexities(dense, exports, text.heldout, text.heldout_name, update)
+                found = perplexities(dense, exports, self.texts, update)
             table = replace(perplexity_table(found), note=f"Text: {text_names(found['dense'])}.")
             write_model_card(exports["moe"], record, table)
             results = {
@@ -458,13 +463,11 @@ class _Run(Generic[Config]):
         self.stage("evaluate", lambda at: read_json(at / RESULTS), make)
 
     def measured(
-        self, name: str, dense: DenseModel, changed: AbstractContextManager[None], text: Text
+        self, name: str, dense: DenseModel, changed: AbstractContextManager[None]
     ) -> dict[str, Any]:
         """Perplexity of what a dense model in memory is inside `changed`."""
-        scored = heldout_text(text.heldout, dense.tokenizer, text.heldout_name)
         with self.progress.bar(f"evaluate {name}", tokens=1) as update, changed:
-            nats = stock_nats(dense.model)
-            return perplexity(nats, scored, text.heldout.seq_len, on_progress=update)
+            return heldout_perplexity(dense.model, dense.tokenizer, self.texts, update)
 
     def conversion(self) -> Conversion:
         """What is left behind; the report is made anew each time, from result files alone."""
@@ -527,18 +530,16 @@ def _baseline(run: _Run[RunConfig], dense: DenseModel, split: Granularity, text:
         return baseline(config.method, inputs, on_progress=update)
 
 
-def _not_exported(
-    run: _Run[RunConfig], dense: DenseModel, made: Baseline, text: Text
-) -> dict[str, Any]:
+def _not_exported(run: _Run[RunConfig], dense: DenseModel, made: Baseline) -> dict[str, Any]:
     """Perplexity before a repair, and under the method's own router if no export can have it."""
     found = {}
     if run.config.repair:
         frozen = masked_by(dense, made.layout)
-        found["frozen"] = run.measured("what was repaired", dense, frozen, text)
+        found["frozen"] = run.measured("what was repaired", dense, frozen)
         found["repair"] = run.repair_figures("repair")
     if made.representative_LE is not None and run.config.baseline.split_router == "own":
         routed = routed_by_representatives(dense, made.layout, made.representative_LE)
-        found["moe_own_router"] = run.measured("its own router", dense, routed, text)
+        found["moe_own_router"] = run.measured("its own router", dense, routed)
     return found
 
 

@@ -29,6 +29,8 @@ from dotmoe.options import above, at_least
 from dotmoe.progress import Progress, Update, no_update
 
 _TRAINING, _HELDOUT, _RECORD = "training.safetensors", "heldout.safetensors", "data.json"
+OTHER = "other.safetensors"
+"""Blocks of another text to measure on, in the stage's folder."""
 _READ_FOR_ONE = 8
 """Tokens of text for one that is drawn from it: the first documents alone are one topic."""
 HELDOUT_FILES = (_HELDOUT, _RECORD)
@@ -130,9 +132,8 @@ def tokenise(
     name: tuple[str, ...] = (f"blocks of {origin} kept out of training",)
     if eval_text:
         name = eval_text
-        windows = replace(_in_order(data, eval_text), seq_len=min(2048, context))
-        remedy = "Give more eval_text and eval_tokens, or no eval_text."
-        record["heldout"] = _packed(windows, dense, heldout, eval_tokens, progress, remedy)
+        asked = ("eval_text", eval_text)
+        record["heldout"] = write_windows(*asked, data, dense, heldout, eval_tokens, progress)
     elif beside is not None:
         name = beside.heldout_name
         record["heldout"] = "that of the run that is finetuned"
@@ -161,6 +162,25 @@ def tokenise(
             split_off_tail(training, heldout, eval_tokens)
     write_json(folder / _RECORD, {**record, "heldout_name": name})
     return Text.load(folder)
+
+
+def write_windows(
+    option: str,
+    sources: tuple[str, ...],
+    data: DataConfig,
+    dense: DenseModel,
+    path: Path,
+    tokens: int,
+    progress: Progress,
+) -> Record:
+    """Write blocks of a text to measure on, the sources of an option, and return their record.
+
+    Raises:
+        UserError: A source that cannot be read, too little text, or no room.
+    """
+    windows = replace(_in_order(data, sources), seq_len=min(2048, dense.widths.context))
+    remedy = f"Give more {option} and eval_tokens, or no {option}."
+    return _packed(windows, dense, path, tokens, progress, remedy)
 
 
 def _packed(

@@ -1,6 +1,7 @@
 """`dotmoe compare` and `dotmoe convert --method`, on tiny models, exported and verified."""
 
 import json
+import math
 import os
 
 import pytest
@@ -110,6 +111,44 @@ def test_a_comparison_measures_all_on_the_same_text_and_goes_on(
     assert command("compare", tiny_dense("llama"), out, **options).status == 0
     assert json.loads((out / "compare.json").read_text())["rows"] == summary["rows"]
     assert all(0 < rows[name]["seconds"] < 1e4 for name in names)
+
+
+def test_every_row_is_measured_on_another_text_too(
+    tiny_dense, text_file, eval_text, tmp_path, command
+):
+    """Masked, projected or as a checkpoint; oracle: the checkpoints in stock Transformers."""
+    out, other, model = tmp_path / "compared", tmp_path / "other.txt", tiny_dense("llama")
+    other.write_text("\n".join(f"{i} ships sailed; {i * 5 % 11} came back" for i in range(100)))
+    options = OPTIONS | {
+        "methods": ["cmoe", "random_split", "slicegpt", "wanda_2_4"],
+        "seeds": [0, 1],
+    }
+    options |= {"data": text_file, "eval_text": eval_text, "other_text": other}
+    assert command("compare", model, out, **options).status == 0
+    rows = json.loads((out / "compare.json").read_text())["rows"]
+    assert all(row["other_loss"] != row["loss"] for row in rows)
+    own, of_the_linear_one = rows[2]["other_loss"], rows[1]["other_loss"]
+    assert (rows[2]["router"], own == of_the_linear_one) == ("own, not exportable", False)
+    checkpoints = {"dense": model, "wanda_2_4": out / "wanda_2_4/4_prune/model"}
+    checkpoints |= {
+        row["run"]: out / row["run"] / "5_export" for row in rows if "ridge" in row["run"]
+    }
+    for row in rows:
+        if row["run"] not in checkpoints:
+            continue
+        stock = AutoModelForCausalLM.from_pretrained(checkpoints[row["run"]])
+        folder = out / ("wanda_2_4" if row["run"] == "dense" else row["run"])
+        tokens_BT = load_file(folder / "0_data" / "other.safetensors")["tokens"].long()
+        assert stock.config.vocab_size > tokens_BT.max()
+        with torch.no_grad():
+            loss = float(stock(tokens_BT, labels=tokens_BT).loss)
+        assert row["other_loss"] == pytest.approx(loss, abs=1e-5)
+    ridge = [row["other_loss"] for row in rows if "random_split-ridge" in row["run"]]
+    shown = (out / "compare.md").read_text()
+    assert f"| {math.exp(sum(ridge) / 2):.2f} |" in shown
+    assert f"Other text, perplexity: {other}." in shown
+    missing = command("compare", model, out / "no", **options | {"other_text": "no.txt"})
+    assert "no.txt" in missing.refusal()
 
 
 def test_a_comparison_of_trained_splits_shows_the_mean_and_range_of_its_seeds(

@@ -46,7 +46,7 @@ COMMANDS = {
     ),
     "compare": Command(
         "Convert one model by several methods on the same budget, side by side.",
-        common=("methods", "active-params", "router-steps", *_CONVERSION, "repair"),
+        common=("methods", "active-params", "other-text", "router-steps", *_CONVERSION, "repair"),
         recipes="convert",
     ),
     "sweep": Command(

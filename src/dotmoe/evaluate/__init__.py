@@ -10,7 +10,7 @@ from dotmoe.evaluate.fidelity import measure_fidelity
 from dotmoe.evaluate.generation import measure_generation
 from dotmoe.evaluate.models import gguf_file, stock_nats
 from dotmoe.evaluate.perplexity import (
-    heldout_text,
+    heldout_perplexity,
     measure_perplexity,
     measure_words,
     packed_text,
@@ -28,7 +28,7 @@ __all__ = [
     "TextConfig",
     "evaluate",
     "gguf_file",
-    "heldout_text",
+    "heldout_perplexity",
     "packed_text",
     "perplexities",
     "stock_nats",

@@ -129,22 +129,42 @@ def heldout_text(heldout: TokenBlocks, tokenizer: Any, names: tuple[str, ...]) -
     return Text(tokens, tokens.numel() / max(1, num_bytes), names, joined)
 
 
+def heldout_perplexity(
+    model: Any,
+    tokenizer: Any,
+    texts: Mapping[tuple[str, ...], TokenBlocks],
+    on_progress: Update = no_update,
+) -> dict[str, Any]:
+    """`perplexity` of a stock model on held-out blocks; that on those of a second text as `other`.
+
+    `texts` has the blocks by what to call them.
+    """
+    first, *others = (
+        perplexity(
+            stock_nats(model),
+            heldout_text(blocks, tokenizer, names),
+            blocks.seq_len,
+            on_progress=on_progress,
+        )
+        for names, blocks in texts.items()
+    )
+    return first | ({"other": others[0]} if others else {})
+
+
 def perplexities(
     dense: DenseModel,
     exports: Mapping[str, Path],
-    heldout: TokenBlocks,
-    names: tuple[str, ...],
+    texts: Mapping[tuple[str, ...], TokenBlocks],
     on_progress: Update = no_update,
 ) -> dict[str, Any]:
-    """`perplexity` of a dense model, as `dense`, and of exports by their names, on held-out blocks.
+    """`heldout_perplexity` of a dense model, as `dense`, and of exports by their names.
 
     Exports run in the dense model's dtype and on its device, one at a time beside it.
     """
-    text = heldout_text(heldout, dense.tokenizer, names)
     dtype = next(dense.model.parameters()).dtype
 
     def measured(model: Any) -> dict[str, Any]:
-        return perplexity(stock_nats(model), text, heldout.seq_len, on_progress=on_progress)
+        return heldout_perplexity(model, dense.tokenizer, texts, on_progress)
 
     return {"dense": measured(dense.model)} | {
         name: measured(load_weights(folder, dtype).to(dense.device))
