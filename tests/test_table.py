@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from dotmoe.tables import Table, in_bytes, to_markdown, to_rich
+from dotmoe.tables import Table, in_bytes, to_latex, to_markdown, to_rich
 
 TABLE = Table(
     title="of [two] models",
@@ -25,6 +25,20 @@ def test_markdown_aligns_figures_and_escapes_bars() -> None:
         "| MoE | - |",
         "",
         "lower is [/better]",
+    ]
+
+
+def test_latex_escapes_what_it_would_read_as_code() -> None:
+    table = Table(columns=["a_b", "50 %"], rows=[["R&D \\x{1}", None], ["#1 $2", "~^"]])
+    assert to_latex(table).splitlines() == [
+        r"\begin{tabular}{lr}",
+        r"\hline",
+        r"a\_b & 50 \% \\",
+        r"\hline",
+        r"R\&D \textbackslash{}x\{1\} & - \\",
+        r"\#1 \$2 & \~{}\^{} \\",
+        r"\hline",
+        r"\end{tabular}",
     ]
 
 

@@ -22,8 +22,9 @@ from dotmoe.pipeline import budget_of, convert, prune, split_of
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
 from dotmoe.pruning import PRUNING, PruningName
+from dotmoe.report import plots
 from dotmoe.run_folder import RunFolder
-from dotmoe.tables import Table, millions, percent, table_of, to_markdown
+from dotmoe.tables import Table, millions, percent, table_of, to_latex, to_markdown
 
 Row = dict[str, Any]
 
@@ -73,7 +74,9 @@ class Point(NamedTuple):
 
 
 def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
-    """Make every run that is not finished yet, and write `compare.json` and `compare.md`.
+    """Make every run that is not finished yet, and write `compare.json`, `.md` and `.tex`.
+
+    Where matplotlib is installed, `compare.svg` shows perplexity against active parameters.
 
     Raises:
         UserError: As `points_of` and `convert`; or two budgets, or one that cannot be met. Runs
@@ -92,6 +95,9 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
         "steps": config.baseline.router_steps,
     }
     write_summary(config.out, "compare", summary, [table(summary)])
+    if plots.is_installed():
+        drawn = plots.draw_comparison(over_seeds(summary["rows"]))
+        (Path(config.out) / "compare.svg").write_bytes(plots.as_svg(drawn))
     return summary
 
 
@@ -288,10 +294,11 @@ def moe_row(point: Point, results: dict[str, Any]) -> Row:
 
 
 def write_summary(out: str, name: str, summary: dict[str, Any], tables: list[Table]) -> None:
-    """Write `NAME.json`, and `NAME.md` with the tables and the protocol below."""
+    """Write `NAME.json`, `NAME.md` with the tables and the protocol below, and `NAME.tex`."""
     protocol = f"{', '.join(summary['text'])}: {summary['protocol']}\n"
     write_json(Path(out) / f"{name}.json", summary)
     write_text(Path(out) / f"{name}.md", "\n\n".join([*map(to_markdown, tables), protocol]))
+    write_text(Path(out) / f"{name}.tex", "\n".join(map(to_latex, tables)))
 
 
 def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:

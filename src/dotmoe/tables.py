@@ -70,6 +70,20 @@ def to_markdown(table: Table) -> str:
     return "\n\n".join(part for part in (table.title, "\n".join(lines), table.note) if part)
 
 
+def to_latex(table: Table) -> str:
+    """A LaTeX tabular of the cells, which needs no package; what LaTeX reads as code is escaped."""
+    code = {sign: f"\\{sign}" for sign in "&%$#_{}"}
+    escaped = str.maketrans(code | {"\\": r"\textbackslash{}", "~": r"\~{}", "^": r"\^{}"})
+    right = len(table.columns) - table.words
+    head, *rows = (
+        " & ".join("-" if cell is None else cell.translate(escaped) for cell in row) + r" \\"
+        for row in [table.columns, *table.rows]
+    )
+    begin = f"\\begin{{tabular}}{{{'l' * table.words}{'r' * right}}}"
+    lines = (begin, r"\hline", head, r"\hline", *rows, r"\hline", r"\end{tabular}", "")
+    return "\n".join(lines)
+
+
 def percent(share: float) -> str:
     """A share in percent, with one decimal where it is small.
 

@@ -17,6 +17,7 @@ from dotmoe.errors import UserError
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.layout import ExpertLayout
 from dotmoe.pruning import PRUNING
+from dotmoe.report.plots import is_installed
 from runs import TINY_CONVERT, TINY_FINETUNE
 
 OPTIONS = TINY_CONVERT | {"active_experts": 4, "cluster_starts": 1}
@@ -147,6 +148,8 @@ def test_every_row_is_measured_on_another_text_too(
     shown = (out / "compare.md").read_text()
     assert f"| {math.exp(sum(ridge) / 2):.2f} |" in shown
     assert f"Other text, perplexity: {other}." in shown
+    assert (out / "compare.svg").exists() == is_installed()
+    assert rf"& {math.exp(sum(ridge) / 2):.2f} &" in (out / "compare.tex").read_text()
     missing = command("compare", model, out / "no", **options | {"other_text": "no.txt"})
     assert "no.txt" in missing.refusal()
 

@@ -2,8 +2,10 @@
 
 import pytest
 
+from dotmoe.baselines import METHODS
 from dotmoe.cli import run
-from dotmoe.report.plots import draw_all
+from dotmoe.pruning import PRUNING
+from dotmoe.report.plots import as_svg, draw_all, draw_comparison
 from dotmoe.report.read import read_run
 
 pytest.importorskip("matplotlib")
@@ -34,6 +36,27 @@ def test_no_text_leaves_its_picture_and_axes_fill_it(figures):
         assert all(each.get_xlabel() for each in figure.axes[-1:] if each.get_label() == "")
         for text in figure.findobj(lambda artist: hasattr(artist, "get_fontsize")):
             assert text.get_fontsize() / 72 / width * PHONE_PX >= 7, name
+
+
+def test_a_comparison_keeps_its_room_beside_all_methods():
+    """With the most methods there are, all at one budget, and a perplexity beyond all others."""
+    names = ["dense", "dot_moe", *METHODS, *PRUNING]
+    rows = [
+        {"value": name, "parameters": 9e7 + 4e7 * (name == "dense"), "perplexity": 20.0 + at**3}
+        for at, name in enumerate(names)
+    ]
+    rows[-1]["perplexity"] = 1e6
+    figure = draw_comparison(rows)
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    assert max(-box.x0, -box.y0, box.x1 - width, box.y1 - height) <= 0
+    assert min(axes.get_position().width, axes.get_position().height) > 0.5
+    looks = {(line.get_marker(), line.get_color()) for line in axes.lines}
+    assert len(looks) == len(axes.lines) == len(names)
+    drawn = [tuple(line.get_xydata()[0]) for line in axes.lines]
+    assert drawn == [(row["parameters"] / 1e6, row["perplexity"]) for row in rows]
+    assert as_svg(draw_comparison(rows)) == as_svg(draw_comparison(rows))
 
 
 def test_the_alignment_keeps_its_width_beside_long_names(measured, figures):

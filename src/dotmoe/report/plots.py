@@ -153,6 +153,24 @@ def curve_plot(curve: Values) -> Any:
     return _with_legend(figure, axes)
 
 
+def draw_comparison(rows: list[Values]) -> Any:
+    """Perplexity against the parameters that work on a token, of each row of a comparison."""
+    return _styled(comparison_plot, rows)
+
+
+def comparison_plot(rows: list[Values]) -> Any:
+    """What `draw_comparison` draws: a method has one colour and one shape."""
+    figure, by_method = _figure(4.8), dict[str, list[Any]]()
+    axes, looks = figure.subplots(), [(mark, colour) for mark in "os^DvPX*" for colour in COLOURS]
+    for row in rows:
+        by_method.setdefault(row["value"], []).append((row["parameters"] / 1e6, row["perplexity"]))
+    for (method, points), (mark, colour) in zip(by_method.items(), looks, strict=False):
+        axes.plot(*zip(*points, strict=True), mark, color=colour, alpha=0.8, label=method)
+    _log_axis(axes.yaxis)
+    axes.set(xlabel="parameters that work on a token, millions", ylabel="perplexity (log)")
+    return _with_legend(figure, axes)
+
+
 def utilisation_plot(analysis: Values) -> Any:
     """Share of the tokens that run each expert, layer by layer, the busiest expert first."""
     values = analysis["values"]
