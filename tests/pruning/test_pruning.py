@@ -118,6 +118,28 @@ def test_wanda_keeps_what_the_serial_definition_keeps_layer_by_layer(pruned_of, 
                 assert np.array_equal(found, expected.astype(np.float32))
 
 
+@pytest.mark.parametrize("family", ["qwen2", "phi3"])
+def test_pruner_zero_keeps_what_the_serial_definition_keeps(family, dense_of, pruned_of, tokens_BT):
+    dense, squares = dense_of(family), {}
+    dense.model.requires_grad_(True)
+    for row in tokens_BT:  # each window has a loss of its own
+        dense.model.zero_grad()
+        dense.model(row[None], labels=row[None]).loss.backward()
+        for name, linear in linears_of(dense).items():
+            squares[name] = squares.get(name, 0) + linear.weight.grad.double().numpy() ** 2
+    found, before, *_ = pruned_of("pruner_zero_2_4", family)
+    for name, linear in linears_of(found).items():
+        weight, slope = before[f"{name}.weight"].double().numpy(), np.sqrt(squares[name])
+        score = weight**2 * (slope - slope.min())
+        kept = linear.weight.numpy() != 0
+        for row in range(len(weight)):
+            for start in range(0, weight.shape[1], 4):
+                fours = score[row, start : start + 4]
+                gone = ~kept[row, start : start + 4]
+                assert fours[gone].max() <= fours[~gone].min() * (1 + 1e-3)
+    assert not any(p.requires_grad or p.grad is not None for p in found.model.parameters())
+
+
 def serial_obs(weight_OI, x_TI):
     """Optimal brain surgeon one row and one column at a time, on the inverse Hessian itself."""
     hessian = x_TI.T @ x_TI

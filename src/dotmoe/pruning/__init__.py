@@ -18,6 +18,7 @@ from dotmoe.finetuning.student import MODEL, write_weights
 from dotmoe.parameters import num_parameters
 from dotmoe.pruning.contract import Pruned, PruneInputs
 from dotmoe.pruning.llm_pruner import llm_pruner
+from dotmoe.pruning.pruner_zero import pruner_zero_2_4
 from dotmoe.pruning.shortgpt import shortgpt
 from dotmoe.pruning.sleb import sleb
 from dotmoe.pruning.slicegpt import sliced, slicegpt
@@ -47,6 +48,7 @@ PRUNING = {
     "magnitude_2_4": Method(magnitude_2_4, is_fixed=True),
     "wanda_2_4": Method(wanda_2_4, is_fixed=True),
     "sparsegpt_2_4": Method(sparsegpt_2_4, is_fixed=True),
+    "pruner_zero_2_4": Method(pruner_zero_2_4, is_fixed=True),
     "slicegpt": Method(slicegpt, applied=sliced),
     "llm_pruner": Method(llm_pruner),
     "shortgpt": Method(shortgpt),

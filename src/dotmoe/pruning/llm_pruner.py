@@ -10,6 +10,7 @@ least one head stays. Layers come to differ in width, which no stock config can 
 holds zeros.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ def llm_pruner(inputs: PruneInputs) -> Pruned:
     idle = min(range(num_neurons), key=lambda idle: abs(counts[idle] - inputs.excess))
     touched, kept = _touched(dense), []
     if idle:
-        _backward(inputs)
+        backward(inputs)
     for kind in _kinds(dense):
         kept.append(_kept(kind, idle, num_neurons))
         for index in touched if idle else ():
@@ -110,15 +111,22 @@ def _grouped(rows: slice, dimension: int, groups: int, tensor: Tensor) -> Tensor
 
 
 @torch.enable_grad()
-def _backward(inputs: PruneInputs) -> None:
-    """Gradients of the next-token loss, summed over the calibration text, of all matrices."""
+def backward(
+    inputs: PruneInputs, rows: int | None = None, after: Callable[[], None] | None = None
+) -> None:
+    """Gradients of the next-token loss of each row of the calibration text, summed; of matrices.
+
+    So many rows run at once; `after` is called behind each such step.
+    """
     model: Any = inputs.dense.model
     for parameter in inputs.layers.parameters():
         parameter.requires_grad = parameter.dim() == 2
-    rows = max(1, TOKENS_AT_ONCE // inputs.tokens_BT.shape[1])
+    rows = rows or max(1, TOKENS_AT_ONCE // inputs.tokens_BT.shape[1])
     batches = torch.split(inputs.tokens_BT.to(inputs.dense.device), rows)
     with recomputing(inputs.dense):
         for done, tokens_BT in enumerate(batches, 1):
             output = model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False)
             (output.loss * len(tokens_BT)).backward()
+            if after is not None:
+                after()
             inputs.on_progress(done, len(batches))

@@ -17,7 +17,7 @@ from dotmoe.pruning.contract import Pruned, PruneInputs
 
 def magnitude_2_4(inputs: PruneInputs) -> Pruned:
     """Zero the two smallest weights of each four: the control, which reads no text."""
-    for linear in _linears(inputs.layers):
+    for linear in linears_of(inputs.layers):
         linear.weight *= kept_of_four(linear.weight.abs())
     return halved(inputs)
 
@@ -31,7 +31,7 @@ def kept_of_four(score_OI: Float[Tensor, "O I"]) -> Bool[Tensor, "O I"]:
 
 def halved(inputs: PruneInputs) -> Pruned:
     """The count of every such method."""
-    linears = _linears(inputs.layers)
+    linears = linears_of(inputs.layers)
     return Pruned(sum(linear.weight.numel() for linear in linears) // 2, {"pattern": "2:4"})
 
 
@@ -63,7 +63,7 @@ def prune_linears(
     return halved(inputs)
 
 
-def _linears(module: nn.Module) -> list[nn.Linear]:
+def linears_of(module: nn.Module) -> list[nn.Linear]:
     """All linear maps of a module.
 
     Raises:
@@ -94,7 +94,7 @@ def _input_sums(
             seen.append((x, linear))
             sums[linear] = sums.get(linear, 0) + moment(x.flatten(0, -2).double())
 
-    hooks = [linear.register_forward_pre_hook(see) for linear in _linears(layer)]
+    hooks = [linear.register_forward_pre_hook(see) for linear in linears_of(layer)]
     try:
         for part in stream.parts:
             seen.clear()
