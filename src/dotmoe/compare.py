@@ -16,6 +16,7 @@ from dotmoe.errors import UserError
 from dotmoe.files import write_json, write_text
 from dotmoe.granularity import ExpertsConfig, Granularity, resolve
 from dotmoe.load import describe_dense
+from dotmoe.models.dense import DenseModel
 from dotmoe.options import above, at_least, at_most
 from dotmoe.parameters import nearest_active_experts, num_parameters
 from dotmoe.pipeline import budget_of, convert, prune, split_of
@@ -48,7 +49,7 @@ class CompareConfig(RunConfig):
     with a ridge-regressed one, and with `router_steps` also trained: `dot_moe` that many steps of
     alignment, the others their router as long on the same batches. Those that prune give a dense
     model, with as many parameters as are active in a conversion where they can choose: 2_4 ones
-    cannot. `all`: all of both kinds. Default: all that convert."""
+    cannot. `all`: all of both kinds that fit the model. Default: all that convert."""
     active_params: Annotated[float | None, above(0), at_most(1)] = None
     """Share of the dense model's parameters that work on a token, above 0 and at most 1: sets k as
     near to it as whole experts come. Give this, `active` or `active_experts`."""
@@ -84,8 +85,11 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     """
     if config.active_params is not None:
         config = _budgeted(config, config.active_params, progress)
-    budget = budget_of(config, describe_dense(config.model))
-    summary = summary_of(config, points_of(config), _rows, progress)
+    dense, points = describe_dense(config.model), points_of(config)
+    budget = budget_of(config, dense)
+    if "all" in config.methods:
+        points = list(_fitting(points, dense, progress))
+    summary = summary_of(config, points, _rows, progress)
     for row in summary["rows"][1:]:
         row["over_budget"] = row["parameters"] / budget - 1
     summary |= {
@@ -247,13 +251,12 @@ def summary_of(
 ) -> dict[str, Any]:
     """What a comparison and a sweep record, after making every run that is not finished yet.
 
-    A split that does not fit is refused before the first run. `rows_of` gives the rows of a run
+    What does not fit the model is refused before the first run. `rows_of` gives the rows of a run
     from its results.
     """
     dense_model = describe_dense(config.model)
     for point in points:
-        if isinstance(point.config, RunConfig):
-            split_of(point.config, dense_model)
+        _require_fit(point, dense_model)
     rows: list[Row] = []
     for point in points:
         progress.log(f"{point.name}:")
@@ -274,6 +277,25 @@ def summary_of(
         **{name: dense[name] for name in ("text", "window", "protocol")},
         "provenance": provenance(config.seed),
     }
+
+
+def _require_fit(point: Point, dense: DenseModel) -> None:
+    """Refuse a run whose method does not fit the model."""
+    if isinstance(point.config, RunConfig):
+        split_of(point.config, dense)
+    else:
+        PRUNING[point.config.method].require(dense)
+
+
+def _fitting(points: list[Point], dense: DenseModel, progress: Progress) -> Iterator[Point]:
+    """Those that fit the model; the others are named."""
+    for point in points:
+        try:
+            _require_fit(point, dense)
+        except UserError as error:
+            progress.log(f"{point.name} is left out: {error}")
+        else:
+            yield point
 
 
 def moe_row(point: Point, results: dict[str, Any]) -> Row:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -196,6 +197,32 @@ def test_all_is_every_conversion_and_every_method_that_prunes():
     pruned = [point.name for point in made if isinstance(point.config, PruneRunConfig)]
     assert pruned == list(PRUNING)
     assert {point.value for point in made} == {"dot_moe", *METHODS, *PRUNING}
+
+
+def test_what_does_not_fit_is_left_out_of_all_and_refused_by_name_before_any_run(
+    tiny_dense, text_file, eval_text, tmp_path, command, monkeypatch
+):
+    """Two methods cannot prune OLMo 2; with one expert active none can be shared."""
+    made = []
+
+    def convert(config, progress):
+        made.append(config.method)
+        raise UserError("stop here")
+
+    monkeypatch.setattr("dotmoe.compare.convert", convert)
+    options = OPTIONS | {"data": text_file, "eval_text": eval_text, "active_experts": 1}
+    model, out = tiny_dense("olmo2"), tmp_path / "compared"
+    said = command("compare", model, out, methods=["dot_moe", "llm_pruner"], **options)
+    assert "norm over all heads at once, so llm_pruner cannot" in said.refusal()
+    assert not made
+    said = command("compare", model, out, methods="all", **options)
+    assert (said.refusal().endswith("stop here"), made) == (True, ["dot_moe"])
+    without = {"slicegpt", "llm_pruner"} | {
+        f"{method}-{router}"
+        for method in ("cmoe", "llama_moe_v2_residual")
+        for router in ("own", "ridge")
+    }
+    assert set(re.findall(r"(\S+) is left out: ", said.err)) == without
 
 
 def test_a_share_of_the_parameters_is_the_budget_of_all_rows(

@@ -15,15 +15,16 @@ from safetensors.torch import save_file
 
 from dotmoe.files import read_json, write_json
 from dotmoe.finetuning.student import MODEL, write_weights
+from dotmoe.models.dense import DenseModel
 from dotmoe.parameters import num_parameters
 from dotmoe.pruning.contract import Pruned, PruneInputs
-from dotmoe.pruning.llm_pruner import llm_pruner
+from dotmoe.pruning.llm_pruner import llm_pruner, require_separate_heads
 from dotmoe.pruning.pruner_zero import pruner_zero_2_4
 from dotmoe.pruning.shortgpt import shortgpt
 from dotmoe.pruning.sleb import sleb
-from dotmoe.pruning.slicegpt import sliced, slicegpt
+from dotmoe.pruning.slicegpt import require_norms_before, sliced, slicegpt
 from dotmoe.pruning.sparsegpt import sparsegpt_2_4
-from dotmoe.pruning.two_of_four import magnitude_2_4
+from dotmoe.pruning.two_of_four import magnitude_2_4, require_fours
 from dotmoe.pruning.wanda import wanda_2_4
 
 __all__ = ["FIGURES", "MODEL", "PRUNING", "TENSORS", "PruneInputs", "PruningName", "prune"]
@@ -37,6 +38,8 @@ class Method(NamedTuple):
 
     prune: Callable[[PruneInputs], Pruned]
     """Changes the model that it is given."""
+    require: Callable[[DenseModel], None] = lambda dense: None
+    """Raises a `UserError` for a model, be it without weights, that the method does not fit."""
     is_fixed: bool = False
     """Whether it removes the same whatever the budget."""
     applied: Callable[..., AbstractContextManager[None]] | None = None
@@ -45,12 +48,12 @@ class Method(NamedTuple):
 
 
 PRUNING = {
-    "magnitude_2_4": Method(magnitude_2_4, is_fixed=True),
-    "wanda_2_4": Method(wanda_2_4, is_fixed=True),
-    "sparsegpt_2_4": Method(sparsegpt_2_4, is_fixed=True),
-    "pruner_zero_2_4": Method(pruner_zero_2_4, is_fixed=True),
-    "slicegpt": Method(slicegpt, applied=sliced),
-    "llm_pruner": Method(llm_pruner),
+    "magnitude_2_4": Method(magnitude_2_4, require_fours, is_fixed=True),
+    "wanda_2_4": Method(wanda_2_4, require_fours, is_fixed=True),
+    "sparsegpt_2_4": Method(sparsegpt_2_4, require_fours, is_fixed=True),
+    "pruner_zero_2_4": Method(pruner_zero_2_4, require_fours, is_fixed=True),
+    "slicegpt": Method(slicegpt, require_norms_before, applied=sliced),
+    "llm_pruner": Method(llm_pruner, require_separate_heads),
     "shortgpt": Method(shortgpt),
     "sleb": Method(sleb),
 }
@@ -76,6 +79,7 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
     Raises:
         UserError: The method does not fit the model.
     """
+    PRUNING[method].require(inputs.dense)
     total, started = num_parameters(inputs.dense.model), time.monotonic()
     made = PRUNING[method].prune(inputs)
     figures = {

@@ -33,17 +33,8 @@ class _Kind(NamedTuple):
 
 
 def llm_pruner(inputs: PruneInputs) -> Pruned:
-    """Remove the share of the groups that comes nearest to the budget.
-
-    Raises:
-        UserError: The model has a norm over all heads, which removing some would change.
-    """
+    """Remove the share of the groups that comes nearest to the budget."""
     dense, num_neurons = inputs.dense, inputs.dense.widths.ffn
-    if dense.family.traits(dense.config).qk_norm == "full":
-        raise UserError(
-            f"{dense.config.model_type} has a norm over all heads at once, so llm_pruner cannot "
-            "remove some of them. Leave it out."
-        )
     counts = [removed_parameters(dense, idle) for idle in range(num_neurons)]
     idle = min(range(num_neurons), key=lambda idle: abs(counts[idle] - inputs.excess))
     touched, kept = _touched(dense), []
@@ -64,6 +55,15 @@ def llm_pruner(inputs: PruneInputs) -> Pruned:
     dense.model.requires_grad_(False).zero_grad()
     plan = {"heads": kept[0], "neurons": kept[1], "layers": [touched.start, touched.stop]}
     return Pruned(counts[idle], plan)
+
+
+def require_separate_heads(dense: DenseModel) -> None:
+    """Refuse a norm over all heads, which removing some would change."""
+    if dense.family.traits(dense.config).qk_norm == "full":
+        raise UserError(
+            f"{dense.config.model_type} has a norm over all heads at once, so llm_pruner cannot "
+            "remove some of them. Leave it out."
+        )
 
 
 def removed_parameters(dense: DenseModel, idle: int) -> int:

@@ -15,7 +15,6 @@ from dotmoe.pruning.two_of_four import halved, kept_of_four, linears_of
 
 def pruner_zero_2_4(inputs: PruneInputs) -> Pruned:
     """Prune every linear map by weight and slope."""
-    pruned = halved(inputs)  # refuses widths before anything is read
     weights = [linear.weight for linear in linears_of(inputs.layers)]
     squares = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
 
@@ -30,4 +29,4 @@ def pruner_zero_2_4(inputs: PruneInputs) -> Pruned:
         slope = square.double().sqrt()
         weight *= kept_of_four(weight.double().square() * (slope - slope.min()))
     inputs.dense.model.requires_grad_(False)
-    return pruned
+    return halved(inputs)

@@ -25,17 +25,8 @@ from dotmoe.pruning.contract import Pruned, PruneInputs
 
 
 def slicegpt(inputs: PruneInputs) -> Pruned:
-    """Axes of the stream at each place, as many as come nearest to the budget.
-
-    Raises:
-        UserError: The model has its norms inside the branches.
-    """
+    """Axes of the stream at each place, as many as come nearest to the budget."""
     dense, size = inputs.dense, inputs.dense.widths.model
-    if dense.family.traits(dense.config).norms_after:
-        raise UserError(
-            f"{dense.config.model_type} has norms behind attention and FFN, and slicegpt needs "
-            "them before. Leave it out."
-        )
     counts = {width: sliced_parameters(dense, width) for width in (*range(8, size, 8), size)}
     width = min(counts, key=lambda width: abs(counts[width] - inputs.wanted))
     stream, axes = Stream(dense, inputs.tokens_BT), list[Tensor]()
@@ -63,6 +54,15 @@ def slicegpt(inputs: PruneInputs) -> Pruned:
         inputs.on_progress(index + 1, last + 1)
     removed = num_parameters(dense.model) - counts[width]
     return Pruned(removed, {"width": width}, tensors={"axes_SDK": torch.stack(axes).cpu()})
+
+
+def require_norms_before(dense: DenseModel) -> None:
+    """Refuse norms inside the branches."""
+    if dense.family.traits(dense.config).norms_after:
+        raise UserError(
+            f"{dense.config.model_type} has norms behind attention and FFN, and slicegpt needs "
+            "them before. Leave it out."
+        )
 
 
 @contextmanager

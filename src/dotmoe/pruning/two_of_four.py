@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from dotmoe.errors import UserError
+from dotmoe.models.dense import DenseModel
 from dotmoe.models.stream import Stream
 from dotmoe.pruning.contract import Pruned, PruneInputs
 
@@ -20,6 +21,11 @@ def magnitude_2_4(inputs: PruneInputs) -> Pruned:
     for linear in linears_of(inputs.layers):
         linear.weight *= kept_of_four(linear.weight.abs())
     return halved(inputs)
+
+
+def require_fours(dense: DenseModel) -> None:
+    """Refuse widths that are no whole fours."""
+    linears_of(dense.family.layers(dense.model))
 
 
 def kept_of_four(score_OI: Float[Tensor, "O I"]) -> Bool[Tensor, "O I"]:
@@ -51,7 +57,6 @@ def prune_linears(
         prepare: Makes of that sum what `pruned` needs, once for all maps that read the same.
         pruned: New weight of an old one, in float64.
     """
-    halved(inputs)  # refuses widths before anything is changed
     stream = Stream(inputs.dense, inputs.tokens_BT)
     for index, layer in enumerate(inputs.layers):
         first, sums = _input_sums(stream, index, layer, moment)
