@@ -50,8 +50,8 @@ smollm2-table: $(SMOLLM2)  ## The README's table of it, hours (SMOLLM2_DATA=FILE
 		$(BIN)/dotmoe evaluate $$run --against $(SMOLLM2) --text $(BOOKS) --max-tokens 8192 \
 			--out $$run/books || exit 1; \
 	done
-	$(BIN)/dotmoe finetune smollm2/active-0.5 smollm2/finetuned --data $(SMOLLM2_DATA) --steps 100 \
-		--batch-size 4 --micro-batch-size 2 --seq-len 512 --lr 2e-4 --kl-weight 1 --ce-weight 0
+	$(BIN)/dotmoe finetune smollm2/active-0.5 smollm2/finetuned --data $(SMOLLM2_DATA) --steps 40 \
+		--batch-size 4 --seq-len 512 --lr 2e-4 --warmup-ratio 0.05 --kl-weight 1 --ce-weight 0
 	$(BIN)/dotmoe evaluate smollm2/finetuned --text $(BOOKS) --max-tokens 8192 --out smollm2/finetuned/books
 	$(BIN)/python scripts/real_model_table.py results/smollm2.json smollm2/active-0.75 smollm2/active-0.5 \
 		smollm2/finetuned smollm2/active-0.25

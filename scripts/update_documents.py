@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, Qwen2Config
 
-from dotmoe.compare import over_seeds, spread
+from dotmoe.compare import over_seeds, spread, table
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.inspection import InspectConfig, inspect_model
 from dotmoe.inspection.planner import ON_CPU, Accelerator
@@ -31,7 +31,7 @@ from dotmoe.tables import Table, in_bytes, in_time, percent, table_of, to_markdo
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{n}.md" for n in ("serving", "planning", "gpu")),
+    *(ROOT / "docs" / f"{n}.md" for n in ("serving", "planning", "finetune", "gpu")),
 )
 PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -227,6 +227,12 @@ def gguf() -> str:
     return part(table_of(rows, columns, words=3), next(iter(record.values())), "gguf_parity.json")
 
 
+def repaired() -> str:
+    """What a repair is worth on the embedded model, without alignment."""
+    record = result("repair_embedded.json")
+    return part(table(record), record, "repair_embedded.json")
+
+
 def smollm2() -> str:
     """GGUF files of a real model by number format, dense and MoE, beside Transformers."""
     record = result("smollm2_gguf.json")
@@ -391,6 +397,7 @@ PARTS: dict[str, Callable[[], str]] = {
         active_experts,
         gguf,
         smollm2,
+        repaired,
         vllm,
         speed,
         streaming,
