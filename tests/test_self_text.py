@@ -83,3 +83,9 @@ def test_a_run_that_was_stopped_goes_on_and_ends_the_same(dense, tmp_path, monke
     assert torch.equal(sampled(dense, tmp_path / "b.safetensors"), expected)
     assert len(calls) == 2 + 2  # the first batch was not sampled again
     assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "b.safetensors", "c.safetensors"]
+
+
+def test_every_sampled_place_is_told(dense):
+    told = []
+    sampled_rows(dense, 3, 5, 1.0, generator(0), told.append)
+    assert told == [6, 9, 12, 15]
