@@ -26,9 +26,8 @@ def perplexity(measured: Row) -> Row:
     return {"perplexity": {name: measured["perplexity"]}}
 
 
-def rows_of(folder: Path) -> tuple[Row, list[Row]]:
-    """The dense model, and what a run made of it, as rows."""
-    results = json.loads((folder / "6_evaluate" / "results.json").read_text(encoding="utf-8"))
+def rows_of(folder: Path, results: Row) -> tuple[Row, list[Row]]:
+    """Perplexities of the dense model by text, and rows of what a run made of it."""
     split, config = results["granularity"], results["config"]
     width = split["num_experts"] * split["expert_size"] + split["shared_size"]
     active = split["active_experts"] * split["expert_size"] + split["shared_size"]
@@ -45,20 +44,22 @@ def rows_of(folder: Path) -> tuple[Row, list[Row]]:
             dense["perplexity"] |= perplexity(found["against"])["perplexity"]
     last |= {"training_tokens": tokens, "seconds": RunFolder(folder).seconds(*STAGES)}
     rows = [made | {"training": training, **last}]
-    if "frozen" in results:
+    if "frozen" in results and training == "repaired":
         rows.insert(0, made | {"training": "frozen", **perplexity(results["frozen"])})
-    return {"model": "dense", **dense}, rows
+    return dense["perplexity"], rows
 
 
 def main() -> None:
     out, *folders = map(Path, sys.argv[1:])
-    found = [rows_of(folder) for folder in folders]
-    rows = [found[0][0], *(row for _, rows in found for row in rows)]
-    commits = {
-        json.loads((folder / "6_evaluate" / "results.json").read_text())["provenance"]["commit"]
-        for folder in folders
-    }
-    write_json(out, {"rows": rows, "commits": sorted(commits), "provenance": provenance(0)})
+    rows: list[Row] = [{"model": "dense", "perplexity": {}}]
+    commits = set()
+    for folder in folders:
+        results = json.loads((folder / "6_evaluate" / "results.json").read_text(encoding="utf-8"))
+        commits.add(results["provenance"]["commit"])
+        dense, made = rows_of(folder, results)
+        rows[0]["perplexity"] |= dense
+        rows += made
+    write_json(out, {"rows": rows, "provenance": provenance(0) | {"commit": ", ".join(commits)}})
 
 
 if __name__ == "__main__":
