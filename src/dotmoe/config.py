@@ -135,7 +135,7 @@ class PruneRunConfig:
     load: LoadConfig
     eval_text: tuple[str, ...]
     other_text: tuple[str, ...] = ()
-    eval_tokens: int
+    eval_tokens: Annotated[int, at_least(2)]
 
     def check_together(self) -> None:
         """Refuse several ranks."""

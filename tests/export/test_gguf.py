@@ -181,7 +181,7 @@ def test_the_dense_model_itself_can_be_written(family, dense_of, layout_of, writ
     assert file.arch == ("qwen3" if family == "qwen3" else "llama")
     assert len(file.tensors) == len(weights)
     assert record.num_experts == record.active_experts == 0
-    assert record.parameters.keys() == {"dense"}
+    assert record.parameters.keys() == {"dense", "written"}
     assert ", not split" in (tmp_path / "out/README.md").read_text()
     with pytest.raises(UserError, match="has no experts"):
         set_active_experts(tmp_path / "out", 2)

@@ -160,7 +160,7 @@ def draw_comparison(rows: list[Values]) -> Any:
 
 def comparison_plot(rows: list[Values]) -> Any:
     """What `draw_comparison` draws: a method has one colour and one shape."""
-    figure, by_method = _figure(4.8), dict[str, list[Any]]()
+    figure, by_method = _figure(5.6), dict[str, list[Any]]()
     axes, looks = figure.subplots(), [(mark, colour) for mark in "os^DvPX*" for colour in COLOURS]
     for row in rows:
         by_method.setdefault(row["value"], []).append((row["parameters"] / 1e6, row["perplexity"]))
@@ -168,7 +168,7 @@ def comparison_plot(rows: list[Values]) -> Any:
         axes.plot(*zip(*points, strict=True), mark, color=colour, alpha=0.8, label=method)
     _log_axis(axes.yaxis)
     axes.set(xlabel="parameters that work on a token, millions", ylabel="perplexity (log)")
-    return _with_legend(figure, axes)
+    return _with_legend(figure, axes, columns=2)
 
 
 def utilisation_plot(analysis: Values) -> Any:
@@ -240,11 +240,11 @@ def _figure(height: float) -> Any:
     return Figure(figsize=(WIDTH, height), layout="constrained")
 
 
-def _with_legend(figure: Any, axes: Any) -> Any:
+def _with_legend(figure: Any, axes: Any, columns: int = 3) -> Any:
     """The legend above all axes, where it takes height and never width."""
     spacing = {"columnspacing": 1.2, "handlelength": 1.6, "handletextpad": 0.5}
     drawn = axes.get_legend_handles_labels()
-    figure.legend(*drawn, loc="outside upper left", ncols=3, **spacing)
+    figure.legend(*drawn, loc="outside upper left", ncols=columns, **spacing)
     return figure
 
 
