@@ -36,7 +36,7 @@ SMOLLM2_DATA ?= self
 SMOLLM2_SPLIT := --expert-size 32 --steps 0 --repair --seq-len 512
 
 smollm2: $(SMOLLM2)  ## A real model of 135M parameters, fetched and converted (SMOLLM2_DATA=FILE)
-	@echo "On two CPU cores this takes about half an hour. Stopped, it goes on with the same command."
+	@echo "On one busy CPU core this took half an hour. Stopped, it goes on with the same command."
 	$(BIN)/dotmoe inspect $(SMOLLM2) --expert-size 32 --active 0.5 --shared 0.25 --steps 0 --seq-len 512
 	$(BIN)/dotmoe convert $(SMOLLM2) smollm2/run --active 0.5 --shared 0.25 $(SMOLLM2_SPLIT) \
 		--data $(SMOLLM2_DATA) --sample-batch-size 64 --eval-tokens 4096
