@@ -4,7 +4,8 @@ The start from data is a method of its own: extracted at once (`--steps 0`) it i
 conversion.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -110,11 +111,16 @@ def calibrate(
 
 
 @torch.no_grad()
-def ffn_inputs(dense: DenseModel, tokens_BT: Tensor) -> Iterator[Tensor]:
+def ffn_inputs(
+    dense: DenseModel,
+    tokens_BT: Tensor,
+    converted: Callable[[int], AbstractContextManager[None]] | None = None,
+) -> Iterator[Tensor]:
     """Input of the FFN of each layer in turn, [T, D] in the model's dtype, on the model's device.
 
-    One layer's is in memory at a time, and the residual stream of the text. A model that is sharded
-    must be run by every rank.
+    One layer's is in memory at a time, and the residual stream of the text. What comes behind a
+    layer is what it puts out inside `converted`, entered with its number after its input is given.
+    A model that is sharded must be run by every rank.
     """
     stream = Stream(dense, tokens_BT)
     for index, layer in enumerate(dense.family.layers(dense.model)):
@@ -124,8 +130,11 @@ def ffn_inputs(dense: DenseModel, tokens_BT: Tensor) -> Iterator[Tensor]:
             seen.append(x.flatten(0, -2))
 
         with watched({index: layer.get_submodule("mlp")}, keep):
-            stream.advance(index)
+            (stream if converted is None else stream.clone()).advance(index)
         yield torch.cat(seen)
+        if converted is not None:
+            with converted(index):
+                stream.advance(index)
 
 
 def activations(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:

@@ -19,10 +19,11 @@ from dotmoe.load import describe_dense
 from dotmoe.models.dense import DenseModel
 from dotmoe.options import above, at_least, at_most
 from dotmoe.parameters import nearest_active_experts, num_parameters
-from dotmoe.pipeline import budget_of, convert, prune, split_of
+from dotmoe.pipeline import budget_of, convert, finetune, prune, split_of
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
 from dotmoe.pruning import PRUNING, PruningName
+from dotmoe.recipes import finetune_recipe
 from dotmoe.report import plots
 from dotmoe.run_folder import RunFolder
 from dotmoe.tables import Table, millions, percent, table_of, to_latex, to_markdown
@@ -33,6 +34,8 @@ _CONVERTING = ("calibrate", "align", "extract", "repair")
 """Stages whose time a conversion is said to take."""
 
 _ALL = ("dot_moe", *METHODS, *PRUNING)
+
+_OWN = "own, not exportable"
 
 MATCHED = 0.01
 """Share of the budget by which active parameters may differ from it and still be called matched."""
@@ -58,6 +61,11 @@ class CompareConfig(RunConfig):
     trained_only: bool = False
     """Leave out what is not trained: every method starts from the ridge-regressed router and takes
     `router_steps`."""
+    finetune_steps: Annotated[int, at_least(0)] = 0
+    """Steps that every conversion is finetuned, as rows of their own: all weights, the same batches
+    for all, from the repaired weights where there are some; 0: not at all."""
+    finetune_recipe: Literal["sft", "small"] = "sft"
+    """Recipe of `dotmoe finetune` whose other settings these steps have."""
     seeds: tuple[Annotated[int, at_least(0)], ...] = ()
     """Seeds to make every conversion with; the table has their mean, least and greatest. Default:
     `seed` alone."""
@@ -89,7 +97,15 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     budget = budget_of(config, dense)
     if "all" in config.methods:
         points = list(_fitting(points, dense, progress))
-    summary = summary_of(config, points, _rows, progress)
+
+    def rows(point: Point, results: dict[str, Any]) -> Iterator[Row]:
+        for row in _rows(point, results):
+            yield row
+            exported = row.get("weights") == _weights(config) and row["router"] != _OWN
+            if exported and config.finetune_steps:
+                yield _finetuned(config, row, progress)
+
+    summary = summary_of(config, points, rows, progress)
     for row in summary["rows"][1:]:
         row["over_budget"] = row["parameters"] / budget - 1
     summary |= {
@@ -126,7 +142,7 @@ def _budgeted(config: CompareConfig, share: float, progress: Progress) -> Compar
 
 
 COLUMNS: dict[str, Callable[[Row], str | None]] = {
-    "active": lambda row: percent(row["active_fraction"]) if "active_fraction" in row else None,
+    "active": lambda row: _active(row),
     "perplexity": lambda row: f"{row['perplexity']:.2f}",
     "bits a byte": lambda row: f"{row['bits_per_byte']:.3f}",
     "nats above dense": lambda row: f"{row['loss_above_dense']:.3f}",
@@ -160,6 +176,12 @@ def table(summary: dict[str, Any]) -> Table:
     other = summary.get("other_text")
     note = f"Other text, perplexity: {', '.join(other)}." if other else ""
     return table_of(rows, columns, words=4 if "weights" in columns else 3, note=note)
+
+
+def _active(row: Row) -> str | None:
+    """The share of the neurons that run, and its standard deviation over tokens if there is one."""
+    share = percent(row["active_fraction"]) if "active_fraction" in row else None
+    return f"{share} ± {percent(row['active_std'])}" if "active_std" in row else share
 
 
 def _budget(row: Row) -> str | None:
@@ -385,14 +407,52 @@ def _rows(point: Point, results: dict[str, Any]) -> Iterator[Row]:
         trained = "router and experts" if config.align.learn_assignment else "router"
     exact = results.get("moe_own_router")
     row = moe_row(point, results) | {"trained": trained, "seed": config.seed}
-    row["router"] = router if exact is None else "linear fit to own"
+    row["router"] = router if exact is None else "own, linear"
     frozen = row
     if config.repair:
         seconds = RunFolder(Path(config.out)).seconds(*_CONVERTING[:-1])
         frozen = row | _measured(results["frozen"], results["dense"])
         frozen |= {"weights": "frozen", "seconds": seconds}
         yield frozen
-        row["weights"] = "repaired"
+    row["weights"] = _weights(config)
     yield row
     if exact is not None:
-        yield frozen | _measured(exact, results["dense"]) | {"router": "own, not exportable"}
+        own = frozen | _measured(exact, results["dense"]) | {"router": _OWN}
+        yield own | _as_active(exact["active"], frozen, results["parameters"]["dense"])
+
+
+def _weights(config: RunConfig) -> str:
+    """Whose weights a conversion exports."""
+    return "repaired" if config.repair else "frozen"
+
+
+def _finetuned(config: CompareConfig, row: Row, progress: Progress) -> Row:
+    """The row of a conversion after its finetuning, which is made where it is not finished."""
+    settings, out = finetune_recipe(config.finetune_recipe), Path(config.out)
+    name = f"{row['run']}-finetuned"
+    progress.log(f"{name}:")
+    run = replace(
+        settings,
+        run=str(out / row["run"]),
+        out=str(out / name),
+        data=replace(settings.data, seq_len=config.data.seq_len),
+        finetune=replace(settings.finetune, steps=config.finetune_steps),
+        export=config.export,
+        training=config.training,
+        load=config.load,
+        seed=row["seed"],
+    )
+    results = finetune(run, progress).results
+    tuned: Row = {"run": name, "weights": "finetuned", "finetune_tokens": results["tokens"]}
+    tuned["seconds"] = row["seconds"] + (RunFolder(out / name).seconds("finetune") or 0.0)
+    return row | tuned | _measured(results["moe"], results["dense"])
+
+
+def _as_active(active: dict[str, Any], row: Row, dense: int) -> Row:
+    """Share and parameters of a router that runs another number of experts for each token."""
+    share, rest = active["mean"], 1 - row["active_fraction"]
+    if active["std"] == 0 or rest == 0:
+        return {}
+    ffns = (dense - row["parameters"]) / rest
+    parameters = round(dense - (1 - share) * ffns)
+    return {"active_fraction": share, "active_std": active["std"], "parameters": parameters}

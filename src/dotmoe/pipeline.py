@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from dotmoe import pruning
 from dotmoe.align import AlignConfig, align
@@ -20,7 +22,7 @@ from dotmoe.baselines import (
     SplitInputs,
     baseline,
     granularity_of,
-    routed_by_representatives,
+    routed_by_own,
     state_of,
 )
 from dotmoe.calibrate import calibrate
@@ -136,9 +138,7 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
             if state is None:
                 made = _baseline(run, dense, split, text)
             else:
-                made = Baseline(
-                    layout=extract(state, split, config.assignment), representative_LE=None
-                )
+                made = Baseline(layout=extract(state, split, config.assignment))
             made.save(at)
             return made
 
@@ -537,9 +537,19 @@ def _not_exported(run: _Run[RunConfig], dense: DenseModel, made: Baseline) -> di
         frozen = masked_by(dense, made.layout)
         found["frozen"] = run.measured("what was repaired", dense, frozen)
         found["repair"] = run.repair_figures("repair")
-    if made.representative_LE is not None and run.config.baseline.split_router == "own":
-        routed = routed_by_representatives(dense, made.layout, made.representative_LE)
+    if made.own and run.config.baseline.split_router == "own":
+        shares = list[Tensor]()
+        routed = routed_by_own(run.config.method, dense, made, shares)
         found["moe_own_router"] = run.measured("its own router", dense, routed)
+        # All layers see a batch before the next one is run: tokens of all texts, [tokens, layers].
+        layers = len(made.layout.moe_layers)
+        by_layer = [torch.cat(shares[layer::layers]) for layer in range(layers)]
+        share_T = torch.stack(by_layer).mean(dim=0)
+        found["moe_own_router"]["active"] = {
+            "mean": float(share_T.mean()),
+            "std": float(share_T.std()),
+            "layers": [float(share.mean()) for share in by_layer],
+        }
     return found
 
 

@@ -48,7 +48,7 @@ def test_convert_exports_every_method_verified(method, tiny_dense, text_file, tm
     results = results_in(out)
     assert results["steps"] == 0
     assert results["verification"]["largest_block_error"] < 0.02
-    assert ("moe_own_router" in results) == (method == "cmoe")
+    assert ("moe_own_router" in results) == (METHODS[method].own is not None)
     assert not (out / "2_align").exists()
     layout = layout_in(out)
     assert layout.shared_size + layout.active_experts * layout.expert_size == 32
@@ -265,22 +265,39 @@ def test_a_comparison_of_what_is_trained_needs_steps():
         points_of(config_of(trained_only=True))
 
 
-def test_every_method_is_repaired_alike_beside_its_frozen_row(
+def test_every_method_is_frozen_repaired_and_finetuned_alike(
     tiny_dense, text_file, eval_text, tmp_path, command
 ):
-    out = tmp_path / "compared"
-    options = {"methods": ["dot_moe", "cmoe"], "repair_tokens": 1024, **OPTIONS}
-    options |= {"data": text_file, "eval_text": eval_text}
-    words = ["compare", tiny_dense("llama"), out, "--repair"]
+    out, model = tmp_path / "compared", tiny_dense("llama")
+    options = {"methods": ["dot_moe", "lte"], "repair_tokens": 1024, "lte_epochs": 1, **OPTIONS}
+    options |= {"data": text_file, "eval_text": eval_text, "finetune_steps": 2}
+    words = ["compare", model, out, "--repair", "--finetune-recipe", "small"]
     assert command(*words, **options).status == 0
     rows = json.loads((out / "compare.json").read_text())["rows"]
-    kinds = [(row["run"], row.get("weights")) for row in rows[1:]]
-    runs = ("dot_moe-untrained", "cmoe-own", "cmoe-ridge")
-    expected = [(run, weights) for run in runs for weights in ("frozen", "repaired")]
-    expected.insert(4, ("cmoe-own", "frozen"))  # under the method's own router
-    assert kinds == expected
+    runs = ("dot_moe-untrained", "lte-own", "lte-ridge")
+    levels = ("frozen", "repaired", "finetuned")
+    expected = [(run + "-finetuned" * (to == levels[2]), to) for run in runs for to in levels]
+    expected.insert(6, ("lte-own", "frozen"))  # under the method's own router
+    assert [(row["run"], row.get("weights")) for row in rows[1:]] == expected
     for row in rows[1:4]:
         measured = results_in(out / row["run"])
-        key = {"frozen": "frozen", "repaired": "moe"}[row["weights"]]
+        key = {"frozen": "frozen"}.get(row["weights"], "moe")
         assert row["perplexity"] == measured[key]["perplexity"]
-    assert "repaired" in (out / "compare.md").read_text()
+    assert {row["finetune_tokens"] for row in rows if "finetune_tokens" in row} == {
+        2 * 4 * TINY_CONVERT["seq_len"]
+    }
+    table = (out / "compare.md").read_text()
+    assert all(level in table for level in levels)
+
+    dense, own, layer = (
+        rows[0],
+        rows[7],
+        AutoModelForCausalLM.from_pretrained(model).model.layers[0],
+    )
+    active = results_in(out / "lte-own")["moe_own_router"]["active"]
+    assert active["mean"] == pytest.approx(sum(active["layers"]) / 2)
+    assert own["active_std"] == active["std"] > 0
+    ffns = 2 * sum(p.numel() for p in layer.mlp.parameters())
+    off = (1 - active["mean"]) * ffns
+    assert own["parameters"] == pytest.approx(dense["parameters"] - off, abs=1)
+    assert f"{100 * active['mean']:.0f} % ± " in table

@@ -17,12 +17,14 @@ from dotmoe.baselines import (
     SplitInputs,
     baseline,
     granularity_of,
-    routed_by_representatives,
+    routed_by_own,
     state_of,
 )
 from dotmoe.baselines.co_activation import co_activation_counts, swapped
 from dotmoe.baselines.contract import balanced_kmeans, optimal_assignment
 from dotmoe.baselines.llama_moe_v2 import importance, most_listed
+from dotmoe.baselines.lte import soft_stage
+from dotmoe.baselines.predictor import by_predictor
 from dotmoe.calibrate import CalibrateConfig, RidgeRouter, contributions, ffn_inputs
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
@@ -118,7 +120,7 @@ def test_dense_layers_stay_dense_and_what_is_saved_is_loaded(given, tmp_path):
     made.save(tmp_path)
     again = Baseline.load(tmp_path)
     assert torch.equal(again.layout.expert_of_neuron_LN, made.layout.expert_of_neuron_LN)
-    assert torch.equal(again.representative_LE, made.representative_LE)
+    assert torch.equal(again.own["representative"], made.own["representative"])
 
 
 @pytest.mark.parametrize(
@@ -339,14 +341,40 @@ def test_llama_moe_v2_takes_the_most_important_first(method, dense, tokens_BT, g
 # --- CMoE
 
 
+def behind_converted(dense, first, what):
+    """Inputs of the second FFN where the first runs the shared and the chosen experts alone."""
+    mlp, seen = dense.model.model.layers[0].mlp, []
+
+    def moe(module, args, out):
+        hidden = F.silu(mlp.gate_proj(args[0])) * mlp.up_proj(args[0])
+        for sequence, token in itertools.product(*map(range, hidden.shape[:2])):
+            score = hidden[sequence, token, first.own["representative"]].abs()
+            best = score.argsort(descending=True)[: what.granularity.active_experts]
+            runs = torch.isin(first.expert_of_neuron_N, torch.tensor([ALWAYS_ON, *best.tolist()]))
+            hidden[sequence, token, ~runs] = 0
+        return mlp.down_proj(hidden)
+
+    hooks = [
+        mlp.register_forward_hook(moe),
+        dense.model.model.layers[1].mlp.register_forward_pre_hook(
+            lambda _, args: seen.extend(args)
+        ),
+    ]
+    with torch.no_grad():
+        dense.model(input_ids=what.tokens_BT.long())
+    for hook in hooks:
+        hook.remove()
+    return seen[0].flatten(0, 1)
+
+
 def test_cmoe_step_by_step(dense, given):
     what = given("cmoe", marked_neurons=9)
     split = what.granularity
     assert split.shared_size == 2 * S
-    made = splits("cmoe", what)[1]
+    first, made = splits("cmoe", what)
     mlp = dense.model.model.layers[1].mlp
     gate, up = (p.weight.detach().double().numpy() for p in (mlp.gate_proj, mlp.up_proj))
-    x = made.layer.x_TD.double().numpy()
+    x = behind_converted(dense, first, what).double().numpy()
     size = np.abs(silu(unit(x) @ unit(gate).T) * (unit(x) @ unit(up).T))
     marks = np.zeros_like(size)
     for token, row in enumerate(size):
@@ -362,7 +390,7 @@ def test_cmoe_step_by_step(dense, given):
     best = square[linear_sum_assignment(square)].sum()
     assert distance[routed, found[routed]].sum() == pytest.approx(best)
 
-    for expert, representative in enumerate(made.representative_E.tolist()):
+    for expert, representative in enumerate(made.own["representative"].tolist()):
         members = np.flatnonzero(found == expert)
         centre = marks[:, members].mean(axis=1)
         away = np.abs(marks[:, members] - centre[:, None]).sum(axis=0)
@@ -375,16 +403,103 @@ def test_cmoes_own_router_is_its_representatives_activation(dense, tokens_BT, gi
     made = baseline("cmoe", given("cmoe"))
     layout, mlp = made.layout, dense.model.model.layers[1].mlp
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
-    with routed_by_representatives(dense, layout, made.representative_LE):
+    with routed_by_own("cmoe", dense, made):
         found = mlp(x)
     for token, out in zip(x, found, strict=True):
         hidden = F.silu(mlp.gate_proj(token)) * mlp.up_proj(token)
-        scores = hidden[made.representative_LE[1]].abs()
+        scores = hidden[made.own["representative"][1]].abs()
         chosen = {ALWAYS_ON, *scores.argsort(descending=True)[: layout.active_experts].tolist()}
         runs = torch.tensor([e in chosen for e in layout.expert_of_neuron_LN[1].tolist()])
         torch.testing.assert_close(out, mlp.down_proj(hidden * runs), rtol=1e-4, atol=1e-5)
     target = dense.model(input_ids=tokens_BT).logits
-    whole = layout.with_active_experts(layout.num_experts)
-    with routed_by_representatives(dense, whole, made.representative_LE):
+    whole = replace(made, layout=layout.with_active_experts(layout.num_experts))
+    with routed_by_own("cmoe", dense, whole):
         logits = dense.model(input_ids=tokens_BT).logits
-        torch.testing.assert_close(logits, target, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, target, rtol=1e-4, atol=1e-4)
+
+
+# --- MoEfication's predictor
+
+
+@pytest.mark.parametrize("method", ["weight_clusters", "co_activation"])
+def test_the_predictor_finds_the_strongest_experts_more_often_than_similarity_does(method, given):
+    """Strength written out: the summed size of an expert's activations."""
+    for made in splits(method, given(method)):
+        x = made.layer.x_TD.double().numpy()
+        gate, up = (
+            x @ p.weight.detach().double().numpy().T
+            for p in (made.layer.ffn.gate, made.layer.ffn.up)
+        )
+        expert = made.expert_of_neuron_N.numpy()
+        size = np.abs(silu(gate) * up)
+        strength = np.stack([size[:, expert == e].sum(axis=1) for e in range(E)], axis=1)
+        first, second = (made.own[name].double().numpy() for name in ("first", "second"))
+        scores = np.tanh(x @ first.T) @ second.T
+        runs = by_predictor(made.own, made.layer.x_TD, made.layer.x_TD, K).bool().numpy()
+        similarity = x @ made.router_ED.double().numpy().T
+        found = []
+        for score in (scores, similarity):
+            best = [set(np.argsort(-row)[:K]) for row in score]
+            truth = [set(np.argsort(-row)[:K]) for row in strength]
+            found.append(sum(len(a & b) for a, b in zip(best, truth, strict=True)))
+        chosen = [set(np.argsort(-row)[:K]) for row in scores]
+        assert sum(set(np.flatnonzero(row)) == c for row, c in zip(runs, chosen, strict=True)) >= (
+            0.999 * len(runs)
+        )
+        assert found[0] > found[1]
+
+
+# --- LTE
+
+
+def test_a_step_of_ltes_soft_stage_follows_the_gradient_of_its_loss(dense, tokens_BT, given):
+    """Oracle: the loss written out, with hooks of its own and Transformers' cross-entropy."""
+    experts = {i: m.expert_of_neuron_N for i, m in enumerate(splits("random_split", given("lte")))}
+    generator = torch.Generator().manual_seed(0)
+    start = [0.1 * torch.randn(E, 64, generator=generator) for _ in experts]
+    routers = [router.clone().requires_grad_() for router in start]
+    figures = list(
+        soft_stage(dense, [tokens_BT], experts, routers, 0.25, torch.optim.SGD(routers, lr=1.0))
+    )
+    oracle, gates, hooks = [router.clone().requires_grad_() for router in start], [], []
+    for layer, router in enumerate(oracle):
+        mlp = dense.model.model.layers[layer].mlp
+
+        def gated(module, args, out, mlp=mlp, router=router, layer=layer):
+            gates.append(torch.sigmoid(args[0] @ router.T))
+            hidden = F.silu(mlp.gate_proj(args[0])) * mlp.up_proj(args[0])
+            return mlp.down_proj(hidden * gates[-1][..., experts[layer]])
+
+        hooks.append(mlp.register_forward_hook(gated))
+    loss = dense.model(input_ids=tokens_BT.long(), labels=tokens_BT.long()).loss
+    for hook in hooks:
+        hook.remove()
+    every = torch.stack(gates)
+    penalty = (every**2).mean() + 0.01 * (1 / ((every - 0.5) ** 2 + 0.01)).mean()
+    grads = torch.autograd.grad(loss + penalty, oracle)
+    norm = max(1.0, float(torch.cat([g.flatten() for g in grads]).norm()))
+    assert figures[0]["ce"] == pytest.approx(loss.item(), rel=1e-5)
+    assert figures[0]["share"] == pytest.approx(float((every > 0.5).double().mean()))
+    for before, after, grad in zip(start, routers, grads, strict=True):
+        torch.testing.assert_close(before - after.detach(), grad / norm, rtol=1e-3, atol=1e-6)
+
+
+@torch.no_grad()
+def test_lte_runs_the_experts_over_the_threshold_and_comes_near_the_budget(dense, given):
+    made = baseline("lte", given("lte", lte_epochs=60))
+    clusters = baseline("weight_clusters", given("weight_clusters")).layout
+    assert torch.equal(made.layout.expert_of_neuron_LN, clusters.expert_of_neuron_LN)
+    mlp = dense.model.model.layers[1].mlp
+    x = list(given("lte").layers())[1].x_TD[:50]
+    shares = []
+    with routed_by_own("lte", dense, made, shares):
+        found = mlp(x)
+    over = 1 / (1 + np.exp(-(x.double().numpy() @ made.own["router"][1].double().numpy().T))) > 0.5
+    expert = made.layout.expert_of_neuron_LN[1].numpy()
+    for token, runs, out, share in zip(x, over, found, shares[0], strict=True):
+        hidden = F.silu(mlp.gate_proj(token)) * mlp.up_proj(token)
+        torch.testing.assert_close(
+            out, mlp.down_proj(hidden * torch.tensor(runs[expert])), rtol=1e-4, atol=1e-5
+        )
+        assert float(share) == pytest.approx(runs.sum() / E)
+    assert abs(over.mean() - K / E) < 0.15

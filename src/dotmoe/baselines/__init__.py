@@ -4,20 +4,22 @@ Each file says what is the rival's and what differs; `contract.py` is what a met
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
-from jaxtyping import Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dotmoe.baselines.by_energy import by_energy
-from dotmoe.baselines.cmoe import cmoe, routed_by_representatives
+from dotmoe.baselines.cmoe import by_representatives, cmoe
 from dotmoe.baselines.co_activation import co_activation
-from dotmoe.baselines.contract import BaselineConfig, LayerSplit, SplitInputs
+from dotmoe.baselines.contract import BaselineConfig, LayerSplit, Own, SplitInputs
 from dotmoe.baselines.llama_moe_v2 import llama_moe_v2
+from dotmoe.baselines.lte import above_threshold, lte
+from dotmoe.baselines.predictor import by_predictor
 from dotmoe.baselines.without_data import contiguous_split, random_split, weight_clusters
 from dotmoe.calibrate import (
     RidgeRouter,
@@ -30,7 +32,9 @@ from dotmoe.calibrate import (
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
+from dotmoe.models.dense import DenseModel
 from dotmoe.moe.assignment import AlignState
+from dotmoe.moe.masked import gated
 from dotmoe.progress import Update, no_update
 
 __all__ = [
@@ -41,7 +45,7 @@ __all__ = [
     "SplitInputs",
     "baseline",
     "granularity_of",
-    "routed_by_representatives",
+    "routed_by_own",
     "state_of",
 ]
 
@@ -52,17 +56,20 @@ class Method(NamedTuple):
     split: Callable[[SplitInputs], Iterator[LayerSplit]]
     """Splits the layers of a model one after the other."""
     has_shared_expert: bool = False
+    own: Own | None = None
+    """Its own router, where no stock architecture holds that."""
 
 
 METHODS = {
     "random_split": Method(random_split),
     "contiguous_split": Method(contiguous_split),
     "by_energy": Method(by_energy),
-    "weight_clusters": Method(weight_clusters),
-    "co_activation": Method(co_activation),
+    "weight_clusters": Method(weight_clusters, own=by_predictor),
+    "co_activation": Method(co_activation, own=by_predictor),
+    "lte": Method(lte, own=above_threshold),
     "llama_moe_v2": Method(llama_moe_v2),
     "llama_moe_v2_residual": Method(llama_moe_v2, has_shared_expert=True),
-    "cmoe": Method(cmoe, has_shared_expert=True),
+    "cmoe": Method(cmoe, has_shared_expert=True, own=by_representatives),
 }
 """Methods to compare DOT-MoE with, by the name on the command line: a new one is one line here."""
 
@@ -79,14 +86,14 @@ class Baseline:
     """What a method made of a model."""
 
     layout: ExpertLayout
-    representative_LE: Int[Tensor, "L E"] | None = None
-    """Where the method's own router is no linear map: see `LayerSplit.representative_E`."""
+    own: dict[str, Tensor] = field(default_factory=dict)
+    """What the method's own router reads, [L, ...], where no export holds it: see `Method.own`."""
 
     def save(self, folder: Path) -> None:
         """Write `layout.safetensors`, and `own_router.safetensors` where there is one."""
         self.layout.save(folder / "layout.safetensors")
-        if self.representative_LE is not None:
-            save_file({"representative": self.representative_LE}, folder / _ROUTERS_FILE)
+        if self.own:
+            save_file(self.own, folder / _ROUTERS_FILE)
 
     @classmethod
     def load(cls, folder: Path) -> "Baseline":
@@ -94,7 +101,7 @@ class Baseline:
         routers = folder / _ROUTERS_FILE
         return cls(
             layout=ExpertLayout.load(folder / "layout.safetensors"),
-            representative_LE=load_file(routers)["representative"] if routers.exists() else None,
+            own=load_file(routers) if routers.exists() else {},
         )
 
 
@@ -149,7 +156,7 @@ def baseline(method: str, inputs: SplitInputs, on_progress: Update = no_update) 
     `inputs.granularity` is what `granularity_of` gave.
     """
     split = inputs.granularity
-    experts, routers, representatives = [], [], []
+    experts, routers, owns = [], [], []
     for index, made in enumerate(METHODS[method].split(inputs)):
         router_ED = made.router_ED.float()
         if inputs.config.split_router == "ridge":  # to the routed experts, as DOT-MoE's
@@ -160,8 +167,7 @@ def baseline(method: str, inputs: SplitInputs, on_progress: Update = no_update) 
             router_ED = RidgeRouter(x_TD, inputs.calibrate.ridge)(log_energy(energy_TE))
         experts.append(made.expert_of_neuron_N.cpu())
         routers.append(unit_logits(router_ED, made.layer.x_TD).cpu())
-        if made.representative_E is not None:
-            representatives.append(made.representative_E.cpu())
+        owns.append({name: tensor.cpu() for name, tensor in made.own.items()})
         on_progress(index + 1, inputs.dense.widths.layers)
     expert_of_neuron_LN = torch.stack(experts)
     expert_of_neuron_LN[: split.first_dense_layers] = ALWAYS_ON
@@ -171,8 +177,30 @@ def baseline(method: str, inputs: SplitInputs, on_progress: Update = no_update) 
             router_LED=torch.stack(routers),
             active_experts=split.active_experts,
         ),
-        representative_LE=torch.stack(representatives) if representatives else None,
+        own={name: torch.stack([own[name] for own in owns]) for name in owns[0]},
     )
+
+
+def routed_by_own(
+    method: str, dense: DenseModel, made: Baseline, shares: list[Tensor] | None = None
+) -> AbstractContextManager[None]:
+    """Inside, `dense.model` is the MoE of the layout's experts under the method's own router.
+
+    For measuring only: no stock architecture holds it. `shares` is given the share of the neurons
+    that run for each token, [T] for every call of a layer.
+    """
+    layout, choose = made.layout, METHODS[method].own
+    assert choose is not None
+
+    def gate(layer: int, x_TD: Tensor, hidden_TN: Tensor) -> Tensor:
+        own = {name: tensor[layer].to(x_TD.device) for name, tensor in made.own.items()}
+        runs_TE = choose(own, x_TD, hidden_TN, layout.active_experts)
+        if shares is not None:
+            neurons_T = runs_TE.sum(dim=1) * layout.expert_size + layout.shared_size
+            shares.append((neurons_T / layout.num_neurons).cpu())
+        return runs_TE
+
+    return gated(dense, {i: layout.expert_of_neuron_LN[i] for i in layout.moe_layers}, gate)
 
 
 def state_of(layout: ExpertLayout, device: torch.device) -> AlignState:

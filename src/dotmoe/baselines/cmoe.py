@@ -6,34 +6,45 @@ marked of the rest are the first centres; neurons go to centres by exact balance
 distances; centres become means. An expert's representative is the neuron nearest its centre.
 Router: the size of the representative's true activation; the top experts run, with weight 1 at the
 start.
-Different here: all layers are calibrated on the dense model's inputs, as every method of this
-package is (the original feeds each layer what the converted layers before it put out), and on all
-calibration tokens (the original reads its first batch only). No stock architecture holds that
-router, which is not linear: the layout's is a ridge regression to its scores, and
-`routed_by_representatives` measures the true one. The bias that balances loads starts at 0 and
-moves in fine-tuning only, so it is left out.
+As in the original each layer is calibrated on what the converted layers before it put out; on all
+calibration tokens (the original reads its first batch only). The published code reads the
+representatives with rows of unit length; the paper's equation, which is kept here, does not.
+Different here: no stock architecture holds that router, which is not linear. The layout's is a
+ridge regression to its scores; `by_representatives` is the true one. The bias that balances loads
+starts at 0 and moves in fine-tuning only, so it is left out.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dotmoe.baselines.contract import Layer, LayerSplit, SplitInputs, means, optimal_assignment
 from dotmoe.calibrate import RidgeRouter, activations
-from dotmoe.layout import ALWAYS_ON, ExpertLayout
-from dotmoe.models.dense import DenseModel
-from dotmoe.moe.masked import routed
+from dotmoe.layout import ALWAYS_ON
+from dotmoe.moe.masked import gated
+from dotmoe.moe.router import top_k_mask
 
 
 @torch.no_grad()
 def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer into a shared expert and clusters of markers."""
     split, config = inputs.granularity, inputs.config
-    for layer in inputs.layers():
+
+    def converted(index: int) -> AbstractContextManager[None]:
+        if index < split.first_dense_layers:
+            return nullcontext()
+        own, k = {"representative": representative_E}, split.active_experts
+
+        def gate(_: int, x_TD: Tensor, hidden_TN: Tensor) -> Tensor:
+            return by_representatives(own, x_TD, hidden_TN, k)
+
+        return gated(inputs.dense, {index: expert_N}, gate)
+
+    for layer, dense in zip(inputs.layers(converted), inputs.layers(), strict=True):
         marks_TN = markers(layer, min(config.marked_neurons, split.ffn_width))
         order_N = marks_TN.sum(dim=0).argsort(descending=True, stable=True)
         routed = order_N[split.shared_size :]
@@ -51,12 +62,12 @@ def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
         hidden_TN = activations(layer.ffn, layer.x_TD.to(layer.ffn.down.weight.dtype))
         score_TE = hidden_TN[:, representative_E].abs()
         yield LayerSplit(
-            layer=layer,
+            layer=dense,
             expert_of_neuron_N=expert_N,
             router_ED=RidgeRouter(layer.x_TD, inputs.calibrate.ridge)(
                 F.normalize(score_TE, p=1, dim=1)
             ),
-            representative_E=representative_E,
+            own={"representative": representative_E},
         )
 
 
@@ -76,18 +87,8 @@ def l1_distance(
     return marks_NT @ (1 - 2 * centre_ET).T + centre_ET.sum(dim=1)
 
 
-def routed_by_representatives(
-    dense: DenseModel, layout: ExpertLayout, representative_LE: Int[Tensor, "L E"]
-) -> AbstractContextManager[None]:
-    """Inside, `dense.model` is the MoE of the layout's experts under CMoE's own router.
-
-    The shared neurons run, and the k experts whose representatives have the largest |H|. For
-    measuring only: no stock architecture holds it, so the exported checkpoint has the closest
-    linear router, and the distance between the two perplexities is what that costs.
-    """
-
-    def choose(layer: int, hidden: Tensor) -> Tensor:
-        score_TE = hidden[..., representative_LE[layer]].abs().float().flatten(0, -2)
-        return score_TE.topk(layout.active_experts, dim=1).indices
-
-    return routed(dense, layout, choose)
+def by_representatives(
+    own: Mapping[str, Tensor], x_TD: Tensor, hidden_TN: Tensor, active_experts: int
+) -> Tensor:
+    """CMoE's own router: the k experts whose representatives have the largest |H|."""
+    return top_k_mask(hidden_TN[:, own["representative"]].abs().float(), active_experts)

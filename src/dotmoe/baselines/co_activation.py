@@ -1,7 +1,8 @@
 """Neurons that are active together: MoEfication's co-activation split.
 
 From the original: a graph of neurons whose edges count the tokens on which both are active, cut
-into equal parts such that most edge weight stays inside them; routers by similarity.
+into equal parts such that most edge weight stays inside them; routers by similarity, or trained
+(`predictor.py`).
 Different here: SiLU has no zeros, so a neuron counts as active on a token if its |H| is among the
 share of the token's neurons that the budget lets run. The cut is not METIS's: the same objective,
 edge weight inside equal parts, is raised by balanced kernel k-means from several seeded starts,
@@ -18,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dotmoe.baselines.contract import LayerSplit, SplitInputs, balanced_clusters
+from dotmoe.baselines.predictor import predictor
 from dotmoe.baselines.without_data import similarity_router
 from dotmoe.calibrate import activations
 
@@ -40,7 +42,8 @@ def co_activation(inputs: SplitInputs) -> Iterator[LayerSplit]:
         )
         expert_N = swapped(count_NN, expert_N, split.num_experts)
         router_ED = similarity_router(layer, expert_N, split.num_experts)
-        yield LayerSplit(layer=layer, expert_of_neuron_N=expert_N, router_ED=router_ED)
+        own = predictor(layer, expert_N, router_ED, inputs.config)
+        yield LayerSplit(layer=layer, expert_of_neuron_N=expert_N, router_ED=router_ED, own=own)
 
 
 def co_activation_counts(

@@ -1,7 +1,8 @@
 """The contract of a method, and what several share: clusters of one size, exact assignment."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import torch
@@ -40,6 +41,11 @@ class BaselineConfig:
     """Neurons that count as active for a token (K_a); for cmoe."""
     marker_rounds: Annotated[int, at_least(1)] = 1
     """Rounds of k-means on the markers; for cmoe, whose published code does one."""
+    predictor_epochs: Annotated[int, at_least(1)] = 30
+    """Passes over the calibration tokens in which MoEfication's predictor is trained; for
+    weight_clusters and co_activation."""
+    lte_epochs: Annotated[int, at_least(1)] = 20
+    """Passes over the calibration text in which LTE's routers are trained; for lte."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +68,13 @@ class LayerSplit:
     """Expert of each neuron, or `ALWAYS_ON` for the shared expert's."""
     router_ED: Float[Tensor, "E D"]
     """The method's own router, or the closest linear one to it."""
-    representative_E: Int[Tensor, " E"] | None = None
-    """Where the method's own router is no linear map: the neuron whose |H| is an expert's score."""
+    own: dict[str, Tensor] = field(default_factory=dict)
+    """What the method's own router reads, where no export holds it: see `Method.own`."""
+
+
+Own = Callable[[Mapping[str, Tensor], Tensor, Tensor, int], Tensor]
+"""A router that no stock architecture holds: what it reads of a layer, the FFN's input [T, D],
+hidden activations [T, N] and k, to the experts that run: 1, else 0, [T, E]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,10 +90,15 @@ class SplitInputs:
     calibrate: CalibrateConfig
     seed: int
 
-    def layers(self) -> Iterator[Layer]:
-        """Every layer in order, with its inputs in the dense model."""
+    def layers(
+        self, converted: Callable[[int], AbstractContextManager[None]] | None = None
+    ) -> Iterator[Layer]:
+        """Every layer in order, with its inputs in the dense model, or behind layers `converted`.
+
+        See `dotmoe.calibrate.ffn_inputs`.
+        """
         modules = self.dense.family.layers(self.dense.model)
-        for index, x_TD in enumerate(ffn_inputs(self.dense, self.tokens_BT)):
+        for index, x_TD in enumerate(ffn_inputs(self.dense, self.tokens_BT, converted)):
             yield Layer(
                 ffn=self.dense.family.ffn(modules[index]),
                 x_TD=x_TD.float(),

@@ -34,6 +34,7 @@ from dotmoe.baselines.contract import (
     optimal_assignment,
     squared_distance,
 )
+from dotmoe.baselines.predictor import predictor
 
 
 def random_split(inputs: SplitInputs) -> Iterator[LayerSplit]:
@@ -74,7 +75,8 @@ def weight_clusters(inputs: SplitInputs) -> Iterator[LayerSplit]:
         centre_EF = means(rows_NF, expert_N, num_experts)
         expert_N = optimal_assignment(squared_distance(rows_NF, centre_EF))
         router_ED = similarity_router(layer, expert_N, num_experts)
-        yield LayerSplit(layer=layer, expert_of_neuron_N=expert_N, router_ED=router_ED)
+        own = predictor(layer, expert_N, router_ED, inputs.config)
+        yield LayerSplit(layer=layer, expert_of_neuron_N=expert_N, router_ED=router_ED, own=own)
 
 
 def similarity_router(

@@ -164,6 +164,31 @@ def routed(
     return watched({i: dense.family.ffn(layers[i]).down for i in layout.moe_layers}, mask)
 
 
+@contextmanager
+def gated(
+    dense: DenseModel,
+    experts: Mapping[int, Int[Tensor, " N"]],
+    gate: Callable[[int, Tensor, Tensor], Tensor],
+) -> Iterator[None]:
+    """Inside, `dense.model` multiplies each neuron by the gate of its expert; no router is asked.
+
+    `experts` has the expert of each neuron of the layers that are split. `gate` is given the number
+    of one, its FFN's input [T, D] and hidden activations [T, N], and gives the gates, [T, E].
+    """
+    layers, inputs = dense.family.layers(dense.model), dict[int, Tensor]()
+
+    def weigh(layer: int, hidden: Tensor) -> Tensor:
+        gate_TE = gate(layer, inputs[layer].flatten(0, -2), hidden.flatten(0, -2)).to(hidden.dtype)
+        # The last column stands for the neurons that are always on.
+        gate_TN = F.pad(gate_TE, (0, 1), value=1.0)[:, experts[layer].to(hidden.device)]
+        return hidden * gate_TN.view_as(hidden)
+
+    ffns = {layer: layers[layer].get_submodule("mlp") for layer in experts}
+    downs = {layer: dense.family.ffn(layers[layer]).down for layer in experts}
+    with watched(ffns, inputs.__setitem__), watched(downs, weigh):
+        yield
+
+
 def neuron_mask(
     chosen_TK: Int[Tensor, "T K"], layout: ExpertLayout, layer: int
 ) -> Bool[Tensor, "T N"]:

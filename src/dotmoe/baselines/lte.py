@@ -1,0 +1,128 @@
+"""Neurons by the directions of their weights, run where a gate is over a half: LTE.
+
+From the original: balanced k-means of gate rows; one gate an expert, sigmoid(w_e x), independent of
+the others. In the soft stage all experts run, weighted by their gates, and the loss has three
+terms: next token, eta * mean G^2, which makes gates small, and mean 1 / (G - 1/2)^2, which keeps
+them off the threshold. Then an expert runs with weight 1 where its gate is over a half: as many as
+it takes, another number for each token.
+Different here: the dense weights stay as they are, as in every split before it is finetuned (the
+original trains them in both stages: `experiments/lte_stages.py`). eta is not set by hand: it rises
+while more neurons run than the budget has and falls while fewer do, so that the mean is near the
+budget; what is met is reported. The last term is bounded near the threshold, where single tokens
+would be the whole gradient. A gate has no bias, so the k largest of the same rows are the layout's
+router.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from dotmoe.baselines.contract import LayerSplit, SplitInputs
+from dotmoe.baselines.without_data import weight_clusters
+from dotmoe.calibrate import unit_logits
+from dotmoe.models.dense import DenseModel
+from dotmoe.moe.losses import distillation_loss, next_token_labels
+from dotmoe.moe.masked import gated
+from dotmoe.moe.objective import hidden_states
+
+THRESHOLD = 0.5
+_SEPARATION = 1e-2
+"""Weight of the term that keeps gates off the threshold."""
+_BOUND = 1e-2
+"""Added to (G - 1/2)^2."""
+_STEERING = 0.1
+"""How fast eta follows the active share."""
+_RATE = 3e-3
+_ROWS = 4
+"""Sequences of an optimizer step."""
+
+
+def lte(inputs: SplitInputs) -> Iterator[LayerSplit]:
+    """Split every layer as `weight_clusters`, and train the gates of all together."""
+    split, config = inputs.granularity, inputs.config
+    clusters = replace(inputs, config=replace(config, split_router="ridge"))
+    made = list(weight_clusters(clusters))
+    if config.split_router == "ridge":
+        yield from made
+        return
+    generator = made[0].layer.generator
+    experts = {i: made[i].expert_of_neuron_N for i in range(split.first_dense_layers, len(made))}
+    routers = []
+    for one in made:
+        random_ED = torch.randn(one.router_ED.shape, generator=generator).to(one.router_ED)
+        routers.append(unit_logits(random_ED, one.layer.x_TD).requires_grad_())
+    batches = [
+        rows_BT
+        for _ in range(config.lte_epochs)
+        for rows_BT in torch.split(
+            inputs.tokens_BT[torch.randperm(len(inputs.tokens_BT), generator=generator)], _ROWS
+        )
+    ]
+    share = split.active_experts / split.num_experts
+    adam = torch.optim.Adam([routers[i] for i in experts], lr=_RATE)
+    for _ in soft_stage(inputs.dense, batches, experts, routers, share, adam):
+        pass
+    for one, router_ED in zip(made, routers, strict=True):
+        fixed_ED = router_ED.detach()
+        yield replace(one, router_ED=fixed_ED, own={"router": fixed_ED})
+
+
+def soft_stage(
+    dense: DenseModel,
+    batches: Iterable[Tensor],
+    experts: Mapping[int, Int[Tensor, " N"]],
+    routers: list[Tensor],
+    share: float,
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[dict[str, float]]:
+    """Steps of the soft stage over batches of tokens [B, T], each with its figures.
+
+    `share` of the experts are to be over the threshold in the mean; `optimizer` has what is
+    trained.
+    """
+    eta = 1.0
+    for tokens_BT in batches:
+        gates: list[Tensor] = []
+
+        def gate(layer: int, x_TD: Tensor, _: Tensor, gates: list[Tensor] = gates) -> Tensor:
+            gates.append(torch.sigmoid(x_TD.float() @ routers[layer].T))
+            return gates[-1]
+
+        with torch.enable_grad(), gated(dense, experts, gate):
+            loss = next_token_loss(dense, tokens_BT)
+            G_LTE = torch.stack(gates)
+            separation = 1 / ((G_LTE - THRESHOLD).square() + _BOUND)
+            total = loss + eta * G_LTE.square().mean() + _SEPARATION * separation.mean()
+            torch.autograd.backward(total)
+        stepped(optimizer)
+        reached = float((G_LTE > THRESHOLD).float().mean())
+        yield {"ce": float(loss.detach()), "share": reached, "eta": eta}
+        eta *= math.exp(_STEERING * (reached / share - 1))
+
+
+def next_token_loss(dense: DenseModel, tokens_BT: Tensor) -> Tensor:
+    """Mean next-token cross-entropy of a batch, with its gradient."""
+    tokens_BT = tokens_BT.long().to(dense.device)
+    head_VD = dense.family.head(dense.model).weight
+    labels_T = next_token_labels(tokens_BT)
+    hidden_TD = hidden_states(dense, tokens_BT)
+    return distillation_loss(hidden_TD, None, head_VD, labels_T, kl_weight=0.0, ce_weight=1.0)[0]
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step with gradients of norm 1 at most, and forget them."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def above_threshold(
+    own: Mapping[str, Tensor], x_TD: Tensor, hidden_TN: Tensor, active_experts: int
+) -> Tensor:
+    """The experts whose gates are over the threshold, however many."""
+    return (torch.sigmoid(x_TD.float() @ own["router"].T) > THRESHOLD).float()
