@@ -18,7 +18,8 @@ make results/tab_zero_shot_results      # makes the runs that are missing, and c
 ```
 
 Unless said otherwise, everything here is the model that comes along: 3.1M parameters, 5 layers of
-768 neurons, Python source text, one seed, one thread. Take the order and not the digits.
+768 neurons, Python source text, one thread. Numbers are means of three seeds where there is
+something random; what lies within their spread is *undecided*. Take the order and not the digits.
 `runs.toml` lists the runs; they are shared between experiments and lie in `experiments/runs`.
 """
 
@@ -38,14 +39,14 @@ def overview() -> str:
         shows = (one.result() or {"shows": []})["shows"]
         found = "; ".join(f"{entry['text']}: {said(entry)}" for entry in shows)
         link = f"[`{one.label}`]({one.name}/README.md)"
-        rows.append((link, one.title, one.status, found))
+        rows.append((link, one.title, one.reached, found))
     columns = ("label", "what", "status", "the paper's finding at small scale")
     return to_markdown(Table(columns=columns, rows=rows, words=4))
 
 
 def said(entry: dict[str, Any]) -> str:
-    """The verdict on a finding; of older results there is only whether the numbers rise."""
-    verdict = entry.get("verdict", "shows" if entry["shows"] else "does not show")
+    """The verdict on a finding."""
+    verdict: str = entry["verdict"]
     return verdict if verdict == "shows" else f"**{verdict}**"
 
 
@@ -53,7 +54,7 @@ def readme(experiment: Experiment) -> str:
     """The whole README of an experiment."""
     parts = [
         f"# `{experiment.label}`: {experiment.title}",
-        f"**Status: {experiment.status}** ({STATUSES[experiment.status]}).",
+        f"**Status: {experiment.reached}** ({STATUSES[experiment.reached]}).",
         f"## Claim\n\n{experiment.claim.strip()}",
         f"## At the paper's scale\n\n{experiment.paper_recipe.strip()}",
         f"## Scaled down\n\n{experiment.scaled_recipe.strip()}",
@@ -72,7 +73,7 @@ def readme(experiment: Experiment) -> str:
 def measured(experiment: Experiment, result: dict[str, Any]) -> list[str]:
     """Sections about what was measured here."""
     parts = ["## Measured here"]
-    parts += [grid(table["rows"], table["title"]) for table in result["tables"]]
+    parts += [grid(with_spreads(table), table["title"]) for table in result["tables"]]
     if result["shows"]:
         rows = [
             (one["text"], " < ".join(map(shown, one["numbers"])), said(one))
@@ -100,6 +101,16 @@ def measured(experiment: Experiment, result: dict[str, Any]) -> list[str]:
         f"{made['versions']['torch']}; results/experiments/{experiment.name}.json.{of_runs}"
     )
     return parts
+
+
+def with_spreads(table: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Rows of a table, with the least and greatest of the seeds where they differ."""
+    rows = {row: dict(cells) for row, cells in table["rows"].items()}
+    for row, spreads in table["spreads"].items():
+        for column, (least, most) in spreads.items():
+            if least < most:
+                rows[row][column] = f"{shown(rows[row][column])} ({shown(least)} to {shown(most)})"
+    return rows
 
 
 def grid(rows: dict[str, dict[str, Any]], title: str, *, digits: bool = True) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 from dotmoe.files import write_json
 from dotmoe.provenance import provenance
 from readmes import readmes
-from specification import Experiment, Run, all_experiments, all_runs, folder_name
+from specification import Experiment, Run, all_experiments, all_runs, folder_name, of_seeds
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "experiments" / "runs"
@@ -106,15 +106,28 @@ def collected(experiment: Experiment, needed: list[str], runs: dict[str, Run]) -
     for source in experiment.table:
         rows = {}
         for row, named in source.rows.items():
-            files = [named] if isinstance(named, str) else named
+            files = of_seeds(named)
             values = [json.loads(place_of(file).read_text(encoding="utf-8")) for file in files]
             for column, key in source.columns.items():
                 at_key = key.replace("{row}", row).replace("{first}", row.split()[0])
-                seeds[row, column] = [first_of(of_seed, at_key) for of_seed in values]
+                seeds[row, column] = [
+                    first_of(of_seed, at_key.replace("{seed}", str(seed)))
+                    for seed, of_seed in enumerate(values)
+                ]
             mean = {c: fmean(v) if v[1:] else v[0] for (r, c), v in seeds.items() if r == row}
             rows[row] = {column: mean[column] for column in source.columns}
             numbers |= {(row, column): value for column, value in rows[row].items()}
-        tables.append({"title": source.title, "files": source.rows, "rows": rows})
+        spreads = {
+            row: {
+                column: [min(v), max(v)]
+                for column in source.columns
+                if (v := seeds[row, column])[1:]
+            }
+            for row in rows
+        }
+        tables.append(
+            {"title": source.title, "files": source.rows, "rows": rows, "spreads": spreads}
+        )
     return {
         "label": experiment.label,
         "origin": "measured",
@@ -134,7 +147,6 @@ def collected(experiment: Experiment, needed: list[str], runs: dict[str, Run]) -
             {
                 "text": one.text,
                 "numbers": one.numbers(numbers),
-                "shows": is_rising(one.numbers(numbers)),
                 "verdict": verdict(
                     [seeds[tuple(p)] if isinstance(p, list) else [p] for p in one.less]
                 ),
@@ -162,10 +174,6 @@ def verdict(by_seed: list[list[float]]) -> str:
     ):
         return "does not show"
     return "undecided" if any(abs(step) <= spread for step, spread in steps) else "shows"
-
-
-def is_rising(values: list[float]) -> bool:
-    return all(a < b for a, b in pairwise(values))
 
 
 def place_of(file: str) -> Path:
@@ -204,7 +212,7 @@ def at(values: Any, key: str) -> Any:
     for step in STEP.findall(key):
         if step.startswith("["):
             name, wanted = step[1:-1].split("=")
-            values = next(entry for entry in values if str(entry[name]) == wanted)
+            values = next(entry for entry in values if str(entry.get(name)) == wanted)
         elif step == "#":
             values = len(values)
         else:

@@ -9,7 +9,12 @@ from typing import Any, Literal
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results"
 
+SEEDS = range(3)
+"""What `{seed}` stands for."""
+
 Status = Literal["run", "partly run", "not run", "not built"]
+Verdict = Literal["shows", "does not show", "undecided"]
+
 STATUSES = {
     "run": "the scaled recipe has been run; its result is in results/",
     "partly run": "a part of the scaled recipe has been run; the rest is said below",
@@ -22,11 +27,12 @@ STATUSES = {
 class Source:
     """A table of numbers collected from result files: a file a row, a key a column."""
 
-    rows: dict[str, str | list[str]]
-    """Row -> file: `RUN/...` of a run, or `results/...` of the repository; a file a seed."""
+    rows: dict[str, str]
+    """Row -> file: `RUN/...` of a run, or `results/...`; with `{seed}` one a seed."""
     columns: dict[str, str]
     """Column -> place in the file, such as `points[step=30].loss`; `{row}` stands for the row,
-    `{first}` for its first word; ` or ` joins places of which the first that is there counts."""
+    `{first}` for its first word, `{seed}` for the seed; ` or ` joins places of which the first that
+    is there counts."""
     title: str = ""
 
 
@@ -43,12 +49,13 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A finding of the paper as an order of numbers, and whether it is expected at small scale."""
+    """A finding of the paper as an order of numbers, and what is expected of it at small scale."""
 
     text: str
     less: list[list[str] | float]
     """Numbers, each to be below the next: [row, column] of measured ones, or a plain number."""
-    expected: bool
+    expected: Verdict | None = None
+    """None: nothing, it was not run yet."""
 
     def numbers(self, measured: dict[tuple[str, str], float]) -> list[float]:
         """What is compared, given the measured numbers by row and column."""
@@ -65,6 +72,7 @@ class Experiment:
     label: str
     title: str
     status: Status
+    """What it is when its runs are finished."""
     claim: str
     paper_recipe: str
     """Models, commands, hours and hardware at the paper's scale."""
@@ -91,6 +99,11 @@ class Experiment:
     def result_file(self) -> Path:
         return RESULTS / "experiments" / f"{self.name}.json"
 
+    @property
+    def reached(self) -> Status:
+        """What it is now: `not run` as long as there is no result."""
+        return "not run" if self.table and not self.result_file.is_file() else self.status
+
     def result(self) -> dict[str, Any] | None:
         """What was measured, if it was."""
         return _json(self.result_file)
@@ -115,8 +128,14 @@ def folder_name(label: str) -> str:
     return label.replace(":", "_")
 
 
+def of_seeds(text: str) -> list[str]:
+    """A text once for each seed, if it has a place for one."""
+    return list(dict.fromkeys(text.replace("{seed}", str(seed)) for seed in SEEDS))
+
+
 def load_experiment(folder: Path) -> Experiment:
     values = _toml(folder / "experiment.toml")
+    values["runs"] = [name for entry in values.get("runs", []) for name in of_seeds(entry)]
     values["table"] = [Source(**entry) for entry in values.get("table", [])]
     values["expected"] = [Expected(**entry) for entry in values.get("expected", [])]
     values["shows"] = [Comparison(**entry) for entry in values.get("shows", [])]
@@ -130,7 +149,14 @@ def all_experiments() -> list[Experiment]:
 
 
 def all_runs() -> dict[str, Run]:
-    return {name: Run(**values) for name, values in _toml(HERE / "runs.toml").items()}
+    """Every run by name, one with `{seed}` in its command once for each seed."""
+    runs = {}
+    for name, values in _toml(HERE / "runs.toml").items():
+        names = of_seeds(f"{name}_{{seed}}" if "{seed}" in values["command"] else name)
+        for seed, each in zip(SEEDS, names, strict=False):
+            text = json.dumps(values).replace("{seed}", str(seed))
+            runs[each] = Run(**json.loads(text))
+    return runs
 
 
 def _toml(file: Path) -> dict[str, Any]:

@@ -33,6 +33,7 @@ WIDTHS = {  # public: model width, FFN width, layers
     "meta-llama/Llama-2-7b-hf": (4_096, 11_008, 32),
     "meta-llama/Meta-Llama-3-8B": (4_096, 14_336, 32),
     "embedded": (192, 768, 5),
+    "RUN": (896, 4_736, 4),  # experiments/random_model.py
 }
 OPTIONS = json.loads((ROOT / "tests/contract/golden/options.json").read_text(encoding="utf-8"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -78,7 +79,7 @@ def printed():
             if arguments and arguments[0] in COMMANDS and len(arguments) > 1:
                 yield name, arguments
     for run_name, entry in tomllib.loads((ROOT / "experiments/runs.toml").read_text()).items():
-        command = shlex.split(re.sub(r"\{(\w+)\}", "RUN", entry["command"]))
+        command = shlex.split(re.sub(r"\{(\w+)\}", "RUN", entry["command"].replace("{seed}", "0")))
         if command[0] == "dotmoe":
             yield f"runs.toml, {run_name}", command[1:]
 

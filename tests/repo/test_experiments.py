@@ -30,8 +30,8 @@ def test_an_experiment_says_what_it_must(experiment):
     said = (experiment.claim, experiment.paper_recipe, experiment.scaled_recipe, experiment.finding)
     assert all(text.strip() for text in said)
     assert "to be written" not in experiment.finding
-    was_run = experiment.status in ("run", "partly run")
-    assert bool(experiment.table) == was_run == (experiment.result() is not None)
+    assert bool(experiment.table) == (experiment.status in ("run", "partly run"))
+    assert experiment.table or experiment.result() is None
     assert set(experiment.runs) <= set(RUNS)
     file = (experiment.folder / "experiment.toml").read_text(encoding="utf-8")
     assert set(re.findall(r"dotmoe (\w+) .*?--recipe \w+", file)) <= set(COMMANDS)
@@ -40,7 +40,7 @@ def test_an_experiment_says_what_it_must(experiment):
 @each_experiment
 def test_quoted_is_told_from_measured(experiment):
     quoted, result = experiment.quoted(), experiment.result()
-    assert quoted is not None or result is not None
+    assert quoted is not None or experiment.table
     if quoted is not None:
         assert (quoted["origin"], quoted["label"]) == ("quoted", experiment.label)
         assert quoted["rows"]
@@ -68,8 +68,9 @@ def test_results_are_those_of_the_experiments_file(experiment):
     for one, found in zip(experiment.shows, result["shows"], strict=True):
         values = one.numbers(numbers)
         assert (found["text"], found["numbers"]) == (one.text, values)
-        assert found["shows"] == (sorted(values) == values and len(set(values)) == len(values))
-        assert found["shows"] == one.expected, one.text
+        is_rising = sorted(values) == values and len(set(values)) == len(values)
+        assert found["verdict"] in {"undecided", "shows" if is_rising else "does not show"}
+        assert one.expected in (None, found["verdict"]), one.text
     for one, found in zip(experiment.expected, result["expected"], strict=True):
         assert numbers[one.row, one.column] == found["value"]
         assert abs(found["value"] - one.value) <= one.tolerance * one.value, one
@@ -103,12 +104,12 @@ def test_a_run_that_is_finished_is_not_started_again(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(runner, "RUNS", tmp_path)
     monkeypatch.setattr(runner, "started", lambda name, run: started.append(name) or 3)
-    finished = tmp_path / "dot_moe" / "6_evaluate"
+    finished = tmp_path / "dot_moe_0" / "6_evaluate"
     finished.mkdir(parents=True)
     (finished / "results.json").write_text(json.dumps({"provenance": {}}))
     by_label = {one.label: one for one in EXPERIMENTS}
     assert runner.make(by_label["tab:motivation_mse_combined"], start=True) == 3
-    assert started == ["fidelity_dot_moe"]
+    assert started == ["single_layer_0"]
 
 
 def test_the_recovery_curve_measures_cross_entropy_over_windows(tiny_dense):

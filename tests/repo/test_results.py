@@ -10,7 +10,7 @@ FILES = sorted((ROOT / "results").rglob("*.json"))
 OFFENDERS = ROOT / "tests" / "repo" / "results_without_commit.txt"
 KNOWN = {line for line in OFFENDERS.read_text().splitlines() if not line.startswith("#")}
 """May only shrink: a file that is made again goes from it."""
-MOST = 28
+MOST = 13
 
 
 def commits(value):

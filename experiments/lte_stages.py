@@ -1,0 +1,135 @@
+"""LTE as published: both of its stages train the dense weights, at the tokens of DOT-MoE's two.
+
+    python experiments/lte_stages.py RUN OUT
+
+RUN is a conversion by `--method lte`, whose experts and text are taken. Stage 1 trains weights and
+routers together, all experts weighted by their gates; stage 2 trains the weights where only the
+experts over the threshold run, routers fixed. DOT-MoE's alignment and finetuning have as many
+steps, of as many tokens, on the same text. Writes OUT/lte.json: perplexity under the threshold
+behind each stage, and the active share with its spread.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from torch import Tensor
+from tyro.conf import Positional
+
+from dotmoe.baselines import Baseline, routed_by_own
+from dotmoe.baselines.lte import next_token_loss, soft_stage, stepped
+from dotmoe.calibrate import ffn_inputs, unit_logits
+from dotmoe.evaluate import heldout_perplexity
+from dotmoe.files import write_json
+from dotmoe.finished_run import FinishedRun
+from dotmoe.load import LoadConfig, load_dense
+from dotmoe.models.dense import DenseModel
+from dotmoe.provenance import provenance
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """One conversion, and how long its stages are."""
+
+    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Run folder of a finished conversion by LTE's partition."""
+    out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
+    """Folder to write."""
+    soft_steps: int = 300
+    """Steps of stage 1: those of the alignment."""
+    hard_steps: int = 150
+    """Steps of stage 2: those of the finetuning."""
+    batch_size: int = 4
+    lr: float = 1e-3
+    """Peak rate of the weights; it falls as a cosine in each stage."""
+    lr_router: float = 3e-3
+    seed: int = 0
+
+
+class Annealed(torch.optim.AdamW):
+    """AdamW whose rates fall as a cosine over its steps."""
+
+    def __init__(self, groups: list[dict[str, Any]], steps: int) -> None:
+        super().__init__(groups, weight_decay=1e-4)
+        self.done, self.steps = 0, steps
+        self.peaks = [group["lr"] for group in self.param_groups]
+
+    def step(self, closure: Any = None) -> Any:
+        """A step at the rate of its place."""
+        factor = 0.5 * (1 + math.cos(math.pi * self.done / self.steps))
+        for group, peak in zip(self.param_groups, self.peaks, strict=True):
+            group["lr"] = peak * factor
+        self.done += 1
+        return super().step(closure)
+
+
+def measured(dense: DenseModel, found: FinishedRun, routers: list[Tensor]) -> dict[str, Any]:
+    """Perplexity under the threshold, and the share of the neurons that run."""
+    shares: list[Tensor] = []
+    made = Baseline(layout=found.layout, own={"router": torch.stack(routers).detach()})
+    with torch.no_grad(), routed_by_own("lte", dense, made, shares):
+        heldout = {found.text.heldout_name: found.text.heldout}
+        result = heldout_perplexity(dense.model, dense.tokenizer, heldout)
+    layers = len(routers)
+    share_LT = torch.stack([torch.cat(shares[layer::layers]) for layer in range(layers)])
+    active = {"mean": float(share_LT.mean()), "std": float(share_LT.mean(dim=0).std())}
+    return result | {"active": active | {"layers": share_LT.mean(dim=1).tolist()}}
+
+
+def main() -> None:
+    settings = tyro.cli(Settings)
+    found = FinishedRun(settings.run)
+    dense, layout = load_dense(found.weights, LoadConfig(dtype="float32")), found.layout
+    training = found.text.training
+    experts = {i: layout.expert_of_neuron_LN[i] for i in layout.moe_layers}
+    generator = torch.Generator().manual_seed(settings.seed)
+    routers = [
+        unit_logits(torch.randn(layout.num_experts, x_TD.shape[1], generator=generator), x_TD)
+        for x_TD in ffn_inputs(dense, training.drawn(8_192))
+    ]
+
+    def batches(first: int, steps: int) -> Iterator[Tensor]:
+        for step in range(first, first + steps):
+            yield training.batch(step, settings.batch_size, settings.seed, 0, 1)
+
+    trained = [
+        {"params": [p.requires_grad_() for p in dense.model.parameters()], "lr": settings.lr},
+        {"params": [r.requires_grad_() for r in routers], "lr": settings.lr_router},
+    ]
+    share = layout.active_experts / layout.num_experts
+    stage = Annealed(trained, settings.soft_steps)
+    soft = batches(0, settings.soft_steps)
+    for step, figures in enumerate(soft_stage(dense, soft, experts, routers, share, stage)):
+        if step % 30 == 0:
+            print(f"soft {step}: {figures}", flush=True)
+    results = {"soft": measured(dense, found, routers)}
+    print(results["soft"]["loss"], results["soft"]["active"], flush=True)
+    made = Baseline(layout=layout, own={"router": torch.stack(routers).detach()})
+    stage = Annealed(trained[:1], settings.hard_steps)
+    for step, tokens_BT in enumerate(batches(settings.soft_steps, settings.hard_steps)):
+        with routed_by_own("lte", dense, made):
+            loss = next_token_loss(dense, tokens_BT)
+            torch.autograd.backward(loss)
+        stepped(stage)
+        if step % 30 == 0:
+            print(f"hard {step}: {loss.item():.3f}", flush=True)
+    results["hard"] = measured(dense, found, routers)
+    print(results["hard"]["loss"], results["hard"]["active"], flush=True)
+    steps = settings.soft_steps + settings.hard_steps
+    record = {
+        "origin": "measured",
+        **results,
+        "trained_tokens": steps * settings.batch_size * training.seq_len,
+        "settings": {name: str(value) for name, value in asdict(settings).items()},
+        "provenance": provenance(seed=settings.seed),
+    }
+    settings.out.mkdir(parents=True, exist_ok=True)
+    write_json(settings.out / "lte.json", record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Error of single split layers on the dense model's own inputs, each layer by itself.
+
+    python experiments/single_layer.py RUN OUT --active-experts 5
+
+Takes model, text, experts' size and seed of RUN, a finished conversion. Every method splits each
+layer as if all others stayed dense, with its own router, CMoE's as published; `DOT-MoE` is
+its start from data, and that start trained on the layer alone: affinities and router by the
+squared error of the FFN's output, plan, rounding and estimators as in the alignment. Errors are
+means over held-out tokens: squared error a component, and over the dense output's mean square.
+Writes OUT/layers.json.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from torch import Tensor
+from tyro.conf import Positional
+
+from dotmoe.align import Alignment
+from dotmoe.baselines import (
+    METHODS,
+    Baseline,
+    SplitInputs,
+    baseline,
+    granularity_of,
+    routed_by_own,
+)
+from dotmoe.calibrate import calibrate, ffn_inputs
+from dotmoe.config import RunConfig
+from dotmoe.files import write_json
+from dotmoe.finished_run import FinishedRun
+from dotmoe.load import LoadConfig, load_dense
+from dotmoe.models.dense import DenseModel
+from dotmoe.moe.assignment import extract
+from dotmoe.moe.masked import masked, masked_by, watched
+from dotmoe.moe.objective import Taught, hidden_states
+from dotmoe.provenance import provenance
+from dotmoe.training.loop import train
+
+RIVALS = ("cmoe", "llama_moe_v2", "random_split")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """One conversion, and what of it."""
+
+    run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Run folder of a finished conversion."""
+    out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
+    """Folder to write."""
+    active_experts: int
+    """Experts that run."""
+    layers: tuple[int, ...] = ()
+    """Layers to measure; default: all."""
+    steps: int = 300
+    """Steps that each layer is trained by itself, all at once."""
+    heldout_tokens: int = 16_384
+    """Tokens to measure on."""
+    seed: int = 0
+
+
+class LayerByLayer(Alignment):
+    """Each layer learns the output of its own dense FFN for the dense model's input."""
+
+    layers: tuple[int, ...]
+
+    def teacher(self, tokens_BT: Tensor) -> Taught:
+        """Inputs of the FFNs, kept in `inputs`; nothing else is learned from."""
+        self.inputs: dict[int, Tensor] = {}
+        modules = self.dense.family.layers(self.dense.model)
+        ffns = {index: modules[index].get_submodule("mlp") for index in self.layers}
+        self.routing.enabled = False
+        with torch.no_grad(), watched(ffns, self.inputs.__setitem__):
+            hidden_TD = hidden_states(self.dense, tokens_BT)
+        self.routing.enabled = True
+        return hidden_TD, None
+
+    def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
+        """Sum over layers of the relative squared error, and what keeps routers balanced."""
+        self.routing.losses = []
+        modules, total = self.dense.family.layers(self.dense.model), torch.zeros(())
+        for index, x_BTD in self.inputs.items():
+            ffn = modules[index].get_submodule("mlp")
+            with torch.no_grad():
+                target = ffn.dense(x_BTD)
+            error = (ffn(x_BTD) - target).float().square().mean()
+            total = total + error / target.float().square().mean()
+        z, balance = self.routing.pop_losses()
+        loss = total + self.config.z_loss_weight * z + self.config.balance_weight * balance
+        return {"loss": loss, "kl": total, "ce": total, "z": z, "balance": balance}
+
+
+def main() -> None:
+    settings = tyro.cli(Settings)
+    found = FinishedRun(settings.run)
+    config = found.config
+    assert isinstance(config, RunConfig)
+    dense = load_dense(found.model, LoadConfig(dtype="float32"))
+    text, k = found.text, settings.active_experts
+    split = replace(found.layout.granularity, active_experts=k)
+    layers = settings.layers or tuple(range(dense.widths.layers))
+    settings.out.mkdir(parents=True, exist_ok=True)
+    rows = text.heldout.tokens_BT[: max(1, settings.heldout_tokens // text.heldout.seq_len)]
+    inputs = [x if i in layers else x[:0] for i, x in enumerate(ffn_inputs(dense, rows))]
+
+    def errors(
+        inside: Callable[[int], AbstractContextManager[Any]],
+    ) -> Iterator[dict[str, float]]:
+        modules = dense.family.layers(dense.model)
+        for index in layers:
+            part_TD = torch.split(inputs[index], 4_096)
+            with torch.no_grad():
+                target = torch.cat([modules[index].get_submodule("mlp")(x) for x in part_TD])
+                with inside(index):
+                    ffn = modules[index].get_submodule("mlp")
+                    output = torch.cat([ffn(x[None])[0] for x in part_TD])
+            error, power = (float(each.square().mean()) for each in (output - target, target))
+            yield {"layer": index, "mse": error, "relative_mse": error / power}
+
+    start = calibrate(dense, text.training, split, config.calibrate, seed=settings.seed)
+    before = extract(start, split, config.assignment)
+    schedule = replace(config.align, steps=settings.steps).schedule(text.training.num_blocks)
+    task = LayerByLayer(
+        dense,
+        text.training,
+        start,
+        split,
+        replace(config.align, steps=settings.steps),
+        config.assignment,
+        warmup_steps=schedule.warmup_steps,
+        seed=settings.seed,
+    )
+    task.layers = layers
+    with masked(dense, task.routing):
+        train(task, schedule, settings.out, on_step=_say)
+    after = extract(task.learned(start, schedule.steps), split, config.assignment)
+    methods = {
+        "dot_moe_untrained": list(errors(lambda _: masked_by(dense, before))),
+        "dot_moe": list(errors(lambda _: masked_by(dense, after))),
+    }
+    for method in RIVALS:
+        made = {index: _split(method, dense, found, settings, index) for index in layers}
+
+        def inside(
+            index: int, method: str = method, made: dict[int, Baseline] = made
+        ) -> AbstractContextManager[Any]:
+            one = made[index]
+            return routed_by_own(method, dense, one) if one.own else masked_by(dense, one.layout)
+
+        methods[method] = list(errors(inside))
+    record = {
+        "origin": "measured",
+        "methods": methods,
+        "active": split.active_fraction,
+        "tokens": rows.numel(),
+        "steps": settings.steps,
+        "provenance": provenance(seed=settings.seed),
+    }
+    write_json(settings.out / "layers.json", record)
+    for method, result in methods.items():
+        print(method, [f"{one['relative_mse']:.4f}" for one in result], flush=True)
+
+
+def _split(
+    method: str, dense: DenseModel, found: FinishedRun, settings: Settings, layer: int
+) -> Baseline:
+    """A method's split of a layer whose inputs are the dense model's."""
+    config = found.config
+    assert isinstance(config, RunConfig)
+    split = replace(found.layout.granularity, active_experts=settings.active_experts)
+    # CMoE calibrates behind converted layers, of which there are none before the first split one.
+    first = layer if METHODS[method].own else 0
+    given = SplitInputs(
+        dense=dense,
+        tokens_BT=found.text.training.drawn(config.calibrate.tokens(dense.widths.model)),
+        granularity=replace(
+            granularity_of(method, split, config.baseline), first_dense_layers=first
+        ),
+        config=config.baseline,
+        calibrate=config.calibrate,
+        seed=settings.seed,
+    )
+    return baseline(method, given)
+
+
+def _say(step: int, metrics: Any) -> None:
+    if step % 30 == 0:
+        print(step, f"{metrics['kl']:.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
