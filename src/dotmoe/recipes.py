@@ -77,7 +77,7 @@ def small_sft() -> FinetuneRunConfig:
         sft(),
         data=DataConfig(seq_len=256),
         finetune=FinetuneConfig(
-            steps=150, batch_size=4, lr=1e-3, lr_router=3e-4, kl_weight=1.0, max_epochs=100.0
+            steps=150, batch_size=4, lr=6e-4, lr_router=0.0, kl_weight=1.0, max_epochs=100.0
         ),
     )
 
