@@ -20,7 +20,7 @@ import tyro
 from torch import Tensor
 from tyro.conf import Positional
 
-from dotmoe.baselines import Baseline, routed_by_own
+from dotmoe.baselines import Baseline, active_share, routed_by_own
 from dotmoe.baselines.lte import next_token_loss, soft_stage, stepped
 from dotmoe.calibrate import ffn_inputs, unit_logits
 from dotmoe.evaluate import heldout_perplexity
@@ -74,10 +74,7 @@ def measured(dense: DenseModel, found: FinishedRun, routers: list[Tensor]) -> di
     with torch.no_grad(), routed_by_own("lte", dense, made, shares):
         heldout = {found.text.heldout_name: found.text.heldout}
         result = heldout_perplexity(dense.model, dense.tokenizer, heldout)
-    layers = len(routers)
-    share_LT = torch.stack([torch.cat(shares[layer::layers]) for layer in range(layers)])
-    active = {"mean": float(share_LT.mean()), "std": float(share_LT.mean(dim=0).std())}
-    return result | {"active": active | {"layers": share_LT.mean(dim=1).tolist()}}
+    return result | {"active": active_share(shares, len(routers))}
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from dotmoe.align import AlignConfig, align
 from dotmoe.baselines import (
     Baseline,
     SplitInputs,
+    active_share,
     baseline,
     granularity_of,
     routed_by_own,
@@ -541,15 +541,8 @@ def _not_exported(run: _Run[RunConfig], dense: DenseModel, made: Baseline) -> di
         shares = list[Tensor]()
         routed = routed_by_own(run.config.method, dense, made, shares)
         found["moe_own_router"] = run.measured("its own router", dense, routed)
-        # All layers see a batch before the next one is run: tokens of all texts, [tokens, layers].
         layers = len(made.layout.moe_layers)
-        by_layer = [torch.cat(shares[layer::layers]) for layer in range(layers)]
-        share_T = torch.stack(by_layer).mean(dim=0)
-        found["moe_own_router"]["active"] = {
-            "mean": float(share_T.mean()),
-            "std": float(share_T.std()),
-            "layers": [float(share.mean()) for share in by_layer],
-        }
+        found["moe_own_router"]["active"] = active_share(shares, layers)
     return found
 
 

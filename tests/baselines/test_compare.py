@@ -269,7 +269,7 @@ def test_every_method_is_frozen_repaired_and_finetuned_alike(
     tiny_dense, text_file, eval_text, tmp_path, command
 ):
     out, model = tmp_path / "compared", tiny_dense("llama")
-    options = {"methods": ["dot_moe", "lte"], "repair_tokens": 1024, "lte_epochs": 1, **OPTIONS}
+    options = {"methods": ["dot_moe", "lte"], "repair_tokens": 1024, "lte_steps": 2, **OPTIONS}
     options |= {"data": text_file, "eval_text": eval_text, "finetune_steps": 2}
     words = ["compare", model, out, "--repair", "--finetune-recipe", "small"]
     assert command(*words, **options).status == 0

@@ -486,7 +486,7 @@ def test_a_step_of_ltes_soft_stage_follows_the_gradient_of_its_loss(dense, token
 
 @torch.no_grad()
 def test_lte_runs_the_experts_over_the_threshold_and_comes_near_the_budget(dense, given):
-    made = baseline("lte", given("lte", lte_epochs=60))
+    made = baseline("lte", given("lte", lte_steps=100))
     clusters = baseline("weight_clusters", given("weight_clusters")).layout
     assert torch.equal(made.layout.expert_of_neuron_LN, clusters.expert_of_neuron_LN)
     mlp = dense.model.model.layers[1].mlp

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -43,6 +43,7 @@ __all__ = [
     "BaselineConfig",
     "MethodName",
     "SplitInputs",
+    "active_share",
     "baseline",
     "granularity_of",
     "routed_by_own",
@@ -187,7 +188,7 @@ def routed_by_own(
     """Inside, `dense.model` is the MoE of the layout's experts under the method's own router.
 
     For measuring only: no stock architecture holds it. `shares` is given the share of the neurons
-    that run for each token, [T] for every call of a layer.
+    that run for each token, [T] for every call of a layer; see `active_share`.
     """
     layout, choose = made.layout, METHODS[method].own
     assert choose is not None
@@ -201,6 +202,17 @@ def routed_by_own(
         return runs_TE
 
     return gated(dense, {i: layout.expert_of_neuron_LN[i] for i in layout.moe_layers}, gate)
+
+
+def active_share(shares: list[Tensor], layers: int) -> dict[str, Any]:
+    """Mean share of the neurons that run, of all and by layer, and how it differs by token.
+
+    `std` is the standard deviation of each token's mean over the split layers.
+    """
+    share_LT = torch.stack([torch.cat(shares[layer::layers]) for layer in range(layers)])
+    std = share_LT.mean(dim=0).std()
+    by_layer = share_LT.mean(dim=1).tolist()
+    return {"mean": float(share_LT.mean()), "std": float(std), "layers": by_layer}
 
 
 def state_of(layout: ExpertLayout, device: torch.device) -> AlignState:

@@ -44,8 +44,8 @@ class BaselineConfig:
     predictor_epochs: Annotated[int, at_least(1)] = 30
     """Passes over the calibration tokens in which MoEfication's predictor is trained; for
     weight_clusters and co_activation."""
-    lte_epochs: Annotated[int, at_least(1)] = 20
-    """Passes over the calibration text in which LTE's routers are trained; for lte."""
+    lte_steps: Annotated[int, at_least(1)] = 100
+    """Steps of 1,024 calibration tokens in which LTE's gates are trained; for lte."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,8 +37,7 @@ _BOUND = 1e-2
 _STEERING = 0.1
 """How fast eta follows the active share."""
 _RATE = 3e-3
-_ROWS = 4
-"""Sequences of an optimizer step."""
+_TOKENS_A_STEP = 1_024
 
 
 def lte(inputs: SplitInputs) -> Iterator[LayerSplit]:
@@ -55,13 +54,11 @@ def lte(inputs: SplitInputs) -> Iterator[LayerSplit]:
     for one in made:
         random_ED = torch.randn(one.router_ED.shape, generator=generator).to(one.router_ED)
         routers.append(unit_logits(random_ED, one.layer.x_TD).requires_grad_())
-    batches = [
-        rows_BT
-        for _ in range(config.lte_epochs)
-        for rows_BT in torch.split(
-            inputs.tokens_BT[torch.randperm(len(inputs.tokens_BT), generator=generator)], _ROWS
-        )
-    ]
+    rows = max(1, _TOKENS_A_STEP // inputs.tokens_BT.shape[1])
+    batches = (
+        inputs.tokens_BT[torch.randperm(len(inputs.tokens_BT), generator=generator)[:rows]]
+        for _ in range(config.lte_steps)
+    )
     share = split.active_experts / split.num_experts
     adam = torch.optim.Adam([routers[i] for i in experts], lr=_RATE)
     for _ in soft_stage(inputs.dense, batches, experts, routers, share, adam):
