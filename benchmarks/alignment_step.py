@@ -204,7 +204,7 @@ class Step:
         )
         self.clock = Clock(dense.device)
         time_methods(self.task, OF_TASK, self.clock)
-        time_methods(self.task.assignment, OF_ASSIGNMENT, self.clock)
+        time_methods(self.task.parts[0].assignment, OF_ASSIGNMENT, self.clock)
         groups = self.task.parameter_groups()
         self.parameters = [p for group in groups for p in group.parameters.values()]
         self.optimizer = adamw(groups, weight_decay=self.config.weight_decay)
@@ -212,7 +212,8 @@ class Step:
 
     def taken(self, *, checkpointing: bool = False) -> dict[str, float]:
         """Seconds of the parts of one step, and of all of it as `step`."""
-        masks, saved = masked(self.dense, self.task.routing), recomputing(self.dense, checkpointing)
+        masks = masked(self.dense, self.task.routings)
+        saved = recomputing(self.dense, checkpointing)
         with masks, saved, self.clock.part("step"):
             self.task.accumulate_gradients(self.steps)
             with self.clock.part("optimizer"):
@@ -225,7 +226,7 @@ class Step:
     def straight_through(self) -> float:
         """Seconds that routing, masks and their estimators add to the FFNs of a step."""
         passes = self.dense.widths.layers * self.config.batch_size // self.config.micro_batch_size
-        with masked(self.dense, self.task.routing):
+        with masked(self.dense, self.task.routings):
             return passes * sum(mask_cost(self.task, self.clock))
 
     def peak_bytes(self, *, checkpointing: bool = False) -> int:

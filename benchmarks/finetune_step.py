@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dotmoe.analyse.overhead import Clock
 from dotmoe.moe import sparse
-from dotmoe.moe.masked import masked, masking_of
+from dotmoe.moe.masked import masked, maskings_of
 from dotmoe.moe.router import Routing
 from random_models import Shape, random_dense, random_layout, random_tokens
 from rounds import in_turns, keep, ratio
@@ -53,13 +53,13 @@ class TrainingStep:
         self.changed, routers = ExitStack(), list[Tensor]()
         if form != "dense":
             layout = random_layout(shape, settings.experts, active_experts, seed)
-            self.routing = masking = replace(masking_of(dense, layout), surrogate="soft_top_k")
+            self.routing = masking = replace(maskings_of(dense, layout)[0], surrogate="soft_top_k")
             if form == "sparse":
                 sparse.make_sparse(dense, layout, masking)
             else:
                 masking.router_LED = nn.Parameter(masking.router_LED)
                 routers = [masking.router_LED]
-                self.changed.enter_context(masked(dense, masking))
+                self.changed.enter_context(masked(dense, [masking]))
         self.model = dense.model.requires_grad_(True)
         self.tokens_BT = random_tokens(shape, 2, settings.tokens // 2, seed).long().to(device)
         self.clock = Clock(dense.device)

@@ -16,6 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, as models do
+
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -24,9 +28,6 @@ from dotmoe.cli import run
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from runs import TEXT, TINY_CONVERT, TINY_FINETUNE, Outcome, TinyRun, words
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, which torch delays
 
 SHARED_DATA = Path(__file__).resolve().parents[1] / "../shared/data"
 

@@ -50,7 +50,7 @@ def split_of(dense, **options):
 
 
 def learned_by(task):
-    return task.assignment.affinity_LNE, task.assignment.router_LED
+    return task.parts[0].assignment.affinity_LNE, task.parts[0].assignment.router_LED
 
 
 def alignment(dense, blocks, config=CONFIG, kind=Alignment, split=None):
@@ -70,7 +70,7 @@ def aligned(dense, blocks, folder, config=CONFIG, *, initial=None, assignment=No
 
 
 def gradients(dense, task, step=0):
-    with masked(dense, task.routing):
+    with masked(dense, task.routings):
         metrics = task.accumulate_gradients(step)
     return metrics, *(p.grad.clone() for p in learned_by(task))
 
@@ -173,7 +173,7 @@ def test_leading_dense_layers_are_neither_trained_nor_measured(dense, blocks, tm
     hard = F.one_hot(greedy_assignment(plan, capacity=split.expert_size), E)
     gap = float((plan - hard).abs().sum(dim=-1).mean() / 2)
     assert metrics[1]["soft_hard_gap"] == pytest.approx(gap, abs=1e-5)
-    moved = metrics[2]["moved_fraction"] * split.ffn_width
+    moved = metrics[2]["moved_fraction"] * split.units
     assert moved == pytest.approx(round(moved), abs=1e-3)
 
 
@@ -292,10 +292,10 @@ def test_a_halved_micro_batch_is_kept_when_resumed(dense, blocks, tmp_path):
         task = alignment(dense, blocks, config, kind=kind)
         task.interrupted_at = interrupted_at
         folder.mkdir(exist_ok=True)
-        with masked(dense, task.routing):
+        with masked(dense, task.routings):
             train(task, config.schedule(10), folder, TrainingConfig(checkpoint_every=1))
         assert task.micro_batch_size == 2
-        return (*learned_by(task), task.routing.expert_of_neuron_LN)
+        return (*learned_by(task), task.parts[0].masking.expert_of_neuron_LN)
 
     fitting = trained(Alignment, 2, tmp_path / "fitting")
     cramped = trained(Cramped, 4, tmp_path / "cramped")

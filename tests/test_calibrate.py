@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from dotmoe.calibrate import (
     CalibrateConfig,
     RidgeRouter,
+    block_inputs,
     calibrate,
     contributions,
-    ffn_inputs,
     harden,
     log_energy,
     router_aware_start,
@@ -90,7 +90,7 @@ def test_an_ffn_that_does_nothing_gets_experts_and_a_router_too(dense_of, tokens
 @torch.no_grad()
 def test_contributions_are_the_sizes_of_the_neurons_terms(dense_of, tokens_BT):
     dense = dense_of("llama")
-    inputs, seen = list(ffn_inputs(dense, tokens_BT)), []
+    inputs, seen = [x for x, _ in block_inputs(dense, tokens_BT, "ffn")], []
     mlp = dense.model.model.layers[1].mlp
     handle = mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     dense.model(input_ids=tokens_BT)

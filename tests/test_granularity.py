@@ -13,7 +13,7 @@ from dotmoe.granularity import (
 def split(width, **settings):
     """E, s, k."""
     found = resolve(ExpertsConfig(**settings), width)
-    assert found.ffn_width == width
+    assert found.units == width
     return found.num_experts, found.expert_size, found.active_experts
 
 
@@ -111,5 +111,5 @@ def test_a_shared_expert_is_part_of_what_runs(settings, expected):
 
 def test_derived_figures():
     found = Granularity(num_experts=84, expert_size=128, active_experts=20, shared_size=256)
-    assert (found.ffn_width, found.active_neurons) == (11_008, 22 * 128)
+    assert (found.units, found.active_units) == (11_008, 22 * 128)
     assert found.active_fraction == 22 / 86

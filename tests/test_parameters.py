@@ -113,5 +113,5 @@ def test_the_meta_model_counts_as_the_real_model_and_its_parts_add_up(kind, tied
 
 def test_a_split_of_another_width_is_refused():
     granularity = resolve(ExpertsConfig(), 11_008)
-    with pytest.raises(ValueError, match="a split of 11008 neurons for FFNs of 14336"):
+    with pytest.raises(ValueError, match="a split of 11008 units for layers of 14336"):
         count_parameters(LLAMA_3_8B, family_of(LLAMA_3_8B), granularity)

@@ -1,7 +1,7 @@
 """STAGE align: learn affinities and routers under frozen dense weights."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import full_tensor, mesh, raise_on_all_ranks
-from dotmoe.granularity import Granularity
+from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.models.dense import DenseModel
 from dotmoe.moe.assignment import AlignState, Assignment, AssignmentConfig
 from dotmoe.moe.masked import Masking, masked, recomputing
@@ -39,11 +39,123 @@ class AlignConfig(ObjectiveConfig):
     """False keeps the initial split and trains routers only (as the random-split baseline does)."""
 
 
+class _Learned:
+    """What is learned of one target, and the masking that follows it."""
+
+    def __init__(
+        self,
+        dense: DenseModel,
+        initial: AlignState,
+        split: Granularity,
+        config: AlignConfig,
+        assignment: AssignmentConfig,
+        prefix: str,
+    ) -> None:
+        first = split.first_dense_layers
+        self.initial, self.config, self.prefix = initial, config, prefix
+        self.assignment = Assignment(
+            initial.affinity_LNE[first:],
+            initial.router_LED[first:],
+            split.capacity,
+            assignment,
+            mesh(dense.device),
+            is_learned=config.learn_assignment,
+        )
+        self.plan_LNE: Tensor | None = None
+        self.plan: TransportPlan | None = None
+        shape = self.assignment.affinity_LNE.shape
+        self.masking = Masking(
+            active_experts=split.active_experts,
+            expert_of_neuron_LN=torch.full(shape[:2], -1, device=dense.device),
+            router_LED=(),
+            surrogate=config.surrogate,
+            surrogate_temperature=config.surrogate_temperature,
+            always_on=split.shared_size > 0,
+            first_layer=first,
+            target=split.target,
+        )
+        if not config.learn_assignment:
+            fixed = self.assignment.plan(assignment.tau_end)
+            self.masking.expert_of_neuron_LN = self.assignment.rounded(fixed)
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """Router, and affinities where the assignment is learned."""
+        config = self.config
+        router, affinity = self.assignment.router_LED, self.assignment.affinity_LNE
+        rate = config.lr if config.lr_affinity is None else config.lr_affinity
+        groups = [("router", router, config.router_rate), ("affinity", affinity, rate)]
+        return [
+            ParameterGroup(
+                name=self.prefix + name,
+                parameters={self.prefix + name: p},
+                lr=lr,
+                first_layer=self.masking.first_layer,
+            )
+            for name, p, lr in groups[: 2 if config.learn_assignment else 1]
+        ]
+
+    def begin(self, tau: float) -> dict[str, Tensor]:
+        """Solve and round the plan of a step, which the masks follow from here on."""
+        assignment, masking = self.assignment, self.masking
+        self.routers_LED = full_tensor(assignment.router_LED.detach()).detach().requires_grad_()
+        # Indexed layer by layer, each layer's gradient would be as large as that of all layers.
+        masking.router_LED = self.routers_LED.unbind()
+        if not self.config.learn_assignment:
+            return {}
+        self.plan = plan = assignment.plan(tau)
+        before, assigned = masking.expert_of_neuron_LN, assignment.rounded(plan)
+        masking.expert_of_neuron_LN = assigned
+        # Stands for the plan of all layers where only its gradient is wanted; takes no memory.
+        nothing = torch.zeros((), device=assigned.device)
+        self.plan_LNE = nothing.expand(assignment.affinity_LNE.shape).requires_grad_()
+        masking.plan_LNE = self.plan_LNE.unbind()
+        moved = (assigned != before) & (before >= 0)  # the first assignment has none before it
+        said = {"moved_fraction": moved.float().mean(), **assignment.quality(plan, assigned)}
+        return {self.prefix + name: value for name, value in said.items()}
+
+    def end(self) -> None:
+        """Backward from the gradients that the masks left to affinities and routers."""
+        if self.plan is not None and self.plan_LNE is not None and self.plan_LNE.grad is not None:
+            self.assignment.backward_plan(self.plan, self.plan_LNE.grad)
+        if self.routers_LED.grad is not None:
+            self.assignment.backward_routers(self.routers_LED.grad)
+        self._forget_plan()
+
+    def state(self) -> dict[str, Any]:
+        """The warm start of the solver and the last assignment."""
+        known = {
+            "potential": self.assignment.potential_LE,
+            "assignment": self.masking.expert_of_neuron_LN,
+        }
+        return {self.prefix + name: value for name, value in known.items()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Inverse of `state`; also forgets a step that was cut off."""
+        self.assignment.potential_LE = state[f"{self.prefix}potential"]
+        self.masking.expert_of_neuron_LN = state[f"{self.prefix}assignment"]
+        self._forget_plan()
+
+    def learned(self, steps: int) -> AlignState:
+        """What is learned now; leading dense layers as at the start. Every rank must ask."""
+        initial = self.initial
+        affinity, router = (
+            torch.cat([before[: self.masking.first_layer], full_tensor(now.detach())])
+            for before, now in (
+                (initial.affinity_LNE, self.assignment.affinity_LNE),
+                (initial.router_LED, self.assignment.router_LED),
+            )
+        )
+        return replace(initial, affinity_LNE=affinity, router_LED=router, step=steps)
+
+    def _forget_plan(self) -> None:
+        self.plan = self.plan_LNE = self.masking.plan_LNE = None
+
+
 class Alignment(Objective):
     """The masked model as a student of the dense one; its micro-batches share a step's plan."""
 
     config: AlignConfig
-    routing: Masking
+    routings: Sequence[Masking]
 
     def __init__(
         self,
@@ -57,101 +169,47 @@ class Alignment(Objective):
         warmup_steps: int,
         seed: int,
     ) -> None:
-        first = granularity.first_dense_layers
-        self.assignment = Assignment(
-            initial.affinity_LNE[first:],
-            initial.router_LED[first:],
-            granularity.capacity,
-            assignment,
-            mesh(dense.device),
-            is_learned=config.learn_assignment,
-        )
-        self.warmup_steps = warmup_steps
-        self.plan_LNE: Tensor | None = None
-        self.plan: TransportPlan | None = None
-        shape = self.assignment.affinity_LNE.shape
-        masking = Masking(
-            active_experts=granularity.active_experts,
-            expert_of_neuron_LN=torch.full(shape[:2], -1, device=dense.device),
-            router_LED=(),
-            surrogate=config.surrogate,
-            surrogate_temperature=config.surrogate_temperature,
-            always_on=granularity.shared_size > 0,
-            first_layer=first,
-        )
-        super().__init__(dense, masking, blocks, config, seed=seed)
-        if not config.learn_assignment:
-            fixed = self.assignment.plan(assignment.tau_end)
-            masking.expert_of_neuron_LN = self.assignment.rounded(fixed)
+        targets = zip(parts_of(initial), parts_of(granularity), ("", "attention_"), strict=False)
+        self.parts = [
+            _Learned(dense, state, split, config, assignment, prefix)
+            for state, split, prefix in targets
+        ]
+        """What is learned of each target; of a second one by names of its own."""
+        self.tau, self.warmup_steps = assignment.tau, warmup_steps
+        super().__init__(dense, [part.masking for part in self.parts], blocks, config, seed=seed)
 
     def parameter_groups(self) -> Sequence[ParameterGroup]:
         """Routers, and affinities where the assignment is learned."""
-        config, first = self.config, self.routing.first_layer
-        router, affinity = self.assignment.router_LED, self.assignment.affinity_LNE
-        rate = config.lr if config.lr_affinity is None else config.lr_affinity
-        groups = [("router", router, config.router_rate), ("affinity", affinity, rate)]
-        return [
-            ParameterGroup(name=name, parameters={name: p}, lr=lr, first_layer=first)
-            for name, p, lr in groups[: 2 if config.learn_assignment else 1]
-        ]
+        return [group for part in self.parts for group in part.parameter_groups()]
 
     def begin(self, step: int) -> dict[str, Tensor]:
-        """Solve and round the plan of a step, which the masks follow from here on."""
-        assignment, routing = self.assignment, self.routing
-        self.routers_LED = full_tensor(assignment.router_LED.detach()).detach().requires_grad_()
-        # Indexed layer by layer, each layer's gradient would be as large as that of all layers.
-        routing.router_LED = self.routers_LED.unbind()
-        if not self.config.learn_assignment:
-            return {}
-        tau = assignment.config.tau(step, self.warmup_steps)
-        self.plan = plan = assignment.plan(tau)
-        before, assigned = routing.expert_of_neuron_LN, assignment.rounded(plan)
-        routing.expert_of_neuron_LN = assigned
-        # Stands for the plan of all layers where only its gradient is wanted; takes no memory.
-        nothing = torch.zeros((), device=assigned.device)
-        self.plan_LNE = nothing.expand(assignment.affinity_LNE.shape).requires_grad_()
-        routing.plan_LNE = self.plan_LNE.unbind()
-        moved = (assigned != before) & (before >= 0)  # the first assignment has none before it
-        return {
-            "moved_fraction": moved.float().mean(),
-            **assignment.quality(plan, assigned),
-            "tau": torch.tensor(tau, device=assigned.device),
-        }
+        """Solve and round the plans of a step, which the masks follow from here on."""
+        tau, said = self.tau(step, self.warmup_steps), dict[str, Tensor]()
+        for part in self.parts:
+            said |= part.begin(tau)
+        return said and said | {"tau": torch.tensor(tau, device=self.dense.device)}
 
     def end(self) -> None:
         """Backward from the gradients that the masks left to affinities and routers."""
-        if self.plan is not None and self.plan_LNE is not None and self.plan_LNE.grad is not None:
-            self.assignment.backward_plan(self.plan, self.plan_LNE.grad)
-        if self.routers_LED.grad is not None:
-            self.assignment.backward_routers(self.routers_LED.grad)
-        self._forget_plan()
+        for part in self.parts:
+            part.end()
 
     def state(self) -> dict[str, Any]:
-        """With the warm start of the solver and the last assignment."""
-        potential_LE = self.assignment.potential_LE
-        experts_LN = self.routing.expert_of_neuron_LN
-        return super().state() | {"potential": potential_LE, "assignment": experts_LN}
+        """With the warm start of the solvers and the last assignments."""
+        known = super().state()
+        for part in self.parts:
+            known |= part.state()
+        return known
 
     def restore(self, state: dict[str, Any]) -> None:
         """Inverse of `state`; also forgets a step that was cut off."""
         super().restore(state)
-        self.assignment.potential_LE = state["potential"]
-        self.routing.expert_of_neuron_LN = state["assignment"]
-        self._forget_plan()
+        for part in self.parts:
+            part.restore(state)
 
-    def learned(self, initial: AlignState, steps: int) -> AlignState:
-        """What is learned now; leading dense layers as in `initial`. Every rank must ask."""
-        affinity, router = (
-            torch.cat([before[: self.routing.first_layer], full_tensor(now.detach())])
-            for before, now in (
-                (initial.affinity_LNE, self.assignment.affinity_LNE),
-                (initial.router_LED, self.assignment.router_LED),
-            )
-        )
-        return AlignState(affinity_LNE=affinity, router_LED=router, step=steps)
-
-    def _forget_plan(self) -> None:
-        self.plan = self.plan_LNE = self.routing.plan_LNE = None
+    def learned(self, steps: int) -> AlignState:
+        """What is learned now. Every rank must ask."""
+        return joined(part.learned(steps) for part in self.parts)
 
 
 def align(
@@ -203,6 +261,6 @@ def align(
         warmup_steps=schedule.warmup_steps,
         seed=seed,
     )
-    with masked(dense, task.routing), recomputing(dense, config.activation_checkpointing):
+    with masked(dense, task.routings), recomputing(dense, config.activation_checkpointing):
         train(task, schedule, folder, training, on_step)
-    return task.learned(initial, schedule.steps)
+    return task.learned(schedule.steps)

@@ -7,7 +7,7 @@ conversion.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import num_ranks
-from dotmoe.granularity import Granularity
+from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import GatedFFN
 from dotmoe.models.stream import Stream
+from dotmoe.models.targets import TARGETS
 from dotmoe.moe.assignment import AlignState
 from dotmoe.moe.masked import watched
 from dotmoe.moe.router import router_logits, top_k_mask
@@ -77,24 +78,30 @@ def calibrate(
     Under torchrun every rank computes all layers, and all return the state of rank 0. The text is
     read only for the start from data. The same seed gives the same state.
     """
+    if split.beside:
+        parts = parts_of(split)
+        return joined(
+            calibrate(dense, blocks, part, config, seed=seed, on_progress=on_progress)
+            for part in parts
+        )
     widths = dense.widths
 
     def at_random(seed: int, *layers: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        affinity = torch.randn(*layers, widths.ffn, split.columns, generator=generator)
+        affinity = torch.randn(*layers, split.units, split.columns, generator=generator)
         router = torch.randn(*layers, split.num_experts, widths.model, generator=generator)
         scaled = affinity * config.affinity_std, router * config.router_std
         return scaled[0].to(dense.device), scaled[1].to(dense.device)
 
     if config.start == "random":
         affinity_LNE, router_LED = at_random(seed, widths.layers)
-        return AlignState(affinity_LNE=affinity_LNE, router_LED=router_LED, step=0)
-    layers = dense.family.layers(dense.model)
-    starts = []
-    for index, x_TD in enumerate(ffn_inputs(dense, blocks.drawn(config.tokens(widths.model)))):
-        with whole_weights(layers[index]):
-            energy_TN = contributions(dense.family.ffn(layers[index]), x_TD).square_()
-        if not bool(energy_TN.any()):  # an FFN that does nothing, such as a zeroed one
+        return AlignState(
+            affinity_LNE=affinity_LNE, router_LED=router_LED, step=0, target=split.target
+        )
+    starts, tokens_BT = [], blocks.drawn(config.tokens(widths.model))
+    for index, (x_TD, energy) in enumerate(block_inputs(dense, tokens_BT, split.target)):
+        energy_TN = energy()
+        if not bool(energy_TN.any()):  # a block that does nothing, such as a zeroed one
             starts.append(at_random(seed + index))
         else:
             expert_N, router_ED = router_aware_start(
@@ -102,39 +109,65 @@ def calibrate(
             )
             affinity_NE = affinity_of(expert_N, split.columns)
             starts.append((affinity_NE * (config.affinity_std / affinity_NE.std()), router_ED))
-        on_progress(index + 1, len(layers))
+        on_progress(index + 1, widths.layers)
     affinity_LNE, router_LED = (torch.stack(parts) for parts in zip(*starts, strict=True))
     if num_ranks() > 1:
         torch.distributed.broadcast(affinity_LNE, src=0)
         torch.distributed.broadcast(router_LED, src=0)
-    return AlignState(affinity_LNE=affinity_LNE, router_LED=router_LED, step=0)
+    return AlignState(affinity_LNE=affinity_LNE, router_LED=router_LED, step=0, target=split.target)
 
 
 @torch.no_grad()
-def ffn_inputs(
+def block_inputs(
     dense: DenseModel,
     tokens_BT: Tensor,
+    target: str = "ffn",
     converted: Callable[[int], AbstractContextManager[None]] | None = None,
-) -> Iterator[Tensor]:
-    """Input of the FFN of each layer in turn, [T, D] in the model's dtype, on the model's device.
+) -> Iterator[tuple[Tensor, Callable[[], Float[Tensor, "T N"]]]]:
+    """Input of the FFN or attention of each layer in turn, [T, D] in the model's dtype.
 
-    One layer's is in memory at a time, and the residual stream of the text. What comes behind a
-    layer is what it puts out inside `converted`, entered with its number after its input is given.
-    A model that is sharded must be run by every rank.
+    With it what gives the square of each unit's contribution to the output, float32. One layer's
+    input is in memory at a time, and the residual stream of the text. What comes behind a layer is
+    what it puts out inside `converted`, entered with its number after its input is given. A model
+    that is sharded must be run by every rank.
     """
-    stream = Stream(dense, tokens_BT)
+    stream, of = Stream(dense, tokens_BT), TARGETS[target]
     for index, layer in enumerate(dense.family.layers(dense.model)):
         seen: list[Tensor] = []
+        energies: list[Tensor] = []
 
         def keep(_: int, x: Tensor, seen: list[Tensor] = seen) -> None:
             seen.append(x.flatten(0, -2))
 
-        with watched({index: layer.get_submodule("mlp")}, keep):
+        def add(_: int, heads: Tensor, layer: Any = layer, to: Any = energies) -> None:
+            weight, units = of.output(layer).weight, of.units(dense.config)
+            to.append(head_energy(heads.flatten(0, -2), weight, units))
+
+        heads_of = {} if target == "ffn" else {index: of.output(layer)}
+        with watched({index: of.block(layer)}, keep), watched(heads_of, add):
             (stream if converted is None else stream.clone()).advance(index)
-        yield torch.cat(seen)
+        x_TD = torch.cat(seen)
+
+        def energy(layer: Any = layer, x_TD: Tensor = x_TD, to: Any = energies) -> Tensor:
+            if to:
+                return torch.cat(to)
+            with whole_weights(layer):
+                return contributions(dense.family.ffn(layer), x_TD).square_()
+
+        yield x_TD, energy
         if converted is not None:
             with converted(index):
                 stream.advance(index)
+
+
+def head_energy(
+    heads_TH: Float[Tensor, "T H"], output_DH: Float[Tensor, "D H"], num_heads: int
+) -> Float[Tensor, "T N"]:
+    """Squared size of each head's term in the output of attention, float32."""
+    heads_TNC = heads_TH.float().view(len(heads_TH), num_heads, -1)
+    parts_NDC = output_DH.float().view(len(output_DH), num_heads, -1).transpose(0, 1)
+    gram_NCC = parts_NDC.transpose(1, 2) @ parts_NDC
+    return torch.einsum("tnc,ncd,tnd->tn", heads_TNC, gram_NCC, heads_TNC).clamp_min_(0)
 
 
 def activations(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:

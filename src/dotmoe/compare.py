@@ -129,6 +129,11 @@ def _budgeted(config: CompareConfig, share: float, progress: Progress) -> Compar
                 f"active_params is {share:g} and {name} is {value:g}: two budgets. Give one of the "
                 "two."
             )
+    if config.experts.targets != "ffn":
+        raise UserError(
+            f"active_params is {share:g}, which sets the k of FFNs alone, but targets is "
+            f"{config.experts.targets}. Give active and active_attention instead."
+        )
     dense = describe_dense(config.model)
     split = resolve(replace(config.experts, shared=0.0), dense.widths.ffn)
     active = nearest_active_experts(share, dense.config, dense.family, split)
@@ -322,13 +327,13 @@ def _fitting(points: list[Point], dense: DenseModel, progress: Progress) -> Iter
 
 def moe_row(point: Point, results: dict[str, Any]) -> Row:
     """What a run measured of its export."""
-    split = Granularity(**results["granularity"])
+    split = Granularity.of(results["granularity"])
     return {
         "run": point.name,
         "value": point.value,
         **asdict(split),
         "active_fraction": split.active_fraction,
-        "shared_fraction": split.shared_size / split.ffn_width,
+        "shared_fraction": split.shared_size / split.units,
         "parameters": results["parameters"]["active"],
         "stored": results["parameters"]["stored"],
         "steps": results["steps"],

@@ -1,12 +1,14 @@
-"""How finely an FFN is split: expert size s, experts E and active experts k of one FFN width.
+"""How finely a layer is split: expert size s, experts E and active experts k of so many units.
 
-Every layer of a supported model has the same width, so one `Granularity` holds for all of them.
+Units are FFN neurons or query heads. Every layer of a supported model has as many, so one
+`Granularity` holds for all of them.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Annotated
+from typing import Annotated, Any, Literal, TypeVar
 
 from dotmoe.errors import UserError
 from dotmoe.options import above, at_least, at_most
@@ -15,6 +17,10 @@ PAPER_EXPERT_SIZE = 128
 """Neurons in one expert (tab:hyperparams_moefication)."""
 PAPER_ACTIVE = 0.25
 """Share of experts that run in the paper's main tables."""
+PAPER_HEADS = 2
+"""Query heads in one expert (sec:attention_moe)."""
+PAPER_ACTIVE_ATTENTION = 0.5
+"""Share of the experts made of heads that run (tab:attention_moe_results)."""
 FEWEST_DEFAULT_EXPERTS = 16
 """The default never splits more coarsely than this: few experts leave the router little choice."""
 GROUPED_MATMUL_BYTES = 16
@@ -39,26 +45,58 @@ class ExpertsConfig:
     experts are merged into it, fewer than run."""
     first_dense_layers: Annotated[int, at_least(0)] = 0
     """Leading layers that are not split, below the number of layers."""
+    targets: Literal["ffn", "attention", "both"] = "ffn"
+    """What is split: FFNs into experts of neurons, attention into experts of query heads, or both.
+    What is said above of experts is said of those of neurons."""
+    heads_per_expert: Annotated[int | None, at_least(1)] = None
+    """Query heads in one expert (s_h), a divisor of their number. Left out: 2 (paper), or 1."""
+    active_attention: Annotated[float | None, above(0), at_most(1)] = None
+    """Share of the experts made of heads that run per token. Left out: 0.5 (paper)."""
+
+    def check_together(self) -> None:
+        """Refuse what says nothing of the targets."""
+        if self.targets == "ffn":
+            for name in ("heads_per_expert", "active_attention"):
+                if getattr(self, name) is not None:
+                    raise UserError(
+                        f"{name} is {getattr(self, name):g}, but targets is ffn: no heads become "
+                        "experts. Set targets to attention or both, or leave it out."
+                    )
+        elif self.shared:
+            raise UserError(
+                f"shared is {self.shared:g}, but a shared expert is for targets ffn alone. Leave "
+                "one of the two out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Granularity:
-    """A split that fits: E * s and the shared neurons make the FFN width, 1 <= k <= E."""
+    """A split that fits: E * s and the shared units make up all of a layer's, 1 <= k <= E."""
 
     num_experts: int
     """Experts a layer (E)."""
     expert_size: int
-    """Neurons of one expert (s)."""
+    """Units of one expert (s): FFN neurons or query heads."""
     active_experts: int
     """Experts that run per token (k)."""
     shared_size: int = 0
     """Neurons of a layer's shared expert, which runs for every token."""
     first_dense_layers: int = 0
     """Leading layers that are not split."""
+    target: str = "ffn"
+    """What is split, a name of `dotmoe.models.targets.TARGETS`."""
+    beside: "Granularity | None" = None
+    """The split of attention, where that of FFNs is not all."""
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> "Granularity":
+        """Inverse of `dataclasses.asdict`."""
+        beside = values.get("beside")
+        return cls(**values | {"beside": cls.of(beside) if beside else None})
 
     @property
-    def ffn_width(self) -> int:
-        """Neurons of one FFN, E * s and the shared expert's."""
+    def units(self) -> int:
+        """Units of one layer, E * s and the shared expert's."""
         return self.num_experts * self.expert_size + self.shared_size
 
     def with_shared(self, shared_experts: int) -> "Granularity":
@@ -72,7 +110,7 @@ class Granularity:
 
     @property
     def capacity(self) -> int | tuple[int, ...]:
-        """Neurons of every expert, or of each column of the transport problem, shared one last."""
+        """Units of every expert, or of each column of the transport problem, shared one last."""
         if not self.shared_size:
             return self.expert_size
         return (*[self.expert_size] * self.num_experts, self.shared_size)
@@ -83,14 +121,69 @@ class Granularity:
         return self.num_experts + bool(self.shared_size)
 
     @property
-    def active_neurons(self) -> int:
-        """Neurons of a split FFN that run per token."""
+    def active_units(self) -> int:
+        """Units of a split layer that run per token."""
         return self.active_experts * self.expert_size + self.shared_size
 
     @property
     def active_fraction(self) -> float:
-        """Share of a split FFN's neurons that run per token, k / E without a shared expert."""
-        return self.active_neurons / self.ffn_width
+        """Share of a split layer's units that run per token, k / E without a shared expert."""
+        return self.active_units / self.units
+
+
+Whole = TypeVar("Whole", bound=Any)
+"""A dataclass that says something of FFNs, and of attention as `beside`; or of either alone."""
+
+
+def parts_of(whole: Whole) -> list[Whole]:
+    """What is said of each target, apart; of one without a second itself."""
+    return [whole] if whole.beside is None else [replace(whole, beside=None), whole.beside]
+
+
+def joined(parts: Iterable[Whole]) -> Whole:
+    """Inverse of `parts_of`."""
+    first, *rest = parts
+    return replace(first, beside=rest[0]) if rest else first
+
+
+def targets_of(split: Granularity) -> str:
+    """What is split: ffn, attention or both."""
+    return "both" if split.beside else split.target
+
+
+def splits_of(config: ExpertsConfig, ffn_width: int, heads: int) -> Granularity:
+    """The split of each target of a model, see `resolve`; of heads by `resolve_heads`."""
+    made = [resolve(config, ffn_width)] if config.targets != "attention" else []
+    return joined(made + ([resolve_heads(config, heads)] if config.targets != "ffn" else []))
+
+
+def resolve_heads(config: ExpertsConfig, heads: int) -> Granularity:
+    """E_attn = N_h / s_h experts of query heads, and k_attn (sec:attention_moe).
+
+    Raises:
+        UserError: Experts that do not fit the number of heads.
+
+    Example:
+        >>> resolve_heads(ExpertsConfig(), 28)
+        Granularity(num_experts=14, expert_size=2, active_experts=7, ...)
+    """
+    size, sizes = config.heads_per_expert, _sizes(heads)
+    if size is None:
+        size = PAPER_HEADS if PAPER_HEADS in sizes else 1
+    if size not in sizes:
+        choose = " or ".join(map(str, _next_to(size, sizes))) or "another model"
+        raise UserError(
+            f"heads_per_expert is {size}, which does not divide the {heads} query heads into 2 or "
+            f"more equal experts. Choose {choose}."
+        )
+    share = PAPER_ACTIVE_ATTENTION if config.active_attention is None else config.active_attention
+    return Granularity(
+        num_experts=heads // size,
+        expert_size=size,
+        active_experts=_part_of(heads // size, share),
+        first_dense_layers=config.first_dense_layers,
+        target="attention",
+    )
 
 
 def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:

@@ -5,6 +5,7 @@ all that export, evaluation and report know.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dotmoe.errors import UserError, one_line
-from dotmoe.granularity import Granularity
+from dotmoe.granularity import Granularity, joined, parts_of
+from dotmoe.models.targets import TARGETS
 
 ALWAYS_ON = -1
 """In place of an expert's number: the neuron runs for every token."""
@@ -22,7 +24,10 @@ ALWAYS_ON = -1
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout:
-    """Which expert each FFN neuron belongs to, and which experts run for a token.
+    """Which expert each unit belongs to, and which experts run for a token.
+
+    A unit is an FFN neuron; with `target` attention it is a query head, and where both are split
+    `beside` has the layout of the heads.
 
     Token x runs the `active_experts` experts with the largest `router_LED[layer] @ x`, computed in
     float32; their outputs are summed with weight exactly 1 (eq:moe_output). Neurons may also be
@@ -36,6 +41,10 @@ class ExpertLayout:
     """Router rows, float32."""
     active_experts: int
     """Experts run per token (k), 1 to E. May be changed without changing anything else."""
+    target: str = "ffn"
+    """What is split, a name of `TARGETS`."""
+    beside: "ExpertLayout | None" = None
+    """The layout of attention, where that of FFNs is not all."""
 
     def __post_init__(self) -> None:
         """Refuse a layout that is unbalanced, out of range or not finite."""
@@ -73,7 +82,7 @@ class ExpertLayout:
 
     @property
     def num_neurons(self) -> int:
-        """FFN width (N, d_ffn)."""
+        """Units of a layer (N): of an FFN d_ffn, of attention N_h."""
         return self.expert_of_neuron_LN.shape[1]
 
     @property
@@ -105,6 +114,8 @@ class ExpertLayout:
             active_experts=self.active_experts,
             shared_size=self.shared_size,
             first_dense_layers=self.first_dense_layers,
+            target=self.target,
+            beside=self.beside.granularity if self.beside else None,
         )
 
     def neurons_of_expert(self, layer: int) -> Int[Tensor, "E S"]:
@@ -116,16 +127,22 @@ class ExpertLayout:
         """Neuron numbers of the shared expert of a layer, ascending; all of a dense layer's."""
         return (self.expert_of_neuron_LN[layer] == ALWAYS_ON).nonzero().squeeze(1)
 
+    def of_target(self, target: str) -> "ExpertLayout | None":
+        """The layout of one target, if it is split."""
+        return next((part for part in parts_of(self) if part.target == target), None)
+
     def with_active_experts(self, active_experts: int) -> "ExpertLayout":
         """The same experts and routers with another k."""
         return replace(self, active_experts=active_experts)
 
     def save(self, path: Path) -> None:
         """Write as one safetensors file."""
-        expert_of_neuron = self.expert_of_neuron_LN.to(torch.int32).cpu().contiguous()
-        router = self.router_LED.float().cpu().contiguous()
-        tensors = {"expert_of_neuron": expert_of_neuron, "router": router}
-        metadata = {"format": "dotmoe-layout-1", "active_experts": str(self.active_experts)}
+        tensors, metadata = {}, {"format": "dotmoe-layout-1"}
+        for part in parts_of(self):
+            expert_of_neuron = part.expert_of_neuron_LN.to(torch.int32).cpu().contiguous()
+            tensors[in_file(part.target, "expert_of_neuron")] = expert_of_neuron
+            tensors[in_file(part.target, "router")] = part.router_LED.float().cpu().contiguous()
+            metadata[in_file(part.target, "active_experts")] = str(part.active_experts)
         save_file(tensors, path, metadata=metadata)
 
     @classmethod
@@ -137,10 +154,22 @@ class ExpertLayout:
         """
         try:
             with safe_open(path, framework="pt") as file:
-                return cls(
-                    expert_of_neuron_LN=file.get_tensor("expert_of_neuron").long(),
-                    router_LED=file.get_tensor("router"),
-                    active_experts=int((file.metadata() or {})["active_experts"]),
+                said = file.metadata() or {}
+                names = {target: partial(in_file, target) for target in TARGETS}
+                return joined(
+                    cls(
+                        expert_of_neuron_LN=file.get_tensor(named("expert_of_neuron")).long(),
+                        router_LED=file.get_tensor(named("router")),
+                        active_experts=int(said[named("active_experts")]),
+                        target=target,
+                    )
+                    for target, named in names.items()
+                    if named("active_experts") in said
                 )
-        except (OSError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise UserError(f"{path} is no layout ({one_line(error)}). Extract again.") from error
+
+
+def in_file(target: str, name: str) -> str:
+    """Name of a tensor or value of a target in the files of a run: that of FFNs is plain."""
+    return name if target == "ffn" else f"{target}.{name}"

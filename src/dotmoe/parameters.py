@@ -12,8 +12,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from dotmoe.errors import UserError
-from dotmoe.granularity import Granularity
+from dotmoe.granularity import Granularity, parts_of
 from dotmoe.models.family import Family
+from dotmoe.models.targets import TARGETS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +31,7 @@ class ParameterCounts:
     active_without_embeddings: int
     """`active` without the input embedding and the output head."""
     floor: int
-    """What conversion cannot remove: everything outside the FFNs, which are the next three."""
+    """What conversion cannot remove: everything outside what is split."""
     attention_and_norms: int
     input_embedding: int
     """The token embedding (and the head, if tied to it)."""
@@ -39,6 +40,10 @@ class ParameterCounts:
     ffn_total: int
     ffn_active: int
     """FFN parameters that work on one token."""
+    heads_total: int
+    """Those that belong to one query head each, in W_Q and W_O; 0 where attention is not split."""
+    heads_active: int
+    """Of these, those that work on one token; all keys and values do."""
     routers: int
     """Router rows of all split layers."""
 
@@ -76,36 +81,46 @@ def count_parameters(config: Any, family: Family, granularity: Granularity) -> P
         active = all - (1 - k / E) * FFN        (FFN = 3 * d * d_ffn * L)
         stored = all + L * E * d
 
-    where L counts the split layers only, and a shared expert is active. The split's `ffn_width`
-    must be the model's.
+    where L counts the split layers only, and a shared expert is active. Of attention, 1 - k / E of
+    W_Q and W_O (2 * d * d_h * N_h * L, and a bias of queries) is idle; of W_O alone where all
+    queries are normed at once, since that needs them all. The split must be of the model's units.
     """
-    if granularity.ffn_width != config.intermediate_size:
-        raise ValueError(
-            f"a split of {granularity.ffn_width} neurons for FFNs of {config.intermediate_size}"
-        )
-    model = meta_model(config)
-    total = num_parameters(model)
+    model, traits = meta_model(config), family.traits(config)
+    total, width = num_parameters(model), config.hidden_size
     ffns = [family.ffn(layer) for layer in family.layers(model)]
     ffn_total = sum(part.weight.numel() for ffn in ffns for part in (ffn.gate, ffn.up, ffn.down))
     embedding = model.get_input_embeddings().weight.numel()  # type: ignore[operator]
     head = total - num_parameters(family.trunk(model))
-    split_layers = len(ffns) - granularity.first_dense_layers
-    routers = split_layers * granularity.num_experts * config.hidden_size
-    idle_neurons = split_layers * (granularity.ffn_width - granularity.active_neurons)
-    ffn_active = ffn_total - 3 * config.hidden_size * idle_neurons
-    active = total - ffn_total + ffn_active
+    of_a_query = 0 if traits.qk_norm == "full" else width + traits.qkv_bias
+    of_a_head = traits.head_dim * (width + of_a_query)
+    of_a_unit = {"ffn": 3 * width, "attention": of_a_head}
+    routers, idle = 0, dict.fromkeys(TARGETS, 0)
+    for split in parts_of(granularity):
+        units = TARGETS[split.target].units(config)
+        if split.units != units:
+            raise ValueError(f"a split of {split.units} units for layers of {units}")
+        layers = len(ffns) - split.first_dense_layers
+        routers += layers * split.num_experts * width
+        idle[split.target] = layers * (units - split.active_units) * of_a_unit[split.target]
+    ffn_active, split_heads = ffn_total - idle["ffn"], parts_of(granularity)[-1]
+    heads_total = (
+        len(ffns) * split_heads.units * of_a_head if split_heads.target == "attention" else 0
+    )
+    active = total - sum(idle.values())
     return ParameterCounts(
         dense_total=total,
         stored=total + routers,
         active=active,
         active_with_routers=active + routers,
         active_without_embeddings=active - embedding - head,
-        floor=total - ffn_total,
+        floor=total - heads_total - ffn_total * (granularity.target == "ffn"),
         attention_and_norms=total - ffn_total - embedding - head,
         input_embedding=embedding,
         output_head=head,
         ffn_total=ffn_total,
         ffn_active=ffn_active,
+        heads_total=heads_total,
+        heads_active=heads_total - idle["attention"],
         routers=routers,
     )
 
@@ -120,7 +135,7 @@ def nearest_active_experts(
         share: Of all parameters, at most 1.
         config: Of the dense model.
         family: Of the dense model.
-        granularity: A split without a shared expert; its k does not matter.
+        granularity: A split of FFNs without a shared expert; its k does not matter.
 
     Raises:
         UserError: One expert a layer is more than that.

@@ -53,7 +53,7 @@ from dotmoe.finetuning import LAYOUT, MODEL
 from dotmoe.finetuning import finetune as train
 from dotmoe.finetuning.repair import FIGURES, repair
 from dotmoe.finished_run import FinishedRun
-from dotmoe.granularity import Granularity, resolve
+from dotmoe.granularity import Granularity, splits_of
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import describe_dense, left_on_disk, load_dense, load_here
 from dotmoe.models.dense import DenseModel
@@ -183,7 +183,7 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             split = source.layout.granularity
             raise_on_all_ranks(lambda: require_exportable(dense, split, config.export))
             run.begin(source.model, source.fingerprints)
-            tokens = config.repairing.tokens(dense.widths.ffn) if repairs else 0
+            tokens = config.repairing.tokens(split, dense.config) if repairs else 0
             text = run.text(converted, dense, min_tokens=tokens, beside=source.text)
 
             def trained(at: Path) -> ExpertLayout:
@@ -382,7 +382,7 @@ class _Run(Generic[Config]):
         return self.stage(name, lambda at: AlignState.load(at / file, dense.device), saved)
 
     def repair(self, stage: str, dense: DenseModel, layout: ExpertLayout, text: Text) -> None:
-        """A stage that refits W_down of the dense model under the masks of the layout."""
+        """A stage that refits W_down or W_O of the dense model under the masks of the layout."""
 
         def make(at: Path) -> dict[str, Any]:
             whole = load_here(dense, self.config.load) if dense.device.type == "meta" else dense
@@ -486,21 +486,25 @@ def split_of(config: RunConfig, dense: DenseModel) -> Granularity:
     Raises:
         UserError: They do not fit the model, or no format of the export can hold them.
     """
-    split = resolve(config.experts, dense.widths.ffn)
-    split = granularity_of(config.method, split, config.baseline)
+    split = granularity_of(config.method, _asked(config, dense), config.baseline)
     require_exportable(dense, split, config.export)
     return split
 
 
 def budget_of(config: RunConfig | PruneRunConfig, dense: DenseModel) -> int:
     """Parameters that work on one token of a conversion with these experts, without routers."""
-    split = resolve(config.experts, dense.widths.ffn)
-    return count_parameters(dense.config, dense.family, split).active
+    return count_parameters(dense.config, dense.family, _asked(config, dense)).active
+
+
+def _asked(config: RunConfig | PruneRunConfig, dense: DenseModel) -> Granularity:
+    """The split that was asked for, before a method has its say."""
+    return splits_of(config.experts, dense.widths.ffn, dense.config.num_attention_heads)
 
 
 def _fewest_tokens(config: RunConfig, dense: DenseModel) -> int:
     """Tokens of training text that calibration and repair ask for."""
-    repair = config.repairing.tokens(dense.widths.ffn) if config.repair else 0
+    split = _asked(config, dense)
+    repair = config.repairing.tokens(split, dense.config) if config.repair else 0
     at_random = config.method == "dot_moe" and config.calibrate.start == "random"
     return max(0 if at_random else config.calibrate.tokens(dense.widths.model), repair)
 
@@ -567,6 +571,11 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
         )
     if source.has_own_weights and config.finetune.train == "repair":
         raise UserError(f"{config.run} is repaired already. Name a run converted without --repair.")
+    if source.layout.of_target("attention") and config.finetune.train != "repair":
+        raise UserError(
+            f"train is {config.finetune.train}, but {config.run} has experts made of heads, which "
+            "can be repaired and not yet trained further. Set --train repair."
+        )
     data = config.data
     if not data.data:
         data = replace(source.config.data, seq_len=data.seq_len)

@@ -45,6 +45,12 @@ def paper_model(model: str, active_experts: int) -> RunConfig:
     return replace(paper(), model=model, experts=experts)
 
 
+def paper_attention() -> RunConfig:
+    """The paper's run on attention (sec:attention_moe): 7 of 14 experts of two heads."""
+    experts = ExpertsConfig(targets="attention", heads_per_expert=2, active_attention=0.5)
+    return replace(paper(), model="Qwen/Qwen2.5-7B", experts=experts)
+
+
 def small() -> RunConfig:
     """For models of some million parameters: higher rates, small batches, a few hundred steps."""
     return replace(
@@ -90,6 +96,7 @@ RECIPES: dict[str, dict[str, Callable[[], AnyRunConfig]]] = {
         "llama3_8b": partial(paper_model, "meta-llama/Meta-Llama-3-8B", 28),  # E = 112
         "qwen25_7b": partial(paper_model, "Qwen/Qwen2.5-7B", 37),  # E = 148
         "qwen25_7b_half_active": partial(paper_model, "Qwen/Qwen2.5-7B", 74),
+        "qwen25_7b_attention": paper_attention,
         "small": small,
         "quickstart": quickstart,
     },

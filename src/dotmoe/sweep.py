@@ -76,6 +76,11 @@ def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, An
     """
     progress = progress or Progress(quiet=True)
     axis = _axis_of(config)
+    if config.experts.targets != "ffn":
+        raise UserError(
+            f"targets is {config.experts.targets}, but a sweep is of FFNs. Leave it out, or use "
+            "dotmoe compare."
+        )
     values, plain = dict.fromkeys(getattr(config, f"over_{axis}")), plain_run(config)
     points = [_point(axis, value, plain) for value in values]
     recipe = finetune_recipe(config.finetune)

@@ -91,7 +91,7 @@ def test_parts_of_a_step_make_up_the_step_and_leave_the_run_as_it_was(folder):
 
 def test_a_silent_router_is_warned_of(folder, command, monkeypatch):
     routes = torch.arange(3).expand(2, 50, 3)
-    monkeypatch.setattr("dotmoe.analyse.run.captured_routes", lambda *arguments: routes)
+    monkeypatch.setattr("dotmoe.analyse.run.captured_routes", lambda *arguments: {"ffn": routes})
     said = command("analyse", folder, only="expert_utilisation")
     assert "warning: layer 0: 9 of 12 experts are dead" in said.out
 

@@ -58,11 +58,11 @@ def test_routes_are_the_largest_logits_of_every_token(dense, layout, tokens, mon
     logits_TE = x_TD.double().numpy() @ layout.router_LED[-1].double().numpy().T
     expected_TK = np.argsort(-logits_TE, axis=1)[:, :K]
     done = []
-    routes = captured_routes(dense, layout, tokens, lambda *told: done.append(told))
+    routes = captured_routes(dense, layout, tokens, lambda *told: done.append(told))["ffn"]
     assert np.array_equal(routes.numpy(), expected_TK[None])
     assert done == [(3, 10), (6, 10), (9, 10), (10, 10)]
 
-    analysed = SimpleNamespace(layers=layout.moe_layers, routes=routes, layout=layout)
+    analysed = SimpleNamespace(layers=layout.moe_layers, routes={"ffn": routes}, layout=layout)
     used = utilisation.values(analysed)
     counted = [(expected_TK == expert).any(axis=1).mean() for expert in range(E)]
     assert used["layers"] == [1]
@@ -76,9 +76,9 @@ def test_a_later_layer_sees_what_the_masked_layers_before_it_give(dense, layout,
     last = layout.router_LED[-1]
     both = replace(layout, expert_of_neuron_LN=layout.expert_of_neuron_LN[[1, 1]], active_experts=E)
     dense_first = (inputs_of_the_last_ffn(dense, tokens) @ last.T).argmax(dim=1)
-    everything = captured_routes(dense, both, tokens)
+    everything = captured_routes(dense, both, tokens)["ffn"]
     assert torch.equal(everything[1, :, 0].long(), dense_first)
-    one = captured_routes(dense, both.with_active_experts(1), tokens)
+    one = captured_routes(dense, both.with_active_experts(1), tokens)["ffn"]
     assert not torch.equal(one[1, :, 0].long(), dense_first)
 
 
@@ -163,8 +163,8 @@ def test_few_tokens_do_not_look_alike_by_the_pairing():
 
 def test_the_table_of_overlaps_is_symmetric_and_names_its_layers():
     a, b = random_choice(0), random_choice(1)
-    routes, layout = torch.stack([a, b, a.flip(1)]), SimpleNamespace(num_experts=E)
-    found = overlap.values(SimpleNamespace(layers=(1, 2, 3), routes=routes, layout=layout))
+    routes, layout = torch.stack([a, b, a.flip(1)]), SimpleNamespace(num_experts=E, target="ffn")
+    found = overlap.values(SimpleNamespace(layers=(1, 2, 3), routes={"ffn": routes}, layout=layout))
     assert found["layers"] == [1, 2, 3]
     expected = [[1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0]]
     np.testing.assert_allclose(found["similarity_LL"], expected, atol=0.03)

@@ -25,7 +25,7 @@ from dotmoe.baselines.contract import balanced_kmeans, optimal_assignment
 from dotmoe.baselines.llama_moe_v2 import importance, most_listed
 from dotmoe.baselines.lte import soft_stage
 from dotmoe.baselines.predictor import by_predictor
-from dotmoe.calibrate import CalibrateConfig, RidgeRouter, contributions, ffn_inputs
+from dotmoe.calibrate import CalibrateConfig, RidgeRouter, block_inputs, contributions
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ALWAYS_ON
@@ -288,7 +288,7 @@ def test_swaps_end_at_the_size_of_a_real_ffn():
 
 def test_importance_is_the_gradient_of_a_factor_on_each_activation(dense, tokens_BT):
     """|H dL/dH| is |dL/dm| at m = 1, where m multiplies H."""
-    experts = [x[:, :3].argmax(dim=1) for x in ffn_inputs(dense, tokens_BT)]
+    experts = [x[:, :3].argmax(dim=1) for x, _ in block_inputs(dense, tokens_BT, "ffn")]
     found = importance(dense, tokens_BT, experts, 3, rows=3)
     for layer in range(2):
         factor = torch.ones(*tokens_BT.shape, E * S, requires_grad=True)

@@ -49,8 +49,8 @@ def test_commands_and_options_with_their_defaults(golden, monkeypatch, capsys):
 
 def test_recipes_are_named_by_the_help(monkeypatch, capsys):
     text = " ".join(helped(["convert"], monkeypatch, capsys).split())
-    recipes = "default, paper, llama2_7b, llama3_8b, qwen25_7b, qwen25_7b_half_active, small, "
-    assert f"{recipes}quickstart" in text
+    recipes = "default, paper, llama2_7b, llama3_8b, qwen25_7b, qwen25_7b_half_active, "
+    assert f"{recipes}qwen25_7b_attention, small, quickstart" in text
     assert "sft, small" in " ".join(helped(["finetune"], monkeypatch, capsys).split())
 
 

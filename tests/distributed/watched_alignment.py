@@ -41,7 +41,7 @@ class Watched(Alignment):
 
     def begin(self, step):
         result = super().begin(step)
-        self.seen = [*getattr(self, "seen", []), self.routing.expert_of_neuron_LN.clone()]
+        self.seen = [*getattr(self, "seen", []), self.parts[0].masking.expert_of_neuron_LN.clone()]
         return result
 
 
@@ -65,7 +65,7 @@ def new_task(dense, start):
 
 
 def learned_by(task):
-    return task.assignment.affinity_LNE, task.assignment.router_LED
+    return task.parts[0].assignment.affinity_LNE, task.parts[0].assignment.router_LED
 
 
 def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=None):
@@ -75,7 +75,7 @@ def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=N
     config, blocks = CalibrateConfig(calibration_tokens=240), random_blocks()
     start = calibrate(dense, blocks, split_of(dense), config, seed=0)
     first = new_task(dense, start)
-    with masked(dense, first.routing), recomputing(dense, recompute):
+    with masked(dense, first.routings), recomputing(dense, recompute):
         first.accumulate_gradients(0)
     task, metrics = new_task(dense, start), {}
 
@@ -86,7 +86,7 @@ def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=N
 
     schedule = Schedule(steps=STEPS, warmup_steps=3, weight_decay=1e-4, max_grad_norm=1.0)
     try:
-        with masked(dense, task.routing), recomputing(dense, recompute):
+        with masked(dense, task.routings), recomputing(dense, recompute):
             train(task, schedule, folder, TrainingConfig(checkpoint_every=4), on_step)
     except StoppedError:
         pass
@@ -96,7 +96,7 @@ def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=N
         "assignments": torch.stack(task.seen),
         "metrics": metrics,
         "end": tuple(full_tensor(p.detach()) for p in learned_by(task)),
-        "own_layers": len(local_part(task.assignment.affinity_LNE)),
+        "own_layers": len(local_part(task.parts[0].assignment.affinity_LNE)),
     }
 
 

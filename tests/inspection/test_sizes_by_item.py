@@ -65,14 +65,16 @@ def one_step(dense, *, checkpointing):
     task = Alignment(
         dense, blocks, state, split, config, AssignmentConfig(), warmup_steps=0, seed=0
     )
-    optimizer = torch.optim.AdamW([task.assignment.affinity_LNE, task.assignment.router_LED])
+    optimizer = torch.optim.AdamW(
+        [task.parts[0].assignment.affinity_LNE, task.parts[0].assignment.router_LED]
+    )
 
     def take(number):
         task.accumulate_gradients(number)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    with masked(dense, task.routing), recomputing(dense, checkpointing):
+    with masked(dense, task.routings), recomputing(dense, checkpointing):
         take(0)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             take(1)

@@ -8,6 +8,7 @@ from dotmoe.analyse import history, outputs, overhead, overlap, utilisation
 from dotmoe.analyse.run import AnalyseConfig, AnalysedRun
 from dotmoe.errors import UserError, nearest
 from dotmoe.files import read_json, sha256_of, write_json
+from dotmoe.granularity import targets_of
 from dotmoe.options import check, values_of
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
@@ -28,16 +29,23 @@ class Analysis(NamedTuple):
     """Of the extra that it needs."""
     of_text: bool = True
     """Whether it is about the held-out text; else about the alignment."""
+    targets: tuple[str, ...] = ("ffn", "both", "attention")
+    """Splits that it can look at."""
 
 
 ANALYSES = {
     "expert_utilisation": Analysis("Share of the tokens that run each expert", utilisation),
     "routing_overlap": Analysis("Similarity of the routing of layers", overlap, "scipy"),
     "expert_outputs_tsne": Analysis(
-        "Outputs of the experts of one layer, by t-SNE", outputs, "sklearn"
+        "Outputs of the experts of one layer, by t-SNE",
+        outputs,
+        "sklearn",
+        targets=("ffn", "both"),
     ),
     "alignment_history": Analysis("Alignment, step by step", history, of_text=False),
-    "overhead_profile": Analysis("Parts of the time of an alignment step", overhead, of_text=False),
+    "overhead_profile": Analysis(
+        "Parts of the time of an alignment step", overhead, of_text=False, targets=("ffn",)
+    ),
 }
 """By name, in the order in which they are made."""
 
@@ -84,6 +92,8 @@ def _lack(run: AnalysedRun, analysis: Analysis) -> str | None:
             f"{analysis.package} is not installed; pip install -e '.[analysis]' in the checkout "
             "brings it"
         )
+    if (targets := targets_of(run.layout.granularity)) not in analysis.targets:
+        return f"{run.asked.run} has targets {targets}, and this looks at {analysis.targets[0]}"
     if not analysis.of_text and run.aligned is None:
         return f"{run.asked.run} has no alignment steps, or its own run is not there"
     return None

@@ -28,7 +28,7 @@ def values(run: AnalysedRun) -> dict[str, Any]:
 
     asked, layout, layer = run.asked, run.layout, run.layer
     generator = torch.Generator().manual_seed(asked.seed)
-    chosen_TK = run.routes[run.layers.index(layer)]
+    chosen_TK = run.routes["ffn"][run.layers.index(layer)]
     token_P, expert_P = sampled_pairs(chosen_TK, asked.points, asked.experts_shown, generator)
     x_PD = router_inputs(run.dense, layout, run.tokens, layer)[token_P].to(run.dense.device)
     ffn = run.dense.family.ffn(run.dense.family.layers(run.dense.model)[layer])

@@ -62,12 +62,12 @@ def values(run: AnalysedRun) -> dict[str, Any]:
     )
     clock, samples = Clock(dense.device), []
     time_methods(task, OF_TASK, clock)
-    time_methods(task.assignment, OF_ASSIGNMENT, clock)
+    time_methods(task.parts[0].assignment, OF_ASSIGNMENT, clock)
     groups = task.parameter_groups()
     parameters = [p for group in groups for p in group.parameters.values()]
     optimizer = adamw(groups, weight_decay=config.align.weight_decay)
     again = config.align.activation_checkpointing
-    with masked(dense, task.routing):
+    with masked(dense, task.routings):
         with recomputing(dense, again):
             for step in range(num_steps + 1):
                 with clock.part("step"):
@@ -80,7 +80,7 @@ def values(run: AnalysedRun) -> dict[str, Any]:
     seconds = {part: fmean(each.get(part, 0.0) for each in samples[1:]) for part in samples[-1]}
     step_s = seconds.pop("step")
     passes = -(-config.align.batch_size // task.micro_batch_size)
-    passes *= dense.widths.layers - task.routing.first_layer
+    passes *= dense.widths.layers - task.parts[0].masking.first_layer
     forward = min(added_forward * passes, seconds["student forward"])
     # The forward pass runs again in the backward pass where activations are recomputed.
     backward = min((added_backward + again * added_forward) * passes, seconds["backward"])
@@ -117,7 +117,7 @@ def mask_cost(task: Alignment, clock: "Clock") -> tuple[float, float]:
 
     A masked FFN is run with routing on and off, on random numbers, which cost what others do.
     """
-    dense, routing = task.dense, task.routing
+    dense, routing = task.dense, task.parts[0].masking
     ffn = dense.family.layers(dense.model)[routing.first_layer].get_submodule("mlp")
     tokens = task.micro_batch_size * task.blocks.seq_len
     dtype = next(dense.model.parameters()).dtype

@@ -14,8 +14,11 @@ from dotmoe.analyse.run import AnalysedRun
 
 
 def values(run: AnalysedRun) -> dict[str, Any]:
-    """`matched_overlap` of each pair of split layers, 1 on the diagonal; needs SciPy."""
-    chosen_LTK, E = run.routes, run.layout.num_experts
+    """`matched_overlap` of each pair of split layers, 1 on the diagonal; needs SciPy.
+
+    Where both targets are split, of FFNs.
+    """
+    chosen_LTK, E = run.routes[run.layout.target], run.layout.num_experts
     similarity_LL = np.eye(len(chosen_LTK))
     for a, b in combinations(range(len(chosen_LTK)), 2):
         overlap = matched_overlap(chosen_LTK[a], chosen_LTK[b], E)

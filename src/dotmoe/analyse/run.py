@@ -16,6 +16,7 @@ from dotmoe.config import FinetuneRunConfig
 from dotmoe.errors import UserError
 from dotmoe.export.routers import at_routers
 from dotmoe.finished_run import FinishedRun
+from dotmoe.granularity import parts_of
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.models.dense import DenseModel
@@ -79,8 +80,8 @@ class AnalysedRun(FinishedRun):
         return dense
 
     @cached_property
-    def routes(self) -> Int[Tensor, "L T K"]:
-        """Experts that each token runs, see `captured_routes`."""
+    def routes(self) -> dict[str, Int[Tensor, "L T K"]]:
+        """Experts that each token runs by target, see `captured_routes`."""
         with self.progress.bar("route held-out text") as update:
             return captured_routes(self.dense, self.layout, self.tokens, update)
 
@@ -99,21 +100,32 @@ def captured_routes(
     layout: ExpertLayout,
     tokens_BT: Int[Tensor, "B T"],
     on_progress: Update = no_update,
-) -> Int[Tensor, "L T K"]:
+) -> dict[str, Int[Tensor, "L T K"]]:
     """Experts that run for each token in each split layer, the largest logit first; int16, CPU.
 
     The masked model is what the experts compute, so a router sees what it will see in the export
     (eq:router_topk). Rows of the text do not see each other. `on_progress` is told blocks.
+
+    Returns:
+        Those of each target by its name.
     """
-    found: dict[int, list[Tensor]] = {layer: [] for layer in layout.moe_layers}
+    found = {}
+    for part in parts_of(layout):
+        chosen: dict[int, list[Tensor]] = {layer: [] for layer in part.moe_layers}
 
-    def look(layer: int, x_TD: Tensor) -> None:
-        logits_TE = router_logits(x_TD, layout.router_LED[layer].to(x_TD.device))
-        chosen_TK = logits_TE.topk(layout.active_experts, dim=1).indices
-        found[layer].append(chosen_TK.to(torch.int16).cpu())
+        def look(
+            layer: int,
+            x_TD: Tensor,
+            part: ExpertLayout = part,
+            chosen: dict[int, list[Tensor]] = chosen,
+        ) -> None:
+            logits_TE = router_logits(x_TD, part.router_LED[layer].to(x_TD.device))
+            chosen_TK = logits_TE.topk(part.active_experts, dim=1).indices
+            chosen[layer].append(chosen_TK.to(torch.int16).cpu())
 
-    _in_passes(dense, layout, tokens_BT, look, on_progress)
-    return torch.stack([torch.cat(parts) for parts in found.values()])
+        _in_passes(dense, layout, tokens_BT, look, on_progress, part.target)
+        found[part.target] = torch.stack([torch.cat(parts) for parts in chosen.values()])
+    return found
 
 
 def router_inputs(
@@ -136,9 +148,10 @@ def _in_passes(
     tokens_BT: Tensor,
     look: Callable[[int, Tensor], None],
     on_progress: Update = no_update,
+    target: str = "ffn",
 ) -> None:
     done = 0
     for rows in torch.split(tokens_BT, max(1, FORWARD_TOKENS // tokens_BT.shape[1])):
-        at_routers(dense, layout, rows, look)
+        at_routers(dense, layout, rows, look, target)
         done += len(rows)
         on_progress(done, len(tokens_BT))

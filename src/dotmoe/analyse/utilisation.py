@@ -8,22 +8,33 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dotmoe.analyse.run import AnalysedRun
+from dotmoe.granularity import parts_of
+from dotmoe.layout import ExpertLayout
 
 UNEVEN_SHARE_OF_LIMIT = 0.5
 """A load is uneven where its coefficient of variation is above this share of the largest one."""
 
 
 def values(run: AnalysedRun) -> dict[str, Any]:
-    """Share of the tokens that run each expert, which sum to k; figures of each layer; warnings."""
-    num_experts, shares = run.layout.num_experts, {}
-    for layer, chosen_TK in zip(run.layers, run.routes, strict=True):
+    """Share of the tokens that run each expert, which sum to k; figures of each layer; warnings.
+
+    Where both targets are split, those of attention besides, as `attention`.
+    """
+    first, *rest = (_values(run, part) for part in parts_of(run.layout))
+    return first | ({"attention": rest[0]} if rest else {})
+
+
+def _values(run: AnalysedRun, layout: ExpertLayout) -> dict[str, Any]:
+    num_experts, shares = layout.num_experts, {}
+    for layer, chosen_TK in zip(run.layers, run.routes[layout.target], strict=True):
         counts_E = torch.bincount(chosen_TK.flatten().long(), minlength=num_experts)
         shares[layer] = counts_E.double() / len(chosen_TK)
     return {
         "layers": list(shares),
         "share_LE": [share_E.tolist() for share_E in shares.values()],
         "num_experts": num_experts,
-        "active_experts": run.layout.active_experts,
+        "active_experts": layout.active_experts,
+        "target": layout.target,
         "statistics": [{"layer": layer} | load_statistics(s) for layer, s in shares.items()],
         "warnings": [line for layer, s in shares.items() for line in warnings_of(layer, s)],
     }
@@ -85,4 +96,6 @@ def says(values: dict[str, Any]) -> list[str]:
         f"mean, idlest {min(layer['min_over_mean'] for layer in layers):.2f}; "
         f"{sum(len(layer['dead_experts']) for layer in layers)} dead"
     )
-    return [line, *(f"warning: {warning}" for warning in values["warnings"])]
+    heads = "of heads: " * (values.get("target") == "attention")
+    found = [heads + line, *(f"warning: {heads}{warning}" for warning in values["warnings"])]
+    return found + (says(values["attention"]) if "attention" in values else [])

@@ -5,7 +5,7 @@ Each file says what is the rival's and what differs; `contract.py` is what a met
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -24,13 +24,12 @@ from dotmoe.baselines.without_data import contiguous_split, random_split, weight
 from dotmoe.calibrate import (
     RidgeRouter,
     affinity_of,
-    contributions,
     expert_sums,
     log_energy,
     unit_logits,
 )
 from dotmoe.errors import UserError
-from dotmoe.granularity import Granularity
+from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.models.dense import DenseModel
 from dotmoe.moe.assignment import AlignState
@@ -52,18 +51,20 @@ __all__ = [
 
 
 class Method(NamedTuple):
-    """A published way to split FFNs."""
+    """A published way to split FFNs, or units of any kind."""
 
     split: Callable[[SplitInputs], Iterator[LayerSplit]]
     """Splits the layers of a model one after the other."""
     has_shared_expert: bool = False
     own: Own | None = None
     """Its own router, where no stock architecture holds that."""
+    of_any_units: bool = False
+    """It looks at no weights, and so splits query heads as well."""
 
 
 METHODS = {
-    "random_split": Method(random_split),
-    "contiguous_split": Method(contiguous_split),
+    "random_split": Method(random_split, of_any_units=True),
+    "contiguous_split": Method(contiguous_split, of_any_units=True),
     "by_energy": Method(by_energy),
     "weight_clusters": Method(weight_clusters, own=by_predictor),
     "co_activation": Method(co_activation, own=by_predictor),
@@ -121,6 +122,13 @@ def granularity_of(method: str, split: Granularity, config: BaselineConfig) -> G
         ...                BaselineConfig())
         Granularity(num_experts=14, expert_size=8, active_experts=2, shared_size=16, ...)
     """
+    of_heads = any(part.target == "attention" for part in parts_of(split))
+    if of_heads and method in METHODS and not METHODS[method].of_any_units:
+        able = ", ".join(name for name in METHODS if METHODS[name].of_any_units)
+        raise UserError(
+            f"{method} splits FFNs alone, but targets asks for experts of heads, too. Choose "
+            f"dot_moe or {able}."
+        )
     shared, active = config.shared_experts, split.active_experts
     if method not in METHODS or not METHODS[method].has_shared_expert:
         others = " or ".join(name for name in METHODS if METHODS[name].has_shared_expert)
@@ -157,15 +165,17 @@ def baseline(method: str, inputs: SplitInputs, on_progress: Update = no_update) 
     `inputs.granularity` is what `granularity_of` gave.
     """
     split = inputs.granularity
+    if split.beside:
+        parts = [replace(inputs, granularity=part) for part in parts_of(split)]
+        return Baseline(layout=joined(baseline(method, p, on_progress).layout for p in parts))
     experts, routers, owns = [], [], []
     for index, made in enumerate(METHODS[method].split(inputs)):
         router_ED = made.router_ED.float()
         if inputs.config.split_router == "ridge":  # to the routed experts, as DOT-MoE's
-            ffn, x_TD = made.layer.ffn, made.layer.x_TD
-            contribution_TN = contributions(ffn, x_TD.to(ffn.down.weight.dtype))
-            expert_N = made.expert_of_neuron_N.to(contribution_TN.device)
-            energy_TE = expert_sums(contribution_TN.square(), expert_N, split.num_experts)
-            router_ED = RidgeRouter(x_TD, inputs.calibrate.ridge)(log_energy(energy_TE))
+            energy_TN = made.layer.energy()
+            expert_N = made.expert_of_neuron_N.to(energy_TN.device)
+            energy_TE = expert_sums(energy_TN, expert_N, split.num_experts)
+            router_ED = RidgeRouter(made.layer.x_TD, inputs.calibrate.ridge)(log_energy(energy_TE))
         experts.append(made.expert_of_neuron_N.cpu())
         routers.append(unit_logits(router_ED, made.layer.x_TD).cpu())
         owns.append({name: tensor.cpu() for name, tensor in made.own.items()})
@@ -177,6 +187,7 @@ def baseline(method: str, inputs: SplitInputs, on_progress: Update = no_update) 
             expert_of_neuron_LN=expert_of_neuron_LN,
             router_LED=torch.stack(routers),
             active_experts=split.active_experts,
+            target=split.target,
         ),
         own={name: torch.stack([own[name] for own in owns]) for name in owns[0]},
     )
@@ -217,6 +228,8 @@ def active_share(shares: list[Tensor], layers: int) -> dict[str, Any]:
 
 def state_of(layout: ExpertLayout, device: torch.device) -> AlignState:
     """Affinities that every solver rounds to the layout's own experts, and its routers."""
+    if layout.beside:
+        return joined(state_of(part, device) for part in parts_of(layout))
     split = layout.granularity
     expert_LN = layout.expert_of_neuron_LN % (split.num_experts + 1)
     in_order = torch.arange(layout.num_neurons) // split.expert_size
@@ -225,4 +238,5 @@ def state_of(layout: ExpertLayout, device: torch.device) -> AlignState:
         affinity_LNE=affinity_of(expert_LN, split.columns).to(device),
         router_LED=layout.router_LED.to(device),
         step=0,
+        target=split.target,
     )

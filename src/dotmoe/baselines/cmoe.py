@@ -45,7 +45,7 @@ def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
         return gated(inputs.dense, {index: expert_N}, gate)
 
     for layer, dense in zip(inputs.layers(converted), inputs.layers(), strict=True):
-        marks_TN = markers(layer, min(config.marked_neurons, split.ffn_width))
+        marks_TN = markers(layer, min(config.marked_neurons, split.units))
         order_N = marks_TN.sum(dim=0).argsort(descending=True, stable=True)
         routed = order_N[split.shared_size :]
         # Most marked first: the first E are the first centres.
@@ -57,7 +57,7 @@ def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
         others = torch.arange(split.num_experts, device=routed.device) != cluster_N[:, None]
         distance_NE = l1_distance(marks_NT, centre_ET).masked_fill(others, torch.inf)
         representative_E = routed[distance_NE.argmin(dim=0)]
-        expert_N = torch.full((split.ffn_width,), ALWAYS_ON, device=routed.device)
+        expert_N = torch.full((split.units,), ALWAYS_ON, device=routed.device)
         expert_N[routed] = cluster_N
         hidden_TN = activations(layer.ffn, layer.x_TD.to(layer.ffn.down.weight.dtype))
         score_TE = hidden_TN[:, representative_E].abs()

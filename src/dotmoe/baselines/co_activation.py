@@ -32,7 +32,7 @@ def co_activation(inputs: SplitInputs) -> Iterator[LayerSplit]:
     split = inputs.granularity
     for layer in inputs.layers():
         hidden_TN = activations(layer.ffn, layer.x_TD.to(layer.ffn.down.weight.dtype))
-        count_NN = co_activation_counts(hidden_TN, split.active_neurons)
+        count_NN = co_activation_counts(hidden_TN, split.active_units)
         expert_N = balanced_clusters(
             partial(_weight_to, count_NN),
             len(count_NN),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.calibrate import CalibrateConfig, ffn_inputs, harden
+from dotmoe.calibrate import CalibrateConfig, block_inputs, harden
 from dotmoe.errors import require_package
 from dotmoe.granularity import Granularity
 from dotmoe.models.dense import DenseModel
@@ -50,11 +50,14 @@ class BaselineConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """One FFN with what is known of it."""
+    """One FFN, or attention, with what is known of it."""
 
     ffn: GatedFFN
+    """The layer's FFN, whichever is split."""
     x_TD: Tensor
-    """FFN inputs over the calibration tokens, float32."""
+    """Inputs over the calibration tokens, float32."""
+    energy: Callable[[], Float[Tensor, "T N"]]
+    """Square of each unit's contribution to the output; only until the next layer."""
     generator: torch.Generator
     """Source of all randomness in this layer, on the CPU."""
 
@@ -65,7 +68,7 @@ class LayerSplit:
 
     layer: Layer
     expert_of_neuron_N: Int[Tensor, " N"]
-    """Expert of each neuron, or `ALWAYS_ON` for the shared expert's."""
+    """Expert of each unit, or `ALWAYS_ON` for the shared expert's."""
     router_ED: Float[Tensor, "E D"]
     """The method's own router, or the closest linear one to it."""
     own: dict[str, Tensor] = field(default_factory=dict)
@@ -85,7 +88,7 @@ class SplitInputs:
     tokens_BT: Int[Tensor, "B T"]
     """Calibration text, and no more of it than the method may look at."""
     granularity: Granularity
-    """E experts of s neurons, k of them active, and the shared neurons."""
+    """E experts of s units of one target, k of them active, and the shared units."""
     config: BaselineConfig
     calibrate: CalibrateConfig
     seed: int
@@ -95,11 +98,13 @@ class SplitInputs:
     ) -> Iterator[Layer]:
         """Every layer in order, with its inputs in the dense model, or behind layers `converted`.
 
-        See `dotmoe.calibrate.ffn_inputs`.
+        See `dotmoe.calibrate.block_inputs`.
         """
         modules = self.dense.family.layers(self.dense.model)
-        for index, x_TD in enumerate(ffn_inputs(self.dense, self.tokens_BT, converted)):
+        inputs = block_inputs(self.dense, self.tokens_BT, self.granularity.target, converted)
+        for index, (x_TD, energy) in enumerate(inputs):
             yield Layer(
+                energy=energy,
                 ffn=self.dense.family.ffn(modules[index]),
                 x_TD=x_TD.float(),
                 generator=torch.Generator().manual_seed(self.seed + index),

@@ -42,7 +42,7 @@ def llama_moe_v2(inputs: SplitInputs) -> Iterator[LayerSplit]:
     ]
     scores = importance(inputs.dense, inputs.tokens_BT, experts, split.num_experts)
     for layer, router_ED, score_NE in zip(layers, routers, scores, strict=True):
-        expert_N = torch.full((split.ffn_width,), ALWAYS_ON, device=score_NE.device)
+        expert_N = torch.full((split.units,), ALWAYS_ON, device=score_NE.device)
         free_N = torch.ones_like(expert_N, dtype=torch.bool)
         free_N[most_listed(score_NE, split.expert_size)[: split.shared_size]] = False
         expert_N[free_N] = greedy_assignment(score_NE[free_N], capacity=split.expert_size)

@@ -48,7 +48,7 @@ def contiguous_split(inputs: SplitInputs) -> Iterator[LayerSplit]:
 
 
 def _dealt(inputs: SplitInputs, *, is_random: bool) -> Iterator[LayerSplit]:
-    split, width = inputs.granularity, inputs.granularity.ffn_width
+    split, width = inputs.granularity, inputs.granularity.units
     for layer in inputs.layers():
         generator = layer.generator
         order_N = torch.randperm(width, generator=generator) if is_random else torch.arange(width)

@@ -22,6 +22,7 @@ from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.errors import UserError, VerificationError, one_line
 from dotmoe.files import read_json
 from dotmoe.models.dense import DenseModel
+from dotmoe.models.modeling_dotmoe import DotMoeForCausalLM
 from dotmoe.parameters import compute_constants, meta_model
 
 KEPT_BYTES = 2**28
@@ -70,7 +71,7 @@ def on_disk(
 
 
 def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The exported model in the class that stock Transformers has for it, weights on disk.
+    """The exported model in the class that Transformers has for it, weights on disk.
 
     Transformers gets each layer, when it runs, as a checkpoint of everything outside the layers and
     the one layer: the naming, stacking and checking of a layer's tensors are all its work.
@@ -82,7 +83,8 @@ def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     tensors = Tensors(folder, tied=False)
     model = empty_model(config, device, dtype)
-    assert type(model).__module__.startswith("transformers."), type(model)
+    ours = type(model) is DotMoeForCausalLM
+    assert ours or type(model).__module__.startswith("transformers."), type(model)
 
     def state(layer: int | None) -> dict[str, Tensor]:
         names = {}
@@ -147,6 +149,8 @@ def _with_one_layer(plain: dict[str, Any], layer: int | None) -> dict[str, Any]:
     changed: dict[str, Any] = {"num_hidden_layers": len(kept)}
     if plain.get("layer_types"):
         changed["layer_types"] = [plain["layer_types"][index] for index in kept]
+    if plain.get("heads_of_experts"):
+        changed["heads_of_experts"] = [plain["heads_of_experts"][index] for index in kept]
     leading = plain.get("first_k_dense_replace", 0)
     if leading:
         changed["first_k_dense_replace"] = sum(index < leading for index in kept)

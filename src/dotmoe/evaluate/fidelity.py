@@ -73,6 +73,8 @@ def _ffns(dense: Any, other: Any, record: ExportRecord | None) -> tuple[FFNs, st
     if record is None:
         return {}, "the model is no export of dotmoe, so that its FFNs are not known"
     output = FORMATS[record.format]
+    if record.details.get("splits", [{}])[0].get("target") == "attention":
+        return {}, "attention is split, and FFNs are the dense model's"
     if record.shared_size and not output.block_has_shared:
         return {}, f"{record.format} keeps its shared expert outside of the MoE block"
     layers, blocks = family_of(dense.config).layers(dense), output.blocks(other)

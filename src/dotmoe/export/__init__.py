@@ -19,9 +19,10 @@ from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of, require_c
 from dotmoe.export.routers import routing_notes, routing_problems, scale_routers
 from dotmoe.export.verify import sample_tokens
 from dotmoe.files import complete_folder
-from dotmoe.granularity import Granularity
+from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.dense import DenseModel
+from dotmoe.models.targets import TARGETS
 from dotmoe.progress import Update, no_update
 
 __all__ = [
@@ -119,26 +120,30 @@ def export(
         On any other exception nothing is left behind.
     """
     widths = dense.widths
-    expected = (widths.layers, widths.ffn, widths.model)
-    found = (layout.num_layers, layout.num_neurons, layout.router_LED.shape[2])
-    if expected != found:
-        raise UserError(
-            f"The layout is for {found} layers, FFN neurons and model width, but {dense.source} "
-            f"has {expected}. Use the layout of this model."
-        )
+    for part in parts_of(layout):
+        target = TARGETS[part.target]
+        expected = (widths.layers, target.units(dense.config), widths.model)
+        found = (part.num_layers, part.num_neurons, part.router_LED.shape[2])
+        if expected != found:
+            raise UserError(
+                f"The layout is for {found} layers, {target.units_named} and model width, but "
+                f"{dense.source} has {expected}. Use the layout of this model."
+            )
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out} exists already. Remove it, or export to another folder.")
     unverified = out.with_name(out.name + UNVERIFIED)
     dtype = export_dtype(dense, config)
     form = format_for(dense, layout.granularity, config.format, dtype)
-    layout = replace(layout, router_LED=layout.router_LED.to(dtype).float())
+    layout = joined(
+        replace(part, router_LED=part.router_LED.to(dtype).float()) for part in parts_of(layout)
+    )
     device = dense.device if dense.device.type != "meta" else torch.device("cpu")
     exact = on_disk(dense, device, torch.float32)
     sample_BT = sample_tokens(token_ids, config.scale_tokens, form.context(dense))
-    gating = form.gating(layout.granularity)
-    routers = (
-        scale_routers(exact, layout, sample_BT, gating, dtype, form.exponent) if form.splits else []
-    )
+    routers = []
+    if form.splits and form.scales_routers:
+        gating = form.gating(layout.granularity)
+        routers = scale_routers(exact, layout, sample_BT, gating, dtype, form.exponent)
     conversion = Conversion(
         dense=exact,
         tensors=Tensors.of(dense),

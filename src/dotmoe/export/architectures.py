@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dotmoe.errors import UserError, nearest
 from dotmoe.export import tensors as specs
+from dotmoe.export.dotmoe_format import DotMoe
 from dotmoe.export.format import Conversion, Format, Gating, Holds, TensorSpec
 from dotmoe.export.transformers_format import TransformersFormat
 from dotmoe.granularity import Granularity
@@ -37,6 +37,7 @@ class _Glm4Moe(TransformersFormat):
     )
     experts_key = "n_routed_experts"
     active_experts_editable = True
+    folds = False
 
     def gating(self, granularity: Granularity) -> Gating:
         return Gating(score="sigmoid", renormalised=False, constant=2.0)
@@ -206,33 +207,15 @@ class _GraniteMoe(TransformersFormat):
     ) -> Iterator[TensorSpec]:
         factor = self.gating(conversion.granularity).constant
         neurons_ES = conversion.layout.neurons_of_expert(layer)
-        yield from _linears(conversion, layer, neurons_ES, prefix, factor)
+        yield from specs.linears(conversion, layer, neurons_ES, prefix, factor)
         shared_S = conversion.layout.shared_neurons(layer)
         if len(shared_S):
             prefix = prefix.replace(self.block_name, "shared_mlp")
-            yield from map(_only, _linears(conversion, layer, shared_S[None], prefix, 1.0))
+            yield from map(_only, specs.linears(conversion, layer, shared_S[None], prefix, 1.0))
 
 
 def _only(spec: TensorSpec) -> TensorSpec:
     return replace(spec, shape=spec.shape[1:], make=lambda: spec.make()[0])
-
-
-def _linears(
-    conversion: Conversion, layer: int, neurons_ES: Tensor, prefix: str, factor: float
-) -> Iterator[TensorSpec]:
-    """Gate and up projections of all experts, [E, 2 S, D], and the down ones, [E, D, S]."""
-    gate, up = (
-        specs.stacked_experts(conversion, layer, each, neurons_ES) for each in ("gate", "up")
-    )
-    down = specs.stacked_experts(conversion, layer, "down", neurons_ES, factor=factor)
-    num_experts, size, width = gate.shape
-    yield replace(
-        gate,
-        name=f"{prefix}.input_linear.weight",
-        shape=(num_experts, 2 * size, width),
-        make=lambda: torch.cat([gate.make(), up.make()], dim=1),
-    )
-    yield replace(down, name=f"{prefix}.output_linear.weight")
 
 
 class _FlexOlmo(TransformersFormat):
@@ -253,7 +236,15 @@ class _FlexOlmo(TransformersFormat):
 
 FORMATS: dict[str, TransformersFormat] = {
     form.name: form
-    for form in (_Glm4Moe(), _Mixtral(), _Qwen2Moe(), _Qwen3Moe(), _GraniteMoe(), _FlexOlmo())
+    for form in (
+        _Glm4Moe(),
+        _Mixtral(),
+        _Qwen2Moe(),
+        _Qwen3Moe(),
+        _GraniteMoe(),
+        _FlexOlmo(),
+        DotMoe(),
+    )
 }
 """In order of preference: the first that can hold a model is its default."""
 AUTO = "auto"

@@ -1,5 +1,6 @@
 """README.md of an exported folder; its text is `card.md.jinja`."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import jinja2
 from huggingface_hub import ModelCardData
 
 from dotmoe.export.record import ExportRecord
+from dotmoe.models.targets import TARGETS
 from dotmoe.tables import Table, figure, percent, table_of, to_markdown
 
 CARD_FILE = "README.md"
@@ -37,6 +39,10 @@ def card_text(record: ExportRecord, results: Table | None = None) -> str:
         r=record,
         head=head.to_yaml(),
         gguf=gguf,
+        splits=[
+            each | {"units": TARGETS[each.get("target", "ffn")].units_named}
+            for each in record.details.get("splits", [asdict(record)])
+        ],
         parameters=_figures(("parameters", "count"), counts),
         how=how,
         compared=_figures(("comparison", "value"), compared),
@@ -57,7 +63,8 @@ def _comparison(record: ExportRecord) -> tuple[str, dict[str, Any]]:
         return "", {}
     ends = "logit errors are medians over tokens, in standard deviations of the logits."
     if "layers" in found:
-        worst = {key: max(layer[key] for layer in found["layers"]) for key in found["layers"][0]}
+        figures = found["layers"][0].keys() - {"target"}
+        worst = {key: max(layer[key] for layer in found["layers"]) for key in figures}
         return (
             f"Reloaded as `{found['loaded_class']}` and compared in float32 on {found['tokens']} "
             f"tokens at k = {record.verified_active_experts}; {ends}"

@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from dotmoe.checkpoint.tensors import DTYPES, Tensors
-from dotmoe.granularity import GROUPED_MATMUL_BYTES, Granularity
+from dotmoe.granularity import GROUPED_MATMUL_BYTES, Granularity, targets_of
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import Multipliers
@@ -59,7 +59,8 @@ class ExportConfig:
 
     format: str = "auto"
     """Stock architecture to write: glm4_moe, mixtral, qwen2_moe, qwen3_moe, granitemoe, flex_olmo,
-    or auto: glm4_moe where it can hold the model, else the family's native twin. From a finished
+    or auto: glm4_moe where it can hold the model, else the family's native twin. Experts made of
+    heads have dotmoe alone, which only Transformers runs, with code of its own. From a finished
     run `dotmoe export` also writes gguf, gguf_glm4moe, gguf_llama and gguf_dense."""
     export_dtype: Literal["source", "float32", "bfloat16"] = "source"
     """Dtype of the written weights. `source` keeps that of every dense tensor, bit for bit; float16
@@ -169,6 +170,8 @@ class Format(ABC):
     """p of every layer's router; None: chosen by layer from the router's logits."""
     splits: bool = True
     """Whether FFNs become experts; if not, it is the dense model in another container."""
+    scales_routers: bool = True
+    """Whether runtimes weight experts by their logits, which scaled routers undo."""
 
     def refusal(
         self, dense: DenseModel, granularity: Granularity, dtype: torch.dtype
@@ -263,6 +266,7 @@ def unsupported_reason(form: Format, dense: DenseModel, granularity: Granularity
         "head_dim": (traits.head_dim, (traits.head_dim if holds.any_head_dim else usual,)),
         "rope_type": (rope, holds.rope),
         "neurons in a shared expert": (shared, (shared if holds.shared_expert else 0,)),
+        "targets": (targets_of(granularity), ("ffn",)),
         "leading dense layers": (leading, (leading if holds.dense_layers else 0,)),
     }
     for what, (found, taken) in features.items():

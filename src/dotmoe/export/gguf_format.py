@@ -155,7 +155,7 @@ class GgufFormat(Format):
         }
 
     def _ffn_keys(self, split: Granularity) -> dict[str, Any]:
-        return {"feed_forward_length": split.ffn_width}
+        return {"feed_forward_length": split.units}
 
     def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
         """See `Format.tensors`. A tied head is left out: llama.cpp then takes the embedding."""
@@ -253,7 +253,7 @@ class GgufGlm4Moe(GgufFormat):
 
     def _ffn_keys(self, split: Granularity) -> dict[str, Any]:
         return {
-            "feed_forward_length": split.ffn_width,
+            "feed_forward_length": split.units,
             "expert_feed_forward_length": split.expert_size,
             "expert_count": split.num_experts,
             "expert_shared_count": specs.shared_experts(split),

@@ -107,7 +107,9 @@ class ExportRecord:
 
         What was measured stays, and a note says at which k.
         """
-        expert = 3 * self.model_width * self.expert_size
+        expert = self.details.get(
+            "parameters_of_an_expert", 3 * self.model_width * self.expert_size
+        )
         layers = self.num_layers - self.first_dense_layers
         more = (active_experts - self.active_experts) * expert * layers
         neurons = self.shared_size + self.num_experts * self.expert_size
@@ -151,7 +153,8 @@ def record_of(
     `found` has the fields name, files, routers, verification, problems and notes.
     """
     dense, split = conversion.dense, conversion.granularity
-    sizes = asdict(split) if form.splits else dict.fromkeys(asdict(split), 0)
+    names = ("num_experts", "expert_size", "active_experts", "shared_size", "first_dense_layers")
+    sizes: dict[str, Any] = {name: getattr(split, name) if form.splits else 0 for name in names}
     whole = Granularity(num_experts=1, expert_size=dense.widths.ffn, active_experts=1)
     counts = asdict(count_parameters(dense.config, dense.family, split if form.splits else whole))
     details, specs = form.details(conversion), list(form.tensors(conversion))
@@ -173,7 +176,8 @@ def record_of(
         active_fraction=conversion.granularity.active_fraction if form.splits else 1.0,
         verified_active_experts=sizes["active_experts"],
         active_experts_key=form.active_experts_key,
-        active_experts_editable=form.active_experts_editable,
+        # Where attention has a k of its own, one number does not say it.
+        active_experts_editable=form.active_experts_editable and split.beside is None,
         parameters={"dense": counts["dense_total"]}
         | {name: counts[name] for name in _COUNTS if form.splits}
         | {"written": sum(prod(spec.shape) for spec in specs)},

@@ -19,6 +19,7 @@ from torch import Tensor
 from dotmoe.export.format import Gating
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.dense import DenseModel
+from dotmoe.models.targets import TARGETS
 from dotmoe.moe.masked import masked_by, watched
 from dotmoe.moe.router import router_logits
 
@@ -213,16 +214,20 @@ def at_routers(
     layout: ExpertLayout,
     tokens_BT: Int[Tensor, "B T"],
     look: Callable[[int, Tensor], None],
+    target: str = "ffn",
 ) -> None:
-    """Run the masked model once; `look` is given each split layer and its router's input [T, D]."""
+    """Run the masked model once; `look` is given each split layer and its router's input [T, D].
+
+    The routers are those of one target.
+    """
 
     def show(layer: int, x: Tensor) -> None:
         look(layer, x.flatten(0, -2))
 
     layers = dense.family.layers(dense.model)
     with torch.no_grad(), masked_by(dense, layout):
-        ffns = {layer: layers[layer].get_submodule("mlp") for layer in layout.moe_layers}
-        with watched(ffns, show):
+        blocks = {layer: TARGETS[target].block(layers[layer]) for layer in layout.moe_layers}
+        with watched(blocks, show):
             dense.family.trunk(dense.model)(input_ids=tokens_BT.to(dense.device), use_cache=False)
 
 

@@ -1,6 +1,7 @@
 """The tensors of an export, each described before it is made."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from dotmoe.checkpoint.tensors import EMBEDDING, HEAD, NORM
 from dotmoe.errors import UserError
 from dotmoe.export.format import STORED, Conversion, TensorSpec
 from dotmoe.granularity import Granularity
+from dotmoe.layout import ExpertLayout
 from dotmoe.models.dense import DenseModel
 
 PROJECTIONS = ("gate", "up", "down")
@@ -39,10 +41,12 @@ def carried(conversion: Conversion, name: str) -> TensorSpec:
     )
 
 
-def router(conversion: Conversion, layer: int, name: str) -> TensorSpec:
+def router(
+    conversion: Conversion, layer: int, name: str, part: ExpertLayout | None = None
+) -> TensorSpec:
     """Router rows times 2^-p, [E, D]; exact, since the layout's rows are so in the dtype."""
-    scale = 2.0 ** -conversion.exponents[layer]
-    rows_ED = conversion.layout.router_LED[layer].cpu().double() * scale
+    scale = 2.0 ** -conversion.exponents.get(layer, 0)
+    rows_ED = (part or conversion.layout).router_LED[layer].cpu().double() * scale
     stored = STORED[conversion.dtype]
     return TensorSpec(name=name, shape=tuple(rows_ED.shape), stored=stored, make=lambda: rows_ED)
 
@@ -123,6 +127,22 @@ def stacked_experts(
 
     shape = (num_experts, width, size) if projection == "down" else (num_experts, size, width)
     return TensorSpec(name="", shape=shape, stored=flat.stored, make=make)
+
+
+def linears(
+    conversion: Conversion, layer: int, neurons_ES: Tensor, prefix: str, factor: float
+) -> Iterator[TensorSpec]:
+    """Gate and up projections of all experts, [E, 2 S, D], and the down ones, [E, D, S]."""
+    gate, up = (stacked_experts(conversion, layer, each, neurons_ES) for each in ("gate", "up"))
+    down = stacked_experts(conversion, layer, "down", neurons_ES, factor=factor)
+    num_experts, size, width = gate.shape
+    yield replace(
+        gate,
+        name=f"{prefix}.input_linear.weight",
+        shape=(num_experts, 2 * size, width),
+        make=lambda: torch.cat([gate.make(), up.make()], dim=1),
+    )
+    yield replace(down, name=f"{prefix}.output_linear.weight")
 
 
 def constant(name: str, shape: tuple[int, ...], dtype: torch.dtype, value: float) -> TensorSpec:

@@ -45,6 +45,8 @@ class TransformersFormat(Format):
     model's at k = E / 2 to 1.5e-3."""
     score: Literal["softmax", "softmax_of_chosen"] = "softmax"
     check = verify
+    folds: bool = True
+    """Whether a constant other than a power of two is folded into the down projections."""
     casts_weights: bool = True
     """Transformers rounds the weights of the experts to the dtype of the model."""
     gates: str = "gates 1 but for about 2^-11"
@@ -164,6 +166,10 @@ class TransformersFormat(Format):
         """The FFN blocks of a reloaded model, by layer; each maps [B, T, D] to [B, T, D]."""
         layers = cast(nn.ModuleList, model.get_submodule("model.layers"))
         return [layer.get_submodule(self.block_name) for layer in layers]
+
+    def routed(self, model: nn.Module, target: str) -> list[tuple[nn.Module, nn.Module]]:
+        """By layer what is called with the router's input, and what gives out the experts' sum."""
+        return [(block, block) for block in self.blocks(model)]
 
     def chosen_experts(self, block: nn.Module, x_TD: Tensor) -> Tensor:
         """Numbers of the k experts that a reloaded block runs for each token, [T, K]."""

@@ -20,7 +20,10 @@ from dotmoe.errors import UserError, VerificationError
 from dotmoe.export.format import Conversion
 from dotmoe.export.routers import MISROUTED, largest_share, outliers_in, shortfall
 from dotmoe.files import read_json
-from dotmoe.moe.masked import neuron_mask, routed
+from dotmoe.granularity import parts_of
+from dotmoe.layout import ExpertLayout
+from dotmoe.models.targets import TARGETS
+from dotmoe.moe.masked import neuron_mask, routed, watched
 
 if TYPE_CHECKING:
     from dotmoe.export.transformers_format import TransformersFormat
@@ -50,12 +53,13 @@ def verify(
     logits. Only models of up to `on_disk.KEPT_BYTES` are held whole.
 
     Returns:
-        The figures, and a sentence for each beyond its limit. `layers`: of each block, on the
-        exported model's own inputs and routes, the relative L2 error of its output over typical
-        tokens (median `block_error`, 95th percentile `block_error_tail`), and the shares of tokens
-        `misrouted` and of `outliers`. `logits_error` and `logits_error_tail`, `top1_agreement`:
-        against the masked dense model with the same routes, in standard deviations of the logits.
-        `dense_error`: against the dense model at k = E, None where k is not free.
+        The figures, and a sentence for each beyond its limit. `layers`: of each block (of attention
+        its output projection), on the exported model's own inputs and routes, the relative L2 error
+        of its output over typical tokens (median `block_error`, 95th percentile
+        `block_error_tail`), and the shares of tokens `misrouted` and of `outliers`. `logits_error`
+        and `logits_error_tail`, `top1_agreement`: against the masked dense model with the same
+        routes, in standard deviations of the logits. `dense_error`: against the dense model at
+        k = E, None where k is not free.
 
     Raises:
         VerificationError: The folder is not what was to be written, or Transformers cannot load it.
@@ -65,22 +69,29 @@ def verify(
     dense, layout = conversion.dense, conversion.layout
     exported = exported_on_disk(folder, dense.device, torch.float32)
     layers: list[dict[str, Any]] = []
-    routes: dict[int, Tensor] = {}
+    routes: dict[str, dict[int, Tensor]] = {part.target: {} for part in parts_of(layout)}
+    inputs: dict[int, Tensor] = {}
+    num_blocks = len(routes) * len(layout.moe_layers)
 
-    def compare(layer: int, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        x_TD = inputs[0].flatten(0, -2)
-        routes[layer] = form.chosen_experts(module, x_TD)
-        actual_TD = output.view_as(x_TD)
-        layers.append(_compare(form, conversion, layer, x_TD, routes[layer], actual_TD))
-        conversion.on_progress(len(layers), len(layout.moe_layers), "layers verified")
+    def compare(
+        part: ExpertLayout, layer: int, router: nn.Module, _: nn.Module, args: Any, output: Tensor
+    ) -> None:
+        x_TD, seen_TN = inputs[layer].flatten(0, -2), args[0].flatten(0, -2)
+        chosen_TK = form.chosen_experts(router, x_TD)
+        routes[part.target][layer], actual_TD = chosen_TK, output.flatten(0, -2)
+        layers.append(_compare(form, conversion, part, layer, x_TD, chosen_TK, seen_TN, actual_TD))
+        conversion.on_progress(len(layers), num_blocks, "layers verified")
 
     with ExitStack() as hooks:
-        for layer in layout.moe_layers:
-            block = form.blocks(exported)[layer]
-            hooks.enter_context(block.register_forward_hook(partial(compare, layer)))
+        for part in parts_of(layout):
+            for layer in part.moe_layers:
+                router, block = form.routed(exported, part.target)[layer]
+                hooks.enter_context(watched({layer: router}, inputs.__setitem__))
+                seeing = partial(compare, part, layer, router)
+                hooks.enter_context(block.register_forward_hook(seeing))
         logits_TV = logits_of(exported, tokens_BT)
     at_full_TV = None
-    if form.active_experts_editable:
+    if form.active_experts_editable and layout.beside is None:
         form.run_active_experts(exported, layout.moe_layers, layout.num_experts)
         at_full_TV = logits_of(exported, tokens_BT)
     loaded_class = f"{type(exported).__module__}.{type(exported).__qualname__}"
@@ -89,7 +100,10 @@ def verify(
     exact = on_disk(dense, dense.device, torch.float32, rounded_to=rounded_to)
     # At a near-tie two exact implementations may choose differently, which changes every later
     # token. With the routes given, all the rest can be compared closely.
-    with routed(exact, layout, lambda layer, hidden: routes[layer].to(hidden.device)):
+    with ExitStack() as given:
+        for part in parts_of(layout):
+            choose = partial(lambda of, layer, x: routes[of][layer].to(x.device), part.target)
+            given.enter_context(routed(exact, part, choose))
         same_routes_TV = logits_of(exact.model, tokens_BT)
     error_T = logits_error(logits_TV, same_routes_TV)
     dense_error = None
@@ -105,7 +119,7 @@ def verify(
         "top1_agreement": top1_agreement(logits_TV, same_routes_TV),
         "dense_error": dense_error,
     }
-    is_folded = conversion.dtype != torch.float32 and form.name != "glm4_moe"
+    is_folded = conversion.dtype != torch.float32 and form.folds
     return found, problems(found, form.block_error, FOLDED if is_folded else 0.0)
 
 
@@ -144,17 +158,22 @@ def problems(found: Mapping[str, Any], block_error: float, rounding: float) -> l
 def _compare(
     form: "TransformersFormat",
     conversion: Conversion,
+    layout: ExpertLayout,
     layer: int,
     x_TD: Tensor,
     chosen_TK: Tensor,
+    seen_TN: Tensor,
     actual_TD: Tensor,
 ) -> dict[str, Any]:
-    """What a block computed beside the binary-gate FFN (eq:moe_output) for the experts it chose."""
-    layout, tensors = conversion.layout, conversion.tensors
+    """What a block computed beside the binary-gate one (eq:moe_output) for the experts it chose.
 
-    def weights() -> Iterator[Tensor]:
-        for projection in ("gate", "up", "down"):
-            weight = tensors.read(conversion.dense.family.ffn_tensor(layer, projection))
+    It has seen what its router did, or if it is an output projection the heads.
+    """
+    dense, tensors, target = conversion.dense, conversion.tensors, TARGETS[layout.target]
+
+    def weights(*names: str) -> Iterator[Tensor]:
+        for name in names:
+            weight = tensors.read(name)
             yield (weight if conversion.keeps_dtypes else weight.to(conversion.dtype)).to(x_TD)
         tensors.forget()
 
@@ -163,10 +182,18 @@ def _compare(
     mask_TN = neuron_mask(chosen_TK, layout, layer)
     if not form.block_has_shared:
         mask_TN[:, layout.shared_neurons(layer).to(mask_TN.device)] = False
-    exact_TD = binary_gate_ffn(x_TD, mask_TN, weights())
+    if target.name == "ffn":
+        names = [dense.family.ffn_tensor(layer, name) for name in ("gate", "up", "down")]
+        exact_TD = binary_gate_ffn(x_TD, mask_TN, weights(*names))
+    else:
+        names = [target.output_tensor(layer)]
+        if dense.family.traits(dense.config).output_bias:
+            names.append(names[0].replace("weight", "bias"))
+        exact_TD = F.linear(seen_TN * target.of_columns(mask_TN, dense.config), *weights(*names))
     error_T = relative_error(actual_TD, exact_TD)[~outliers_T]
     return {
         "layer": layer,
+        **({} if target.name == "ffn" else {"target": target.name}),
         "block_error": float(error_T.median()),
         "block_error_tail": float(error_T.quantile(0.95)),
         "misrouted": float((shortfall(logits_TE, chosen_TK)[~outliers_T] > 0).double().mean()),

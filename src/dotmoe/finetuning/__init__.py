@@ -82,7 +82,7 @@ class Finetuning(Objective):
         *,
         seed: int,
     ) -> None:
-        super().__init__(student.dense, student.routing, blocks, config, seed=seed)
+        super().__init__(student.dense, [student.routing], blocks, config, seed=seed)
         self.model = student
         self.own_teacher = teacher
 

@@ -1,4 +1,4 @@
-"""Repair: W_down refitted under the masks, in closed form and layer by layer; no gradient step."""
+"""Repair: W_down and W_O refitted under the masks, in closed form, layer by layer; no gradients."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import torch
 from jaxtyping import Float
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from dotmoe.checkpoint.folder import tensor_files
 from dotmoe.checkpoint.tensors import Tensors
@@ -18,10 +18,12 @@ from dotmoe.data import TokenBlocks
 from dotmoe.errors import UserError
 from dotmoe.files import read_json, write_json
 from dotmoe.finetuning.student import LAYOUT, MODEL, begin_checkpoint
+from dotmoe.granularity import Granularity, parts_of
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.stream import TOKENS_AT_ONCE, Stream
-from dotmoe.moe.masked import masked, masking_of
+from dotmoe.models.targets import TARGETS
+from dotmoe.moe.masked import Masking, masked, maskings_of, watched
 from dotmoe.options import at_least
 from dotmoe.progress import Update, no_update
 
@@ -29,24 +31,26 @@ FIGURES = "repair.json"
 """What `repair` returns, in the stage's folder."""
 RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
 """Penalties that are tried, as shares of the mean diagonal of the Gram matrix."""
-TOKENS_A_NEURON = 40
+TOKENS_AN_INPUT = 40
 _HELD_OUT = 8
 _LARGEST_WEIGHT = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepairConfig:
-    """The refit of W_down."""
+    """The refit of what the masks scale the inputs of: W_down of FFNs, W_O of attention."""
 
     repair_tokens: Annotated[int, at_least(1)] | None = None
     """Tokens of training text that a repair is fitted to, at most; they are drawn evenly over the
-    text. Default: 40 for each neuron of an FFN."""
+    text. Default: 40 for each input of a projection, such as a neuron of an FFN."""
     repair_active_experts: tuple[Annotated[int, at_least(1)], ...] = ()
-    """Numbers of active experts (k) that a repair serves, all alike. Default: the layout's k."""
+    """Numbers of active experts (k) that a repair serves, all alike; of one target alone. Default:
+    the layout's k."""
 
-    def tokens(self, num_neurons: int) -> int:
-        """`repair_tokens`, or the default for FFNs of that width."""
-        return self.repair_tokens or TOKENS_A_NEURON * num_neurons
+    def tokens(self, split: Granularity, dense_config: Any) -> int:
+        """`repair_tokens`, or the default for the projections of that split."""
+        inputs = [TARGETS[part.target].inputs(dense_config) for part in parts_of(split)]
+        return self.repair_tokens or TOKENS_AN_INPUT * max(inputs)
 
 
 class NormalEquations:
@@ -86,7 +90,7 @@ class NormalEquations:
 
 
 def refit(fit: NormalEquations, heldout: NormalEquations) -> tuple[Tensor, dict[str, Any]]:
-    """Change of W_down, [N, D], from all tokens under the penalty that serves held-out ones best.
+    """Change of a projection, [N, D], from all tokens under the penalty best for held-out ones.
 
     It is zero where no penalty gains anything. `fit` is used up. Besides: `ridge`, None for zero,
     and `heldout_error` as of `NormalEquations.error`.
@@ -110,61 +114,73 @@ def repair(
     folder: Path,
     on_progress: Update = no_update,
 ) -> dict[str, Any]:
-    """Refit W_down of each split layer, so that the masked model follows the dense one.
+    """Refit W_down or W_O of each split layer, so that the masked model follows the dense one.
 
     Two residual streams go through the layers side by side, the dense model's and that of the
-    masked model as far as it is repaired. In each layer ridge regression changes W_down such that
-    the second comes as close as it can to the first, token by token relative to its size. Every
-    8th row of text chooses the penalty. Host memory holds both streams; activations and Gram
-    matrices are those of one layer. Layers that are finished are kept: a process that was stopped
-    goes on after them, with the same result.
+    masked model as far as it is repaired. Behind each split FFN or attention, ridge regression
+    changes its output projection such that the second comes as close as it can to the first, token
+    by token relative to its size. Every 8th row of text chooses the penalty. Host memory holds both
+    streams; activations and Gram matrices are those of one projection. Layers that are finished are
+    kept: a process that was stopped goes on after them, with the same result.
 
     Args:
         dense: The dense model, whole in memory; it is the same afterwards.
         layout: Experts, routers and k.
         blocks: Text to fit to, two blocks at least.
         config: See `RepairConfig`.
-        folder: Receives `model/`, a dense checkpoint with the new W_down in the dtypes of its
-            source, `layout.safetensors` and `repair.json`.
+        folder: Receives `model/`, a dense checkpoint with the new projections in the dtypes of
+            its source, `layout.safetensors` and `repair.json`.
         on_progress: Told layers.
 
     Returns:
-        Contents of `repair.json`: `tokens`, `active_experts`, and of each of `layers` what `refit`
-        says.
+        Contents of `repair.json`: `tokens`, `active_experts`, and of each of `layers` (and with
+        attention `target`) what `refit` says.
 
     Raises:
         UserError: Too little text, or a k out of range.
     """
-    ks = config.repair_active_experts or (layout.active_experts,)
-    if max(ks) > layout.num_experts:
+    ks = config.repair_active_experts
+    if ks and layout.beside:
+        raise UserError(
+            f"repair_active_experts is {', '.join(map(str, ks))}, but FFNs and attention have k of "
+            "their own. Leave it out."
+        )
+    if max(ks, default=0) > layout.num_experts:
         raise UserError(
             f"repair_active_experts is {max(ks)}, but the layout has {layout.num_experts} experts "
             f"a layer. Choose 1 to {layout.num_experts}."
         )
-    tokens_BT, num_fitted = _drawn(blocks, config.tokens(layout.num_neurons))
+    num_tokens = config.tokens(layout.granularity, dense.config)
+    tokens_BT, num_fitted = _drawn(blocks, num_tokens)
     streams = _Streams(dense, layout, tokens_BT, num_fitted)
     finished, stored, changed = folder / "checkpoints", Tensors.of(dense), dict[str, Path]()
     finished.mkdir(parents=True, exist_ok=True)
     figures = []
-    with masked(dense, streams.masking):
+    with masked(dense, streams.maskings):
         for index in range(layout.num_layers):
             streams.advance_dense(index)
             if index not in layout.moe_layers:
                 continue
-            name = stored.stored_name(dense.family.ffn_tensor(index, "down"))
-            file = changed[name] = finished / f"{index:05d}.safetensors"
-            if not file.is_file():
-                weight_DN, found = streams.refitted(index, ks)
-                write_json(file.with_suffix(".json"), {"layer": index, **found})
-                weight_DN = weight_DN.to(stored.describe(name)[1]).cpu().contiguous()
-                save_file({"weight": weight_DN}, file.with_suffix(".partial"))
-                file.with_suffix(".partial").replace(file)
-            figures.append(read_json(file.with_suffix(".json")))
-            streams.advance_converted(index, load_file(file)["weight"])
+            for masking in reversed(streams.maskings):  # attention is before the FFN
+                target = TARGETS[masking.target]
+                name = stored.stored_name(target.output_tensor(index))
+                place = f"{index:05d}" + "_attention" * (target.name == "attention")
+                file = changed[name] = finished / f"{place}.safetensors"
+                if not file.is_file():
+                    weight_DN, found = streams.refitted(index, masking, ks)
+                    which = {} if target.name == "ffn" else {"target": target.name}
+                    write_json(file.with_suffix(".json"), {"layer": index, **which, **found})
+                    weight_DN = weight_DN.to(stored.describe(name)[1]).cpu().contiguous()
+                    save_file({"weight": weight_DN}, file.with_suffix(".partial"))
+                    file.with_suffix(".partial").replace(file)
+                figures.append(read_json(file.with_suffix(".json")))
+                streams.put(index, masking, load_file(file)["weight"])
+            streams.advance_converted(index)
             on_progress(index + 1, layout.num_layers, f"error {figures[-1]['heldout_error']:.3f}")
     _write(dense, changed, folder / MODEL)
     layout.save(folder / LAYOUT)
-    made = {"tokens": tokens_BT.numel(), "active_experts": list(ks), "layers": figures}
+    served = list(ks or [part.active_experts for part in parts_of(layout)])
+    made = {"tokens": tokens_BT.numel(), "active_experts": served, "layers": figures}
     write_json(folder / FIGURES, made)
     return made
 
@@ -175,10 +191,13 @@ class _Streams:
     def __init__(
         self, dense: DenseModel, layout: ExpertLayout, tokens_BT: Tensor, num_fitted: int
     ) -> None:
-        self.masking, self._k = masking_of(dense, layout), layout.active_experts
+        self.maskings = maskings_of(dense, layout)
         self._device, self._traits = dense.device, dense.family.traits(dense.config)
         self._layers = list(dense.family.layers(dense.model))
-        self._downs = [dense.family.ffn(layer).down for layer in self._layers]
+        self._outputs = {  # found while no masks are in their place
+            name: [target.output(layer) for layer in self._layers]
+            for name, target in TARGETS.items()
+        }
         rows, ends = max(1, TOKENS_AT_ONCE // tokens_BT.shape[1]), (num_fitted, len(tokens_BT))
         self._parts = [  # of rows at once; each is of the fit, or held out
             slice(start, min(start + rows, end))
@@ -188,51 +207,89 @@ class _Streams:
         self._num_fitted = num_fitted
         self._dense = Stream(dense, tokens_BT, self._parts)
         self._converted = self._dense
+        self._attended_BTD = torch.empty(0)
+        """The dense stream between attention and FFN of the last layer."""
+        self._own = dict[nn.Linear, Tensor]()
 
     def advance_dense(self, index: int) -> None:
         """Take the dense stream through a layer; the other one is still before it."""
-        if index == self.masking.first_layer:
+        if index == self.maskings[0].first_layer:
             self._converted = self._dense.clone()
-        self.masking.enabled = False
-        self._dense.advance(index)
-        self.masking.enabled = True
+        for masking in self.maskings:
+            masking.enabled = False
+        attended: list[Tensor] = []
+        places = {index: self._after_attention(index)} if self._splits_attention else {}
+        with watched(places, lambda _, x: attended.append(x.cpu())):
+            self._dense.advance(index)
+        for masking in self.maskings:
+            masking.enabled = True
+        if attended:
+            self._attended_BTD = torch.cat(attended)
 
-    def advance_converted(self, index: int, weight_DN: Tensor) -> None:
-        """Take the masked model's stream through a layer with another W_down."""
-        down = self._downs[index]
-        own, down.weight.data = down.weight.data, weight_DN.to(down.weight)
+    def put(self, index: int, masking: Masking, weight_DN: Tensor) -> None:
+        """Give the masked model another output projection in a layer, until it has advanced."""
+        output = self._outputs[masking.target][index]
+        self._own[output] = output.weight.data
+        output.weight.data = weight_DN.to(output.weight)
+
+    def advance_converted(self, index: int) -> None:
+        """Take the masked model's stream through a layer, whose own weights are then back."""
         self._converted.advance(index)
-        down.weight.data = own
+        for output, weight in self._own.items():
+            output.weight.data = weight
+        self._own.clear()
 
-    def refitted(self, index: int, ks: tuple[int, ...]) -> tuple[Tensor, dict[str, Any]]:
-        """W_down, [D, N], that brings the masked stream to the dense one; and what `refit` says."""
-        down, seen = self._downs[index], list[tuple[Tensor, Tensor]]()
-        num_neurons, width = down.in_features, down.out_features
-        sums = [NormalEquations(num_neurons, width, self._device) for _ in range(2)]
-        weight_BT = self._token_weights()
-        tap = down.register_forward_hook(
+    def refitted(
+        self, index: int, masking: Masking, ks: tuple[int, ...]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """W_down or W_O, [D, N], that brings the masked stream to the dense one; and what `refit`
+        says.
+        """
+        target, own_k = TARGETS[masking.target], masking.active_experts
+        output = self._outputs[masking.target][index]
+        seen, after = list[tuple[Tensor, Tensor]](), list[Tensor]()
+        sums = [
+            NormalEquations(output.in_features, output.out_features, self._device) for _ in range(2)
+        ]
+        is_ffn = masking.target == "ffn"
+        dense_BTD = self._dense.hidden_BTD if is_ffn else self._attended_BTD
+        weight_BT = self._token_weights(dense_BTD)
+        places = {} if is_ffn else {index: self._after_attention(index)}
+        tap = output.register_forward_hook(
             lambda module, args, output: seen.append((args[0].float(), output.float()))
         )
-        with tap:
-            for self.masking.active_experts in ks:
+        with tap, watched(places, lambda _, x: after.append(x)):
+            for masking.active_experts in ks or (own_k,):
                 for part in self._parts:
                     output_BTD = self._converted.after(index, part)
-                    wanted_BTD = self._dense.hidden_BTD[part].to(self._device)
+                    output_BTD = output_BTD if is_ffn else after.pop()
+                    wanted_BTD = dense_BTD[part].to(self._device)
                     missing_TD = (wanted_BTD.float() - output_BTD.float()).flatten(0, 1)
                     missing_TD /= self._traits.multipliers.residual
-                    (hidden_TN, product_TD), weight_T = seen.pop(), weight_BT[part].flatten()
+                    (hidden, product), weight_T = seen.pop(), weight_BT[part].flatten()
+                    product_TD = product.flatten(0, -2)
                     if self._traits.norms_after:
-                        norm = self._layers[index].get_submodule("post_feedforward_layernorm")
+                        norm = self._layers[index].get_submodule(target.norm_after)
                         missing_TD, scale_T = _before_norm(missing_TD, product_TD, norm)
                         weight_T = weight_T / scale_T.square()
-                    sums[part.start >= self._num_fitted].add(hidden_TN, missing_TD, weight_T)
-        self.masking.active_experts = self._k
+                    fitted = sums[part.start >= self._num_fitted]
+                    fitted.add(hidden.flatten(0, -2), missing_TD, weight_T)
+        masking.active_experts = own_k
         change_ND, found = refit(*sums)
-        return down.weight.double() + change_ND.T, found
+        return output.weight.double() + change_ND.T, found
 
-    def _token_weights(self) -> Tensor:
+    @property
+    def _splits_attention(self) -> bool:
+        return self.maskings[-1].target == "attention"
+
+    def _after_attention(self, index: int) -> nn.Module:
+        """What is called with the stream between attention and FFN."""
+        name = "mlp" if self._traits.norms_after else "post_attention_layernorm"
+        return self._layers[index].get_submodule(name)
+
+    def _token_weights(self, dense_BTD: Tensor) -> Tensor:
         """1 / mean square of the dense stream, [B, T], over its median and at most 10."""
-        parts = [1 / self._dense.hidden_BTD[part].float().square().mean(2) for part in self._parts]
+        parts = [1 / dense_BTD[part].float().square().mean(2) for part in self._parts]
         weight_BT = torch.cat(parts)
         return (weight_BT / weight_BT.median()).clamp(max=_LARGEST_WEIGHT).to(self._device)
 

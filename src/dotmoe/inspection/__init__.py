@@ -7,7 +7,8 @@ import torch
 
 from dotmoe.calibrate import CalibrateConfig
 from dotmoe.distributed import resolved_device
-from dotmoe.granularity import resolve
+from dotmoe.errors import UserError
+from dotmoe.granularity import splits_of
 from dotmoe.inspection.memory import calibration_memory, disk, exported_bytes
 from dotmoe.inspection.planner import (
     ACCELERATORS,
@@ -57,7 +58,12 @@ def inspect_model(
         written = stored if stored in EXPORTED else torch.bfloat16
     else:
         written = getattr(torch, asked.export_dtype)
-    split = resolve(asked.experts, config.intermediate_size)
+    split = splits_of(asked.experts, config.intermediate_size, config.num_attention_heads)
+    if asked.task == "finetune" and asked.experts.targets != "ffn":
+        raise UserError(
+            f"task is finetune, but targets is {asked.experts.targets}: experts made of heads are "
+            "repaired, not trained. Leave one of the two out."
+        )
     sizes = sizes_of(config, family_of(config), split, stored=stored, written=written, held=held)
     widths, seq_len = sizes.widths, min(asked.seq_len, sizes.widths.context)
     calibrated = asked.calibration_tokens

@@ -4,6 +4,7 @@ They are for planning: allocator slack, the framework itself (about 1 GiB on a G
 operating system come on top.
 """
 
+from dotmoe.granularity import parts_of
 from dotmoe.inspection.sizes import FLOAT32, Items, Sizes, Step
 from dotmoe.moe.losses import chunk_rows
 
@@ -94,14 +95,18 @@ def calibration_memory(sizes: Sizes, tokens: int) -> Items:
 
 
 def exported_bytes(sizes: Sizes) -> Items:
-    """The exported folder (glm4_moe)."""
+    """The exported folder (glm4_moe; with experts made of heads dotmoe)."""
     written, split = sizes.written.itemsize, sizes.split
     tied = 0 if sizes.counts.output_head else sizes.counts.input_embedding
     empty = 0 if split.shared_size else split.expert_size
     zeros = 3 * empty * sizes.widths.model * sizes.moe_layers
-    return {
+    always = {
         "exported weights and routers": written * sizes.counts.stored,
         "tied head written out": written * tied,
+    }
+    if sizes.has_heads:
+        return always
+    return always | {
         "zero shared expert of the format": written * zeros,
         "router score biases": FLOAT32 * sizes.moe_layers * split.num_experts,
     }
@@ -110,12 +115,12 @@ def exported_bytes(sizes: Sizes) -> Items:
 def disk(sizes: Sizes, tokens: int) -> Items:
     """Bytes on disk of a run that reads so many tokens."""
     trainables = sizes.affinities + sizes.counts.routers
-    neurons = sizes.widths.layers * sizes.widths.ffn
+    units = sizes.widths.layers * sum(part.units for part in parts_of(sizes.split))
     return {
         "dense checkpoint (unless it is there)": sizes.stored.itemsize * sizes.counts.dense_total,
         "packed tokens": 4 * tokens,
         # A, routers and both moments; while a new one is written the last one is still there.
         "two alignment checkpoints": 2 * 3 * FLOAT32 * trainables,
-        "layout": FLOAT32 * (neurons + sizes.counts.routers),
+        "layout": FLOAT32 * (units + sizes.counts.routers),
         "exported folder": sum(exported_bytes(sizes).values()),
     }

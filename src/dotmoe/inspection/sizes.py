@@ -10,7 +10,7 @@ from tyro.conf import Positional
 
 from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.errors import UserError
-from dotmoe.granularity import ExpertsConfig, Granularity
+from dotmoe.granularity import ExpertsConfig, Granularity, parts_of, targets_of
 from dotmoe.models.family import DecoderTraits, Family, Widths, widths_of
 from dotmoe.options import at_least
 from dotmoe.parameters import ParameterCounts, count_parameters
@@ -105,9 +105,19 @@ class Sizes:
         return self.widths.layers - self.split.first_dense_layers
 
     @property
+    def affinities_of_a_layer(self) -> int:
+        """Entries of A of all targets in a layer that is split."""
+        return sum(part.units * part.columns for part in parts_of(self.split))
+
+    @property
     def affinities(self) -> int:
         """Entries of A in the layers that are split."""
-        return self.moe_layers * self.widths.ffn * self.split.columns
+        return self.moe_layers * self.affinities_of_a_layer
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether some experts are made of heads."""
+        return targets_of(self.split) != "ffn"
 
     @property
     def layer_parameters(self) -> int:
@@ -166,13 +176,13 @@ class Step:
     def neurons(self) -> int:
         """Of an FFN that compute for a token."""
         split = self.sizes.split
-        return split.ffn_width if self.is_alignment else split.active_neurons
+        all_run = self.is_alignment or split.target == "attention"
+        return self.sizes.widths.ffn if all_run else split.active_units
 
     @property
     def own_affinities(self) -> int:
         """Entries of A on this GPU, [L / ranks, N, E]; where layers do not divide, the most."""
-        split = self.sizes.split
-        return self.part(self.sizes.moe_layers) * split.ffn_width * split.columns
+        return self.part(self.sizes.moe_layers) * self.sizes.affinities_of_a_layer
 
     @property
     def trained(self) -> int:

@@ -4,6 +4,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from dotmoe.files import Values
+from dotmoe.granularity import Granularity, parts_of
 from dotmoe.inspection.sizes import Items
 from dotmoe.tables import Table, in_bytes, in_time, table_of, to_rich
 
@@ -38,21 +39,26 @@ def render(found: Values, *, details: bool = False) -> RenderableType:
 
 
 def _model(found: Values) -> Table:
-    split, widths = found["granularity"], found["widths"]
-    first, layers = split["first_dense_layers"], widths["layers"]
+    parts, widths = parts_of(Granularity.of(found["granularity"])), found["widths"]
+    first, layers = parts[0].first_dense_layers, widths["layers"]
     which = f"layers {first} to {layers - 1}: " if first else "every layer "
-    shared = f"and {split['shared_size']} neurons always, " if split["shared_size"] else ""
     model = (
         f"{found['model_type']}, {layers} layers, model width {widths['model']:,}, FFN width "
         f"{widths['ffn']:,}, vocabulary {widths['vocabulary']:,}, context {widths['context']:,}, "
         f"stored as {found['stored_dtype']}"
     )
-    experts = (
-        f"{which}{split['num_experts']} experts of {split['expert_size']} neurons; "
-        f"{split['active_experts']} run per token, {shared}"
-        f"{found['active_neuron_fraction']:.1%} of the FFN neurons"
-    )
-    return Table(columns=("", ""), rows=[["model", model], ["split", experts]], words=2)
+    rows = [["model", model]]
+    for part in parts:
+        units = {"ffn": "neurons", "attention": "query heads"}[part.target]
+        shared = f"and {part.shared_size} neurons always, " if part.shared_size else ""
+        whole = "FFN neurons" if part.target == "ffn" else "query heads; all keys and values"
+        experts = (
+            f"{which}{part.num_experts} experts of {part.expert_size} {units}; "
+            f"{part.active_experts} run per token, {shared}"
+            f"{part.active_fraction:.1%} of the {whole}"
+        )
+        rows.append(["split", experts])
+    return Table(columns=("", ""), rows=rows, words=2)
 
 
 def counts_table(counts: Values, title: str = "") -> Table:
@@ -64,8 +70,10 @@ def counts_table(counts: Values, title: str = "") -> Table:
         "active": "active per token",
         "active_with_routers": "  with routers",
         "active_without_embeddings": "  without embeddings and head",
-        "floor": "outside the FFNs: always active",
-        "attention_and_norms": "  attention and norms",
+        "floor": "outside what is split: always active",
+        "attention_and_norms": "  attention"
+        + " (whole)" * bool(counts.get("heads_total"))
+        + " and norms",
         "input_embedding": "  input embedding",
         "output_head": "  output head" + " (tied)" * (counts.get("output_head") == 0),
     }

@@ -17,9 +17,11 @@ LARGEST_STOCK_EXPERTS = 512
 def warnings_for(sizes: Sizes, asked: InspectConfig, rope_type: str) -> list[str]:
     """Sentences about one conversion, what the export would refuse first."""
     split, widths = sizes.split, sizes.widths
+    of_neurons = split.target == "ffn"
     size, experts, active = split.expert_size, split.num_experts, split.active_experts
     only_llama = rope_type == "llama3" or sizes.traits.output_bias  # not held by gguf_glm4moe
     most = most_active_experts_of(sizes.traits, split, widths.layers, 5 if only_llama else 8)
+    served = not sizes.has_heads
     window = sizes.traits.sliding_window or widths.context
     extra = in_bytes(exported_bytes(sizes)["tied head written out"])
     seen = asked.steps * asked.batch_size * min(asked.seq_len, widths.context)
@@ -31,17 +33,22 @@ def warnings_for(sizes: Sizes, asked: InspectConfig, rope_type: str) -> list[str
         f"bfloat16 (rounds the weights; assumed here) or float32 ({exact}).{on_gpu}": (
             asked.export_dtype == "source" and sizes.stored not in EXPORTED
         ),
-        **_refused_widths(sizes),
+        "Some heads of attention run per token, which no server can do: the checkpoint runs in "
+        "Transformers alone, by code of its own (import dotmoe, or trust_remote_code=True). vLLM, "
+        "SGLang and llama.cpp cannot load it, and there is no GGUF of it.": sizes.has_heads,
+        **(_refused_widths(sizes) if of_neurons else {}),
         f"{active} experts run per token; llama.cpp runs at most {most} of this model, so a GGUF "
-        "of it is refused. Larger experts need fewer.": active > most,
+        "of it is refused. Larger experts need fewer.": served and active > most,
         f"{active} experts run per token; fused routing kernels of some servers take at most "
         f"{FUSED_ROUTING_LIMIT} and fall back to slower ones. Larger experts need fewer.": (
-            active > FUSED_ROUTING_LIMIT
+            served and active > FUSED_ROUTING_LIMIT
         ),
         f"Experts have {size} neurons, not a multiple of 32: llama.cpp cannot quantise their "
-        "down_proj, and GPU kernels pad or slow down. Multiples of 64 are best.": size % 32 > 0,
+        "down_proj, and GPU kernels pad or slow down. Multiples of 64 are best.": (
+            served and size % 32 > 0
+        ),
         f"Experts have {size} neurons, not a multiple of 64: GPU kernels pad or slow down.": (
-            size % 64 == 32
+            of_neurons and size % 64 == 32
         ),
         f"A layer has {experts} experts; stock MoE models stop at {LARGEST_STOCK_EXPERTS}, and "
         "servers' kernels are untried beyond. Larger experts make fewer.": (
@@ -51,7 +58,7 @@ def warnings_for(sizes: Sizes, asked: InspectConfig, rope_type: str) -> list[str
         f"it is written out: {extra} more.": sizes.counts.output_head == 0,
         f"Attention slides over {window:,} tokens, which the exported format cannot: its context "
         f"is lowered from {widths.context:,} to {window:,}, exact up to there.": (
-            window < widths.context
+            served and window < widths.context
         ),
         f"Sequences are shortened from {asked.seq_len:,} to {widths.context:,} tokens, the "
         "model's context.": asked.seq_len > widths.context,
@@ -70,7 +77,7 @@ def _refused_widths(sizes: Sizes) -> dict[str, bool]:
     multiple = 1
     for dtype in (torch.float32, sizes.written):  # the written one has the last word
         multiple = GROUPED_MATMUL_BYTES // dtype.itemsize
-        nearest = nearest_expert_sizes(size, sizes.split.ffn_width, multiple=multiple)
+        nearest = nearest_expert_sizes(size, sizes.split.units, multiple=multiple)
         fitting = [size] if size % multiple == 0 else nearest
         if width % multiple == 0 and fitting:
             other = " --export-dtype float32" * (dtype is not sizes.written)

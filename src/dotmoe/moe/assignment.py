@@ -23,8 +23,9 @@ from dotmoe.distributed import (
     summed_rows,
 )
 from dotmoe.errors import UserError
-from dotmoe.granularity import Granularity
-from dotmoe.layout import ALWAYS_ON, ExpertLayout
+from dotmoe.granularity import Granularity, joined, parts_of
+from dotmoe.layout import ALWAYS_ON, ExpertLayout, in_file
+from dotmoe.models.targets import TARGETS
 from dotmoe.options import above, at_least
 from dotmoe.transport import Capacity, TransportPlan, balanced_plan, greedy_assignment, sinkhorn
 
@@ -60,17 +61,24 @@ class AlignState:
     """What the alignment phase learns, always float32."""
 
     affinity_LNE: Float[Tensor, "L N F"]
-    """Score of neuron n for expert e in each layer (A; "assignment logits" in the paper), and where
+    """Score of unit n for expert e in each layer (A; "assignment logits" in the paper), and where
     there is a shared expert its score for that in a last column."""
     router_LED: Float[Tensor, "L E D"]
     """Router rows."""
     step: int
     """Optimizer steps taken; 0 for an initial state."""
+    target: str = "ffn"
+    """What is split."""
+    beside: "AlignState | None" = None
+    """That of attention, where FFNs are not all."""
 
     def save(self, path: Path) -> None:
         """Write as one safetensors file."""
-        tensors = {"affinity": self.affinity_LNE, "router": self.router_LED}
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        tensors = {}
+        for part in parts_of(self):
+            learned = {"affinity": part.affinity_LNE, "router": part.router_LED}
+            for name, tensor in learned.items():
+                tensors[in_file(part.target, name)] = tensor.cpu().contiguous()
         save_file(tensors, path, metadata={"format": "dotmoe-state-1", "step": str(self.step)})
 
     @classmethod
@@ -78,13 +86,18 @@ class AlignState:
         """Read a file written by `save`; a `UserError` says what is wrong with it."""
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
-                metadata = file.metadata() or {}
-                return cls(
-                    affinity_LNE=file.get_tensor("affinity"),
-                    router_LED=file.get_tensor("router"),
-                    step=int(metadata["step"]),
+                step = int((file.metadata() or {})["step"])
+                return joined(
+                    cls(
+                        affinity_LNE=file.get_tensor(in_file(name, "affinity")),
+                        router_LED=file.get_tensor(in_file(name, "router")),
+                        step=step,
+                        target=name,
+                    )
+                    for name in TARGETS
+                    if in_file(name, "router") in file.keys()  # noqa: SIM118
                 )
-        except (OSError, SafetensorError, KeyError) as error:
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise UserError(
                 f"{path} cannot be read as an alignment state ({error}). Delete its folder's "
                 "finish marker to run that stage again."
@@ -128,6 +141,9 @@ def extract(state: AlignState, split: Granularity, config: AssignmentConfig) -> 
             their neurons are always on.
         config: Solver and final temperature.
     """
+    if split.beside:
+        pairs = zip(parts_of(state), parts_of(split), strict=True)
+        return joined(extract(part, of_part, config) for part, of_part in pairs)
     plan = soft_plan(state.affinity_LNE, split.capacity, config, tau=config.tau_end)
     centred_LED = state.router_LED - state.router_LED.mean(dim=1, keepdim=True)
     expert_of_neuron_LN = hard_assignment(plan, split.capacity).cpu()
@@ -137,6 +153,7 @@ def extract(state: AlignState, split: Granularity, config: AssignmentConfig) -> 
         expert_of_neuron_LN=expert_of_neuron_LN,
         router_LED=centred_LED.cpu(),
         active_experts=split.active_experts,
+        target=split.target,
     )
 
 

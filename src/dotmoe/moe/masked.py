@@ -1,4 +1,4 @@
-"""The training-time form of an MoE layer: the dense FFN under the mask R M^T (eq:moe_output)."""
+"""The training-time form of an MoE layer: dense units under the mask R M^T (eq:moe_output)."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -12,27 +12,32 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dotmoe.granularity import parts_of
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import GatedFFN
+from dotmoe.models.targets import TARGETS, Target
 from dotmoe.moe.losses import product_in_float32
 from dotmoe.moe.router import Routing, kernels_for, router_logits
 
 
 @contextmanager
 def replaced(
-    dense: DenseModel, layers: Iterable[int], make: Callable[[int, nn.Module], nn.Module]
+    dense: DenseModel,
+    layers: Iterable[int],
+    make: Callable[[int, nn.Module], nn.Module],
+    target: Target,
 ) -> Iterator[None]:
-    """Inside, the FFN of each of `layers` is `make(layer, its FFN)`; then all is as before."""
+    """Inside, the target's block of each layer is `make(layer, block)`; then all is as before."""
     modules = dense.family.layers(dense.model)
-    originals = {index: modules[index].get_submodule("mlp") for index in layers}
+    originals = {index: target.block(modules[index]) for index in layers}
     try:
-        for index, ffn in originals.items():
-            modules[index].mlp = make(index, ffn)
+        for index, block in originals.items():
+            setattr(modules[index], target.module, make(index, block))
         yield
     finally:
-        for index, ffn in originals.items():
-            modules[index].mlp = ffn
+        for index, block in originals.items():
+            setattr(modules[index], target.module, block)
 
 
 @contextmanager
@@ -43,10 +48,17 @@ def watched(
 
     What it returns, if anything, takes the place of the input.
     """
+
+    def show(number: int, args: Any, kwargs: Any) -> Any:
+        seen = look(number, args[0] if args else kwargs["hidden_states"])
+        return None if seen is None else ((seen, *args[1:]), kwargs)
+
     with ExitStack() as hooks:
         for number, module in modules.items():
             hooks.enter_context(
-                module.register_forward_pre_hook(lambda _, args, n=number: look(n, args[0]))
+                module.register_forward_pre_hook(
+                    lambda _, args, kwargs, n=number: show(n, args, kwargs), with_kwargs=True
+                )
             )
         yield
 
@@ -66,7 +78,7 @@ def recomputing(dense: DenseModel, enabled: bool = True) -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class Masking(Routing):
-    """What every masked layer of one model reads: routing, assignment, plan, routers.
+    """What every masked layer of one target reads: routing, assignment, plan, routers.
 
     With `enabled` false each layer is its dense FFN again: the teacher is the same weights with the
     masks off. Tensors cover the split layers alone: `first_layer` and those after it.
@@ -84,6 +96,18 @@ class Masking(Routing):
     them."""
     first_layer: int = 0
     """Layers before this one stay dense."""
+    target: str = "ffn"
+    """What is split."""
+
+    def of_layer(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """Assignment and plan of a layer, counted from the first that is split."""
+        plan = None if self.plan_LNE is None else self.plan_LNE[index]
+        return self.expert_of_neuron_LN[index], plan
+
+    def mask(self, index: int, x_TD: Tensor) -> Tensor:
+        """R for the tokens of such a layer, with a column of ones where some units always run."""
+        mask_TE, _ = self.route(router_logits(x_TD, self.router_LED[index]))
+        return F.pad(mask_TE, (0, 1), value=1.0) if self.always_on else mask_TE
 
 
 class MaskedFFN(nn.Module):
@@ -104,26 +128,67 @@ class MaskedFFN(nn.Module):
             dense_output: Tensor = self.dense(x)
             return dense_output
         x_TD = x.reshape(-1, x.shape[-1])
-        mask_TE, _ = masking.route(router_logits(x_TD, masking.router_LED[self.index]))
         masked_TN = masked_activation(
             projections.gate(x_TD),
             projections.up(x_TD),
-            F.pad(mask_TE, (0, 1), value=1.0) if masking.always_on else mask_TE,
-            masking.expert_of_neuron_LN[self.index],
-            None if masking.plan_LNE is None else masking.plan_LNE[self.index],
+            masking.mask(self.index, x_TD),
+            *masking.of_layer(self.index),
         )
         output: Tensor = projections.down(masked_TN).view(x.shape)
         return output
 
 
-def masked(dense: DenseModel, masking: Masking) -> AbstractContextManager[None]:
-    """Inside, every split FFN of `dense.model` obeys `masking`; afterwards all is as before."""
+class MaskedAttention(nn.Module):
+    """Takes the place of attention: all heads compute, those of k experts reach W_O.
+
+    That is eq:moe_output with the concatenated outputs of the heads as H (sec:attention_moe).
+    """
+
+    def __init__(self, dense: nn.Module, masking: Masking, layer: int) -> None:
+        super().__init__()
+        self.dense, self.masking = dense, masking
+        self.index = layer - masking.first_layer
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        """As the attention that it takes the place of."""
+        masking = self.masking
+        if not masking.enabled:
+            return self.dense(hidden_states=hidden_states, **kwargs)
+        mask_TE = masking.mask(self.index, hidden_states.flatten(0, -2))
+
+        def mask(_: int, heads: Tensor) -> Tensor:
+            units_TN = unit_mask(mask_TE, *masking.of_layer(self.index))
+            parts = heads.view(*units_TN.shape, -1)
+            return (parts * units_TN.unsqueeze(-1).to(heads.dtype)).view(heads.shape)
+
+        with watched({0: self.dense.get_submodule(TARGETS["attention"].output_name)}, mask):
+            return self.dense(hidden_states=hidden_states, **kwargs)
+
+
+def unit_mask(mask_TE: Tensor, expert_of_unit_N: Tensor, plan_NE: Tensor | None) -> Tensor:
+    """R M^T for few units, [T, N], with straight-through gradients (eq:assignment_ste)."""
+    member_NE = F.one_hot(expert_of_unit_N, mask_TE.shape[1]).to(mask_TE.dtype)
+    if plan_NE is not None:
+        member_NE = member_NE + (plan_NE - plan_NE.detach())
+    return mask_TE @ member_NE.T
+
+
+@contextmanager
+def masked(dense: DenseModel, maskings: Iterable[Masking]) -> Iterator[None]:
+    """Inside, every split layer of `dense.model` obeys the masking of its target; then no more."""
     layers = dense.family.layers(dense.model)
-    return replaced(
-        dense,
-        range(masking.first_layer, len(layers)),
-        lambda index, ffn: MaskedFFN(ffn, dense.family.ffn(layers[index]), masking, index),
-    )
+
+    def make(masking: Masking, index: int, block: nn.Module) -> nn.Module:
+        if masking.target == "attention":
+            return MaskedAttention(block, masking, index)
+        return MaskedFFN(block, dense.family.ffn(layers[index]), masking, index)
+
+    with ExitStack() as stack:
+        for masking in maskings:
+            split = range(masking.first_layer, len(layers))
+            target = TARGETS[masking.target]
+            stack.enter_context(replaced(dense, split, partial(make, masking), target))
+        yield
 
 
 def masked_by(dense: DenseModel, layout: ExpertLayout) -> AbstractContextManager[None]:
@@ -132,20 +197,23 @@ def masked_by(dense: DenseModel, layout: ExpertLayout) -> AbstractContextManager
     Hard top-k routing from float32 logits, chosen experts summed with weight 1. This is the
     reference that every export is compared with.
     """
-    return masked(dense, masking_of(dense, layout))
+    return masked(dense, maskings_of(dense, layout))
 
 
-def masking_of(dense: DenseModel, layout: ExpertLayout) -> Masking:
-    """What the masks of a layout read, on the device of a model."""
-    first = layout.first_dense_layers
-    return Masking(
-        active_experts=layout.active_experts,
-        expert_of_neuron_LN=layout.expert_of_neuron_LN[first:].to(dense.device)
-        % (layout.num_experts + 1),
-        router_LED=layout.router_LED[first:].to(dense.device, torch.float32),
-        always_on=layout.shared_size > 0,
-        first_layer=first,
-    )
+def maskings_of(dense: DenseModel, layout: ExpertLayout) -> list[Masking]:
+    """What the masks of each target of a layout read, on the device of a model."""
+    return [
+        Masking(
+            active_experts=part.active_experts,
+            expert_of_neuron_LN=part.expert_of_neuron_LN[part.first_dense_layers :].to(dense.device)
+            % (part.num_experts + 1),
+            router_LED=part.router_LED[part.first_dense_layers :].to(dense.device, torch.float32),
+            always_on=part.shared_size > 0,
+            first_layer=part.first_dense_layers,
+            target=part.target,
+        )
+        for part in parts_of(layout)
+    ]
 
 
 def routed(
@@ -153,15 +221,17 @@ def routed(
 ) -> AbstractContextManager[None]:
     """Inside, `dense.model` runs the experts that `choose` names; no router is asked.
 
-    `choose` is given the number of a split layer and the hidden activations H of its FFN,
-    [..., N], and names the experts of each token, [T, K].
+    `choose` is given the number of a split layer and what its output projection reads, H of an FFN
+    [..., N], and names the experts of each token, [T, K]. The layout is that of one target.
     """
+    target = TARGETS[layout.target]
 
     def mask(layer: int, hidden: Tensor) -> Tensor:
-        return hidden * neuron_mask(choose(layer, hidden), layout, layer).view_as(hidden)
+        runs_TN = neuron_mask(choose(layer, hidden), layout, layer)
+        return hidden * target.of_columns(runs_TN, dense.config).view_as(hidden)
 
     layers = dense.family.layers(dense.model)
-    return watched({i: dense.family.ffn(layers[i]).down for i in layout.moe_layers}, mask)
+    return watched({i: target.output(layers[i]) for i in layout.moe_layers}, mask)
 
 
 @contextmanager
@@ -192,7 +262,7 @@ def gated(
 def neuron_mask(
     chosen_TK: Int[Tensor, "T K"], layout: ExpertLayout, layer: int
 ) -> Bool[Tensor, "T N"]:
-    """Which neurons of a layer run for each token: R M^T as true and false (eq:moe_output)."""
+    """Which units of a layer run for each token: R M^T as true and false (eq:moe_output)."""
     # A last column of R stands for the neurons that are always on.
     shape = (len(chosen_TK), layout.num_experts + 1)
     runs_TE = torch.zeros(shape, dtype=torch.bool, device=chosen_TK.device)

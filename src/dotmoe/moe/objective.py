@@ -1,6 +1,6 @@
 """The objective of alignment and finetuning: batch, micro-batches, teacher, losses, gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -116,7 +116,7 @@ class Objective:
     def __init__(
         self,
         dense: DenseModel,
-        routing: Routing,
+        routings: Sequence[Routing],
         blocks: TokenBlocks,
         config: ObjectiveConfig,
         *,
@@ -124,7 +124,8 @@ class Objective:
     ) -> None:
         self.dense = dense
         """The model that is trained, or under whose weights something is."""
-        self.routing = routing
+        self.routings = routings
+        """How each target routes."""
         self.blocks = blocks
         self.config = config
         self.seed = seed
@@ -169,18 +170,23 @@ class Objective:
 
     def teacher(self, tokens_BT: Tensor) -> Taught | None:
         """What the dense model says, if its own weights are the student's: with routing off."""
-        self.routing.enabled = False
+        self._route(False)
         with torch.no_grad():
             hidden_TD = hidden_states(self.dense, tokens_BT)
-        self.routing.enabled = True
+        self._route(True)
         return hidden_TD, None
 
     def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
-        """eq:total_loss of a micro-batch as `loss`, and its parts; means over tokens."""
+        """eq:total_loss of a micro-batch as `loss`, and its parts; means over tokens.
+
+        Those of the routers are summed over targets, so each counts as it does alone.
+        """
         config = self.config
-        self.routing.losses = []
+        for routing in self.routings:
+            routing.losses = []
         distilled, kl, ce = self.distil(self.hidden(tokens_BT), taught, tokens_BT)
-        z, balance = self.routing.pop_losses()
+        of_targets = [torch.stack(routing.pop_losses()) for routing in self.routings]
+        z, balance = torch.stack(of_targets).sum(dim=0)
         total = distilled + config.z_loss_weight * z + config.balance_weight * balance
         return {"loss": total, "kl": kl, "ce": ce, "z": z, "balance": balance}
 
@@ -214,8 +220,13 @@ class Objective:
     def restore(self, state: dict[str, Any]) -> None:
         """Inverse of `state`; also forgets a step that was cut off."""
         self.micro_batch_limit = state["micro_batch_limit"]
-        self.routing.losses = None
-        self.routing.enabled = True
+        for routing in self.routings:
+            routing.losses = None
+        self._route(True)
+
+    def _route(self, enabled: bool) -> None:
+        for routing in self.routings:
+            routing.enabled = enabled
 
     def halve_micro_batch(self) -> int | None:
         """Take half as many sequences a forward pass; None where one is all there is."""

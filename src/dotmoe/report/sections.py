@@ -11,6 +11,7 @@ from typing import Any
 from dotmoe.analyse import ANALYSES
 from dotmoe.bench import table as bench_table
 from dotmoe.files import Values
+from dotmoe.granularity import Granularity, parts_of, targets_of
 from dotmoe.inspection.tables import counts_table
 from dotmoe.report import tables
 from dotmoe.report.read import RunResults
@@ -18,6 +19,9 @@ from dotmoe.tables import Table, figure, in_bytes, millions, percent
 
 TEXT = "HELD_OUT.txt"
 """Stands in a command for a text that the reader must name."""
+
+UNITS = {"ffn": "neurons", "attention": "query heads"}
+"""Of each target."""
 
 _SAMPLES_SHOWN = 3
 
@@ -92,11 +96,21 @@ def _size(found: RunResults, results: Values) -> Blocks:
     experts, size, run = (split[key] for key in ("num_experts", "expert_size", "active_experts"))
     shared, first = split["shared_size"], split["first_dense_layers"]
     blocks: Blocks = [
-        f"{experts} experts of {size} neurons a layer, {run} run per token; shared neurons: "
-        f"{shared}; leading layers left dense: {first}.",
+        *(
+            f"{part.num_experts} experts of {part.expert_size} {UNITS[part.target]} a layer, "
+            f"{part.active_experts} run per token; shared {UNITS[part.target]}: "
+            f"{part.shared_size}; leading layers left dense: {first}."
+            for part in parts_of(Granularity.of(split))
+        ),
         counts_table({"dense_total": counts["dense"], **counts}, "Parameters, counted"),
     ]
-    if export:
+    if export and split.get("target") == "attention":
+        blocks.append(
+            f"The files hold {in_bytes(export['total_bytes'])} in {export['dtype']}. All keys and "
+            "values are computed; of queries and of the output projection, what belongs to the "
+            "heads that run."
+        )
+    elif export:
         # Three matrices of the model width by neurons each; a product and its sum are two.
         layers, a_neuron = export["num_layers"], 6 * export["model_width"]
         dense = a_neuron * layers * (whole := experts * size + shared)
@@ -279,7 +293,10 @@ def tiles(found: RunResults) -> dict[str, str]:
     shown = {
         f"perplexity per {dense['unit']}": f"{dense['perplexity']:.2f} → {moe['perplexity']:.2f}",
         "of the parameters work on a token": percent(counts["active"] / counts["dense"]),
-        "experts run per token": f"{split['active_experts']} of {split['num_experts']}",
+        "experts run per token": " and ".join(
+            f"{part.active_experts} of {part.num_experts}"
+            for part in parts_of(Granularity.of(split))
+        ),
     }
     others, own = found.main_scores()
     if own and len(own) == len(others):
@@ -290,9 +307,14 @@ def tiles(found: RunResults) -> dict[str, str]:
 
 def gained(results: Values) -> str:
     """What works on a token, in a sentence, from `parameters` and `granularity`."""
-    counts, split = results["parameters"], results["granularity"]
+    counts, split = results["parameters"], Granularity.of(results["granularity"])
+    runs = " and ".join(
+        f"{part.active_experts} of {part.num_experts} experts"
+        + f" of {UNITS[part.target]}" * (targets_of(split) != "ffn")
+        for part in parts_of(split)
+    )
     return (
-        f"each token runs {split['active_experts']} of {split['num_experts']} experts a layer, so "
+        f"each token runs {runs} a layer, so "
         f"{millions(counts['active'])} of {millions(counts['dense'])} parameters work on it "
         f"({percent(1 - counts['active'] / counts['dense'])} fewer)."
     )
@@ -368,9 +390,13 @@ def _speed(bench: Values | None) -> str:
 
 def _weights(found: RunResults) -> str:
     counts, export = found.results["parameters"], found.export
-    said = "the experts are slices of the dense FFNs"
+    target = targets_of(Granularity.of(found.results["granularity"]))
+    whole = {"attention": "attention", "both": "FFNs and attention"}.get(target, "FFNs")
+    said = f"the experts are slices of the dense {whole}"
     if found.is_repaired:
-        said = "repair refitted the down projections of the experts; all else is the dense model's"
+        which = "down" if target == "ffn" else "output"
+        said = f"repair refitted the {which} projections of the experts; "
+        said += "all else is the dense model's"
     elif found.is_finetuned:
         train = found.config["finetune"]["train"]
         what = {"router": "the routers alone", "lora": "low-rank adapters and routers"}

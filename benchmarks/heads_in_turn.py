@@ -1,0 +1,174 @@
+"""FFN and attention aligned jointly, and one after the other: what each loses, frozen and repaired.
+
+    python benchmarks/heads_in_turn.py --out results/heads_in_turn.json
+
+Three ways from the same start, with the same batches and routers: both at once; FFNs for half of
+the steps and then attention under the masks of the FFNs that were found; and the same with as many
+steps for each as both took together. All on the embedded model, of which text that none of them has
+seen is measured. A few minutes on one core.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import tyro
+
+from dotmoe.align import AlignConfig, Alignment
+from dotmoe.calibrate import calibrate
+from dotmoe.config import RunConfig
+from dotmoe.evaluate import heldout_perplexity
+from dotmoe.finetuning import MODEL
+from dotmoe.finetuning.repair import repair
+from dotmoe.granularity import ExpertsConfig, Granularity, joined, parts_of, splits_of
+from dotmoe.load import load_dense
+from dotmoe.models.dense import DenseModel
+from dotmoe.moe.assignment import AlignState, extract
+from dotmoe.moe.masked import masked, masked_by
+from dotmoe.progress import Progress
+from dotmoe.recipes import recipe
+from dotmoe.tokenise import Text, tokenise
+from dotmoe.training.loop import ParameterGroup, train
+from rounds import keep
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What to measure."""
+
+    steps: int = 150
+    seeds: tuple[int, ...] = (0, 1, 2)
+    active: float = 0.5
+    heads_per_expert: int = 1
+    active_attention: float = 0.5
+    eval_tokens: int = 16_384
+    threads: int = 1
+    out: Path = Path("results/heads_in_turn.json")
+
+
+class AttentionAlone(Alignment):
+    """Attention is aligned under the masks of FFNs whose experts and routers stay as they are."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        ffn, tau = self.parts[0], self.parts[0].assignment.config.tau_end
+        ffn.config = replace(ffn.config, learn_assignment=False)
+        ffn.masking.expert_of_neuron_LN = ffn.assignment.rounded(ffn.assignment.plan(tau))
+
+    def parameter_groups(self) -> Sequence[ParameterGroup]:
+        """Those of attention."""
+        return self.parts[1].parameter_groups()
+
+
+class Model:
+    """The dense model, its text, and ways to make it sparse."""
+
+    def __init__(self, settings: Settings, seed: int, folder: Path) -> None:
+        self.settings, self.seed, self.folder = settings, seed, folder
+        experts = ExpertsConfig(
+            expert_size=16,
+            active=settings.active,
+            targets="both",
+            heads_per_expert=settings.heads_per_expert,
+            active_attention=settings.active_attention,
+        )
+        self.config: RunConfig = recipe("quickstart", experts=experts, seed=seed)
+        self.dense: DenseModel = load_dense("embedded", self.config.load)
+        self.split = splits_of(experts, self.dense.widths.ffn, 6)
+        self.text: Text = tokenise(
+            self.config.data,
+            self.config.sample,
+            self.dense,
+            folder,
+            blocks=settings.steps * self.config.align.batch_size,
+            min_tokens=40 * self.dense.widths.ffn,
+            eval_text=self.config.eval_text,
+            eval_tokens=settings.eval_tokens,
+            progress=Progress(quiet=True),
+        )
+        self.start = calibrate(
+            self.dense, self.text.training, self.split, self.config.calibrate, seed=seed
+        )
+
+    def aligned(
+        self, start: AlignState, split: Granularity, steps: int, kind: type[Alignment] = Alignment
+    ) -> AlignState:
+        """After so many steps from a start."""
+        config: AlignConfig = replace(self.config.align, steps=steps)
+        schedule = config.schedule(self.text.training.num_blocks)
+        task = kind(
+            self.dense,
+            self.text.training,
+            start,
+            split,
+            config,
+            self.config.assignment,
+            warmup_steps=schedule.warmup_steps,
+            seed=self.seed,
+        )
+        with masked(self.dense, task.routings), tempfile.TemporaryDirectory() as folder:
+            train(task, schedule, Path(folder), self.config.training, lambda step, metrics: None)
+        return task.learned(schedule.steps)
+
+    def in_turn(self, steps: int) -> AlignState:
+        """FFNs for so many steps, and then attention for as many."""
+        ffn, attention = parts_of(self.start)
+        ffn = self.aligned(ffn, parts_of(self.split)[0], steps)
+        return self.aligned(joined([ffn, attention]), self.split, steps, AttentionAlone)
+
+    def losses(self, state: AlignState) -> dict[str, float]:
+        """Nats a token above the dense model, frozen and repaired."""
+        layout = extract(state, self.split, self.config.assignment)
+        found, texts = {}, {self.text.heldout_name: self.text.heldout}
+        with masked_by(self.dense, layout):
+            found["frozen"] = heldout_perplexity(self.dense.model, self.dense.tokenizer, texts)
+        with tempfile.TemporaryDirectory() as folder:
+            text = self.text.training
+            repair(self.dense, layout, text, self.config.repairing, folder=Path(folder))
+            repaired = load_dense(str(Path(folder) / MODEL), self.config.load)
+        with masked_by(repaired, layout):
+            found["repaired"] = heldout_perplexity(repaired.model, repaired.tokenizer, texts)
+        dense = heldout_perplexity(self.dense.model, self.dense.tokenizer, texts)
+        return {name: each["loss"] - dense["loss"] for name, each in found.items()}
+
+
+def measured(settings: Settings) -> dict[str, Any]:
+    """A row for each way."""
+    steps, by_seed = settings.steps, list[dict[str, dict[str, float]]]()
+    for seed in settings.seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            model = Model(settings, seed, Path(folder))
+            states = {
+                f"jointly, {steps} steps": model.aligned(model.start, model.split, steps),
+                f"in turn, {steps // 2} steps each": model.in_turn(steps // 2),
+                f"in turn, {steps} steps each": model.in_turn(steps),
+            }
+            by_seed.append({way: model.losses(state) for way, state in states.items()})
+            print(seed, by_seed[-1])
+    rows = []
+    for way in by_seed[0]:
+        row: dict[str, Any] = {"way": way}
+        for weights in ("frozen", "repaired"):
+            losses = [found[way][weights] for found in by_seed]
+            row |= {f"{weights}_nats_above_dense": fmean(losses), f"{weights}_by_seed": losses}
+        rows.append(row)
+    return {"settings": {**_plain(settings)}, "rows": rows}
+
+
+def _plain(settings: Settings) -> dict[str, Any]:
+    names = ("steps", "seeds", "active", "heads_per_expert", "active_attention", "eval_tokens")
+    return {name: getattr(settings, name) for name in names}
+
+
+def main() -> None:
+    settings = tyro.cli(Settings, description=__doc__)
+    torch.set_num_threads(settings.threads)
+    keep(settings.out, measured(settings))
+
+
+if __name__ == "__main__":
+    main()

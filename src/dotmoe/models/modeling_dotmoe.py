@@ -1,0 +1,256 @@
+"""A dense decoder whose attention runs some query heads a token, and whose FFNs may be experts.
+
+This file needs torch and transformers alone, and lies in every checkpoint of `model_type` dotmoe;
+`import dotmoe` registers its classes. The decoder is the stock one of the dense model's family, in
+which query and output projections (and FFNs) are replaced. A router chooses k experts, sets of
+heads, for each token; only their rows of W_Q and columns of W_O are multiplied, and what they write
+is added up with weight 1. Keys and values are those of the dense model, so the cache is, too.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations import use_experts_implementation
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+class DotMoeConfig(PreTrainedConfig):
+    """The dense model's config, and of each layer the heads of every expert.
+
+    Args:
+        dense_model_type: Family of the decoder, whose keys are all here.
+        heads_of_experts: For each layer the query heads of expert 0, of expert 1 and so on, one
+            list; None for a dense layer.
+        head_experts: Experts made of heads a layer.
+        ffn_experts: Experts of an FFN; 0: FFNs are dense.
+        ffn_expert_size: Neurons of one.
+        num_experts_per_tok: Experts of an FFN that run for a token; where FFNs are dense, of heads.
+        head_experts_per_tok: Experts of heads that run for a token, where FFNs have experts, too.
+    """
+
+    model_type = "dotmoe"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(
+        self,
+        dense_model_type: str = "llama",
+        heads_of_experts: Any = (),
+        head_experts: int = 0,
+        ffn_experts: int = 0,
+        ffn_expert_size: int = 0,
+        num_experts_per_tok: int = 0,
+        head_experts_per_tok: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        self.dense_model_type = dense_model_type
+        self.heads_of_experts = heads_of_experts
+        self.head_experts = head_experts
+        self.ffn_experts = ffn_experts
+        self.ffn_expert_size = ffn_expert_size
+        self.num_experts_per_tok = num_experts_per_tok
+        self.head_experts_per_tok = head_experts_per_tok
+        super().__init__(**kwargs)
+
+    def dense(self) -> Any:
+        """The config of the decoder without experts."""
+        values = {k: v for k, v in self.to_dict().items() if k not in ("model_type", "auto_map")}
+        dense = CONFIG_MAPPING[self.dense_model_type](**values)
+        dense._attn_implementation = self._attn_implementation
+        return dense
+
+
+class Router(nn.Module):
+    """One linear map, in float32 whatever the dtype of the model; the k largest logits run."""
+
+    def __init__(self, experts: int, active: int, width: int) -> None:
+        super().__init__()
+        self.active = active
+        self.weight = nn.Parameter(torch.empty(experts, width))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Experts of each token, [T, K]."""
+        return (x_TD.float() @ self.weight.float().T).topk(self.active, dim=1).indices
+
+
+class HeadQueries(nn.Module):
+    """Queries of the chosen experts' heads, [..., N d_h]; zeros where a head does not run."""
+
+    def __init__(self, dense: nn.Linear, config: DotMoeConfig, layer: int, *, whole: bool) -> None:
+        super().__init__()
+        experts, width = config.head_experts, dense.in_features
+        numbers = torch.tensor(config.heads_of_experts[layer], device="cpu").view(experts, -1)
+        self.num_heads, self.numbers = numbers.numel(), numbers
+        rows = dense.out_features // experts
+        active = config.head_experts_per_tok if config.ffn_experts else config.num_experts_per_tok
+        self.router = Router(experts, active, width)
+        # Where all queries are normed at once, all are computed.
+        shape = (dense.out_features,) if whole else (experts, rows)
+        self.weight = nn.Parameter(torch.empty(*shape, width))
+        self.bias = None if dense.bias is None else nn.Parameter(torch.empty(shape))
+        self.chosen_TK = self.heads_TH = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., D] to [..., N d_h]; routes are kept for the outputs."""
+        x_TD = x.reshape(-1, x.shape[-1])
+        self.chosen_TK = chosen_TK = self.router(x_TD)
+        if self.numbers.device != x.device:
+            self.numbers = self.numbers.to(x.device)
+        self.heads_TH = self.numbers[chosen_TK].flatten(1)
+        if self.weight.dim() == 2:
+            return F.linear(x, self.weight, self.bias)
+        rows_TKR = by_expert(x_TD, chosen_TK, self.weight)
+        if self.bias is not None:
+            rows_TKR = rows_TKR + self.bias[chosen_TK]
+        rows_THC = rows_TKR.reshape(*self.heads_TH.shape, -1)
+        all_TNC = rows_THC.new_zeros(len(x_TD), self.num_heads, rows_THC.shape[-1])
+        places = self.heads_TH.unsqueeze(-1).expand_as(rows_THC)
+        return all_TNC.scatter(1, places, rows_THC).view(*x.shape[:-1], -1)
+
+
+class HeadOutputs(nn.Module):
+    """What the chosen experts' heads write, added up; reads the concatenated heads."""
+
+    def __init__(self, dense: nn.Linear, queries: HeadQueries) -> None:
+        super().__init__()
+        experts = len(queries.numbers)
+        shape = (experts, dense.out_features, dense.in_features // experts)
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = None if dense.bias is None else nn.Parameter(torch.empty(dense.out_features))
+        self.queries = (queries,)  # in a tuple: not registered a second time
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Map [..., N d_h] to [..., D]."""
+        (queries,) = self.queries
+        all_TNC = heads.reshape(len(queries.heads_TH), queries.num_heads, -1)
+        places = queries.heads_TH.unsqueeze(-1).expand(-1, -1, all_TNC.shape[-1])
+        rows_TKR = all_TNC.gather(1, places).reshape(*queries.chosen_TK.shape, -1)
+        outputs_TKD = by_expert(rows_TKR, queries.chosen_TK, self.weight)
+        output_TD = outputs_TKD.float().sum(dim=1).to(heads.dtype)
+        if self.bias is not None:
+            output_TD = output_TD + self.bias
+        return output_TD.view(*heads.shape[:-1], -1)
+
+
+@use_experts_implementation
+class Experts(nn.Module):
+    """Experts of neurons in the form that the stock implementations of Transformers run."""
+
+    def __init__(self, config: DotMoeConfig) -> None:
+        super().__init__()
+        self.num_experts = experts = config.ffn_experts
+        size, width = config.ffn_expert_size, config.hidden_size
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * size, width))
+        self.down_proj = nn.Parameter(torch.empty(experts, width, size))
+        self.act_fn = nn.SiLU()
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As Mixtral's: the chosen experts of each token, weighted and added up."""
+        gate, up = by_expert(hidden_states, top_k_index, self.gate_up_proj).chunk(2, dim=-1)
+        outputs_TKD = by_expert(self.act_fn(gate) * up, top_k_index, self.down_proj)
+        return (outputs_TKD * top_k_weights.unsqueeze(-1)).sum(dim=1)
+
+
+class ExpertFFN(nn.Module):
+    """An FFN of experts; every weight is 1."""
+
+    def __init__(self, config: DotMoeConfig) -> None:
+        super().__init__()
+        active, width = config.num_experts_per_tok, config.hidden_size
+        self.router = Router(config.ffn_experts, active, width)
+        self.experts = Experts(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., D] to [..., D]."""
+        x_TD = x.reshape(-1, x.shape[-1])
+        chosen_TK = self.router(x_TD)
+        ones_TK = torch.ones_like(chosen_TK, dtype=x.dtype)
+        output: Tensor = self.experts(x_TD, chosen_TK, ones_TK)
+        return output.view(x.shape)
+
+
+def by_expert(rows: Tensor, chosen_TK: Tensor, weight_EBA: Tensor) -> Tensor:
+    """Each token's row, [T, A] or one for each of its experts [T, K, A], times those: [T, K, B].
+
+    Rows are sorted by expert, so that each expert multiplies its own alone.
+    """
+    num_tokens, active = chosen_TK.shape
+    expert_R = chosen_TK.flatten()
+    order_R = expert_R.argsort(stable=True)
+    rows_RA = rows[order_R // active] if rows.dim() == 2 else rows.flatten(0, 1)[order_R]
+    counts_E = torch.bincount(expert_R, minlength=len(weight_EBA))
+    is_aligned = all(size * rows.dtype.itemsize % 16 == 0 for size in weight_EBA.shape[1:])
+    if rows.is_cuda and is_aligned and hasattr(F, "grouped_mm"):
+        ends_E = counts_E.cumsum(0).to(torch.int32)
+        out_RB = F.grouped_mm(rows_RA, weight_EBA.transpose(1, 2), offs=ends_E)
+    else:
+        parts = zip(torch.split(rows_RA, counts_E.tolist()), weight_EBA, strict=True)
+        out_RB = torch.cat([part_RA @ weight.T for part_RA, weight in parts if len(part_RA)])
+    back_R = torch.empty_like(order_R)
+    back_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+    return out_RB[back_R].view(num_tokens, active, -1)
+
+
+class DotMoeForCausalLM(PreTrainedModel, GenerationMixin):
+    """The stock decoder of a family with experts of heads, and its head."""
+
+    config_class = DotMoeConfig
+    base_model_prefix = "model"
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
+    _skip_keys_device_placement = ("past_key_values",)
+
+    def __init__(self, config: DotMoeConfig) -> None:
+        super().__init__(config)
+        dense_config = config.dense()
+        dense = MODEL_FOR_CAUSAL_LM_MAPPING[type(dense_config)](dense_config)
+        self.model, self.lm_head = dense.model, dense.lm_head
+        for index, layer in enumerate(self.model.layers):
+            if config.heads_of_experts[index] is None:
+                continue
+            attention = layer.self_attn
+            q_norm = getattr(attention, "q_norm", None)
+            whole = q_norm is not None and q_norm.weight.numel() == attention.q_proj.out_features
+            attention.q_proj = HeadQueries(attention.q_proj, config, index, whole=whole)
+            attention.o_proj = HeadOutputs(attention.o_proj, attention.q_proj)
+            if config.ffn_experts:
+                layer.mlp = ExpertFFN(config)
+        self.post_init()
+
+    def forward(
+        self, input_ids: Any = None, labels: Any = None, logits_to_keep: Any = 0, **kwargs: Any
+    ) -> CausalLMOutputWithPast:
+        """As any causal language model of Transformers."""
+        output = self.model(input_ids=input_ids, **kwargs)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(output.last_hidden_state[:, kept, :])
+        logits = logits / getattr(self.config, "logits_scaling", 1)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size
+            )
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+            attentions=output.attentions,
+        )
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """The decoder's own; experts and routers are always read."""
+
+
+if __name__ == "dotmoe.models.modeling_dotmoe":  # a checkpoint's copy Transformers registers
+    AutoConfig.register(DotMoeConfig.model_type, DotMoeConfig)
+    AutoModelForCausalLM.register(DotMoeConfig, DotMoeForCausalLM)

@@ -1,0 +1,163 @@
+"""Experts made of heads by the commands. Oracles: an uninterrupted run, exact counts by hand."""
+
+import json
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from dotmoe.align import AlignConfig, align
+from dotmoe.calibrate import CalibrateConfig, calibrate
+from dotmoe.data import TokenBlocks
+from dotmoe.granularity import ExpertsConfig, splits_of
+from dotmoe.models.family import family_of
+from dotmoe.moe.assignment import AssignmentConfig
+from dotmoe.parameters import count_parameters
+from dotmoe.recipes import recipe
+from dotmoe.training.loop import TrainingConfig
+from runs import TINY_CONVERT, TinyRun
+
+BOTH = ExpertsConfig(expert_size=8, targets="both", heads_per_expert=1)
+QWEN_2_5_7B = {
+    "vocab_size": 152_064,
+    "hidden_size": 3_584,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+}
+
+
+def test_the_papers_attention_setting_is_a_recipe_and_its_counts_are_exact():
+    config, experts = Qwen2Config(**QWEN_2_5_7B), recipe("qwen25_7b_attention").experts
+    split = splits_of(experts, 18_944, 28)
+    assert (split.num_experts, split.expert_size, split.active_experts) == (14, 2, 7)
+    found = count_parameters(config, family_of(config), split)
+    idle = 28 * 14 * (128 * 3_584 * 2 + 128)  # layers, idle heads, W_Q, W_O and the bias of W_Q
+    assert (found.dense_total, found.active) == (7_615_616_512, 7_615_616_512 - idle)
+    assert found.heads_total == 2 * (found.heads_total - found.heads_active) == 2 * idle
+    assert found.routers == 28 * 14 * 3_584
+    assert found.floor == found.dense_total - found.heads_total
+
+
+def test_an_alignment_of_both_that_was_stopped_ends_as_one_that_was_not(dense_of, tmp_path):
+    dense, text = dense_of("llama"), TokenBlocks(torch.randint(2, 250, (40, 16)).int())
+    split = splits_of(BOTH, 96, 4)
+    start = calibrate(dense, text, split, CalibrateConfig(calibration_tokens=320), seed=0)
+    config = AlignConfig(steps=6, batch_size=2, lr=1e-2, max_epochs=9.0)
+    options = {"training": TrainingConfig(checkpoint_every=2), "seed": 0}
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(step, metrics):
+        if step == 5:
+            raise StoppedError
+
+    def run(name, **more):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        given = (dense, text, start, split, config, AssignmentConfig())
+        return align(*given, folder=folder, **options, **more)
+
+    whole = run("whole")
+    with pytest.raises(StoppedError):
+        run("stopped", on_step=stop)
+    again = run("stopped")
+    for expected, found in ((whole, again), (whole.beside, again.beside)):
+        assert torch.equal(expected.affinity_LNE, found.affinity_LNE)
+        assert torch.equal(expected.router_LED, found.router_LED)
+    assert not torch.equal(whole.beside.affinity_LNE, start.beside.affinity_LNE)
+    assert not torch.equal(whole.beside.router_LED, start.beside.router_LED)
+    lines = (tmp_path / "whole/metrics.jsonl").read_text().splitlines()
+    assert {"moved_fraction", "attention_moved_fraction"} <= set(json.loads(lines[-1]))
+
+
+@pytest.fixture(scope="module")
+def both(tiny_dense, text_file, tmp_path_factory):
+    """A finished conversion of both targets."""
+    options = {"data": text_file, **TINY_CONVERT, "targets": "both", "heads_per_expert": 1}
+    out = tmp_path_factory.mktemp("both") / "run"
+    return TinyRun("convert", tiny_dense("llama"), out, options).made()
+
+
+def test_what_a_run_of_both_leaves_and_what_later_commands_say(both, command, tmp_path):
+    run = both.folder
+    results = json.loads((run / "6_evaluate/results.json").read_text())
+    split = results["granularity"]
+    assert (split["target"], split["beside"]["target"]) == ("ffn", "attention")
+    assert (split["beside"]["num_experts"], split["beside"]["active_experts"]) == (4, 2)
+    assert results["verification"]["logits_error"] < 1e-4
+    model = AutoModelForCausalLM.from_pretrained(run / "5_export")
+    assert type(model).__name__ == "DotMoeForCausalLM"
+    shown = command("analyse", run, only="expert_utilisation", tokens=512)
+    assert shown.status == 0, shown.err
+    found = json.loads((run / "6_evaluate/analysis/expert_utilisation.json").read_text())
+    loads = torch.tensor(found["values"]["attention"]["share_LE"])
+    torch.testing.assert_close(loads.sum(dim=1), torch.full((2,), 2.0))
+    assert command("report", run).status == 0
+    said = (run / "7_report/report.md").read_text()
+    assert "3 of 12 experts of neurons and 2 of 4 experts of query heads" in said
+    assert "4 experts of 1 query heads a layer" in said
+    repaired = command("finetune", run, tmp_path / "r", train="repair", repair_tokens=512)
+    assert repaired.status == 0, repaired.err
+    figures = json.loads((tmp_path / "r/4_finetune/repair.json").read_text())
+    assert [layer.get("target", "ffn") for layer in figures["layers"]] == ["attention", "ffn"] * 2
+    frozen, moe = (
+        json.loads((tmp_path / "r/6_evaluate/results.json").read_text())[name]["loss"]
+        for name in ("frozen", "moe")
+    )
+    assert moe < frozen
+
+
+REFUSED = {
+    "finetune {run} OUT --train router": "train is router.*--train repair",
+    "export {run} OUT --format gguf": "targets 'both'",
+    "edit {run} --active-experts 2": "cannot be changed",
+    "convert embedded OUT --data TEXT --heads-per-expert 2": "targets is ffn",
+    "convert embedded OUT --data TEXT --targets both --shared 0.2": "shared expert is for",
+    "convert embedded OUT --data TEXT --targets attention --heads-per-expert 4": "divide the 6",
+    "convert embedded OUT --data TEXT --targets both --format glm4_moe": "can hold it: dotmoe",
+    "convert embedded OUT --data TEXT --format dotmoe": "Set targets",
+    "convert embedded OUT --data TEXT --targets both --method cmoe": "cmoe splits FFNs alone",
+    "sweep embedded OUT --data TEXT --eval-text TEXT --targets both --over-active 0.5": "a sweep",
+    "compare embedded OUT --eval-text TEXT --targets both --active-params 0.9": "k of FFNs",
+    "inspect embedded --targets attention --task finetune": "not trained",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_is_not_built_is_refused_in_a_line(line, both, text_file, tmp_path, command):
+    words = [word.format(run=both.folder) for word in line.split()]
+    places = {"OUT": str(tmp_path / "out"), "TEXT": text_file}
+    refused = command(*[places.get(word, word) for word in words])
+    assert refused.status == 2, refused.out
+    assert re.search(REFUSED[line], refused.refusal()), refused.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_random_split_of_heads_is_a_row_beside_dot_moe(tiny_dense, text_file, tmp_path, command):
+    options = {"data": text_file, **TINY_CONVERT, "targets": "attention", "eval_text": text_file}
+    options |= {"methods": ["dot_moe", "random_split"], "router_steps": 2}
+    del options["steps"]
+    made = command(
+        "compare", tiny_dense("qwen2"), tmp_path / "c", "--trained-only", "--repair", **options
+    )
+    assert made.status == 0, made.err
+    rows = json.loads((tmp_path / "c/compare.json").read_text())["rows"][1:]
+    kinds = {(row["value"], row["trained"], row["weights"]) for row in rows}
+    assert ("random_split", "router", "frozen") in kinds
+    assert ("dot_moe", "router and experts", "repaired") in kinds
+    assert {(row["target"], row["num_experts"], row["active_experts"]) for row in rows} == {
+        ("attention", 2, 1)
+    }
+    assert {row["router"] for row in rows} == {"ridge"}
+
+
+def test_inspect_says_which_servers_cannot_run_it(command):
+    shown = command("inspect", "embedded", "--json", targets="attention")
+    assert shown.status == 0
+    found = json.loads(shown.out)
+    assert any("vLLM, SGLang and llama.cpp cannot load it" in each for each in found["warnings"])
+    assert not any("kernels" in each for each in found["warnings"])
