@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dotmoe.export import ExportConfig, export
+from dotmoe.bench.runners import weights_of
+from dotmoe.export import ExportConfig, export, set_active_experts
 from dotmoe.moe.masked import masked_by
 from heads.families import FAMILIES, head_layout
 
@@ -162,3 +163,21 @@ def test_no_other_format_takes_heads_and_servers_are_named(dense_of, tokens_BT, 
     assert "vLLM, SGLang and llama.cpp" in record.notes[0]
     config = json.loads((tmp_path / "o/config.json").read_text())
     assert config["auto_map"]["AutoConfig"] == "modeling_dotmoe.DotMoeConfig"
+
+
+def test_the_work_of_a_token_is_counted_with_the_heads_that_run(dense_of, tokens_BT, tmp_path):
+    dense = dense_of("llama")
+    model, record = exported(dense, head_layout(dense, active_experts=2), tmp_path / "o", tokens_BT)
+    tensors = {name: (p.nbytes, tuple(p.shape)) for name, p in model.named_parameters()}
+    weights = weights_of(tensors, 2)
+    idle = 2 * 2 * 64 * 16 * 2  # layers, idle heads, W_Q and W_O
+    assert 2 * weights["expert"]["products"] == idle
+    assert record.parameters["dense"] - record.parameters["active"] == idle
+    half = record.with_active_experts(1)
+    assert record.parameters["active"] - half.parameters["active"] == idle // 2
+    changed = set_active_experts(tmp_path / "o", 4)
+    assert changed.parameters["active"] == record.parameters["dense"]
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "o", dtype=torch.float32)
+    with torch.no_grad():
+        expected = dense.model(tokens_BT).logits
+        torch.testing.assert_close(whole(tokens_BT).logits, expected, rtol=1e-4, atol=2e-4)

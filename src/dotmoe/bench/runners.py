@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from dotmoe.errors import UserError
 from dotmoe.export import require_checksums
 from dotmoe.files import Values
 from dotmoe.llama_cpp import Runtime
@@ -42,6 +43,7 @@ def weights_of(tensors: Mapping[str, tuple[int, tuple[int, ...]]], active_expert
     tied = next(name for name in tensors if re.search("embed_tokens|token_embd", name))
     head = next((name for name in ("lm_head.weight", "output.weight") if name in tensors), tied)
     routed = {name for name in tensors if re.search(r"\.experts\.|_exps\.", name)}
+    routed |= {name for name, (_, shape) in tensors.items() if len(shape) == 3}  # those of heads
     experts = max((tensors[name][1][0] for name in routed), default=0)
 
     def used(names: Iterable[str], dims: int = 2, share: int = 1) -> Values:
@@ -130,6 +132,11 @@ class TransformersRunner(Runner):
         torch.set_num_threads(self._threads)
         model: Any = load_weights(Path(path), resolved_dtype(dtype, self._device))
         self._model = model.to(self._device)
+        if getattr(model.config, "head_experts_per_tok", 0):
+            raise UserError(
+                f"{path} has experts of neurons and of heads, and a measurement has one k. "
+                "Measure a run of either alone."
+            )
         self.context = model.config.max_position_embeddings
         self.dtype = str(model.dtype).removeprefix("torch.")
         tensors = {name: (p.nbytes, tuple(p.shape)) for name, p in model.named_parameters()}
