@@ -50,6 +50,7 @@ def main() -> int:
         if made:
             return made
     runs = all_runs()
+    (ROOT / "results/experiments").mkdir(exist_ok=True)
     for experiment in wanted:  # last: what is written makes the commit unclean
         write_json(
             experiment.result_file, collected(experiment, in_order(experiment.runs, runs), runs)
