@@ -43,7 +43,7 @@ class Settings:
     steps: int = 150
     seeds: tuple[int, ...] = (0, 1, 2)
     active: float = 0.5
-    heads_per_expert: int = 1
+    heads_per_expert: int = 3
     active_attention: float = 0.5
     eval_tokens: int = 16_384
     threads: int = 1

@@ -130,7 +130,13 @@ def conversions(config, monkeypatch):
 
 def shape_of(model):
     width, ffn, layers = WIDTHS[model]
-    return LlamaConfig(hidden_size=width, intermediate_size=ffn, num_hidden_layers=layers)
+    heads = 6 if model == "embedded" else 32
+    return LlamaConfig(
+        hidden_size=width,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+    )
 
 
 @pytest.mark.parametrize("arguments", PRINTED.values(), ids=PRINTED)
