@@ -6,14 +6,13 @@ terms: next token, eta * mean G^2, which makes gates small, and mean 1 / (G - 1/
 them off the threshold. Then an expert runs with weight 1 where its gate is over a half: as many as
 it takes, another number for each token.
 Different here: the dense weights stay as they are, as in every split before it is finetuned (the
-original trains them in both stages: `experiments/lte_stages.py`). eta is not set by hand: it rises
-while more neurons run than the budget has and falls while fewer do, so that the mean is near the
-budget; what is met is reported. The last term is bounded near the threshold, where single tokens
+original trains them in both stages: `experiments/lte_stages.py`). eta is not set by hand: a
+controller moves it, below 0 if need be, such that the mean share comes near the budget; what is met
+is reported. The last term is bounded near the threshold, where single tokens
 would be the whole gradient. A gate has no bias, so the k largest of the same rows are the layout's
 router.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -34,8 +33,8 @@ _SEPARATION = 1e-2
 """Weight of the term that keeps gates off the threshold."""
 _BOUND = 1e-2
 """Added to (G - 1/2)^2."""
-_STEERING = 0.1
-"""How fast eta follows the active share."""
+_PROPORTIONAL, _INTEGRAL = 5.0, 0.1
+"""Of the controller, on the relative excess of the active share."""
 _RATE = 3e-3
 _TOKENS_A_STEP = 1_024
 
@@ -81,7 +80,7 @@ def soft_stage(
     `share` of the experts are to be over the threshold in the mean; `optimizer` has what is
     trained.
     """
-    eta = 1.0
+    eta = integral = 0.0
     for tokens_BT in batches:
         gates: list[Tensor] = []
 
@@ -98,7 +97,8 @@ def soft_stage(
         stepped(optimizer)
         reached = float((G_LTE > THRESHOLD).float().mean())
         yield {"ce": float(loss.detach()), "share": reached, "eta": eta}
-        eta *= math.exp(_STEERING * (reached / share - 1))
+        integral += _INTEGRAL * (reached / share - 1)
+        eta = integral + _PROPORTIONAL * (reached / share - 1)
 
 
 def next_token_loss(dense: DenseModel, tokens_BT: Tensor) -> Tensor:
