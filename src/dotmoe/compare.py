@@ -88,9 +88,15 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     Where matplotlib is installed, `compare.svg` shows perplexity against active parameters.
 
     Raises:
-        UserError: As `points_of` and `convert`; or two budgets, or one that cannot be met. Runs
-            that were finished before are kept.
+        UserError: As `points_of` and `convert`; or two budgets, one that cannot be met, an option
+            that is not built for heads. Runs that were finished before are kept.
     """
+    for name in ("active_params", "finetune_steps"):
+        if config.experts.targets != "ffn" and (value := getattr(config, name)):
+            raise UserError(
+                f"{name} is {value:g}, which is for experts of neurons alone, but targets is "
+                f"{config.experts.targets}. Leave one of the two out."
+            )
     if config.active_params is not None:
         config = _budgeted(config, config.active_params, progress)
     dense, points = describe_dense(config.model), points_of(config)
@@ -129,11 +135,6 @@ def _budgeted(config: CompareConfig, share: float, progress: Progress) -> Compar
                 f"active_params is {share:g} and {name} is {value:g}: two budgets. Give one of the "
                 "two."
             )
-    if config.experts.targets != "ffn":
-        raise UserError(
-            f"active_params is {share:g}, which sets the k of FFNs alone, but targets is "
-            f"{config.experts.targets}. Give active and active_attention instead."
-        )
     dense = describe_dense(config.model)
     split = resolve(replace(config.experts, shared=0.0), dense.widths.ffn)
     active = nearest_active_experts(share, dense.config, dense.family, split)

@@ -122,7 +122,8 @@ REFUSED = {
     "convert embedded OUT --data TEXT --format dotmoe": "Set targets",
     "convert embedded OUT --data TEXT --targets both --method cmoe": "cmoe splits FFNs alone",
     "sweep embedded OUT --data TEXT --eval-text TEXT --targets both --over-active 0.5": "a sweep",
-    "compare embedded OUT --eval-text TEXT --targets both --active-params 0.9": "k of FFNs",
+    "compare embedded OUT --eval-text TEXT --targets both --active-params 0.9": "neurons alone",
+    "compare embedded OUT --eval-text TEXT --targets both --finetune-steps 2": "neurons alone",
     "inspect embedded --targets attention --task finetune": "not trained",
 }
 
