@@ -56,6 +56,8 @@ class CompareConfig(RunConfig):
     active_params: Annotated[float | None, above(0), at_most(1)] = None
     """Share of the dense model's parameters that work on a token, above 0 and at most 1: sets k as
     near to it as whole experts come. Give this, `active` or `active_experts`."""
+    mask_steps: Annotated[int, at_least(1)] = 300
+    """Steps of `disp_llm`, which is trained, on the batches of an alignment."""
     other_text: tuple[str, ...] = ()
     """Files of another domain to measure every row on as well, as many tokens of them."""
     trained_only: bool = False
@@ -236,9 +238,7 @@ def points_of(config: CompareConfig) -> list[Point]:
         point
         for method in (_ALL if "all" in config.methods else config.methods)
         for seed in config.seeds or (config.seed,)
-        for point in _points_of(
-            method, replace(plain, seed=seed), f"-seed{seed}" * bool(config.seeds)
-        )
+        for point in _points_of(method, replace(plain, seed=seed), config)
         if not config.trained_only or steps_of(point.config)
     ]
     points = list(dict.fromkeys(made))  # what has no seed comes once
@@ -253,7 +253,7 @@ def points_of(config: CompareConfig) -> list[Point]:
 def steps_of(config: RunConfig | PruneRunConfig) -> int:
     """Steps that a conversion trains routers, or routers and experts."""
     if isinstance(config, PruneRunConfig):
-        return 0
+        return config.steps
     return config.align.steps if config.method == "dot_moe" else config.baseline.router_steps
 
 
@@ -360,17 +360,22 @@ def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:
     return kept | {"loss_above_dense": result["loss"] - dense["loss"]}
 
 
-def _points_of(method: str, plain: RunConfig, suffix: str) -> Iterator[Point]:
+def _points_of(method: str, plain: RunConfig, asked: CompareConfig) -> Iterator[Point]:
+    suffix = f"-seed{plain.seed}" * bool(asked.seeds)
     if method in PRUNING:  # what it does not read must not make it another run
         same = ("model", "data", "sample", "load", "eval_text", "other_text", "eval_tokens")
+        is_trained = PRUNING[method].is_trained
         config = PruneRunConfig(
             **{name: getattr(plain, name) for name in same},
-            out=str(Path(plain.out) / method),
+            out=str(Path(plain.out) / (method + suffix * is_trained)),
             method=method,
             experts=ExpertsConfig() if PRUNING[method].is_fixed else plain.experts,
             calibrate=CalibrateConfig(calibration_tokens=plain.calibrate.calibration_tokens),
+            steps=asked.mask_steps * is_trained,
+            batch_size=plain.align.batch_size if is_trained else 1,
+            seed=plain.seed * is_trained,
         )
-        yield Point(method, method, config)
+        yield Point(Path(config.out).name, method, config)
         return
     steps, has_shared_expert = plain.baseline.router_steps, False
     if method != "dot_moe":
@@ -404,6 +409,7 @@ def _rows(point: Point, results: dict[str, Any]) -> Iterator[Row]:
     config, trained, router = point.config, "nothing", "ridge"
     if isinstance(config, PruneRunConfig):
         row = {"run": point.name, "value": point.value, **results["pruning"]}
+        row |= {"trained": "masks"} if config.steps else {}
         yield row | _measured(results["pruned"], results["dense"])
         return
     if config.method != "dot_moe":

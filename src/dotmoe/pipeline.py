@@ -241,7 +241,8 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
         UserError: As `convert`; or the method does not fit the model.
     """
     config = checked(config)
-    run = _Run[Any](config, AlignConfig(steps=0), progress)
+    training = AlignConfig(steps=config.steps, batch_size=config.batch_size)
+    run = _Run[Any](config, training, progress)
     with ExitStack() as work:
         inputs = {"model": fingerprint(checkpoint_folder(config.model))}
         run.start(work, config, lambda: inputs, "prune")
@@ -258,7 +259,11 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
                     dense=load_dense(config.model, config.load),
                     tokens_BT=text.training.drawn(tokens),
                     wanted=budget_of(config, dense),
+                    batch=lambda step: text.training.batch(step, config.batch_size, config.seed),
+                    steps=config.steps,
+                    seed=config.seed,
                     on_progress=update,
+                    log=lambda said: run.progress.log(f"{config.method}: {said}"),
                 )
                 return pruning.prune(config.method, inputs, at)
 

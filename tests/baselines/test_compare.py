@@ -202,7 +202,7 @@ def test_all_is_every_conversion_and_every_method_that_prunes():
 def test_what_does_not_fit_is_left_out_of_all_and_refused_by_name_before_any_run(
     tiny_dense, text_file, eval_text, tmp_path, command, monkeypatch
 ):
-    """Two methods cannot prune OLMo 2; with one expert active none can be shared."""
+    """Three methods cannot prune OLMo 2; with one expert active none can be shared."""
     made = []
 
     def convert(config, progress):
@@ -217,7 +217,7 @@ def test_what_does_not_fit_is_left_out_of_all_and_refused_by_name_before_any_run
     assert not made
     said = command("compare", model, out, methods="all", **options)
     assert (said.refusal().endswith("stop here"), made) == (True, ["dot_moe"])
-    without = {"slicegpt", "llm_pruner"} | {
+    without = {"slicegpt", "llm_pruner", "modegpt"} | {
         f"{method}-{router}"
         for method in ("cmoe", "llama_moe_v2_residual")
         for router in ("own", "ridge")

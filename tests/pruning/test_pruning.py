@@ -1,6 +1,7 @@
 """Methods that prune: each against its definition written out serially, and as rows of a table."""
 
 import copy
+import importlib
 import json
 from pathlib import Path
 
@@ -15,11 +16,16 @@ from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import family_of
 from dotmoe.parameters import meta_model
 from dotmoe.pruning import PRUNING, PruneInputs, prune, sparsegpt
+from dotmoe.pruning.contract import threshold
 from dotmoe.pruning.llm_pruner import removed_parameters
 from dotmoe.pruning.slicegpt import sliced, sliced_parameters
 from dotmoe.pruning.two_of_four import kept_of_four
 from runs import TINY_CONVERT
 
+k_obd, llm_surgeon, modegpt, disp_llm = (
+    importlib.import_module(f"dotmoe.pruning.{name}")
+    for name in ("k_obd", "llm_surgeon", "modegpt", "disp_llm")
+)
 LAYERS = ("shortgpt", "sleb")
 STOCK = [name for name in PRUNING if PRUNING[name].applied is None]
 TWO_OF_FOUR = [name for name in PRUNING if name.endswith("2_4")]
@@ -54,6 +60,11 @@ def inputs_of(dense, tokens_BT):
     return seen
 
 
+@pytest.fixture(autouse=True)
+def _few_shots(monkeypatch):
+    monkeypatch.setattr(k_obd, "SHOTS", 3)
+
+
 @pytest.fixture
 def pruned_of(dense_of, tokens_BT, tmp_path):
     """A method's figures, the model as it was and as it is in memory."""
@@ -63,7 +74,8 @@ def pruned_of(dense_of, tokens_BT, tmp_path):
         before = weights_of(dense)
         folder = tmp_path / f"{method}-{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
-        inputs = PruneInputs(dense=dense, tokens_BT=tokens_BT, wanted=wanted)
+        trained = {"batch": lambda step: tokens_BT[step % 4 :][:2], "steps": 3}
+        inputs = PruneInputs(dense=dense, tokens_BT=tokens_BT, wanted=wanted, **trained)
         figures = prune(method, inputs, folder)
         return dense, before, figures, folder / "model"
 
@@ -185,6 +197,18 @@ def test_a_feature_that_is_never_read_is_pruned_first(correlated):
     assert not found[:, 5].any()
 
 
+def test_wanda_and_sparsegpt_agree_with_llm_compressor():
+    """Tensors of tests/pruning/fixtures, made by that library in an environment of its own."""
+    made = load_file(Path(__file__).parent / "fixtures/llm_compressor.safetensors")
+    weight_OI, x_TI = made["weight_OI"].double(), made["x_BTI"].flatten(0, 1).double()
+    wanda_OI = weight_OI * kept_of_four(weight_OI.abs() * x_TI.square().sum(0).sqrt())
+    assert torch.equal(wanda_OI.float(), made["wanda_OI"])
+    found = sparsegpt._corrected(weight_OI, sparsegpt._curvature(x_TI.T @ x_TI))
+    expected = made["sparsegpt_OI"].double()
+    assert torch.equal(found == 0, expected == 0)
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
 def test_sparsegpt_reconstructs_better_than_wanda_and_wanda_better_than_magnitude(
     pruned_of, tokens_BT
 ):
@@ -205,7 +229,11 @@ def test_widths_that_are_no_fours_are_refused(dense_of, tokens_BT, tmp_path):
     dense = dense_of("llama", intermediate_size=90)
     before = weights_of(dense)
     with pytest.raises(Exception, match="reads 90 features, which are not whole fours"):
-        prune("wanda_2_4", PruneInputs(dense=dense, tokens_BT=tokens_BT, wanted=0), tmp_path)
+        prune(
+            "wanda_2_4",
+            PruneInputs(dense=dense, tokens_BT=tokens_BT, wanted=0, batch=None),
+            tmp_path,
+        )
     assert all(torch.equal(before[name], p) for name, p in weights_of(dense).items())
 
 
@@ -511,6 +539,322 @@ def test_llm_pruner_finds_the_parts_of_fused_projections(pruned_of):
             assert torch.equal(rows.view(2, -1).any(1), used)
 
 
+# --- selections of the stream
+
+
+@pytest.mark.parametrize(
+    ("sizes", "share", "billions"),
+    [
+        (LLAMA_2_7B, 0.51, 3.5652),
+        (LLAMA_3_8B, 0.40, 3.8427),
+        (QWEN_7B, 0.585, 4.9075),
+        (QWEN_7B, 0.395, 3.6677),
+    ],
+)
+def test_selections_of_the_published_share_keep_the_published_counts(sizes, share, billions):
+    dense, (size, neurons, layers, *_) = described(*sizes), sizes
+    whole = disp_llm.kept_parameters(dense, [size, size, size, neurons, size] * layers)
+    kept = disp_llm.kept_parameters(dense, [*[share * size] * 3, neurons, share * size] * layers)
+    total = sum(p.numel() for name, p in dense.model.named_parameters() if "bias" not in name)
+    assert round((total - whole + kept) / 1e9, 4) == billions
+
+
+class Chosen(nn.Module):
+    """Maps the chosen inputs to the chosen outputs, by a matrix of just these."""
+
+    def __init__(self, linear, rows, columns):
+        super().__init__()
+        self.weight = nn.Parameter(linear.weight[rows][:, columns])
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias[rows])
+        self.rows, self.columns, self.width = rows, columns, linear.out_features
+
+    def forward(self, x):
+        out = x.new_zeros(*x.shape[:-1], self.width)
+        out[..., self.rows] = nn.functional.linear(x[..., self.columns], self.weight, self.bias)
+        return out
+
+
+@torch.no_grad()
+def really_selected(dense, masks):
+    """A model that gathers what each matrix reads and scatters what it writes."""
+    model = copy.deepcopy(dense.model)
+    for index, layer in enumerate(model.model.layers):
+        chosen = [mask.nonzero()[:, 0] for mask in masks[5 * index : 5 * index + 5]]
+        reads, writes, ffn_reads, neurons, ffn_writes = chosen
+        for block, name, rows, columns in (
+            *((layer.self_attn, name, None, reads) for name in ("q_proj", "k_proj", "v_proj")),
+            (layer.self_attn, "o_proj", writes, None),
+            *((layer.mlp, name, neurons, ffn_reads) for name in ("gate_proj", "up_proj")),
+            (layer.mlp, "down_proj", ffn_writes, neurons),
+        ):
+            linear = getattr(block, name)
+            rows = torch.arange(linear.out_features) if rows is None else rows
+            columns = torch.arange(linear.in_features) if columns is None else columns
+            setattr(block, name, Chosen(linear, rows, columns))
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_disp_llm_is_the_model_that_gathers_and_scatters(family, dense_of, pruned_of, tokens_BT):
+    dense = dense_of(family)
+    wanted = 70_000
+    found, _, figures, _ = pruned_of("disp_llm", family, wanted=wanted)
+    assert wanted <= figures["parameters"] < wanted + 300
+    assert figures["calibration_tokens"] == 3 * 2 * 96
+    masks = []
+    for layer in found.model.model.layers:
+        attention, ffn = layer.self_attn, layer.mlp
+        masks += [attention.v_proj.weight.any(0), attention.o_proj.weight.any(1)]
+        masks += [ffn.up_proj.weight.any(0), ffn.up_proj.weight.any(1), ffn.down_proj.weight.any(1)]
+    assert figures["plan"]["selected"] == [int(mask.sum()) for mask in masks]
+    cut = really_selected(dense, masks)
+    assert sum(p.numel() for p in cut.parameters()) == figures["parameters"]
+    with torch.no_grad():
+        expected, logits = cut(tokens_BT).logits, found.model(tokens_BT).logits
+        with disp_llm.gated(dense, [mask.float() for mask in masks]):  # as the training gates
+            trained_as = dense.model(tokens_BT).logits
+    for each in (logits, trained_as):
+        assert (each - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_selections_follow_seed_and_training(dense_of, tokens_BT):
+    text = {"tokens_BT": tokens_BT, "batch": lambda step: tokens_BT, "wanted": 70_000}
+
+    @torch.no_grad()
+    def plan(seed, steps):
+        inputs = PruneInputs(dense=dense_of("llama"), **text, steps=steps, seed=seed)
+        return disp_llm.disp_llm(inputs).plan
+
+    assert plan(1, 2) == plan(1, 2)
+    assert plan(1, 2) != plan(2, 2)
+    assert plan(1, 0) != plan(1, 2)
+
+
+# --- modules by decomposition
+
+
+def ridge_of(moment_II):
+    return 0.01 * np.trace(moment_II) / len(moment_II)
+
+
+def test_columns_that_stay_are_the_ridge_regression_on_what_all_did(correlated):
+    weight_OI, x_TI = (each.numpy() for each in correlated)
+    kept = np.arange(16) % 3 != 0
+    found = sparsegpt.made_up(correlated[0], correlated[1].T @ correlated[1], torch.tensor(kept))
+    root = np.sqrt(ridge_of(x_TI.T @ x_TI)) * np.eye(kept.sum())
+    inputs = np.vstack([x_TI[:, kept], root])
+    outputs = np.vstack([x_TI @ weight_OI.T, root @ weight_OI[:, kept].T])
+    expected = np.linalg.lstsq(inputs, outputs, rcond=None)[0].T
+    np.testing.assert_allclose(found[:, torch.tensor(kept)], expected, rtol=1e-8)
+    assert not found[:, ~torch.tensor(kept)].any()
+
+
+@pytest.mark.parametrize("rank", [1, 3, 4])
+def test_values_and_outputs_become_the_truncated_svd_of_their_product(rank, correlated):
+    generator, x_TD = np.random.default_rng(0), correlated[1].numpy()
+    value_VD, output_RDV = generator.normal(size=(4, 16)), generator.normal(size=(2, 16, 4))
+    values_TV = torch.tensor(x_TD @ value_VD.T)
+    there, back = modegpt.joint_rank(
+        values_TV.T @ values_TV, torch.tensor(output_RDV).transpose(1, 2), rank
+    )
+    assert (there.shape, back.shape) == ((rank, 4), (4, rank))
+    found = (
+        x_TD
+        @ value_VD.T
+        @ there.numpy().T
+        @ back.numpy().T
+        @ np.hstack(output_RDV.transpose(0, 2, 1))
+    )
+    u, s, v = np.linalg.svd(x_TD @ value_VD.T @ np.hstack(output_RDV.transpose(0, 2, 1)))
+    expected = (u[:, :rank] * s[:rank]) @ v[:rank]
+    np.testing.assert_allclose(found, expected, atol=1e-8 * s[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "granite"])
+def test_modegpt_keeps_the_leading_parts_of_the_dense_model(family, dense_of, pruned_of, tokens_BT):
+    dense = dense_of(family)
+    total = sum(p.numel() for p in dense.model.parameters())
+    read = inputs_of(dense, tokens_BT)
+    found, before, figures, _ = pruned_of("modegpt", family, wanted=total - 30_000)
+    assert abs(figures["parameters"] - total + 30_000) < 1_000
+    removed, now = 0, weights_of(found)
+    for layer, (neurons, features, rank) in enumerate(figures["plan"]["neurons_features_ranks"]):
+        name = f"model.layers.{layer}.mlp.down_proj"
+        gram = read[name].T @ read[name]
+        ridge = ridge_of(gram) * np.eye(96)
+        leverage = np.diag(gram @ np.linalg.inv(gram + ridge))
+        kept, gone = (np.sort(part) for part in np.split(np.argsort(-leverage), [neurons]))
+        down = now[f"{name}.weight"].double().numpy()
+        assert np.array_equal(np.flatnonzero(down.any(0)), kept)
+        old = before[f"{name}.weight"].double().numpy()
+        fit = gram[np.ix_(gone, kept)] @ np.linalg.inv((gram + ridge)[np.ix_(kept, kept)])
+        np.testing.assert_allclose(down[:, kept], old[:, kept] + old[:, gone] @ fit, atol=1e-5)
+        attention = found.model.model.layers[layer].self_attn
+        if family == "phi3":
+            query, key, value = attention.qkv_proj.weight.split([64, 32, 32])
+            biases = 0
+        else:
+            query, key, value = (getattr(attention, f"{n}_proj").weight for n in "qkv")
+            biases = int(attention.q_proj.bias is not None)
+        rows = [each.any(1).view(2, -1, 16) for each in (query, key, value)]
+        for head in range(2):  # both queries of a key keep its features, in pairs
+            assert (rows[0][head] == rows[1][head]).all()
+            assert torch.equal(rows[1][head, 0, :8], rows[1][head, 0, 8:])
+            assert int(rows[1][head].sum()) == features
+            assert int(rows[2][head].sum()) == rank
+        removed += (96 - neurons) * 3 * 64 + (16 - features) * 6 * (64 + biases)
+        removed += (16 - rank) * (2 * (64 + biases) + 4 * 64)
+    assert total - removed == figures["parameters"]
+
+
+def test_pairs_of_features_are_chosen_by_what_attention_multiplies(pruned_of, dense_of, tokens_BT):
+    dense = dense_of("qwen2")
+    attention, x_TI = dense.model.model.layers[0].self_attn, inputs_of(dense, tokens_BT)
+    x_BTD = torch.tensor(x_TI["model.layers.0.self_attn.q_proj"]).view(4, 96, 64)
+    angle = torch.arange(96)[:, None] * 10_000.0 ** (-torch.arange(8) / 8)
+    turn = torch.polar(torch.ones(96, 8), angle)
+    worth = []
+    for linear in (attention.q_proj, attention.k_proj):
+        rows = x_BTD @ linear.weight.double().T + linear.bias.double()
+        first, second = rows.view(4, 96, -1, 2, 8).unbind(3)
+        turned = torch.complex(first, second) * turn[:, None]
+        worth.append(torch.stack([turned.real, turned.imag], -2).square().sum((0, 1)))
+    query, key = worth  # [heads, 2, pairs]
+    score = (query.view(2, 2, 2, 8).sum(1) * key).sqrt().sum(1)
+    total = sum(p.numel() for p in dense.model.parameters())
+    found, _, figures, _ = pruned_of("modegpt", "qwen2", wanted=total - 30_000)
+    pairs = figures["plan"]["neurons_features_ranks"][0][1] // 2
+    kept = found.model.model.layers[0].self_attn.k_proj.weight.any(1).view(2, 16)[:, :8]
+    for head in range(2):
+        assert set(kept[head].nonzero()[:, 0].tolist()) == set(
+            score[head].argsort(descending=True)[:pairs].tolist()
+        )
+
+
+def test_norms_of_heads_are_refused(dense_of):
+    with pytest.raises(Exception, match="qwen3 has norms of queries and keys"):
+        PRUNING["modegpt"].require(dense_of("qwen3"))
+
+
+# --- rows and columns by curvature
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3"])
+def test_curvature_is_summed_over_the_tokens_of_every_window(family, dense_of, tokens_BT):
+    dense, sums = dense_of(family), {}
+    outputs = {}
+    hooks = [
+        module.register_forward_hook(
+            lambda _, args, out, name=name: outputs.update({name: (args[0], out)})
+        )
+        for name, module in linears_of(dense).items()
+    ]
+    dense.model.requires_grad_(True)
+    for row in tokens_BT:
+        loss = dense.model(row[None], labels=row[None]).loss
+        slopes = torch.autograd.grad(loss, [out for _, out in outputs.values()])
+        for (name, (x, _)), slope in zip(outputs.items(), slopes, strict=True):
+            x_TI, g_TO = x[0].detach().double().numpy(), slope[0].double().numpy()
+            if linears_of(dense)[name].bias is not None:
+                x_TI = np.hstack([x_TI, np.ones((len(x_TI), 1))])
+            old = sums.get(name, (0, 0))
+            sums[name] = old[0] + x_TI.T @ x_TI, old[1] + g_TO.T @ g_TO
+    for hook in hooks:
+        hook.remove()
+    inputs = PruneInputs(dense=dense_of(family), tokens_BT=tokens_BT, wanted=0, batch=None)
+    for found, name in zip(k_obd.curvature(inputs), linears_of(dense), strict=True):
+        for a, b in zip(found, sums[name], strict=True):
+            assert np.linalg.norm(a.numpy() - b) < 1e-4 * np.linalg.norm(b)
+
+
+@pytest.fixture
+def kronecker():
+    """Weights [O, I] and factors of one map, and both damped, float64."""
+    generator = np.random.default_rng(3)
+    weight = generator.normal(size=(4, 5))
+    roots = generator.normal(size=(9, 5)), generator.normal(size=(9, 4))
+    reads, slopes = (root.T @ root for root in roots)
+    damped = [each + ridge_of(each) * np.eye(len(each)) for each in (reads, slopes)]
+    return weight, reads, slopes, *damped
+
+
+def places(shape, rows=(), columns=()):
+    """Numbers of the weights in some rows or columns."""
+    where = np.zeros(shape, bool)
+    where[list(rows)], where[:, list(columns)] = True, True
+    return np.flatnonzero(where)
+
+
+def test_costs_are_those_of_the_whole_curvature_matrix(kronecker):
+    weight, reads, slopes, damped_reads, damped_slopes = kronecker
+    factors = torch.tensor(reads), torch.tensor(slopes)
+    simple = k_obd._costs(torch.tensor(weight), factors)
+    surgeon = llm_surgeon._costs(torch.tensor(weight), factors)
+    for kind, by_row in ((1, True), (0, False)):
+        # The damped factor is the one that is inverted.
+        hessian = np.kron(*((damped_slopes, reads) if by_row else (slopes, damped_reads)))
+        for i in range(weight.shape[1 - kind]):
+            gone = places(weight.shape, **{"rows" if by_row else "columns": [i]})
+            w = weight.ravel()[gone]
+            plain = w @ np.kron(slopes, reads)[np.ix_(gone, gone)] @ w / 2
+            exact = w @ np.linalg.inv(np.linalg.inv(hessian)[np.ix_(gone, gone)]) @ w / 2
+            np.testing.assert_allclose(simple[kind][i], plain, rtol=1e-10)
+            np.testing.assert_allclose(surgeon[kind][i], exact, rtol=1e-8)
+
+
+def test_the_surgeon_moves_the_rest_to_where_the_loss_is_least(kronecker):
+    weight, reads, slopes, damped_reads, damped_slopes = kronecker
+    rows, columns = [1, 2], [0, 3]
+    inverse = np.linalg.inv(np.kron(damped_slopes, damped_reads))
+    expected = weight.copy()
+    for gone in (places(weight.shape, rows=rows), places(weight.shape, columns=columns)):
+        solved = np.linalg.solve(inverse[np.ix_(gone, gone)], weight.ravel()[gone])
+        expected -= (inverse[:, gone] @ solved).reshape(weight.shape)
+    kept = torch.tensor([0, 1, 1, 0, 1]).bool(), torch.tensor([1, 0, 0, 1]).bool()
+    factors = torch.tensor(reads), torch.tensor(slopes)
+    found = llm_surgeon._updated(torch.tensor(weight), factors, kept)
+    there = np.ix_(kept[1].numpy(), kept[0].numpy())
+    np.testing.assert_allclose(found.numpy()[there], expected[there], rtol=1e-8)
+
+
+@pytest.mark.parametrize("most", [0, 3, 20, 40, 1000])
+def test_the_threshold_is_the_highest_within_the_budget(most):
+    score, prices = torch.rand(9), np.arange(2, 11)
+
+    def removed(bound):
+        return int(prices[score.numpy() <= bound].sum())
+
+    bounds = [-float("inf"), *score.tolist()]
+    expected = max(bound for bound in bounds if removed(bound) <= most)
+    assert threshold(score.split([4, 5]), removed, most) == expected
+
+
+@pytest.mark.parametrize("method", ["k_obd", "llm_surgeon"])
+def test_rows_and_columns_go_until_the_budget_is_met(method, dense_of, pruned_of, monkeypatch):
+    monkeypatch.setattr(k_obd, "SHOTS", 2)
+    total = sum(p.numel() for p in dense_of("qwen2").model.parameters())
+    found, before, figures, _ = pruned_of(method, "qwen2", wanted=total - 20_000)
+    removed = 0
+    plan = figures["plan"]["columns_and_rows"]
+    for (name, linear), (columns, rows) in zip(linears_of(found).items(), plan, strict=True):
+        weight, bias = linear.weight, int(linear.bias is not None)
+        assert int(weight.any(1).sum()) <= rows
+        assert int(weight.any(0).sum()) <= columns - bias
+        removed += weight.numel() + bias * len(weight) - rows * columns
+        stays = weight != 0
+        changed = not torch.equal(weight[stays], before[f"{name}.weight"][stays])
+        assert changed == (method == "llm_surgeon" and not bool(stays.all()))
+    assert removed == total - figures["parameters"]
+    assert 19_800 < removed <= 20_000
+
+
+def test_what_memory_cannot_hold_is_refused_before_it_is_loaded(monkeypatch):
+    monkeypatch.setattr(k_obd.os, "sysconf", lambda name: 1 << 17)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(Exception, match=r"need 93.15 GiB for the curvature .* 16.00 GiB of"):
+        PRUNING["k_obd"].require(described(*LLAMA_2_7B))
+
+
 # --- all
 
 
@@ -542,30 +886,36 @@ def test_pruned_models_are_rows_beside_conversions_and_are_made_once(
     tiny_dense, text_file, tmp_path, command, monkeypatch
 ):
     held, out, model = tmp_path / "held.txt", tmp_path / "compared", tiny_dense("llama")
+    monkeypatch.setattr(k_obd, "SHOTS", 1)
     held.write_text("\n".join(f"Line {i}: the hen ate {i * 7 % 13} figs." for i in range(100)))
     options = TINY_CONVERT | {"data": text_file, "eval_text": held, "active_experts": 6}
     del options["steps"]
-    options |= {"methods": ["random_split", *PRUNING], "seeds": [0, 1]}
-    assert command("compare", model, out, **options).status == 0
+    options |= {"methods": ["random_split", *PRUNING], "seeds": [0, 1], "mask_steps": 2}
+    told = command("compare", model, out, **options)
+    assert told.status == 0
+    assert "llm_surgeon: 1 times the curvature of 256 tokens, about " in told.err
     summary = json.loads((out / "compare.json").read_text())
     table = (out / "compare.md").read_text()
     rows = {row["run"]: row for row in summary["rows"]}
-    assert len(rows) == len(summary["rows"]) == 1 + 2 * 2 + len(PRUNING)
+    assert len(rows) == len(summary["rows"]) == 1 + 2 * 2 + len(PRUNING) + 1
     budget = rows["random_split-own-seed0"]["parameters"]
     for method in PRUNING:
-        row = rows[method]
-        figures = json.loads((out / method / "4_prune/pruning.json").read_text())
+        is_trained = PRUNING[method].is_trained
+        name = method + "-seed1" * is_trained
+        row, folder = rows[name], out / name
+        figures = json.loads((folder / "4_prune/pruning.json").read_text())
         assert row.items() >= figures.items()
         assert row["over_budget"] == row["parameters"] / budget - 1
-        assert row["calibration_tokens"] == TINY_CONVERT["calibration_tokens"]
+        tokens = 2 * 2 * 32 if is_trained else TINY_CONVERT["calibration_tokens"]
+        assert row["calibration_tokens"] == tokens
         assert 0 <= row["seconds"] < 100
-        assert f"| {method} | - | - |" in table
+        assert f"| {method} | - | {'masks' if is_trained else '-'} |" in table
         assert row["loss_above_dense"] == row["loss"] - rows["dense"]["loss"]
         if method not in STOCK:
             assert row["loss"] != rows["dense"]["loss"]
             continue
-        stock = AutoModelForCausalLM.from_pretrained(out / method / "4_prune/model")
-        tokens_BT = load_file(out / method / "0_data/heldout.safetensors")["tokens"].long()
+        stock = AutoModelForCausalLM.from_pretrained(folder / "4_prune/model")
+        tokens_BT = load_file(folder / "0_data/heldout.safetensors")["tokens"].long()
         with torch.no_grad():
             loss = float(stock(tokens_BT, labels=tokens_BT).loss)
         assert row["loss"] == pytest.approx(loss, abs=1e-5)

@@ -18,7 +18,11 @@ from dotmoe.finetuning.student import MODEL, write_weights
 from dotmoe.models.dense import DenseModel
 from dotmoe.parameters import num_parameters
 from dotmoe.pruning.contract import Pruned, PruneInputs
+from dotmoe.pruning.disp_llm import disp_llm
+from dotmoe.pruning.k_obd import k_obd, require_memory
 from dotmoe.pruning.llm_pruner import llm_pruner, require_separate_heads
+from dotmoe.pruning.llm_surgeon import llm_surgeon
+from dotmoe.pruning.modegpt import modegpt, require_plain_heads
 from dotmoe.pruning.pruner_zero import pruner_zero_2_4
 from dotmoe.pruning.shortgpt import shortgpt
 from dotmoe.pruning.sleb import sleb
@@ -42,6 +46,8 @@ class Method(NamedTuple):
     """Raises a `UserError` for a model, be it without weights, that the method does not fit."""
     is_fixed: bool = False
     """Whether it removes the same whatever the budget."""
+    is_trained: bool = False
+    """Whether it takes steps on training text, with a seed."""
     applied: Callable[..., AbstractContextManager[None]] | None = None
     """Where no stock checkpoint can hold the result: inside, the dense model computes it, given the
     model and `Pruned.tensors` by their names."""
@@ -54,6 +60,10 @@ PRUNING = {
     "pruner_zero_2_4": Method(pruner_zero_2_4, require_fours, is_fixed=True),
     "slicegpt": Method(slicegpt, require_norms_before, applied=sliced),
     "llm_pruner": Method(llm_pruner, require_separate_heads),
+    "modegpt": Method(modegpt, require_plain_heads),
+    "disp_llm": Method(disp_llm, is_trained=True),
+    "k_obd": Method(k_obd, require_memory),
+    "llm_surgeon": Method(llm_surgeon, require_memory),
     "shortgpt": Method(shortgpt),
     "sleb": Method(sleb),
 }
@@ -74,7 +84,8 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
 
     Returns:
         Contents of `pruning.json`: `parameters` that work on a token and that are `stored`,
-        `calibration_tokens`, `seconds` without reading and writing models, the method's `plan`.
+        `calibration_tokens` read in all, `seconds` without reading and writing models, the method's
+        `plan`.
 
     Raises:
         UserError: The method does not fit the model.
@@ -85,7 +96,7 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
     figures = {
         "parameters": total - made.removed,
         "stored": total - made.removed,
-        "calibration_tokens": inputs.tokens_BT.numel(),
+        "calibration_tokens": inputs.tokens_BT.numel() if made.tokens is None else made.tokens,
         "seconds": round(time.monotonic() - started, 3),
         "plan": made.plan,
     }

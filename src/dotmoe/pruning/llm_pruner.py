@@ -24,7 +24,7 @@ from dotmoe.moe.masked import recomputing
 from dotmoe.pruning.contract import Pruned, PruneInputs
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """Groups of one kind in a layer, all of one size."""
 
     groups: int
@@ -40,10 +40,10 @@ def llm_pruner(inputs: PruneInputs) -> Pruned:
     touched, kept = _touched(dense), []
     if idle:
         backward(inputs)
-    for kind in _kinds(dense):
+    for kind in kinds_of(dense):
         kept.append(_kept(kind, idle, num_neurons))
         for index in touched if idle else ():
-            parts = _parts(dense, index, kind)
+            parts = grouped(dense, index, kind).values()
             scores = [
                 (weight.double() * slope).abs().flatten(1).sum(1)
                 for weight, slope in parts
@@ -69,8 +69,8 @@ def require_separate_heads(dense: DenseModel) -> None:
 def removed_parameters(dense: DenseModel, idle: int) -> int:
     """Parameters that go where `idle` of the neurons and as large a share of the heads do."""
     num_neurons, of_a_layer = dense.widths.ffn, 0
-    for kind in _kinds(dense):
-        size = sum(weight.numel() for weight, _ in _parts(dense, 0, kind)) // kind.groups
+    for kind in kinds_of(dense):
+        size = sum(weight.numel() for weight, _ in grouped(dense, 0, kind).values()) // kind.groups
         of_a_layer += size * (kind.groups - _kept(kind, idle, num_neurons))
     return of_a_layer * len(_touched(dense))
 
@@ -81,27 +81,27 @@ def _touched(dense: DenseModel) -> range:
     return range(layers // 8, layers - layers // 16)
 
 
-def _kinds(dense: DenseModel) -> tuple[_Kind, _Kind]:
+def kinds_of(dense: DenseModel) -> tuple[Kind, Kind]:
     """Key-value heads with their query heads, and neurons."""
     rows = [f"self_attn.{name}_proj.{part}" for name in "qkv" for part in ("weight", "bias")]
     heads = dict.fromkeys(rows, 0) | {"self_attn.o_proj.weight": 1}
     ffn = {"mlp.gate_proj.weight": 0, "mlp.up_proj.weight": 0, "mlp.down_proj.weight": 1}
-    return _Kind(dense.config.num_key_value_heads, heads), _Kind(dense.widths.ffn, ffn)
+    return Kind(dense.config.num_key_value_heads, heads), Kind(dense.widths.ffn, ffn)
 
 
-def _kept(kind: _Kind, idle: int, num_neurons: int) -> int:
+def _kept(kind: Kind, idle: int, num_neurons: int) -> int:
     return max(1, kind.groups * (num_neurons - idle) // num_neurons)
 
 
-def _parts(dense: DenseModel, index: int, kind: _Kind) -> list[tuple[Tensor, Tensor | None]]:
+def grouped(dense: DenseModel, index: int, kind: Kind) -> dict[str, tuple[Tensor, Tensor | None]]:
     """What the groups of a layer have of each of their tensors and of its gradient, [G, ...]."""
-    named, found = dict(dense.model.named_parameters()), []
+    named, found = dict(dense.model.named_parameters()), {}
     for name, dimension in kind.members.items():
         part = dense.family.stored(dense.config, f"model.layers.{index}.{name}")
         if part.stored in named:  # there may be no bias
             weight, slope = named[part.stored].data, named[part.stored].grad
-            grouped = partial(_grouped, slice(*(part.rows or (None,))), dimension, kind.groups)
-            found.append((grouped(weight), None if slope is None else grouped(slope)))
+            view = partial(_grouped, slice(*(part.rows or (None,))), dimension, kind.groups)
+            found[name] = view(weight), None if slope is None else view(slope)
     return found
 
 
@@ -112,15 +112,19 @@ def _grouped(rows: slice, dimension: int, groups: int, tensor: Tensor) -> Tensor
 
 @torch.enable_grad()
 def backward(
-    inputs: PruneInputs, rows: int | None = None, after: Callable[[], None] | None = None
+    inputs: PruneInputs,
+    rows: int | None = None,
+    after: Callable[[], None] | None = None,
+    of_weights: bool = True,
 ) -> None:
     """Gradients of the next-token loss of each row of the calibration text, summed; of matrices.
 
-    So many rows run at once; `after` is called behind each such step.
+    So many rows run at once; `after` is called behind each such step. Without weights, only what
+    depends on the residual stream has gradients.
     """
     model: Any = inputs.dense.model
     for parameter in inputs.layers.parameters():
-        parameter.requires_grad = parameter.dim() == 2
+        parameter.requires_grad = of_weights and parameter.dim() == 2
     rows = rows or max(1, TOKENS_AT_ONCE // inputs.tokens_BT.shape[1])
     batches = torch.split(inputs.tokens_BT.to(inputs.dense.device), rows)
     with recomputing(inputs.dense):

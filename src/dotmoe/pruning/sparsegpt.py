@@ -39,15 +39,30 @@ def _curvature(hessian_II: Float[Tensor, "I I"]) -> _Curvature:
     diagonal_I = hessian_II.diagonal()
     is_read_I = diagonal_I > 0
     diagonal_I[~is_read_I] = 1
-    diagonal_I += DAMPING * diagonal_I.mean()
-    factor_II, failed = torch.linalg.cholesky_ex(hessian_II)
+    inverse_II = damped_inverse(hessian_II)
+    return _Curvature(torch.linalg.cholesky(inverse_II, upper=True), is_read_I)
+
+
+def damped_inverse(moment_II: Float[Tensor, "I I"]) -> Float[Tensor, "I I"]:
+    """Inverse of a moment X^T X with 1 % of its mean diagonal added to the diagonal."""
+    mean, moment_II = float(moment_II.diagonal().mean()), moment_II.clone()
+    moment_II.diagonal().add_(DAMPING * mean or 1e-30)  # what is all zero has an inverse, too
+    factor_II, failed = torch.linalg.cholesky_ex(moment_II)
     if failed:
         raise UserError(
             "the inputs of a linear map are no finite numbers, so it cannot be pruned by them. "
             "Load the model with --dtype float32."
         )
-    inverse_II = torch.cholesky_inverse(factor_II)
-    return _Curvature(torch.linalg.cholesky(inverse_II, upper=True), is_read_I)
+    return torch.cholesky_inverse(factor_II)
+
+
+def made_up(
+    weight_OI: Float[Tensor, "O I"], moment_II: Float[Tensor, "I I"], kept_I: Bool[Tensor, " I"]
+) -> Float[Tensor, "O I"]:
+    """Weight whose kept columns make up for the others, which are zero: damped least squares."""
+    inverse_CI = damped_inverse(moment_II)[~kept_I]
+    lost_CI: Tensor = torch.linalg.solve(inverse_CI[:, ~kept_I], inverse_CI)
+    return (weight_OI - weight_OI[:, ~kept_I] @ lost_CI) * kept_I
 
 
 def _corrected(weight_OI: Float[Tensor, "O I"], curvature: _Curvature) -> Float[Tensor, "O I"]:

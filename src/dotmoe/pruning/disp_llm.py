@@ -1,0 +1,149 @@
+"""DISP-LLM: what of the residual stream attention and FFN read and write, learned by masks.
+
+The published method: in each layer five selections, of the features that attention reads and
+writes, of those that the FFN reads and writes, and of its neurons; the stream keeps its width, so
+they need not agree. A network makes their logits from fixed random inputs: a bidirectional GRU, a
+norm, GELU, and one linear map a selection. A gate is sigmoid((logit + 3 + g) / 0.4) with Gumbel
+noise g; only that network is trained, by AdamW, on the next-token loss of the softly gated model
+plus 6 |ln(R / p)|, where R is the share of the layers' weights that a second sample keeps, rounded
+with the gradient of the unrounded, and p the wanted one. Here one threshold over all logits meets
+the budget in the end, in place of one more sample, and leaves no selection empty; neurons are gated
+once, not in both branches. Biases stay but those of attention's output. No stock config holds
+selections that differ: the checkpoint holds zeros.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dotmoe.models.dense import DenseModel
+from dotmoe.moe.masked import recomputing
+from dotmoe.pruning.contract import Pruned, PruneInputs, threshold
+
+_OPEN, _SOFTNESS, _BUDGET_WEIGHT = 3.0, 0.4, 6.0
+_LR, _WEIGHT_DECAY = 1e-3, 0.05
+
+
+class _Network(nn.Module):
+    """Logits of every selection."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.register_buffer("start", torch.randn(len(widths), 32))
+        self.gru, self.norm = nn.GRU(32, 64, bidirectional=True), nn.LayerNorm(128)
+        self.heads = nn.ModuleList(nn.Linear(128, width, bias=False) for width in widths)
+
+    def forward(self) -> list[Tensor]:
+        hidden = F.gelu(self.norm(self.gru(self.start)[0]))
+        return [head(row) for head, row in zip(self.heads, hidden, strict=True)]
+
+
+def disp_llm(inputs: PruneInputs) -> Pruned:
+    """Learn the selections, and set to zero what they leave out."""
+    dense, size = inputs.dense, inputs.dense.widths.model
+    widths = [size, size, size, dense.widths.ffn, size] * dense.widths.layers
+    if inputs.excess <= 0:
+        return Pruned(0, {"selected": widths}, tokens=0)
+    whole = int(kept_parameters(dense, widths))
+    with torch.random.fork_rng():
+        torch.manual_seed(inputs.seed)
+        logits = _trained(inputs, _Network(widths).to(dense.device), whole)
+
+    def above(bound: float) -> list[Tensor]:
+        return [(each > bound) | (each == each.max()) for each in logits]
+
+    def removed(bound: float) -> int:
+        return whole - int(kept_parameters(dense, [mask.sum() for mask in above(bound)]))
+
+    bound = threshold(logits, removed, inputs.excess)
+    masks = above(bound)
+    for layer, (reads, writes, ffn_reads, neurons, ffn_writes) in _by_layer(dense, masks):
+        *reading, output = _attention(layer)
+        gate, up, down = dense.family.ffn(layer)
+        for linear in reading:
+            linear.weight.mul_(reads)
+        for parameter in output.parameters():
+            parameter.mul_(writes[:, None] if parameter.dim() == 2 else writes)
+        for part in (gate, up):
+            part.weight.mul_(neurons[:, None] * ffn_reads)
+        down.weight.mul_(ffn_writes[:, None] * neurons)
+    plan = {"selected": [int(mask.sum()) for mask in masks]}
+    return Pruned(removed(bound), plan, tokens=inputs.steps * inputs.batch(0).numel())
+
+
+def kept_parameters(dense: DenseModel, selected: Sequence[Any]) -> Any:
+    """Weights of the layers that work, given how much each selection of each layer keeps."""
+    *reading, output = _attention(dense.family.layers(dense.model)[0])
+    read, written = sum(linear.out_features for linear in reading), output.in_features
+    return sum(
+        reads * read + writes * written + neurons * (2 * ffn_reads + ffn_writes)
+        for _, (reads, writes, ffn_reads, neurons, ffn_writes) in _by_layer(dense, selected)
+    )
+
+
+@torch.enable_grad()
+def _trained(inputs: PruneInputs, network: nn.Module, whole: int) -> list[Tensor]:
+    """Logits of every selection."""
+    dense, model = inputs.dense, cast(Any, inputs.dense.model)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=_LR, weight_decay=_WEIGHT_DECAY)
+    wanted = math.log(max(1, whole - inputs.excess) / whole)
+    for step in range(inputs.steps):
+        tokens_BT, logits = inputs.batch(step).to(dense.device), network()
+        soft = [_gate(each) for each in logits]
+        kept = [(each.round() - each.detach() + each).sum() for each in soft]
+        excess = (kept_parameters(dense, kept) / whole).log() - wanted
+        optimizer.zero_grad()
+        with recomputing(dense), gated(dense, [_gate(each) for each in logits]):
+            loss = model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
+            (loss + _BUDGET_WEIGHT * excess.abs()).backward()
+        optimizer.step()
+        inputs.on_progress(step + 1, inputs.steps, f"loss {loss.item():.3f}")
+    return [each.detach() for each in network()]
+
+
+def _gate(logits: Tensor) -> Tensor:
+    noise = -(-torch.rand_like(logits).clamp_min(1e-20).log()).log()
+    return ((logits + _OPEN + noise) / _SOFTNESS).sigmoid()
+
+
+@contextmanager
+def gated(dense: DenseModel, gates: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, what each selection of each layer chooses from is multiplied by its gate."""
+
+    def entering(gate: Tensor, _: nn.Module, arguments: tuple[Tensor, ...]) -> Any:
+        return arguments[0] * gate.to(arguments[0].dtype), *arguments[1:]
+
+    def leaving(gate: Tensor, _: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        return output * gate.to(output.dtype)
+
+    with ExitStack() as hooks:
+        for layer, (reads, writes, ffn_reads, neurons, ffn_writes) in _by_layer(dense, gates):
+            *reading, output = _attention(layer)
+            ffn, down = layer.get_submodule("mlp"), dense.family.ffn(layer).down
+            before = [(linear, reads) for linear in reading] + [(ffn, ffn_reads), (down, neurons)]
+            for module, gate in before:
+                hooks.enter_context(module.register_forward_pre_hook(partial(entering, gate)))
+            for module, gate in ((output, writes), (ffn, ffn_writes)):
+                hooks.enter_context(module.register_forward_hook(partial(leaving, gate)))
+        yield
+
+
+def _by_layer(
+    dense: DenseModel, selections: Sequence[Any]
+) -> Iterator[tuple[nn.Module, Sequence[Any]]]:
+    """Each layer with its five: attention reads and writes, FFN reads, neurons, FFN writes."""
+    for index, layer in enumerate(dense.family.layers(dense.model)):
+        yield layer, selections[5 * index : 5 * index + 5]
+
+
+def _attention(layer: nn.Module) -> list[nn.Linear]:
+    """The linear maps of attention, that of its output last."""
+    attention: Any = layer.get_submodule("self_attn")
+    found = [each for each in attention.modules() if isinstance(each, nn.Linear)]
+    return sorted(found, key=lambda each: each is attention.o_proj)

@@ -1,0 +1,143 @@
+"""MoDeGPT: each module of a layer is cut by the decomposition that fits it, without gradients.
+
+The published method. All moments are of the dense model. Of an FFN the neurons of largest ridge
+leverage C (C + lambda)^-1 in the moment C of their activations stay, and W_down is refitted to them
+(Nystrom). Of queries and keys, pairs of features that rotate together stay by the product of their
+norms behind the rotation (CR), pooled over the queries of a key. Values and outputs of a key-value
+head become the best joint map of lower rank, by two SVDs. Shares of each module that layers lose
+are as softmax(-s) of their block influence s, but at most 0.8. Here the SVDs are taken by the
+moment of the values, which has the bias in it; lambda and the ridge of the refit are 1 % of C's
+mean diagonal. No stock config holds widths that differ: the checkpoint holds zeros.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from dotmoe.errors import UserError
+from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import head_dim
+from dotmoe.models.stream import Stream
+from dotmoe.moe.masked import watched
+from dotmoe.pruning.contract import Pruned, PruneInputs
+from dotmoe.pruning.llm_pruner import grouped, kinds_of
+from dotmoe.pruning.shortgpt import block_influence
+from dotmoe.pruning.sparsegpt import damped_inverse, made_up
+
+_MOST = 0.8
+"""Share of a layer's modules that may go."""
+
+
+def modegpt(inputs: PruneInputs) -> Pruned:
+    """Cut every layer's modules to the shares that come nearest to the budget."""
+    dense, weight_L = inputs.dense, (-block_influence(inputs)).softmax(0)
+    scale_M1 = torch.linspace(0, 1, 10_001)[:, None] / weight_L.min()
+    share_ML1 = _MOST * (scale_M1 * weight_L).clamp_max(1)[..., None]
+    unit_3, width_3, step_3 = _modules(dense)
+    kept_ML3 = ((1 - share_ML1) * width_3 / step_3).round().clamp_min(1).long() * step_3
+    removed_M = ((width_3 - kept_ML3) * unit_3).sum((1, 2))
+    best = (removed_M - inputs.excess).abs().argmin()
+    plan, removed = kept_ML3[best].tolist(), int(removed_M[best])
+    stream = Stream(dense, inputs.tokens_BT)
+    for index, (neurons, features, rank) in enumerate(plan if removed else ()):
+        with _moments(dense, index) as moments:
+            stream.advance(index)
+        gate, up, down = dense.family.ffn(inputs.layers[index])
+        kept_N = _largest(-damped_inverse(moments["activation"]).diagonal(), neurons)
+        gate.weight.mul_(kept_N[:, None])
+        up.weight.mul_(kept_N[:, None])
+        down.weight.copy_(made_up(down.weight.double(), moments["activation"], kept_N))
+        _cut_heads(dense, index, moments, features, rank)
+        inputs.on_progress(index + 1, len(plan))
+    return Pruned(removed, {"neurons_features_ranks": plan})
+
+
+def require_plain_heads(dense: DenseModel) -> None:
+    """Refuse norms of queries and keys, which cutting their features would change."""
+    if dense.family.traits(dense.config).qk_norm != "none":
+        raise UserError(
+            f"{dense.config.model_type} has norms of queries and keys, so modegpt cannot cut their "
+            "features. Leave it out."
+        )
+
+
+def joint_rank(
+    moment_WW: Float[Tensor, "W W"], output_RWD: Float[Tensor, "R W D"], rank: int
+) -> tuple[Float[Tensor, "K W"], Float[Tensor, "W K"]]:
+    """Maps of a head's values to K numbers and back that change its R queries' output least."""
+    energy_W, axes_WW = torch.linalg.eigh(moment_WW)
+    scale_W = energy_W.clamp_min(1e-10 * energy_W[-1].clamp_min(1e-30)).sqrt()
+    back_WW = axes_WW * scale_W
+    outer_WW = torch.einsum("rvd,rwd->vw", output_RWD, output_RWD)
+    first_WK = torch.linalg.eigh(back_WW.T @ outer_WW @ back_WW).eigenvectors[:, -rank:]
+    return first_WK.T @ (axes_WW / scale_W).T, back_WW @ first_WK
+
+
+def _modules(dense: DenseModel) -> Tensor:
+    """Of FFN, query-key and value-output: parameters for each of a width, the width, its step."""
+    size, bias = dense.widths.model, int(dense.family.traits(dense.config).qkv_bias)
+    queries, keys = dense.config.num_attention_heads, dense.config.num_key_value_heads
+    rotated, width = (queries + keys) * (size + bias), head_dim(dense.config)
+    mixed = keys * (size + bias) + queries * size
+    return torch.tensor([[3 * size, rotated, mixed], [dense.widths.ffn, width, width], [1, 2, 1]])
+
+
+@contextmanager
+def _moments(dense: DenseModel, index: int) -> Iterator[dict[str, Any]]:
+    """Inside, moments of what runs through a layer, in float64: all that the cuts need."""
+    found: dict[str, Any] = {}
+    layer, before = dense.family.layers(dense.model)[index], dense.config._attn_implementation
+
+    def add(name: str, values_HTX: Tensor) -> None:
+        values_HTX = values_HTX.double()
+        found[name] = found.get(name, 0) + values_HTX.mT @ values_HTX
+
+    def attend(module: Any, *arguments: Any, **rest: Any) -> Any:
+        for name, each_BHTW in zip(("query", "key", "value"), arguments, strict=False):
+            add(name, each_BHTW.transpose(0, 1).flatten(1, 2))
+        return sdpa_attention_forward(module, *arguments, **rest)
+
+    AttentionInterface.register("moments", attend)
+    with ExitStack() as work:
+        work.callback(setattr, dense.config, "_attn_implementation", before)
+        dense.config._attn_implementation = "moments"
+        down = {index: dense.family.ffn(layer).down}
+        work.enter_context(
+            watched(down, lambda _, hidden: add("activation", hidden.flatten(0, -2)))
+        )
+        yield found
+
+
+def _cut_heads(
+    dense: DenseModel, index: int, moments: dict[str, Tensor], features: int, rank: int
+) -> None:
+    """Cut queries, keys and values of each key-value head, and the output projection."""
+    kind, width, size = kinds_of(dense)[0], head_dim(dense.config), dense.widths.model
+    query, key = (moments[name].diagonal(dim1=1, dim2=2) for name in ("query", "key"))
+    score_GW = (query.view(kind.groups, -1, width).sum(1) * key).sqrt()
+    parts = {name: part for name, (part, _) in grouped(dense, index, kind).items()}
+    for group in range(kind.groups):
+        kept_W = _largest(score_GW[group].view(2, -1).sum(0), features // 2).repeat(2)
+        output_RWD = parts["self_attn.o_proj.weight"][group].double().view(-1, width, size)
+        there_KW, back_WK = joint_rank(moments["value"][group], output_RWD, rank)
+        for name, part in parts.items():
+            own = part[group].view(-1, width, *part.shape[2:])  # [heads, W, D], a bias [heads, W]
+            which = name.removeprefix("self_attn.")[0]
+            if which in "qk":
+                own[:, ~kept_W] = 0
+            elif rank < width:
+                cut_KW = there_KW if which == "v" else back_WK.T
+                cut = torch.einsum("kw,rw...->rk...", cut_KW, own.double())
+                own[:, :rank], own[:, rank:] = cut.to(own), 0
+
+
+def _largest(score_N: Float[Tensor, " N"], number: int) -> Bool[Tensor, " N"]:
+    kept_N = torch.zeros_like(score_N, dtype=torch.bool)
+    kept_N[score_N.argsort(descending=True, stable=True)[:number]] = True
+    return kept_N
