@@ -50,8 +50,9 @@ smollm2-table: $(SMOLLM2)  ## The README's table of it, hours (SMOLLM2_DATA=FILE
 		$(BIN)/dotmoe evaluate $$run --against $(SMOLLM2) --text $(BOOKS) --max-tokens 8192 \
 			--out $$run/books || exit 1; \
 	done
-	$(BIN)/dotmoe finetune smollm2/active-0.5 smollm2/finetuned --data $(SMOLLM2_DATA) --steps 40 \
-		--batch-size 4 --seq-len 512 --lr 2e-4 --warmup-ratio 0.05 --kl-weight 1 --ce-weight 0
+	$(BIN)/dotmoe finetune smollm2/active-0.5 smollm2/finetuned --data $(SMOLLM2_DATA) --steps 200 \
+		--batch-size 4 --seq-len 512 --lr 4e-4 --lr-router 0 --warmup-ratio 0.05 --kl-weight 1 --ce-weight 0 \
+		--dtype bfloat16
 	$(BIN)/dotmoe evaluate smollm2/finetuned --text $(BOOKS) --max-tokens 8192 --out smollm2/finetuned/books
 	$(BIN)/python scripts/real_model_table.py results/smollm2.json smollm2/active-0.75 smollm2/active-0.5 \
 		smollm2/finetuned smollm2/active-0.25
@@ -100,10 +101,11 @@ results: $(STAMP)  ## Measure the quickstart again, and put it into the README
 	cp quickstart-run/quickstart.json results/quickstart.json
 	$(BIN)/python scripts/update_documents.py
 
-splits: $(STAMP)  ## Five ways to split with three seeds, an hour or more; puts it into the README
-	$(BIN)/dotmoe compare embedded splits-run --recipe quickstart --trained-only \
-		--methods random_split by_energy llama_moe_v2 co_activation dot_moe \
-		--router-steps 300 --seeds 0 1 2
+splits: $(STAMP)  ## Six ways to split with three seeds, an hour or more, into the README (WIKI=FILE)
+	$(BIN)/dotmoe compare embedded splits-run --recipe quickstart --eval-tokens 16384 \
+		--methods random_split by_energy llama_moe_v2 co_activation cmoe dot_moe \
+		--seeds 0 1 2 --repair --finetune-steps 100 --finetune-recipe small \
+		$(if $(WIKI),--other-text $(WIKI))
 	cp splits-run/compare.json results/splits.json
 	$(BIN)/python scripts/update_documents.py
 
