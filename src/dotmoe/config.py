@@ -136,10 +136,10 @@ class PruneRunConfig:
     eval_text: tuple[str, ...]
     other_text: tuple[str, ...] = ()
     eval_tokens: Annotated[int, at_least(2)]
-    steps: int = 0
+    steps: Annotated[int, at_least(0)] = 0
     """Of a method that is trained, each on `batch_size` blocks."""
-    batch_size: int = 1
-    seed: int = 0
+    batch_size: Annotated[int, at_least(1)] = 1
+    seed: Annotated[int, at_least(0)] = 0
 
     def check_together(self) -> None:
         """Refuse several ranks."""

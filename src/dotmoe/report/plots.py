@@ -160,10 +160,11 @@ def draw_comparison(rows: list[Values]) -> Any:
 
 def comparison_plot(rows: list[Values]) -> Any:
     """What `draw_comparison` draws: a method has one colour and one shape."""
-    figure, by_method = _figure(5.6), dict[str, list[Any]]()
-    axes, looks = figure.subplots(), [(mark, colour) for mark in "os^DvPX*" for colour in COLOURS]
+    by_method, looks = dict[str, list[Any]](), [(m, c) for m in "os^DvPX*" for c in COLOURS]
     for row in rows:
         by_method.setdefault(row["value"], []).append((row["parameters"] / 1e6, row["perplexity"]))
+    figure = _figure(4.4 + 0.09 * len(by_method))  # the legend is below
+    axes = figure.subplots()
     for (method, points), (mark, colour) in zip(by_method.items(), looks, strict=False):
         axes.plot(*zip(*points, strict=True), mark, color=colour, alpha=0.8, label=method)
     _log_axis(axes.yaxis)
