@@ -79,35 +79,38 @@ SPLITS = {
     "by_energy": "most energy always on: static pruning",
     "llama_moe_v2": "LLaMA-MoE v2",
     "co_activation": "co-activation (MoEfication)",
-    "dot_moe": "DOT-MoE",
+    "cmoe": "CMoE",
+    "dot_moe": "DOT-MoE's start",
 }
 
 
 def splits() -> str:
-    """Ways to split, each with its router trained as long from the same kind of start."""
-    is_made = (ROOT / "results" / "splits.json").exists()
-    name = "splits.json" if is_made else "baselines_quickstart_trained.json"
-    record = result(name)
-    found = over_seeds(
-        {"value": row.get("method"), "bits_per_byte": 0.0} | row for row in record["rows"]
-    )
-    dense = found[0]
-    trained = {"dot_moe": "router and experts"}
-    rows = [row for row in found if row.get("trained") == trained.get(row["value"], "router")]
-    columns: dict[str, Callable[[Row], str | None]] = {
-        "split": lambda row: SPLITS[row["value"]],
-        "nats a token above dense": lambda row: f"{row['loss_above_dense']:.3f}",
-        **({"least to greatest": spread} if is_made else {}),
-        "perplexity": lambda row: f"{row['perplexity']:.2f}",
-    }
+    """Ways to split with the same router start: what each loses frozen, repaired and finetuned."""
+    record = result("splits.json")
+    dense, *rows = over_seeds(record["rows"])
+    rows = [row for row in rows if row["router"] == "ridge"]
+    found = {(row["value"], row["weights"]): row for row in rows}
+    levels = dict.fromkeys(row["weights"] for row in rows)
+    last = [*levels][-1]
+    measured = (name for name in SPLITS if (name, last) in found)
+    names = sorted(measured, key=lambda name: -found[name, last]["loss_above_dense"])
+    columns: dict[str, Callable[[Row], str | None]] = {"split": lambda name: SPLITS[name]}
+    for level in levels:
+        columns[level] = lambda name, level=level: nats(found[name, level])
+    repaired = next(row for row in rows if row["weights"] == "finetuned")
     table = table_of(
-        sorted(rows, key=lambda row: -row["loss_above_dense"]),
+        names,
         columns,
-        note=f"Quarter of the FFN active, {record['steps']} steps of {record['tokens_a_step']:,} "
-        f"tokens, {len(rows[0]['losses'])} seed{'s' * is_made}, {rows[0]['tokens']:,} held-out "
-        f"tokens in windows of {dense['window']}; dense perplexity {dense['perplexity']:.2f}.",
+        note=f"Quarter of the FFN active, {len(rows[0]['losses'])} seeds (least to greatest), "
+        f"{rows[0]['tokens']:,} held-out tokens in windows of {dense['window']}; dense perplexity "
+        f"{dense['perplexity']:.2f}. Finetuned on {repaired['finetune_tokens']:,} tokens.",
     )
-    return part(table, record, name)
+    return part(table, record, "splits.json")
+
+
+def nats(row: Row) -> str:
+    """Nats above dense: mean of the seeds, and their range."""
+    return f"{row['loss_above_dense']:.3f} ({spread(row)})"
 
 
 def real_model() -> str:
