@@ -14,7 +14,6 @@ from dotmoe.export import tensors as specs
 from dotmoe.export.format import (
     STORED,
     Conversion,
-    Gating,
     Holds,
     TensorSpec,
     unsupported_size,
@@ -49,9 +48,6 @@ class DotMoe(TransformersFormat):
         if granularity.target == "attention":  # whose sizes no stock implementation limits
             return None
         return unsupported_size(self.name, dense, granularity, dtype)
-
-    def gating(self, granularity: Granularity) -> Gating:
-        raise NotImplementedError("gates are 1, and no router is scaled")
 
     def exactness(self, conversion: Conversion) -> str:
         return "all weights are the dense ones, unless repaired, and gates are 1 (exact)"
@@ -116,9 +112,6 @@ class DotMoe(TransformersFormat):
         for layer in layers:
             router = f"model.layers.{layer}." + ("mlp" if has_ffns else "self_attn.q_proj")
             cast(Any, model.get_submodule(f"{router}.router")).active = active_experts
-
-    def moe_config(self, dense: DenseModel, split: Granularity) -> dict[str, Any]:
-        raise NotImplementedError("all of it is in the header")
 
     def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
         specs.require_no_others(conversion, self.name)

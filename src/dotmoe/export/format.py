@@ -183,7 +183,7 @@ class Format(ABC):
 
     @abstractmethod
     def gating(self, granularity: Granularity) -> Gating:
-        """How the runtimes of this format weight the chosen experts."""
+        """How the runtimes of this format weight the chosen experts, if it `scales_routers`."""
 
     @abstractmethod
     def exactness(self, conversion: Conversion) -> str:

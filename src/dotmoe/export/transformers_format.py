@@ -1,7 +1,6 @@
 """What all exported Transformers architectures share: a decoder in LLaMA's form with new FFNs."""
 
 import shutil
-from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -108,9 +107,9 @@ class TransformersFormat(Format):
             "output_router_logits": False,
         }
 
-    @abstractmethod
     def moe_config(self, dense: DenseModel, split: Granularity) -> dict[str, Any]:
         """What config.json says of the experts besides E and k."""
+        return {}
 
     def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
         specs.require_no_others(conversion, self.name)
