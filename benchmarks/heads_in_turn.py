@@ -1,19 +1,21 @@
 """FFN and attention aligned jointly, and one after the other: what each loses, frozen and repaired.
 
     python benchmarks/heads_in_turn.py --out results/heads_in_turn.json
+    python benchmarks/heads_in_turn.py --out FILE --model GGUF --data TEXT --eval-text HELDOUT \
+        --expert-size 32 --active 0.75 --active-attention 0.67 --dtype bfloat16 --steps 20
 
 Three ways from the same start, with the same batches and routers: both at once; FFNs for half of
 the steps and then attention under the masks of the FFNs that were found; and the same with as many
-steps for each as both took together. All on the embedded model, of which text that none of them has
-seen is measured. A few minutes on one core.
+steps for each as both took together. The start itself is a row beside them. Measured on text that
+none of them has seen. A few minutes a seed on one core for the embedded model.
 """
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -23,9 +25,9 @@ from dotmoe.calibrate import calibrate
 from dotmoe.config import RunConfig
 from dotmoe.evaluate import heldout_perplexity
 from dotmoe.finetuning import MODEL
-from dotmoe.finetuning.repair import repair
+from dotmoe.finetuning.repair import RepairConfig, repair
 from dotmoe.granularity import ExpertsConfig, Granularity, joined, parts_of, splits_of
-from dotmoe.load import load_dense
+from dotmoe.load import LoadConfig, load_dense
 from dotmoe.models.dense import DenseModel
 from dotmoe.moe.assignment import AlignState, extract
 from dotmoe.moe.masked import masked, masked_by
@@ -40,11 +42,17 @@ from rounds import keep
 class Settings:
     """What to measure."""
 
+    model: str = "embedded"
+    data: tuple[str, ...] = ("python-stdlib",)
+    eval_text: tuple[str, ...] = ("python-stdlib-heldout",)
+    dtype: Literal["float32", "bfloat16"] = "float32"
     steps: int = 150
     seeds: tuple[int, ...] = (0, 1, 2)
+    expert_size: int = 16
     active: float = 0.5
     heads_per_expert: int = 3
     active_attention: float = 0.5
+    repair_tokens: int | None = None
     eval_tokens: int = 16_384
     threads: int = 1
     out: Path = Path("results/heads_in_turn.json")
@@ -70,25 +78,34 @@ class Model:
     def __init__(self, settings: Settings, seed: int, folder: Path) -> None:
         self.settings, self.seed, self.folder = settings, seed, folder
         experts = ExpertsConfig(
-            expert_size=16,
+            expert_size=settings.expert_size,
             active=settings.active,
             targets="both",
             heads_per_expert=settings.heads_per_expert,
             active_attention=settings.active_attention,
         )
-        self.config: RunConfig = recipe("quickstart", experts=experts, seed=seed)
-        self.dense: DenseModel = load_dense("embedded", self.config.load)
-        self.split = splits_of(experts, self.dense.widths.ffn, 6)
+        base = recipe("quickstart")
+        self.config: RunConfig = replace(
+            base,
+            experts=experts,
+            data=replace(base.data, data=settings.data),
+            load=LoadConfig(dtype=settings.dtype),
+            repairing=RepairConfig(repair_tokens=settings.repair_tokens),
+            seed=seed,
+        )
+        self.dense: DenseModel = load_dense(settings.model, self.config.load)
+        heads = self.dense.model.config.num_attention_heads
+        self.split = splits_of(experts, self.dense.widths.ffn, heads)
         self.text: Text = tokenise(
             self.config.data,
             self.config.sample,
             self.dense,
             folder,
             blocks=settings.steps * self.config.align.batch_size,
-            min_tokens=40 * self.dense.widths.ffn,
-            eval_text=self.config.eval_text,
+            min_tokens=self.config.repairing.tokens(self.split, self.dense.model.config),
+            eval_text=settings.eval_text,
             eval_tokens=settings.eval_tokens,
-            progress=Progress(quiet=True),
+            progress=Progress(),
         )
         self.start = calibrate(
             self.dense, self.text.training, self.split, self.config.calibrate, seed=seed
@@ -143,6 +160,7 @@ def measured(settings: Settings) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             model = Model(settings, seed, Path(folder))
             states = {
+                "start, no step": model.start,
                 f"jointly, {steps} steps": model.aligned(model.start, model.split, steps),
                 f"in turn, {steps // 2} steps each": model.in_turn(steps // 2),
                 f"in turn, {steps} steps each": model.in_turn(steps),
@@ -156,12 +174,12 @@ def measured(settings: Settings) -> dict[str, Any]:
             losses = [found[way][weights] for found in by_seed]
             row |= {f"{weights}_nats_above_dense": fmean(losses), f"{weights}_by_seed": losses}
         rows.append(row)
-    return {"settings": {**_plain(settings)}, "rows": rows}
-
-
-def _plain(settings: Settings) -> dict[str, Any]:
-    names = ("steps", "seeds", "active", "heads_per_expert", "active_attention", "eval_tokens")
-    return {name: getattr(settings, name) for name in names}
+    said = {
+        name: [Path(each).name for each in value] if name in ("data", "eval_text") else value
+        for name, value in asdict(settings).items()
+        if name not in ("out", "threads")
+    }
+    return {"settings": said | {"model": Path(settings.model).name}, "rows": rows}
 
 
 def main() -> None:
