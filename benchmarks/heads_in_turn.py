@@ -2,16 +2,18 @@
 
     python benchmarks/heads_in_turn.py --out results/heads_in_turn.json
     python benchmarks/heads_in_turn.py --out FILE --model GGUF --data TEXT --eval-text HELDOUT \
-        --expert-size 32 --active 0.75 --active-attention 0.67 --dtype bfloat16 --steps 20
+        --expert-size 32 --active 0.75 --active-attention 0.67 --dtype bfloat16 --steps 24 \
+        --lr 2e-3 --no-longer
 
 Three ways from the same start, with the same batches and routers: both at once; FFNs for half of
 the steps and then attention under the masks of the FFNs that were found; and the same with as many
-steps for each as both took together. The start itself is a row beside them. Measured on text that
-none of them has seen. A few minutes a seed on one core for the embedded model.
+steps for each as both took together. Measured on text that none of them has seen; the start, as it
+is, stands beside them. A few minutes a seed on one core for the embedded model, twenty for one of
+135M parameters.
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -47,6 +49,9 @@ class Settings:
     eval_text: tuple[str, ...] = ("python-stdlib-heldout",)
     dtype: Literal["float32", "bfloat16"] = "float32"
     steps: int = 150
+    lr: float = 1e-2
+    longer: bool = True
+    """Also in turn with as many steps for each as both took together."""
     seeds: tuple[int, ...] = (0, 1, 2)
     expert_size: int = 16
     active: float = 0.5
@@ -89,6 +94,7 @@ class Model:
             base,
             experts=experts,
             data=replace(base.data, data=settings.data),
+            align=replace(base.align, lr=settings.lr, lr_router=settings.lr),
             load=LoadConfig(dtype=settings.dtype),
             repairing=RepairConfig(repair_tokens=settings.repair_tokens),
             seed=seed,
@@ -137,20 +143,25 @@ class Model:
         ffn = self.aligned(ffn, parts_of(self.split)[0], steps)
         return self.aligned(joined([ffn, attention]), self.split, steps, AttentionAlone)
 
-    def losses(self, state: AlignState) -> dict[str, float]:
-        """Nats a token above the dense model, frozen and repaired."""
+    def frozen(self, state: AlignState) -> float:
+        """Nats a token of the dense weights under the masks of a state."""
+        with masked_by(self.dense, extract(state, self.split, self.config.assignment)):
+            return self.loss(self.dense)
+
+    def repaired(self, state: AlignState) -> float:
+        """Nats a token of the weights refitted under the masks of a state."""
         layout = extract(state, self.split, self.config.assignment)
-        found, texts = {}, {self.text.heldout_name: self.text.heldout}
-        with masked_by(self.dense, layout):
-            found["frozen"] = heldout_perplexity(self.dense.model, self.dense.tokenizer, texts)
         with tempfile.TemporaryDirectory() as folder:
             text = self.text.training
             repair(self.dense, layout, text, self.config.repairing, folder=Path(folder))
-            repaired = load_dense(str(Path(folder) / MODEL), self.config.load)
-        with masked_by(repaired, layout):
-            found["repaired"] = heldout_perplexity(repaired.model, repaired.tokenizer, texts)
-        dense = heldout_perplexity(self.dense.model, self.dense.tokenizer, texts)
-        return {name: each["loss"] - dense["loss"] for name, each in found.items()}
+            refitted = load_dense(str(Path(folder) / MODEL), self.config.load)
+        with masked_by(refitted, layout):
+            return self.loss(refitted)
+
+    def loss(self, dense: DenseModel) -> float:
+        """Nats a token of a model on the held-out text."""
+        texts = {self.text.heldout_name: self.text.heldout}
+        return float(heldout_perplexity(dense.model, dense.tokenizer, texts)["loss"])
 
 
 def measured(settings: Settings) -> dict[str, Any]:
@@ -159,18 +170,26 @@ def measured(settings: Settings) -> dict[str, Any]:
     for seed in settings.seeds:
         with tempfile.TemporaryDirectory() as folder:
             model = Model(settings, seed, Path(folder))
-            states = {
-                "start, no step": model.start,
-                f"jointly, {steps} steps": model.aligned(model.start, model.split, steps),
-                f"in turn, {steps // 2} steps each": model.in_turn(steps // 2),
-                f"in turn, {steps} steps each": model.in_turn(steps),
+            dense = model.loss(model.dense)
+            found = {"start, as it is": {"frozen": model.frozen(model.start) - dense}}
+            ways: dict[str, Callable[[], AlignState]] = {
+                f"jointly, {steps} steps": lambda m=model: m.aligned(m.start, m.split, steps),
+                f"in turn, {steps // 2} steps each": lambda m=model: m.in_turn(steps // 2),
             }
-            by_seed.append({way: model.losses(state) for way, state in states.items()})
-            print(seed, by_seed[-1])
+            if settings.longer:
+                ways[f"in turn, {steps} steps each"] = lambda m=model: m.in_turn(steps)
+            for way, aligned in ways.items():
+                state = aligned()
+                found[way] = {
+                    "frozen": model.frozen(state) - dense,
+                    "repaired": model.repaired(state) - dense,
+                }
+                print(seed, way, found[way], flush=True)
+            by_seed.append(found)
     rows = []
     for way in by_seed[0]:
         row: dict[str, Any] = {"way": way}
-        for weights in ("frozen", "repaired"):
+        for weights in by_seed[0][way]:
             losses = [found[way][weights] for found in by_seed]
             row |= {f"{weights}_nats_above_dense": fmean(losses), f"{weights}_by_seed": losses}
         rows.append(row)
