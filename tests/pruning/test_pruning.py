@@ -848,6 +848,21 @@ def test_rows_and_columns_go_until_the_budget_is_met(method, dense_of, pruned_of
     assert 19_800 < removed <= 20_000
 
 
+def test_what_costs_nothing_goes_within_the_budget_too(dense_of, tokens_BT):
+    dense = dense_of("llama")
+    for layer in dense.family.layers(dense.model):
+        layer.mlp.down_proj.weight.data[:, ::2] = 0  # half of the rows of gate and up cost nothing
+    whole = sum(p.numel() for p in dense.model.parameters())
+    inputs = PruneInputs(dense=dense, tokens_BT=tokens_BT, wanted=whole - 1_000, batch=None)
+    pruned = k_obd.k_obd(inputs)
+    assert 900 < pruned.removed <= 1_000
+    counted = sum(
+        each.weight.numel() - int(each.weight.any(0).sum()) * int(each.weight.any(1).sum())
+        for each in linears_of(dense).values()
+    )
+    assert pruned.removed <= counted
+
+
 def test_what_memory_cannot_hold_is_refused_before_it_is_loaded(monkeypatch):
     monkeypatch.setattr(k_obd.os, "sysconf", lambda name: 1 << 17)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -69,12 +69,13 @@ def in_shots(
             column_I, row_O = costs_of(*_in_float64(each, pair))
             column_I[each.in_features :] = math.inf  # the bias is no column of its own
             costs.append((column_I, row_O))
+        ranks = _ranks(costs, kept)
 
-        def above(bound: float, costs: list[Pair] = costs) -> list[Pair]:
-            return [(column_I > bound, row_O > bound) for column_I, row_O in costs]
+        def above(bound: float, ranks: list[Pair] = ranks) -> list[Pair]:
+            return [(columns_I > bound, rows_O > bound) for columns_I, rows_O in ranks]
 
         most = inputs.excess * (shot + 1) // SHOTS
-        kept = above(threshold(sum(costs, ()), lambda x: total - _parameters(above(x)), most))
+        kept = above(threshold(sum(ranks, ()), lambda x: total - _parameters(above(x)), most))
         for each, pair, (columns_I, rows_O) in zip(maps, factors, kept, strict=True):
             new_OI = updated(*_in_float64(each, pair), (columns_I, rows_O))
             new_OI = new_OI * columns_I * rows_O[:, None]
@@ -84,6 +85,19 @@ def in_shots(
         inputs.on_progress(shot + 1, SHOTS)
     left = [[int(stays.sum()) for stays in pair] for pair in kept]
     return Pruned(total - _parameters(kept), {"columns_and_rows": left})
+
+
+def _ranks(costs: list[Pair], kept: list[Pair]) -> list[Pair]:
+    """Places of columns and rows by what they cost, those first that are gone already.
+
+    Many cost nothing, such as a gate's row for a neuron that nothing reads any more: they go one
+    by one, too, and only while there is something to remove.
+    """
+    paired = zip(sum(costs, ()), sum(kept, ()), strict=True)
+    cost = torch.cat([each.where(stays.to(each) > 0, -math.inf) for each, stays in paired])
+    rank = cost.argsort(stable=True).argsort().double().where(cost < math.inf, math.inf)
+    parts = iter(torch.split(rank, [len(each) for each in sum(costs, ())]))
+    return list(zip(parts, parts, strict=True))
 
 
 def require_memory(dense: DenseModel) -> None:
