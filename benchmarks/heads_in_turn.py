@@ -15,6 +15,7 @@ is, stands beside them. A few minutes a seed on one core for the embedded model,
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -100,7 +101,7 @@ class Model:
             seed=seed,
         )
         self.dense: DenseModel = load_dense(settings.model, self.config.load)
-        heads = self.dense.model.config.num_attention_heads
+        heads = self.dense.config.num_attention_heads
         self.split = splits_of(experts, self.dense.widths.ffn, heads)
         self.text: Text = tokenise(
             self.config.data,
@@ -173,11 +174,11 @@ def measured(settings: Settings) -> dict[str, Any]:
             dense = model.loss(model.dense)
             found = {"start, as it is": {"frozen": model.frozen(model.start) - dense}}
             ways: dict[str, Callable[[], AlignState]] = {
-                f"jointly, {steps} steps": lambda m=model: m.aligned(m.start, m.split, steps),
-                f"in turn, {steps // 2} steps each": lambda m=model: m.in_turn(steps // 2),
+                f"jointly, {steps} steps": partial(model.aligned, model.start, model.split, steps),
+                f"in turn, {steps // 2} steps each": partial(model.in_turn, steps // 2),
             }
             if settings.longer:
-                ways[f"in turn, {steps} steps each"] = lambda m=model: m.in_turn(steps)
+                ways[f"in turn, {steps} steps each"] = partial(model.in_turn, steps)
             for way, aligned in ways.items():
                 state = aligned()
                 found[way] = {

@@ -22,7 +22,7 @@ from tyro.conf import Positional
 
 from dotmoe.baselines import Baseline, active_share, routed_by_own
 from dotmoe.baselines.lte import next_token_loss, soft_stage, stepped
-from dotmoe.calibrate import ffn_inputs, unit_logits
+from dotmoe.calibrate import block_inputs, unit_logits
 from dotmoe.evaluate import heldout_perplexity
 from dotmoe.files import write_json
 from dotmoe.finished_run import FinishedRun
@@ -86,7 +86,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(settings.seed)
     routers = [
         unit_logits(torch.randn(layout.num_experts, x_TD.shape[1], generator=generator), x_TD)
-        for x_TD in ffn_inputs(dense, training.drawn(8_192))
+        for x_TD, _ in block_inputs(dense, training.drawn(8_192))
     ]
 
     def batches(first: int, steps: int) -> Iterator[Tensor]:

@@ -30,7 +30,7 @@ from dotmoe.baselines import (
     granularity_of,
     routed_by_own,
 )
-from dotmoe.calibrate import calibrate, ffn_inputs
+from dotmoe.calibrate import block_inputs, calibrate
 from dotmoe.config import RunConfig
 from dotmoe.files import write_json
 from dotmoe.finished_run import FinishedRun
@@ -38,7 +38,7 @@ from dotmoe.load import LoadConfig, load_dense
 from dotmoe.models.dense import DenseModel
 from dotmoe.moe.assignment import extract
 from dotmoe.moe.masked import masked, masked_by, watched
-from dotmoe.moe.objective import Taught, hidden_states
+from dotmoe.moe.objective import Taught
 from dotmoe.provenance import provenance
 from dotmoe.training.loop import train
 
@@ -69,28 +69,26 @@ class LayerByLayer(Alignment):
 
     layers: tuple[int, ...]
 
-    def teacher(self, tokens_BT: Tensor) -> Taught:
+    def teacher(self, tokens_BT: Tensor) -> Taught | None:
         """Inputs of the FFNs, kept in `inputs`; nothing else is learned from."""
         self.inputs: dict[int, Tensor] = {}
         modules = self.dense.family.layers(self.dense.model)
         ffns = {index: modules[index].get_submodule("mlp") for index in self.layers}
-        self.routing.enabled = False
-        with torch.no_grad(), watched(ffns, self.inputs.__setitem__):
-            hidden_TD = hidden_states(self.dense, tokens_BT)
-        self.routing.enabled = True
-        return hidden_TD, None
+        with watched(ffns, self.inputs.__setitem__):
+            return super().teacher(tokens_BT)
 
     def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
         """Sum over layers of the relative squared error, and what keeps routers balanced."""
-        self.routing.losses = []
+        (routing,) = self.routings
+        routing.losses = []
         modules, total = self.dense.family.layers(self.dense.model), torch.zeros(())
         for index, x_BTD in self.inputs.items():
-            ffn = modules[index].get_submodule("mlp")
+            ffn: Any = modules[index].get_submodule("mlp")
             with torch.no_grad():
                 target = ffn.dense(x_BTD)
             error = (ffn(x_BTD) - target).float().square().mean()
             total = total + error / target.float().square().mean()
-        z, balance = self.routing.pop_losses()
+        z, balance = routing.pop_losses()
         loss = total + self.config.z_loss_weight * z + self.config.balance_weight * balance
         return {"loss": loss, "kl": total, "ce": total, "z": z, "balance": balance}
 
@@ -106,7 +104,8 @@ def main() -> None:
     layers = settings.layers or tuple(range(dense.widths.layers))
     settings.out.mkdir(parents=True, exist_ok=True)
     rows = text.heldout.tokens_BT[: max(1, settings.heldout_tokens // text.heldout.seq_len)]
-    inputs = [x if i in layers else x[:0] for i, x in enumerate(ffn_inputs(dense, rows))]
+    inputs_of = (x_TD for x_TD, _ in block_inputs(dense, rows))
+    inputs = [x if i in layers else x[:0] for i, x in enumerate(inputs_of)]
 
     def errors(
         inside: Callable[[int], AbstractContextManager[Any]],
@@ -136,9 +135,9 @@ def main() -> None:
         seed=settings.seed,
     )
     task.layers = layers
-    with masked(dense, task.routing):
+    with masked(dense, task.routings):
         train(task, schedule, settings.out, on_step=_say)
-    after = extract(task.learned(start, schedule.steps), split, config.assignment)
+    after = extract(task.learned(schedule.steps), split, config.assignment)
     methods = {
         "dot_moe_untrained": list(errors(lambda _: masked_by(dense, before))),
         "dot_moe": list(errors(lambda _: masked_by(dense, after))),
