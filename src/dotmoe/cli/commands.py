@@ -35,15 +35,12 @@ _GGUF = (
     "model; k can be edited; gguf_dense: the dense model, to compare with."
 )
 
-_WIDE = 1_000
-"""Columns that no table needs."""
-
 
 def _show(*parts: Any, to_stderr: bool = False) -> None:
     """Print text as it is, tables with frames, and in a file or pipe as wide as they are."""
     console = Console(stderr=to_stderr, highlight=False, markup=False, soft_wrap=True)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _WIDE
+        console.width = 1_000  # more than a table needs
     for part in parts:
         console.print(part)
 
