@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,9 @@ def test_config_record_and_card_agree_and_counts_are_those_of_the_design(
     config = json.loads(after["config.json"])
     assert config == json.loads(before["config.json"]) | {"num_experts_per_tok": 8}
     assert ExportRecord.load(folder) == changed
+    fitted = replace(record, is_finetuned=True).with_active_experts(8)
+    assert "fitted" not in changed.notes[-1]
+    assert fitted.notes[-1].endswith("measured at 3, and the weights were fitted at it.")
     split = layout.with_active_experts(8).granularity
     counts = count_parameters(dense.config, dense.family, split)
     assert changed.parameters["stored"] == counts.stored

@@ -129,7 +129,8 @@ def run_edit(line: Line) -> None:
     record = set_active_experts(folder, config.active_experts)
     _show(
         f"{folder}: {record.active_experts} of {record.num_experts} experts run per "
-        f"token, {record.parameters['active']:,} parameters active."
+        f"token, {record.parameters['active']:,} parameters active.",
+        *(f"- {note}" for note in record.notes),
     )
 
 

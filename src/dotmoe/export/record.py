@@ -115,9 +115,10 @@ class ExportRecord:
         neurons = self.shared_size + self.num_experts * self.expert_size
         notes = [note for note in self.notes if not note.startswith(_EDITED)]
         if active_experts != self.verified_active_experts:
+            fitted = ", and the weights were fitted at it" if self.is_finetuned else ""
             notes.append(
                 f"{_EDITED}, from {self.verified_active_experts} to {active_experts}; routers and "
-                f"verification were measured at {self.verified_active_experts}."
+                f"verification were measured at {self.verified_active_experts}{fitted}."
             )
         return replace(
             self,
