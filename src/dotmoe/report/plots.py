@@ -126,7 +126,7 @@ def training_plot(steps: list[Values]) -> Any:
     top.set_ylabel("nats a token (log)")
     for axes, (name, key) in zip(panels, below.items(), strict=True):
         draw(axes, key, 1 if key == "tau" else 100, color=COLOURS[0])
-        axes.set(ylabel=name, ylim=(0, 1.1 * axes.dataLim.y1))
+        axes.set(ylabel=name, ylim=(0, 1.1 * axes.dataLim.y1 or 1))
     [top, *panels][-1].set_xlabel("step")
     figure.align_ylabels()
     return _with_legend(figure, top)
