@@ -1,14 +1,10 @@
 """One thing changed and all else equal: conversions of one model as a table, a grid, or curves."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
-
-import tyro
+from typing import Annotated, Any, ClassVar
 
 from dotmoe.analyse.history import metric_columns
-from dotmoe.baselines import MethodName
 from dotmoe.calibrate import Start
 from dotmoe.checkpoint.folder import fingerprint
 from dotmoe.compare import COLUMNS, Point, Row, moe_row, plain_run, summary_of, write_summary
@@ -20,20 +16,18 @@ from dotmoe.granularity import resolve
 from dotmoe.load import dense_config
 from dotmoe.models.family import widths_of
 from dotmoe.options import above, at_least, at_most
-from dotmoe.pipeline import finetune
 from dotmoe.progress import Progress
-from dotmoe.recipes import finetune_recipe
 from dotmoe.run_folder import STAGES
 from dotmoe.tables import Table, millions, percent, table_of
 
 Share = Annotated[float, above(0), at_most(1)]
-_HEADINGS = {"experts": "E", "active": "aligned at", "start": "start", "methods": "method"}
+_HEADINGS = {"experts": "E", "active": "aligned at", "start": "start"}
 """What can be swept, and what a table calls it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepConfig(RunConfig):
-    """One model, converted once for each value of what is swept: give one of the four `--over`."""
+    """One model, converted once for each value of what is swept: give one of the three `--over`."""
 
     command: ClassVar[str] = "sweep"
 
@@ -47,14 +41,6 @@ class SweepConfig(RunConfig):
     """Shares of the experts at which `over_active` measures. Default: those of `over_active`."""
     over_start: tuple[Start, ...] = ()
     """Starts of the alignment: what they are worth, step by step."""
-    over_methods: tuple[MethodName, ...] = ()
-    """Methods whose conversions are finetuned alike (fig:effect_of_init)."""
-    finetune: str = "sft"
-    """Recipe of `dotmoe finetune` for `over_methods`."""
-    finetune_steps: tuple[Annotated[int, at_least(1)], ...] = ()
-    """Lengths of that finetuning, each a training of its own with its own schedule. Default: the
-    recipe's alone."""
-    method: Annotated[Literal["dot_moe"], tyro.conf.Suppress] = "dot_moe"
 
 
 def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, Any]:
@@ -72,7 +58,7 @@ def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, An
     Raises:
         UserError: Before anything is run: nothing or more than one thing swept, options that mean
             nothing for it, a split that does not fit, no text to measure on that all runs share. As
-            `convert` and `finetune`; runs that were finished before are kept.
+            `convert`; runs that were finished before are kept.
     """
     progress = progress or Progress(quiet=True)
     axis = _axis_of(config)
@@ -83,27 +69,16 @@ def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, An
         )
     values, plain = dict.fromkeys(getattr(config, f"over_{axis}")), plain_run(config)
     points = [_point(axis, value, plain) for value in values]
-    recipe = finetune_recipe(config.finetune)
     width = widths_of(dense_config(config.model)[0]).ffn
     shares = config.measured_at or config.over_active
     active = [resolve(replace(config.experts, active=s), width).active_experts for s in shares]
     curves: dict[str, Any] = {}
 
-    def rows_of(point: Point, results: dict[str, Any]) -> Iterator[Row]:
-        columns = _metrics(Path(point.config.out) / STAGES["align"])
-        seconds = {"align_seconds": sum(columns["seconds"]) if columns else None}
-        curves[point.name] = columns
-        yield moe_row(point, results) | seconds
-        lengths = sorted(config.finetune_steps or (recipe.finetune.steps,))
-        for steps in lengths if axis == "methods" else ():
-            name = f"{point.name}-finetuned-{steps}"
-            progress.log(f"{name}:")
-            tuned = replace(recipe, finetune=replace(recipe.finetune, steps=steps))
-            tuned = replace(tuned, run=point.config.out, out=str(Path(config.out) / name))
-            found = finetune(replace(tuned, load=config.load, seed=config.seed), progress).results
-            curves[name] = _metrics(Path(tuned.out) / STAGES["finetune"])
-            trained = {"finetune_steps": found["steps"], "finetune_tokens": found["tokens"]}
-            yield moe_row(point, found) | seconds | {"steps": results["steps"]} | trained
+    def rows_of(point: Point, results: dict[str, Any]) -> list[Row]:
+        metrics = Path(point.config.out) / STAGES["align"] / "metrics.jsonl"
+        columns = curves[point.name] = metric_columns(metrics) if metrics.is_file() else {}
+        seconds = sum(columns["seconds"]) if columns else None
+        return [moe_row(point, results) | {"align_seconds": seconds}]
 
     summary = summary_of(config, points, rows_of, progress) | {"axis": axis}
     kept = ("steps", "loss", "kl", "ce")
@@ -150,8 +125,6 @@ def tables(summary: dict[str, Any]) -> list[Table]:
         "steps": known("steps", "{}"),
         "align, s": known("align_seconds", "{:.0f}"),
     }
-    if summary["axis"] == "methods":
-        columns["finetuned on, tokens"] = known("finetune_tokens", "{:,}")
     found = [table_of(summary["rows"], columns)]
     if grid := summary.get("grid"):
         shown = zip(grid["measured_at"], grid["active_experts"], strict=True)
@@ -175,9 +148,8 @@ def _axis_of(config: SweepConfig) -> str:
             f"{len(chosen)} things are to be swept, but it must be 1. Give one of {options}."
         )
     (axis,) = chosen
-    for option, its_axis in (("measured_at", "active"), ("finetune_steps", "methods")):
-        if getattr(config, option) and axis != its_axis:
-            raise UserError(f"{option} is for --over-{its_axis} alone. Leave it out.")
+    if config.measured_at and axis != "active":
+        raise UserError("measured_at is for --over-active alone. Leave it out.")
     if axis in ("experts", "active") and config.experts.active_experts is not None:
         raise UserError(
             f"active_experts is {config.experts.active_experts} for all, but k must change with "
@@ -192,18 +164,10 @@ def _point(axis: str, value: Any, plain: RunConfig) -> Point:
         "experts": ("experts", {"experts": value, "expert_size": None}),
         "active": ("experts", {"active": value}),
         "start": ("calibrate", {"start": value}),
-        "methods": ("method", {}),
     }[axis]
-    changed = replace(getattr(plain, field), **change) if change else value
-    name = f"{axis.removesuffix('s') if axis == 'methods' else axis}-"
-    name += f"{value:g}" if isinstance(value, float) else str(value)
+    changed = replace(getattr(plain, field), **change)
+    name = f"{axis}-{value:g}" if isinstance(value, float) else f"{axis}-{value}"
     return Point(name, value, replace(plain, out=str(Path(plain.out) / name), **{field: changed}))
-
-
-def _metrics(stage: Path) -> dict[str, list[Any]]:
-    """Metrics of a training stage, step by step; {} if there was none."""
-    file = stage / "metrics.jsonl"
-    return metric_columns(file) if file.is_file() else {}
 
 
 def _measured(

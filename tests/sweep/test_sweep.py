@@ -84,21 +84,6 @@ def test_the_grid_is_each_export_with_its_k_edited(sweep, out, tmp_path, command
     assert "75 % (k = 9)" in (out / "sweep.md").read_text()
 
 
-@pytest.mark.slow
-def test_methods_are_finetuned_alike(sweep, out):
-    methods = {"over_methods": ["random_split", "dot_moe"], "finetune": "small"}
-    assert sweep(steps=1, **methods, finetune_steps=[2, 1]).status == 0
-    found = written(out)
-    runs = [row["run"] for row in found["rows"]]
-    assert runs == ["dense", *["method-random_split"] * 3, *["method-dot_moe"] * 3]
-    for row in found["rows"]:
-        if "finetune_steps" in row:
-            name = f"{row['run']}-finetuned-{row['finetune_steps']}"
-            assert row["perplexity"] == own(out, name)["moe"]["perplexity"]
-            assert found["curves"][name]["steps"] == [1, 2][: row["finetune_steps"]]
-            assert row["finetune_tokens"] == own(out, name)["tokens"]
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -109,8 +94,6 @@ def test_methods_are_finetuned_alike(sweep, out):
         ({"over_active": [0.5, 1.5]}, "1.5"),
         ({"over_active": 0.5, "measured_at": 0}, "measured_at is 0.0"),
         ({"over_start": "data", "measured_at": 0.5}, "for --over-active alone"),
-        ({"over_start": "data", "finetune_steps": 2}, "for --over-methods alone"),
-        ({"over_methods": "dot_moe", "finetune": "smal"}, "Did you mean small?"),
         ({"over_experts": 4, "eval_text": []}, "give --eval-text"),
     ],
 )

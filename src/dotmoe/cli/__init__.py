@@ -50,8 +50,8 @@ COMMANDS = {
         recipes="convert",
     ),
     "sweep": Command(
-        "Convert one model several times with one thing changed: E, k, start or method.",
-        common=("over-experts", "over-active", "over-start", "over-methods", *_CONVERSION),
+        "Convert one model several times with one thing changed: E, k or the start.",
+        common=("over-experts", "over-active", "over-start", *_CONVERSION),
         recipes="convert",
     ),
     "finetune": Command(
