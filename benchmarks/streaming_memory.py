@@ -75,9 +75,9 @@ def main() -> None:
             }
         )
         print(json.dumps(models[-1], indent=2))
-    shape = {name: size for name, size in asdict(settings.shape).items() if name != "layers"}
+    sizes = {name: size for name, size in asdict(settings.shape).items() if name != "layers"}
     subject = {"format": "glm4_moe", "num_experts": EXPERTS, "active_experts": ACTIVE_EXPERTS}
-    subject |= {"shape": shape, "tokens": settings.tokens}
+    subject |= {"shape": sizes, "tokens": settings.tokens}
     keep(settings.out, subject | {"models": models}, SEED)
 
 
@@ -135,11 +135,7 @@ def one_export(settings: Settings, shape: Shape, source: Path, out: Path) -> dic
         scale_tokens=settings.tokens,
         verify_tokens=settings.tokens,
     )
-    checked = asdict(record.verification)
-    figures = {
-        name: value for name, value in checked.items() if not isinstance(value, list | tuple)
-    }
-    return {"exported_bytes": record.total_bytes, "verification": figures}
+    return {"exported_bytes": record.total_bytes, "verification": record.verification_in_short()}
 
 
 if __name__ == "__main__":
