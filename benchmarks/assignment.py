@@ -208,8 +208,7 @@ def measured(case: Case, rounds: int, core: int) -> dict[str, Any]:
 def compared(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:
     """The paper's recipe and this package's on one case, in turns in this process."""
     turns = {name: ready(name, case, device) for name in ("paper", "dotmoe")}
-    found = in_turns(turns, rounds)
-    found = {name: [[one] for one in steps] for name, steps in found.items()}
+    found = {name: [[one] for one in steps] for name, steps in in_turns(turns, rounds).items()}
     peaks = {name: max(1.0, *(one["peak_bytes"] for [one] in found[name])) for name in turns}
     return described(case, rounds, found, peaks)
 
@@ -318,8 +317,8 @@ def affinities(profile: dict[str, Any], num_neurons: int, num_experts: int, seed
     place_NE = torch.rand(num_neurons, num_experts, generator=generator) * (len(quantiles) - 1)
     below_NE = place_NE.long().clamp_max(len(quantiles) - 2)
     rest_NE = torch.lerp(quantiles[below_NE], quantiles[below_NE + 1], place_NE - below_NE)
-    row_N1 = profile["row_std"] * torch.randn(num_neurons, 1, generator=generator)
-    column_E = profile["column_std"] * torch.randn(num_experts, generator=generator)
+    row_N1: Tensor = profile["row_std"] * torch.randn(num_neurons, 1, generator=generator)
+    column_E: Tensor = profile["column_std"] * torch.randn(num_experts, generator=generator)
     return rest_NE + row_N1 + column_E
 
 
@@ -329,11 +328,12 @@ def one_step_later(profile: dict[str, Any], affinity_NE: Tensor, seed: int) -> T
     num_neurons, num_experts = affinity_NE.shape
     noise_NE = torch.randn(num_neurons, num_experts, generator=generator)
     column_E = torch.randn(num_experts, generator=generator)
-    return (
+    later_NE: Tensor = (
         affinity_NE * (1.0 + profile["change_growth"])
         + profile["change_rest_std"] * noise_NE
         + profile["change_column_std"] * column_E
     )
+    return later_NE
 
 
 def normal_profile(*, std: float, tau: float, change: float) -> dict[str, Any]:

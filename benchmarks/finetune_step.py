@@ -57,8 +57,8 @@ class TrainingStep:
             if form == "sparse":
                 sparse.make_sparse(dense, layout, masking)
             else:
-                masking.router_LED = nn.Parameter(masking.router_LED)
-                routers = [masking.router_LED]
+                routers = [nn.Parameter(layout.router_LED.to(device))]
+                masking.router_LED = routers[0]
                 self.changed.enter_context(masked(dense, [masking]))
         self.model = dense.model.requires_grad_(True)
         self.tokens_BT = random_tokens(shape, 2, settings.tokens // 2, seed).long().to(device)
@@ -79,15 +79,15 @@ class TrainingStep:
         """FLOPs of forward and backward."""
         formulas = {torch.ops.aten._grouped_mm: grouped_flops}
         with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
-            self.loss().backward()
-        return counter.get_total_flops()
+            torch.autograd.backward(self.loss())
+        return int(counter.get_total_flops())
 
     def seconds(self) -> dict[str, float]:
         """Of forward and backward, and of these and AdamW."""
         self.optimizer.zero_grad()
         with self.clock.part("step"):
             with self.clock.part("pass"):
-                self.loss().backward()
+                torch.autograd.backward(self.loss())
             self.optimizer.step()
         return self.clock.seconds()
 
@@ -110,7 +110,7 @@ def measured(settings: Settings, counts: list[int]) -> dict[str, Any]:
     times = in_turns({name: step.seconds for name, step in steps.items()}, settings.rounds)
     dense, rows = times.pop(("dense", 0)), []
     for (form, count), mine in times.items():
-        row = {"form": form, "active_experts": count, "flops": flops[form, count]}
+        row: dict[str, Any] = {"form": form, "active_experts": count, "flops": flops[form, count]}
         row["flops_to_dense"] = row["flops"] / flops["dense", 0]
         for part in ("pass", "step"):
             one, other = ([each[part] for each in times] for times in (mine, dense))
@@ -123,7 +123,7 @@ def measured(settings: Settings, counts: list[int]) -> dict[str, Any]:
     }
 
 
-def grouped_flops(a_shape: tuple, b_shape: tuple, *_: object, **__: object) -> int:
+def grouped_flops(a_shape: torch.Size, b_shape: torch.Size, *_: object, **__: object) -> int:
     """Of aten::_grouped_mm: each row of the groups meets one matrix, whatever their number."""
     if len(b_shape) == 3:  # [R, A] with [E, A, B]
         return 2 * a_shape[0] * b_shape[1] * b_shape[2]

@@ -209,7 +209,8 @@ def points_of(part: str, settings: Settings) -> gpu_parts.Points:
     if not (real.gguf and real.text and real.wikitext):
         print("real: not measured without --gguf, --text and --wikitext")
         return {}
-    sys.modules["matplotlib"] = None  # reports without plots, which cost seconds
+    # Reports without plots, which cost seconds.
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]
     runs = real_model.Runs(real, at.device, settings.work, settings.out / "real.json")
     return runs.points()
 

@@ -96,32 +96,32 @@ def saved(found: Found, point: str, part: str) -> float:
     step = found["alignment"]["step"]
     calls = step["subject"]["shape"]["layers"] * step["subject"]["micro_batches"]
     gain = min(taken["eager"], taken["compiled"]) - taken["triton"]
-    return 1e-3 * gain * calls / step["summary"]["step_s"]
+    return float(1e-3 * gain * calls / step["summary"]["step_s"])
 
 
 def planner(found: Found, what: str) -> float:
     """Largest error of the planner, without and with activation checkpointing."""
     planned = found["alignment"]["step"]["summary"]["planned"].values()
-    return max(abs(each[f"{what}_ratio"] - 1) for each in planned)
+    return float(max(abs(each[f"{what}_ratio"] - 1) for each in planned))
 
 
 def sparse_to(found: Found, share: str, other: str) -> float:
     """Time of a finetuning step with sparse FFNs to another's."""
     rows = found["finetune"][share]["by_active_experts"]
     to_dense = {row["form"]: row["step_to_dense"] for row in rows} | {"dense": 1}
-    return to_dense["sparse"] / to_dense[other]
+    return float(to_dense["sparse"] / to_dense[other])
 
 
 def granularity(found: Found) -> float:
     """Decode of the most experts to the fewest, at the batch where it is worst (Observation 2)."""
     few, many = (decodes(found, experts) for experts in (EXPERTS[0], EXPERTS[-1]))
     pairs = zip(few, many, strict=True)
-    return min(b["moe"]["tokens_per_s"] / a["moe"]["tokens_per_s"] for a, b in pairs)
+    return float(min(b["moe"]["tokens_per_s"] / a["moe"]["tokens_per_s"] for a, b in pairs))
 
 
 def decode(found: Found) -> float:
     """Decode of one sequence, MoE to dense."""
-    return decodes(found, EXPERTS[-1])[0]["speed_ratio"]
+    return float(decodes(found, EXPERTS[-1])[0]["speed_ratio"])
 
 
 def decodes(found: Found, experts: int) -> list[dict[str, Any]]:
@@ -133,7 +133,7 @@ def decodes(found: Found, experts: int) -> list[dict[str, Any]]:
 def above(found: Found, active: float, state: str, text: str) -> float:
     """Loss of ours above that of the paper's recipe."""
     ours, paper = (found["real"][f"{name} {active} {state}"] for name in ("default", "paper"))
-    return ours["loss"][text] - paper["loss"][text]
+    return float(ours["loss"][text] - paper["loss"][text])
 
 
 def better(found: Found, active: float) -> float:
@@ -159,11 +159,10 @@ def verdicts(folder: Path) -> list[dict[str, Any]]:
     for goal in goals():
         try:
             value = float(goal.value(found, *goal.of))
-        except KeyError:
-            value, verdict = None, "not measured"
-        else:
             is_met = value <= goal.limit if goal.rule == "most" else value >= goal.limit
             verdict = "met" if is_met else "missed"
+        except KeyError:
+            value, verdict = None, "not measured"
         limit = f"at {goal.rule} {goal.limit:g}"
         rows.append(goal._asdict() | {"goal": limit, "measured": value, "verdict": verdict})
     return rows

@@ -3,7 +3,7 @@
 Each part has two sizes: that of the evidence, and one for the rehearsal on a CPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from random_models import QWEN25_7B, Shape, random_layout, random_tokens, write_
 from random_models import write_random_dense as write_dense
 
 Found = dict[str, Any]
-Points = dict[str, Callable[[], Found]]
+Points = Mapping[str, Callable[[], Found]]
 """What is measured, by name, in order."""
 ROOT = Path(__file__).resolve().parents[1]
 STAGE = assignment.EVERY_SHAPE[-1]

@@ -88,7 +88,7 @@ def sparse(settings: Settings, active: int) -> nn.Module:
     )
     config._attn_implementation = "sdpa"
     with default_dtype(getattr(torch, settings.dtype)), torch.device(settings.device):
-        model = DotMoeForCausalLM(config)
+        model: nn.Module = DotMoeForCausalLM(config)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             nn.init.normal_(parameter, std=0.02, generator=None)

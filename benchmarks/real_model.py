@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -65,8 +65,7 @@ class Runs:
 
     def __init__(self, real: RealModel, device: str, work: Path, results: Path) -> None:
         self.real, self.work, self.results = real, work, results
-        dtype = "float32" if device == "cpu" else "bfloat16"
-        self.load = LoadConfig(dtype=dtype, device=device)
+        self.load = LoadConfig(dtype="float32" if device == "cpu" else "bfloat16", device=device)
 
     def points(self) -> dict[str, Callable[[], dict[str, Any]]]:
         """Pace first, then states of all conversions, then the tasks, as far as the time goes."""
@@ -115,22 +114,24 @@ class Runs:
         if (out / RESULTS).exists():
             return out
         steps = read_json(self.results)["points"]["pace"]["found"]["steps"]
-        batch = {"batch_size": real.batch_size, "micro_batch_size": real.batch_size}
+        batch: dict[str, Any] = {"batch_size": real.batch_size, "micro_batch_size": real.batch_size}
         if state == "frozen":
             config = recipe(name, model=str(self.model), out=str(out), load=self.load)
             align = replace(config.align, steps=steps, **batch)
             experts = ExpertsConfig(expert_size=real.expert_size, active=active)
             data = DataConfig(data=real.text, seq_len=real.seq_len)
-            how = {"experts": experts, "data": data, "eval_tokens": real.eval_tokens}
-            convert(replace(config, align=align, **how))
+            tokens = real.eval_tokens
+            convert(replace(config, align=align, experts=experts, data=data, eval_tokens=tokens))
         else:
             source = self.made(name, active, "frozen")
-            config = finetune_recipe(run=str(source), out=str(out), load=self.load)
-            train = "repair" if state == "repaired" else "everything"
-            tuned = replace(config.finetune, train=train, steps=max(1, steps // 4), **batch)
-            repairing = replace(config.repairing, repair_tokens=real.repair_tokens)
+            tuning = finetune_recipe(run=str(source), out=str(out), load=self.load)
+            train: Literal["repair", "everything"] = (
+                "repair" if state == "repaired" else "everything"
+            )
+            tuned = replace(tuning.finetune, train=train, steps=max(1, steps // 4), **batch)
+            repairing = replace(tuning.repairing, repair_tokens=real.repair_tokens)
             data = DataConfig(seq_len=real.seq_len)
-            finetune(replace(config, finetune=tuned, repairing=repairing, data=data))
+            finetune(replace(tuning, finetune=tuned, repairing=repairing, data=data))
         return out
 
     def measured(self, name: str, active: float, state: str) -> dict[str, Any]:
@@ -154,7 +155,7 @@ class Runs:
         """Nats a token of WikiText-2."""
         text = TextConfig(text=(self.real.wikitext,), max_tokens=self.real.wikitext_tokens)
         found = evaluate(EvaluateConfig(model=str(model), corpus=text, load=self.load))
-        return found["loss"]
+        return float(found["loss"])
 
     def tasks(self, made: Callable[[], Path]) -> dict[str, Any]:
         """Accuracy of each task, and its standard error."""

@@ -1,6 +1,6 @@
 """What all benchmarks share: turns, ratios within a turn, and the file that keeps the figures."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, TypeVar
@@ -13,16 +13,19 @@ from dotmoe.files import write_json
 from dotmoe.provenance import provenance
 
 Measured = TypeVar("Measured")
+Name = TypeVar("Name")
 Product = tuple[int, int, int]
 """Rows, inner size and columns of a product of matrices."""
 
 
-def in_turns(subjects: dict[str, Callable[[], Measured]], rounds: int) -> dict[str, list[Measured]]:
+def in_turns(
+    subjects: Mapping[Name, Callable[[], Measured]], rounds: int
+) -> dict[Name, list[Measured]]:
     """What each subject returns in every round; one round before them is not counted.
 
     Subjects take turns, so that what else the machine does falls on all of them.
     """
-    found: dict[str, list[Measured]] = {name: [] for name in subjects}
+    found: dict[Name, list[Measured]] = {name: [] for name in subjects}
     for number in range(rounds + 1):
         for name, measure in subjects.items():
             measured = measure()

@@ -8,7 +8,7 @@ writes the models into `serving-speed-models` (kept, and used again) and the fig
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 import tyro
@@ -23,7 +23,7 @@ from rounds import keep
 TEXT_TOKENS = 2_048
 VERIFY_TOKENS = 512
 Case = Literal["float32", "bfloat16", "f32", "f16", "bf16", "q8_0", "q4_0"]
-CHECKPOINTS = ("float32", "bfloat16")
+CHECKPOINTS: Final = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -103,9 +103,11 @@ def measured_at(
 ) -> dict[str, Any]:
     """The MoE of one expert count beside the dense model, in this process."""
     split = resolve(ExpertsConfig(experts=experts, active=settings.active), preset.shape.ffn_width)
-    models = {"dense": dense.model, f"moe-{experts}": random_moe(dense, split, settings.format)}
+    moe = f"moe-{experts}"
+    models = {"dense": dense.model, moe: random_moe(dense, split, settings.format)}
     config = BenchConfig(
-        **dict(zip(("dense", "moe"), models, strict=True)),
+        dense="dense",
+        moe=moe,
         batch_sizes=settings.batch_sizes or preset.batch_sizes,
         prompt_tokens=settings.prompt_tokens,
         context_tokens=settings.context_tokens,
@@ -127,7 +129,7 @@ def measured_at(
 
 def random_moe(dense: DenseModel, split: Granularity, form: str) -> Any:
     """What an export of that split to that format would load as, with random weights."""
-    dtype = dense.model.dtype
+    dtype = next(dense.model.parameters()).dtype
     asked: Any = SimpleNamespace(dense=dense, granularity=split, dtype=dtype)
     header = FORMATS[form].header(asked)
     config = AutoConfig.for_model(header.pop("model_type"), **header)

@@ -75,11 +75,11 @@ def measured(experiment: Experiment, result: dict[str, Any]) -> list[str]:
     parts = ["## Measured here"]
     parts += [grid(with_spreads(table), table["title"]) for table in result["tables"]]
     if result["shows"]:
-        rows = [
+        rows: list[tuple[str, ...]] = [
             (one["text"], " < ".join(map(shown, one["numbers"])), said(one))
             for one in result["shows"]
         ]
-        columns = ("finding", "numbers, each to be below the next", "here")
+        columns: tuple[str, ...] = ("finding", "numbers, each to be below the next", "here")
         parts.append(to_markdown(Table(columns=columns, rows=rows, words=3)))
     if result["expected"]:
         rows = [

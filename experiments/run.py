@@ -149,7 +149,7 @@ def collected(experiment: Experiment, needed: list[str], runs: dict[str, Run]) -
                 "text": one.text,
                 "numbers": one.numbers(numbers),
                 "verdict": verdict(
-                    [seeds[tuple(p)] if isinstance(p, list) else [p] for p in one.less]
+                    [seeds[p[0], p[1]] if isinstance(p, list) else [p] for p in one.less]
                 ),
                 "expected": one.expected,
             }

@@ -52,7 +52,7 @@ class Float32Muon(torch.optim.Optimizer):
 def orthogonalised(matrix: Tensor) -> Tensor:
     """Nearest semi-orthogonal matrix, roughly: five quintic Newton-Schulz steps."""
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    x = wide / (wide.norm() + 1e-7)
+    x: Tensor = wide / (wide.norm() + 1e-7)
     for _ in range(5):
         gram = x @ x.T
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
@@ -127,9 +127,8 @@ def packed_blocks(documents: list[str], tokenizer: transformers.PreTrainedTokeni
 def heldout_loss(model: nn.Module, blocks: Tensor) -> float:
     """Mean loss in nats a token over windows of 512 tokens; the first of each is not scored."""
     model.eval()
-    losses = [
-        model(input_ids=rows, labels=rows).loss.item() * len(rows) for rows in blocks.split(8)
-    ]
+    batches = torch.split(blocks, 8)
+    losses = [float(model(input_ids=rows, labels=rows).loss) * len(rows) for rows in batches]
     model.train()
     return sum(losses) / len(blocks)
 
@@ -137,7 +136,7 @@ def heldout_loss(model: nn.Module, blocks: Tensor) -> float:
 def schedule(step: int, args: argparse.Namespace) -> float:
     warm = min(1.0, (step + 1) / args.warmup_steps)
     cool = min(1.0, (args.steps - step) / args.decay_steps)
-    return warm * cool
+    return float(warm * cool)
 
 
 def block_indices(step: int, num_blocks: int, args: argparse.Namespace) -> Tensor:

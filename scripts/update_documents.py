@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def splits() -> str:
     names = sorted(measured, key=lambda name: -found[name, last]["loss_above_dense"])
     columns: dict[str, Callable[[Row], str | None]] = {"split": lambda name: SPLITS[name]}
     for level in levels:
-        columns[level] = lambda name, level=level: nats(found[name, level])
+        columns[level] = partial(lambda level, name: nats(found[name, level]), level)
     repaired = next(row for row in rows if row["weights"] == "finetuned")
     table = table_of(
         names,
@@ -129,14 +130,12 @@ def real_model() -> str:
         "of the FFN": lambda row: cell(row, "active_fraction", percent),
     }
     for text in dict.fromkeys(text for row in rows for text in row.get("perplexity", {})):
-        columns[f"perplexity, {text}"] = lambda row, text=text: cell(
-            row.get("perplexity", {}), text, "{:.2f}".format
+        columns[f"perplexity, {text}"] = partial(
+            lambda text, row: cell(row.get("perplexity", {}), text, "{:.2f}".format), text
         )
     for task in dict.fromkeys(task for row in rows for task in row.get("tasks", {})):
-        columns[f"{task}, %"] = lambda row, task=task: cell(
-            row.get("tasks", {}),
-            task,
-            lambda score: f"{100 * score['value']:.1f} ± {100 * score['stderr']:.1f}",
+        columns[f"{task}, %"] = partial(
+            lambda task, row: cell(row.get("tasks", {}), task, score), task
         )
     columns |= {
         "decode, tokens/s": lambda row: cell(row, "decode_tokens_per_s", "{:.1f}".format),
@@ -146,6 +145,11 @@ def real_model() -> str:
     columns = {name: show for name, show in columns.items() if any(map(show, rows))}
     table = table_of(rows, columns, title="A real model: SmolLM2-135M-Instruct.", words=2)
     return part(table, record, "smollm2.json")
+
+
+def score(of_task: Row) -> str:
+    """Percent of the questions, and its standard error."""
+    return f"{100 * of_task['value']:.1f} ± {100 * of_task['stderr']:.1f}"
 
 
 def cell(row: Row, key: str, form: Callable[[Any], str]) -> str | None:
@@ -309,7 +313,7 @@ def planner() -> str:
                 model=name,
                 experts=ExpertsConfig(expert_size=128),
                 device="cpu",
-                task=task,  # type: ignore[arg-type]
+                task=task,
                 gpu="h100",
                 gpus=8,
             )
