@@ -33,7 +33,7 @@ quickstart: $(STAMP)  ## The whole method on a tiny model, without network
 
 SMOLLM2 := smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_DATA ?= self
-SMOLLM2_SPLIT := --expert-size 32 --steps 0 --repair --seq-len 512
+SMOLLM2_SPLIT := --expert-size 32 --seq-len 512
 
 smollm2: $(SMOLLM2)  ## A real model of 135M parameters, fetched and converted (SMOLLM2_DATA=FILE)
 	@echo "On one busy CPU core this took half an hour. Stopped, it goes on with the same command."

@@ -121,7 +121,8 @@ class Runs:
             experts = ExpertsConfig(expert_size=real.expert_size, active=active)
             data = DataConfig(data=real.text, seq_len=real.seq_len)
             tokens = real.eval_tokens
-            convert(replace(config, align=align, experts=experts, data=data, eval_tokens=tokens))
+            config = replace(config, align=align, experts=experts, data=data, repair=False)
+            convert(replace(config, eval_tokens=tokens))
         else:
             source = self.made(name, active, "frozen")
             tuning = finetune_recipe(run=str(source), out=str(out), load=self.load)

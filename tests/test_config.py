@@ -1,11 +1,12 @@
 """Configs and recipes. Oracles: the paper's table, and JSON round trips."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
-from dotmoe.config import FinetuneRunConfig
+from dotmoe.align import AlignConfig
+from dotmoe.config import FinetuneRunConfig, RunConfig
 from dotmoe.data import DataConfig
 from dotmoe.errors import UserError
 from dotmoe.granularity import resolve
@@ -30,9 +31,13 @@ HYPERPARAMETERS = {  # tab:hyperparams_moefication
 }
 
 
-@pytest.mark.parametrize("name", ["default", "paper", "llama2_7b", "llama3_8b", "qwen25_7b"])
+@pytest.mark.parametrize("name", ["paper", "llama2_7b", "llama3_8b", "qwen25_7b"])
 def test_defaults_and_the_papers_recipes_have_the_papers_hyperparameters(name):
     config = asdict(recipe_of("convert", name))
+    default = recipe(repair=False, align=AlignConfig())
+    assert default == RunConfig(model="", out="")
+    assert recipe() == replace(default, repair=True, align=AlignConfig(steps=0))
+    assert asdict(default)["align"] | HYPERPARAMETERS["align"] == asdict(default)["align"]
     for stage, values in HYPERPARAMETERS.items():
         assert config[stage] | values == config[stage]
 

@@ -66,11 +66,8 @@ class RunConfig:
         A method other than DOT-MoE keeps its experts; its router is trained for `router_steps`.
 
         Raises:
-            UserError: Such a method, or a repair, on several ranks.
+            UserError: Such a method on several ranks.
         """
-        if self.repair:
-            instead = "; of a run that is converted already: dotmoe finetune RUN OUT --train repair"
-            require_one_process("a repair", instead)
         if self.method == "dot_moe":
             return self
         require_one_process(f"method {self.method}")

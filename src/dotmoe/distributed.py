@@ -73,16 +73,15 @@ def started_by_torchrun() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def require_one_process(what: str, instead: str = "") -> None:
-    """Refuse to go on where torchrun started several ranks; `instead` ends the remedy.
+def require_one_process(what: str) -> None:
+    """Refuse to go on where torchrun started several ranks.
 
     Raises:
         UserError: It did.
     """
     if started_by_torchrun():
         raise UserError(
-            f"{what} runs in one process, and torchrun started several. Start without "
-            f"torchrun{instead}."
+            f"{what} runs in one process, and torchrun started several. Start without torchrun."
         )
 
 

@@ -20,8 +20,12 @@ from dotmoe.moe.assignment import AssignmentConfig
 
 
 def default() -> RunConfig:
-    """The paper's hyperparameters with our start, router surrogate and solver."""
-    return RunConfig(model="", out="")
+    """Our start and a repair, no alignment: what kept most where both were measured, in minutes.
+
+    With `steps` it is aligned before the repair, by the paper's hyperparameters with our router
+    surrogate and solver.
+    """
+    return RunConfig(model="", out="", align=AlignConfig(steps=0), repair=True)
 
 
 def paper() -> RunConfig:
@@ -52,9 +56,10 @@ def paper_attention() -> RunConfig:
 
 
 def small() -> RunConfig:
-    """For models of some million parameters: higher rates, small batches, a few hundred steps."""
-    return replace(
-        default(),
+    """Alignment of models of some million parameters: higher rates, small batches, no repair."""
+    return RunConfig(
+        model="",
+        out="",
         data=DataConfig(seq_len=256),
         align=AlignConfig(steps=300, batch_size=4, lr=1e-2, lr_router=1e-2, max_epochs=100.0),
     )

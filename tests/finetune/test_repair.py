@@ -189,9 +189,8 @@ def test_frozen_repaired_and_finetuned_are_three_rows(
     """By `convert --repair` and by `finetune --train repair`, which come to the same weights."""
     options = {**TINY_CONVERT, "data": text_file, "steps": 0, "repair_tokens": 4000}
     dense = tiny_dense("llama")
-    for name, flags in (("frozen", []), ("repaired", ["--repair"])):
-        line = ["convert", dense, tmp_path / name, *flags]
-        assert command(*line, **options).status == 0
+    for name, flags in (("frozen", {}), ("repaired", {"repair": []})):
+        assert command("convert", dense, tmp_path / name, **options | flags).status == 0
     again = command(
         "finetune", tmp_path / "frozen", tmp_path / "later", train="repair", repair_tokens=4000,
         scale_tokens=128, verify_tokens=128,
@@ -251,12 +250,9 @@ def test_what_cannot_be_repaired_is_refused_in_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["convert", "finetune"])
-def test_several_ranks_are_refused_in_one_line(command, finished, tiny_dense, text_file, tmp_path):
-    source = tiny_dense("llama") if command == "convert" else finished.folder
-    options = ["--data", text_file, "--expert-size", "8", "--repair"]
-    options = options if command == "convert" else ["--train", "repair"]
-    ended = torchrun(2, "-m", "dotmoe", command, source, tmp_path / "out", *options)
+def test_several_ranks_are_refused_in_one_line(finished, tmp_path):
+    options = ["--train", "repair"]
+    ended = torchrun(2, "-m", "dotmoe", "finetune", finished.folder, tmp_path / "out", *options)
     assert ended.returncode != 0
     errors = [line for line in ended.stderr.splitlines() if line.startswith("dotmoe: error: ")]
     assert len(errors) == 1

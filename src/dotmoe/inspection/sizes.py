@@ -33,7 +33,7 @@ class InspectConfig:
     """Local folder, GGUF file or hub name of the dense model; `embedded` is the bundled one."""
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     steps: Annotated[int, at_least(0)] = 3_500
-    """Optimizer steps; 0 for the training-free start alone. Paper: 3,500."""
+    """Optimizer steps of an alignment (`dotmoe convert --steps`, by itself 0). Paper: 3,500."""
     batch_size: Annotated[int, at_least(1)] = 64
     """Sequences a step. Paper: 64 (tab:hyperparams_moefication)."""
     seq_len: Annotated[int, at_least(1)] = 2_048

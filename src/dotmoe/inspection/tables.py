@@ -109,6 +109,8 @@ def _sizes(found: Values, details: bool) -> Table:
 
 def _here(found: Values) -> str:
     run, here = found["run"], found["here"]
+    if not run["steps"]:
+        return "no alignment\n"
     return (
         f"alignment: {run['steps']:,} steps of {run['batch_size']} x {run['seq_len']:,} tokens, "
         f"{found['flops']:.2e} FLOP\n"

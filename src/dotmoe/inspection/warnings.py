@@ -64,7 +64,7 @@ def warnings_for(sizes: Sizes, asked: InspectConfig, rope_type: str) -> list[str
         "model's context.": asked.seq_len > widths.context,
         f"The run sees {seen:,} tokens; the paper's alignment saw {PAPER_TOKENS:,} (3,500 steps of "
         "64 x 2,048). Expect to lose more quality than it reports.": (
-            asked.steps * asked.batch_size * asked.seq_len < PAPER_TOKENS
+            0 < asked.steps * asked.batch_size * asked.seq_len < PAPER_TOKENS
         ),
     }
     return [sentence for sentence, applies in found.items() if applies]
