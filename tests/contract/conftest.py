@@ -16,6 +16,7 @@ from runs import GRANITE_FACTORS, TinyRun
 
 GOLDEN = Path(__file__).parent / "golden"
 FEW_TOKENS = {
+    "no_repair": [],
     "expert_size": 16,
     "active_experts": 3,
     "seq_len": 32,

@@ -22,6 +22,7 @@ FINETUNE = {
     "checkpoint_every": 5,
 }
 STEPS = FINETUNE | {
+    "no_repair": [],
     "expert_size": 16,
     "active": 0.25,
     "micro_batch_size": 2,

@@ -110,7 +110,7 @@ def test_experts_and_the_shared_expert_are_slices_of_the_dense_weights(
     """The same for a method that makes a shared expert, which arithmetic chooses."""
     model, out = exact_model("llama"), tmp_path / "run"
     options = "--method llama_moe_v2_residual --expert-size 16 --active-experts 3 --seq-len 32"
-    options += " --eval-tokens 128 --calibration-tokens 128 --verify-tokens 64"
+    options += " --eval-tokens 128 --calibration-tokens 128 --verify-tokens 64 --no-repair"
     assert run(["convert", str(model), str(out), "--data", str(text_file), *options.split()]) == 0
     dense, weights = weights_of(model), weights_of(out / "5_export")
     layout = load_file(out / "3_extract/layout.safetensors")

@@ -16,7 +16,7 @@ TEXT = (
     "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
     "def read(path):\n    with open(path) as file:\n        return file.read()\n"
 ) * 3
-SIZES = {"steps": 0, "seq_len": 128, "calibration_tokens": 2048, "eval_tokens": 2048}
+SIZES = {"no_repair": [], "seq_len": 128, "calibration_tokens": 2048, "eval_tokens": 2048}
 
 
 @pytest.mark.parametrize(
