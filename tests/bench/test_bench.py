@@ -118,6 +118,7 @@ def test_every_round_of_decode_computes_what_a_forward_over_all_tokens_does(runt
         assert torch.allclose(seen[-1].view(2, 264), last_BV, atol=0.05)
 
 
+@pytest.mark.slow
 def test_models_that_cannot_be_compared_are_refused(pair, tiny_dense, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
@@ -144,9 +145,14 @@ def test_without_llama_cpp_the_remedy_is_told(monkeypatch):
     [
         ({"batch_sizes": (0,)}, "batch_sizes is 0, but it must be at least 1"),
         ({"batch_sizes": (), "prompt_tokens": 0}, "nothing to measure"),
-        ({"prompt_tokens": 257}, "prompt_tokens is 257, but the context is 256"),
-        ({"context_tokens": 255}, r"context_tokens \+ decode_steps is 257"),
         ({"threads": 2, "clock": "cpu"}, "clock is cpu with 2 threads"),
+        *(
+            pytest.param(changes, said, marks=pytest.mark.slow)  # said by a process of its own
+            for changes, said in (
+                ({"prompt_tokens": 257}, "prompt_tokens is 257, but the context is 256"),
+                ({"context_tokens": 255}, r"context_tokens \+ decode_steps is 257"),
+            )
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(pair, changes, expected):

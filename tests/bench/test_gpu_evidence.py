@@ -32,6 +32,7 @@ def driver(monkeypatch):
     return importlib.import_module("gpu_evidence")
 
 
+@pytest.mark.slow
 def test_every_part_is_rehearsed_and_has_its_goals(driver, tmp_path):
     for package in ("triton", "gguf", "lm_eval"):
         pytest.importorskip(package)

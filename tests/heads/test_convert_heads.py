@@ -140,11 +140,9 @@ def test_what_is_not_built_is_refused_in_a_line(line, both, text_file, tmp_path,
 
 def test_a_random_split_of_heads_is_a_row_beside_dot_moe(tiny_dense, text_file, tmp_path, command):
     options = {"data": text_file, **TINY_CONVERT, "targets": "attention", "eval_text": text_file}
-    options |= {"methods": ["dot_moe", "random_split"], "router_steps": 2}
+    options |= {"methods": ["dot_moe", "random_split"], "router_steps": 2, "repair": []}
     del options["steps"]
-    made = command(
-        "compare", tiny_dense("qwen2"), tmp_path / "c", "--trained-only", "--repair", **options
-    )
+    made = command("compare", tiny_dense("qwen2"), tmp_path / "c", "--trained-only", **options)
     assert made.status == 0, made.err
     rows = json.loads((tmp_path / "c/compare.json").read_text())["rows"][1:]
     kinds = {(row["value"], row["trained"], row["weights"]) for row in rows}
