@@ -90,8 +90,8 @@ def in_shots(
 def _ranks(costs: list[Pair], kept: list[Pair]) -> list[Pair]:
     """Places of columns and rows by what they cost, those first that are gone already.
 
-    Many cost nothing, such as a gate's row for a neuron that nothing reads any more: they go one
-    by one, too, and only while there is something to remove.
+    Many cost nothing, such as a gate's row for a neuron that nothing reads any more; with places of
+    their own they go one by one, as far as the budget reaches.
     """
     paired = zip(sum(costs, ()), sum(kept, ()), strict=True)
     cost = torch.cat([each.where(stays.to(each) > 0, -math.inf) for each, stays in paired])
