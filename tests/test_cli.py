@@ -3,12 +3,15 @@
 import errno
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
 
 from dotmoe import cli
 from dotmoe.cli import COMMANDS
+
+HELP_COLUMNS = 100
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -21,6 +24,9 @@ def test_every_command_has_help_and_common_options_exist(name, command):
     if COMMANDS[name].common:
         assert "--help-all" in short.out
         assert len(short.out) < len(full.out) / 2
+    for above, below in pairwise(full.out.splitlines()):
+        if above.startswith(" " * 8) and below.startswith(" " * 8) and below.strip():
+            assert len(above.rstrip()) + len(below.split()[0]) >= HELP_COLUMNS, "a ragged line"
 
 
 def test_the_version_comes_without_pytorch():

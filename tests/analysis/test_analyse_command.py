@@ -1,12 +1,18 @@
 """`dotmoe analyse`: every analysis of a tiny run, made once, from inputs that did not change."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from dotmoe.analyse import ANALYSES, AnalyseConfig, analyse
 from dotmoe.errors import UserError
+from dotmoe.finished_run import FinishedRun
+from dotmoe.layout import ALWAYS_ON
+from dotmoe.load import load_dense
+from dotmoe.moe.masked import masked_by
 
 QUICK = {"tokens": 128, "points": 40, "experts_shown": 4, "profile_steps": 2}
 
@@ -42,7 +48,7 @@ def test_every_analysis_is_written_and_found_again(folder, command):
     assert 20 < len(shown["points"]) == len(shown["expert"]) <= 40
     assert len(set(shown["expert"])) == 4
     again = command("analyse", folder, **QUICK)
-    assert again.err.count("is there already") == 5
+    assert again.err.count("is there already") == 6
     assert results(folder) == found
 
 
@@ -73,6 +79,29 @@ def test_the_history_is_what_the_alignment_logged(folder, command):
     assert "6 steps" in said.out
 
 
+def test_one_layer_split_by_itself_is_a_layout_whose_others_are_dense(folder):
+    """Oracle: the logits of Transformers, and the layout of the last layer alone."""
+    config = AnalyseConfig(run=str(folder), only=("layer_sensitivity",), tokens=128)
+    values = analyse(config)["layer_sensitivity"]["values"]
+    run = FinishedRun(folder)
+    dense, tokens = load_dense(run.model, config.load), run.text.heldout.tokens_BT.long()
+    tokens = tokens[: 128 // tokens.shape[1]]
+
+    @torch.no_grad()
+    def loss():
+        logits = dense.model(input_ids=tokens).logits[:, :-1]
+        return float(cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+
+    split = run.layout.expert_of_neuron_LN.clone()
+    split[0] = ALWAYS_ON
+    reference = loss()
+    with masked_by(dense, replace(run.layout, expert_of_neuron_LN=split)):
+        assert values["alone_L"][1] == pytest.approx(loss() - reference, abs=1e-5)
+    with masked_by(dense, run.layout):
+        assert values["at_once"] == pytest.approx(loss() - reference, abs=1e-5)
+    assert (values["layers"], values["dense"]) == ([0, 1], pytest.approx(reference, abs=1e-5))
+
+
 def test_parts_of_a_step_make_up_the_step_and_leave_the_run_as_it_was(folder):
     state = (folder / "2_align" / "state.safetensors").read_bytes()
     config = AnalyseConfig(run=str(folder), only=("overhead_profile",), profile_steps=2)
@@ -100,7 +129,7 @@ def test_what_a_run_has_nothing_for_is_left_out_or_refused_by_name(folder, monke
     monkeypatch.setattr("dotmoe.analyse.find_spec", lambda package: None)
     (folder / "2_align" / "metrics.jsonl").unlink()
     found = analyse(AnalyseConfig(run=str(folder), tokens=128))
-    assert list(found) == ["expert_utilisation"]
+    assert list(found) == ["expert_utilisation", "layer_sensitivity"]
     for name, word in (("routing_overlap", "\\.\\[analysis\\]"), ("overhead_profile", "steps")):
         with pytest.raises(UserError, match=word):
             analyse(AnalyseConfig(run=str(folder), only=(name,)))

@@ -5,13 +5,14 @@ import io
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
+import docstring_parser
 import tyro
 
 from dotmoe.cli import COMMANDS
@@ -61,7 +62,8 @@ class Line(NamedTuple):
         try:
             columns = {"COLUMNS": str(_HELP_COLUMNS)} if asked else {}
             shown = redirect_stdout(out) if asked else nullcontext()
-            with patch.dict(os.environ, columns), redirect_stderr(said), shown:
+            texts = patch("docstring_parser.parse_from_object", _attributes_in_one_line)
+            with patch.dict(os.environ, columns), texts, redirect_stderr(said), shown:
                 config: Config = tyro.cli(
                     cls,
                     prog=f"dotmoe {self.name}",
@@ -98,6 +100,16 @@ class Line(NamedTuple):
         source = "model" if command == "convert" else "run"
         made_of: Any = getattr(recipe, source) or tyro.MISSING
         return replace(recipe, **{source: made_of, "out": tyro.MISSING}), rest
+
+
+def _attributes_in_one_line(
+    obj: Any, parse: Callable[..., Any] = docstring_parser.parse_from_object
+) -> Any:
+    """Docstrings of attributes as tyro wraps them well: it keeps line ends before an indent."""
+    parsed = parse(obj)
+    for attribute in parsed.params:
+        attribute.description = " ".join((attribute.description or "").split()) or None
+    return parsed
 
 
 def _short_help(text: str, common: Sequence[str]) -> str:

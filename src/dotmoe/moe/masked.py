@@ -1,6 +1,6 @@
 """The training-time form of an MoE layer: dense units under the mask R M^T (eq:moe_output)."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -174,8 +174,13 @@ def unit_mask(mask_TE: Tensor, expert_of_unit_N: Tensor, plan_NE: Tensor | None)
 
 
 @contextmanager
-def masked(dense: DenseModel, maskings: Iterable[Masking]) -> Iterator[None]:
-    """Inside, every split layer of `dense.model` obeys the masking of its target; then no more."""
+def masked(
+    dense: DenseModel, maskings: Iterable[Masking], only: Container[int] | None = None
+) -> Iterator[None]:
+    """Inside, every split layer of `dense.model` obeys the masking of its target; then no more.
+
+    With `only` the others of them stay dense.
+    """
     layers = dense.family.layers(dense.model)
 
     def make(masking: Masking, index: int, block: nn.Module) -> nn.Module:
@@ -185,7 +190,8 @@ def masked(dense: DenseModel, maskings: Iterable[Masking]) -> Iterator[None]:
 
     with ExitStack() as stack:
         for masking in maskings:
-            split = range(masking.first_layer, len(layers))
+            after = range(masking.first_layer, len(layers))
+            split = [index for index in after if only is None or index in only]
             target = TARGETS[masking.target]
             stack.enter_context(replaced(dense, split, partial(make, masking), target))
         yield

@@ -244,6 +244,7 @@ SECTIONS: list[tuple[str, str, Callable[[RunResults, Values], Blocks]]] = [
     ("Load of the experts", "analysis/expert_utilisation", _load),
     ("Which layers route alike", "analysis/routing_overlap", _analysis("routing_overlap")),
     ("What the experts write", "analysis/expert_outputs_tsne", _analysis("expert_outputs_tsne")),
+    ("Which layers cost most", "analysis/layer_sensitivity", lambda _, each: _said(each)),
     ("Alignment", "", lambda found, _: _training("alignment", found)),
     ("Finetuning", "", lambda found, _: _training("finetune", found)),
     ("Where a step's time goes", "analysis/overhead_profile", lambda _, each: _said(each)),
