@@ -11,10 +11,6 @@ Example::
 """
 
 import importlib
-import importlib.abc
-import importlib.util
-import sys
-from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -65,36 +61,3 @@ def __getattr__(name: str) -> Any:
         if name in names:
             return getattr(importlib.import_module(f"dotmoe.{home}"), name)
     raise AttributeError(f"module 'dotmoe' has no attribute {name!r}")
-
-
-_AUTO = "transformers.models.auto.modeling_auto"
-
-
-class _Registering(importlib.abc.MetaPathFinder):
-    """Registers our own architecture when Transformers' Auto classes are first imported."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != _AUTO:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
-        load = spec.loader.exec_module
-
-        def load_and_register(module: Any) -> None:
-            load(module)
-            _register()
-
-        spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
-        return spec
-
-
-def _register() -> None:
-    importlib.import_module("dotmoe.models.modeling_dotmoe")
-
-
-if _AUTO in sys.modules:
-    _register()
-else:
-    sys.meta_path.insert(0, _Registering())

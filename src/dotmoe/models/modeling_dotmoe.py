@@ -1,10 +1,11 @@
 """A dense decoder whose attention runs some query heads a token, and whose FFNs may be experts.
 
 This file needs torch and transformers alone, and lies in every checkpoint of `model_type` dotmoe;
-`import dotmoe` registers its classes. The decoder is the stock one of the dense model's family, in
-which query and output projections (and FFNs) are replaced. A router chooses k experts, sets of
-heads, for each token; only their rows of W_Q and columns of W_O are multiplied, and what they write
-is added up with weight 1. Keys and values are those of the dense model, so the cache is, too.
+importing it from dotmoe registers its classes. The decoder is the stock one of the dense model's
+family, in which query and output projections (and FFNs) are replaced. A router chooses k experts,
+sets of heads, for each token; only their rows of W_Q and columns of W_O are multiplied, and what
+they write is added up with weight 1. Keys and values are those of the dense model, so the cache is,
+too.
 """
 
 from typing import Any
