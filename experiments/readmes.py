@@ -8,10 +8,11 @@ from specification import HERE, STATUSES, Experiment, all_experiments
 
 HEAD = """# Experiments
 
-One folder a table or figure of the paper, named by its LaTeX label. `experiment.toml` says what the
-paper claims, how to make it at the paper's scale, how at a scale that runs here, and what came out;
-`quoted.json` has values of the paper, marked as quoted. Its README.md is made of these and of
-`results/experiments/NAME.json`, where every number is measured.
+One folder a table or figure of the paper, named by its LaTeX label, and `quality`, of our own
+additions to the method. `experiment.toml` says what the paper claims, how to make it at the paper's
+scale, how at a scale that runs here, and what came out; `quoted.json` has values of the paper,
+marked as quoted. Its README.md is made of these and of `results/experiments/NAME.json`, where every
+number is measured.
 
 ```
 make results/tab_zero_shot_results      # makes the runs that are missing, and collects

@@ -1,0 +1,158 @@
+"""What each part of the method is worth: how close a model stays to its dense one, row by row.
+
+    python experiments/quality.py OUT --seed 0
+    python experiments/quality.py OUT --model GGUF --data TEXT --eval-text A --other-text B \
+        --expert-size 32 --active 0.5 --shared 0.25 --seq-len 512 --batch-size 2 --steps 24 \
+        --lr 2e-3 --dtype bfloat16
+
+All rows have the same budget, text and batches; the paper's recipe, our alignment and the
+finetuning take as many steps. Measured on held-out text of the domain that was fitted to, and on
+another. Runs lie in OUT and go on where they were stopped. Writes OUT/quality.json.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from tyro.conf import Positional
+
+from dotmoe import convert, finetune, finetune_recipe, recipe
+from dotmoe.config import RunConfig
+from dotmoe.evaluate import EvaluateConfig, TextConfig, evaluate
+from dotmoe.files import read_json, write_json
+from dotmoe.finetuning.repair import RepairConfig
+from dotmoe.granularity import ExpertsConfig
+from dotmoe.load import LoadConfig
+from dotmoe.progress import Progress
+from dotmoe.provenance import provenance
+
+DOCUMENTS = Path(__file__).resolve().parents[1] / "docs"
+RIVALS = ("random_split", "co_activation", "llama_moe_v2")
+FINETUNED = "repaired, finetuned"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """One model, one budget, one seed."""
+
+    out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
+    """Folder to write."""
+    model: str = "embedded"
+    data: tuple[str, ...] = ("python-stdlib",)
+    eval_text: tuple[str, ...] = ("python-stdlib-heldout",)
+    other_text: tuple[str, ...] = ()
+    """Of another domain. Default: the documents of this project."""
+    eval_tokens: int = 8_192
+    """Of each text."""
+    expert_size: int = 16
+    active: float = 0.25
+    shared: float = 0.125
+    """Of the row with a shared expert."""
+    seq_len: int = 256
+    steps: int = 300
+    batch_size: int = 4
+    lr: float = 1e-2
+    """Of our alignment; the paper's recipe has its own."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    repair_tokens: int | None = None
+    seed: int = 0
+
+
+def conversions(settings: Settings, other: tuple[str, ...]) -> dict[str, RunConfig]:
+    """Every row but the finetuned one."""
+    size: dict[str, Any] = {"batch_size": settings.batch_size, "max_epochs": 100.0}
+    ours, paper = recipe("quickstart"), recipe("paper")
+    start = replace(
+        ours,
+        model=settings.model,
+        experts=ExpertsConfig(expert_size=settings.expert_size, active=settings.active),
+        data=replace(ours.data, data=settings.data, seq_len=settings.seq_len),
+        align=replace(ours.align, steps=0, lr=settings.lr, lr_router=settings.lr, **size),
+        repairing=RepairConfig(repair_tokens=settings.repair_tokens),
+        load=LoadConfig(dtype=settings.dtype),
+        eval_text=settings.eval_text,
+        other_text=other,
+        eval_tokens=settings.eval_tokens,
+        seed=settings.seed,
+    )
+    repaired = replace(start, repair=True)
+    shared = replace(start.experts, shared=settings.shared)
+    return {
+        "paper's recipe": replace(
+            start,
+            calibrate=paper.calibrate,
+            assignment=paper.assignment,
+            align=replace(paper.align, steps=settings.steps, **size),
+        ),
+        "start": start,
+        "start, aligned": replace(start, align=replace(start.align, steps=settings.steps)),
+        "start, shared expert": replace(start, experts=shared),
+        "repaired": repaired,
+        "repaired, shared expert": replace(repaired, experts=shared),
+    } | {
+        f"{rival}, repaired": replace(
+            repaired, method=rival, baseline=replace(start.baseline, split_router="ridge")
+        )
+        for rival in RIVALS
+    }
+
+
+def closeness(run: Path, settings: Settings, texts: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+    """KL to the dense model and nats above it, on each text."""
+    results, found = read_json(run / "6_evaluate/results.json"), dict[str, Any]()
+    for name, text in texts.items():
+        file = run / "6_evaluate" / name / "fidelity.json"
+        if not file.exists():
+            corpus = TextConfig(text=text, max_tokens=settings.eval_tokens)
+            load = LoadConfig(dtype=settings.dtype)
+            config = EvaluateConfig(
+                model=str(run), fidelity=True, corpus=corpus, load=load, out=str(file.parent)
+            )
+            evaluate(replace(config, against=settings.model), Progress())
+        moe, dense = (
+            results[each] if name == "domain" else results[each]["other"]
+            for each in ("moe", "dense")
+        )
+        found[name] = {"kl": read_json(file)["kl"], "nats_above_dense": moe["loss"] - dense["loss"]}
+    return found
+
+
+def main() -> None:
+    settings = tyro.cli(Settings, description=__doc__)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    other = settings.other_text
+    if not other:
+        prose = settings.out / "documents.txt"
+        pages = (page.read_text(encoding="utf-8") for page in sorted(DOCUMENTS.glob("*.md")))
+        prose.write_text("\n".join(pages), encoding="utf-8")
+        other = (str(prose),)
+    texts = {"domain": settings.eval_text, "other": other}
+    rows: dict[str, dict[str, Any]] = {}
+
+    def out(row: str) -> Path:
+        return settings.out / row.replace("'", "").replace(", ", "-").replace(" ", "_")
+
+    for row, config in conversions(settings, other).items():
+        print(f"{row}:", flush=True)
+        convert(replace(config, out=str(out(row))), Progress())
+        rows[row] = closeness(out(row), settings, texts)
+    print(f"{FINETUNED}:", flush=True)
+    tuning = finetune_recipe("small", run=str(out("repaired")), out=str(out(FINETUNED)))
+    steps = replace(tuning.finetune, steps=settings.steps, batch_size=settings.batch_size)
+    data, load = replace(tuning.data, seq_len=settings.seq_len), LoadConfig(dtype=settings.dtype)
+    finetune(replace(tuning, finetune=steps, data=data, load=load, seed=settings.seed), Progress())
+    rows[FINETUNED] = closeness(out(FINETUNED), settings, texts)
+    for measured in rows.values():
+        for name, found in measured.items():
+            found["share_of_paper"] = found["kl"] / rows["paper's recipe"][name]["kl"]
+    said = {
+        "model": Path(settings.model).name,
+        "tokens": settings.steps * settings.batch_size * settings.seq_len,
+    }
+    record = {"origin": "measured", **said, "rows": rows, "provenance": provenance(settings.seed)}
+    write_json(settings.out / "quality.json", record)
+
+
+if __name__ == "__main__":
+    main()
