@@ -24,6 +24,7 @@ def test_every_command_has_help_and_common_options_exist(name, command):
     if COMMANDS[name].common:
         assert "--help-all" in short.out
         assert len(short.out) < len(full.out) / 2
+    assert max(map(len, full.out.splitlines())) <= HELP_COLUMNS
     for above, below in pairwise(full.out.splitlines()):
         if above.startswith(" " * 8) and below.startswith(" " * 8) and below.strip():
             assert len(above.rstrip()) + len(below.split()[0]) >= HELP_COLUMNS, "a ragged line"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import fields, replace
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
@@ -74,8 +75,10 @@ class Line(NamedTuple):
                 )
         except SystemExit as stop:
             if asked:
-                is_short = asked != "--help-all" and command.common
-                print(_short_help(out.getvalue(), command.common) if is_short else out.getvalue())
+                # tyro wraps what it says of options, and leaves the description one line.
+                lines = (fill(line, _HELP_COLUMNS) for line in out.getvalue().splitlines())
+                text, is_short = "\n".join(lines), asked != "--help-all" and command.common
+                print(_short_help(text, command.common) if is_short else text)
                 raise
             line = _in_one_line(said.getvalue())
             raise UserError(f"{line} See dotmoe {self.name} --help.") from stop
@@ -115,7 +118,7 @@ def _attributes_in_one_line(
 def _short_help(text: str, common: Sequence[str]) -> str:
     """Usage, description and the common options of a command, from its whole help."""
     head, _, rest = text.partition(" positional arguments")
-    starts = r"  (--[\w-]+|[A-Z]+(?= ))"
+    starts = r"  (--[\w-]+|[A-Z]+(?= |$))"
     found = re.finditer(rf"^{starts}.*(?:\n(?!{starts}|\s*$).+)*", rest, re.MULTILINE)
     blocks = {block[1]: re.sub(r" +$", "", block[0], flags=re.MULTILINE) for block in found}
     names = [name for name in blocks if not name.startswith("--")]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+import tyro
 from tyro.conf import Positional
 
 from dotmoe.checkpoint.tensors import Tensors
@@ -29,7 +30,7 @@ EXPORTED = (torch.float32, torch.bfloat16)
 class InspectConfig:
     """What to look at before paying for a conversion."""
 
-    model: Positional[str]
+    model: Annotated[Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Local folder, GGUF file or hub name of the dense model; `embedded` is the bundled one."""
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     steps: Annotated[int, at_least(0)] = 3_500
