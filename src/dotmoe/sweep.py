@@ -1,10 +1,10 @@
 """One thing changed and all else equal: conversions of one model as a table, a grid, or curves."""
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from dotmoe.analyse.history import metric_columns
 from dotmoe.calibrate import Start
 from dotmoe.checkpoint.folder import fingerprint
 from dotmoe.compare import COLUMNS, Point, Row, moe_row, plain_run, summary_of, write_summary
@@ -75,18 +75,18 @@ def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, An
     curves: dict[str, Any] = {}
 
     def rows_of(point: Point, results: dict[str, Any]) -> list[Row]:
-        metrics = Path(point.config.out) / STAGES["align"] / "metrics.jsonl"
-        columns = curves[point.name] = metric_columns(metrics) if metrics.is_file() else {}
-        seconds = sum(columns["seconds"]) if columns else None
+        file, seconds = Path(point.config.out) / STAGES["align"] / "metrics.jsonl", None
+        if file.is_file():
+            steps = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            seconds = sum(step["seconds"] for step in steps)
+            kept = (name for name in ("loss", "kl", "ce") if name in steps[0])
+            curves[point.name] = {"steps": [step["step"] for step in steps]} | {
+                name: [step[name] for step in steps] for name in kept
+            }
         return [moe_row(point, results) | {"align_seconds": seconds}]
 
-    summary = summary_of(config, points, rows_of, progress) | {"axis": axis}
-    kept = ("steps", "loss", "kl", "ce")
-    summary["curves"] = {
-        run: {name: columns[name] for name in kept if name in columns}
-        for run, columns in curves.items()
-        if columns
-    }
+    summary = summary_of(config, points, rows_of, progress)
+    summary |= {"axis": axis, "curves": curves}
     if axis == "active":
         measured = [_measured(config, point, active, progress) for point in points]
 

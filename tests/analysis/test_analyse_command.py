@@ -48,7 +48,7 @@ def test_every_analysis_is_written_and_found_again(folder, command):
     assert 20 < len(shown["points"]) == len(shown["expert"]) <= 40
     assert len(set(shown["expert"])) == 4
     again = command("analyse", folder, **QUICK)
-    assert again.err.count("is there already") == 6
+    assert again.err.count("is there already") == 5
     assert results(folder) == found
 
 
@@ -65,18 +65,6 @@ def test_another_text_or_damage_makes_an_analysis_anew(folder, command):
     assert made(128)["values"] == before["values"]
     file.write_text(json.dumps(before | {"inputs": before["inputs"] | {"form": 0}, "values": {}}))
     assert made(128)["values"] == before["values"]
-
-
-def test_the_history_is_what_the_alignment_logged(folder, command):
-    said = command("analyse", folder, only="alignment_history")
-    lines = (folder / "2_align" / "metrics.jsonl").read_text().splitlines()
-    logged = [json.loads(line) for line in lines]
-    values = results(folder)["alignment_history"]["values"]
-    assert values["steps"] == [1, 2, 3, 4, 5, 6]
-    for name in ("kl", "ce", "moved_fraction", "tau", "soft_hard_gap"):
-        assert values[name] == [line[name] for line in logged]
-    assert all(0 < gap < 1 for gap in values["soft_hard_gap"])
-    assert "6 steps" in said.out
 
 
 def test_one_layer_split_by_itself_is_a_layout_whose_others_are_dense(folder):
@@ -136,17 +124,14 @@ def test_what_a_run_has_nothing_for_is_left_out_or_refused_by_name(folder, monke
     assert "is no run" in command("analyse", folder.parent).refusal()
 
 
-def test_a_finetuned_run_has_its_own_routing_and_the_history_of_its_source(
-    finished, finetuned, tmp_path
-):
+def test_a_finetuned_run_has_its_own_routing(finished, finetuned, tmp_path):
     of_source, of_finetuned = (
         analyse(AnalyseConfig(run=str(run.copied_to(tmp_path / run.name).folder), **options))
         for run in (finished, finetuned)
-        for options in ({"only": ("expert_utilisation", "alignment_history"), "tokens": 128},)
+        for options in ({"only": ("expert_utilisation",), "tokens": 128},)
     )
     loads = [each["expert_utilisation"]["values"]["share_LE"] for each in (of_source, of_finetuned)]
     assert loads[0] != loads[1]
-    assert of_finetuned["alignment_history"]["values"] == of_source["alignment_history"]["values"]
 
 
 @pytest.mark.slow
@@ -158,7 +143,7 @@ def test_a_shared_expert_is_no_part_of_the_load(tiny_dense, text_file, tmp_path,
     said = command("convert", tiny_dense("llama"), out, **options)
     assert said.status == 0, said.err
     found = analyse(AnalyseConfig(run=str(out), tokens=256, points=40))
-    assert list(found) == list(ANALYSES)[:3]
+    assert list(found) == list(ANALYSES)[:4]
     used = found["expert_utilisation"]["values"]
     assert (used["num_experts"], used["active_experts"]) == (10, 2)
     assert [sum(layer) for layer in used["share_LE"]] == pytest.approx([2.0, 2.0])

@@ -4,7 +4,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from dotmoe.analyse import history, outputs, overhead, overlap, sensitivity, utilisation
+from dotmoe.analyse import outputs, overhead, overlap, sensitivity, utilisation
 from dotmoe.analyse.run import AnalyseConfig, AnalysedRun
 from dotmoe.errors import UserError, nearest
 from dotmoe.files import read_json, sha256_of, write_json
@@ -43,7 +43,6 @@ ANALYSES = {
         targets=("ffn", "both"),
     ),
     "layer_sensitivity": Analysis("What the split of each layer costs by itself", sensitivity),
-    "alignment_history": Analysis("Alignment, step by step", history, of_text=False),
     "overhead_profile": Analysis(
         "Parts of the time of an alignment step", overhead, of_text=False, targets=("ffn",)
     ),

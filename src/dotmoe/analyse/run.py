@@ -37,7 +37,7 @@ class AnalyseConfig:
     """Folder of a finished `dotmoe convert` or `dotmoe finetune`."""
     only: tuple[str, ...] = ()
     """Make these of expert_utilisation, routing_overlap, expert_outputs_tsne, layer_sensitivity,
-    alignment_history, overhead_profile. Default: all that the run has something for."""
+    overhead_profile. Default: all that the run has something for."""
     tokens: Annotated[int, at_least(1)] = 32768
     """Tokens of the held-out text to route, at most; at least one block."""
     layer: Annotated[int | None, at_least(0)] = None

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from dotmoe.analyse import ANALYSES
@@ -144,15 +145,20 @@ def _load(found: RunResults, analysis: Values) -> Blocks:
 
 
 def _training(name: str, found: RunResults) -> Blocks:
-    steps, history = found.steps[name], found.files.get(f"analysis/{name}_history")
-    blocks = _said(history) if history else []
-    if not steps:
+    if not (steps := found.steps[name]):
         is_start = name == "alignment" and not found.is_finetuned
-        return blocks or ["None: the start was extracted as it is."] * is_start
+        return ["None: the start was extracted as it is."] * is_start
     seconds = sum(step.get("seconds") or 0.0 for step in steps)
     first, last = (figure(step.get("loss")) for step in (steps[0], steps[-1]))
     said = f"{len(steps):,} steps, {seconds:,.0f} s in all; loss {first} at first, {last} at last."
-    return [said, Block("plot", "Each step has other text, so losses scatter.", name), *blocks]
+    blocks: Blocks = [said, Block("plot", "Each step has other text, so losses scatter.", name)]
+    if moved := [step["moved_fraction"] for step in steps if "moved_fraction" in step]:
+        late = percent(fmean(moved[-max(1, len(moved) // 10) :]))
+        blocks.append(
+            f"Neurons that change their expert in a step: {percent(max(moved))} at most, {late} in "
+            f"the last tenth of the steps; {sum(moved):.1f} changes a neuron in all."
+        )
+    return blocks
 
 
 def _checks(found: RunResults, results: Values) -> Blocks:
