@@ -10,11 +10,13 @@ README files under experiments/ are made as a whole, by experiments/readmes.py.
 import importlib
 import io
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ from dotmoe.tables import Table, in_bytes, in_time, percent, table_of, to_markdo
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{n}.md" for n in ("serving", "planning", "finetune", "gpu")),
+    *(ROOT / "docs" / f"{n}.md" for n in ("baselines", "serving", "planning", "finetune", "gpu")),
 )
 PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -145,6 +147,42 @@ def real_model() -> str:
     columns = {name: show for name, show in columns.items() if any(map(show, rows))}
     table = table_of(rows, columns, title="A real model: SmolLM2-135M-Instruct.", words=2)
     return part(table, record, "smollm2.json")
+
+
+def smollm2_rows() -> str:
+    """Every kind of method on SmolLM2 at the parameters that 2:4 leaves, least loss first."""
+    record = result("smollm2_rows.json")
+    dense, *rows = record["rows"]
+    rows.sort(key=lambda row: row["loss_above_dense"])
+    columns: dict[str, Callable[[Row], str | None]] = {
+        "method": lambda row: row["value"],
+        "router": lambda row: row.get("router"),
+        "weights": lambda row: row.get("weights"),
+        "WikiText-2": lambda row: f"{row['loss_above_dense']:.3f}",
+        "books": lambda row: f"{row['other_loss'] - dense['other_loss']:.3f}",
+        "parameters": lambda row: percent(row["parameters"] / dense["parameters"]),
+        "six tasks, %": lambda row: cell(row, "tasks", mean_score),
+        "seconds": lambda row: cell(row, "seconds", "{:.0f}".format),
+    }
+    of_dense = f"dense: perplexity {dense['perplexity']:.2f} and {math.exp(dense['other_loss']):.2f}"
+    return part(
+        table_of(
+            rows,
+            columns,
+            words=3,
+            title="SmolLM2-135M-Instruct, nats a token above the dense model.",
+            note=f"{of_dense}, six tasks {mean_score(dense['tasks'])} %; {dense['tokens']:,} tokens "
+            f"of each text in windows of {dense['window']}.",
+        ),
+        record,
+        "smollm2_rows.json",
+    )
+
+
+def mean_score(tasks: Mapping[str, Row]) -> str:
+    """Mean of the tasks, and its standard error."""
+    values, errors = zip(*((each["value"], each["stderr"]) for each in tasks.values()), strict=True)
+    return score({"value": fmean(values), "stderr": math.hypot(*errors) / len(errors)})
 
 
 def score(of_task: Row) -> str:
@@ -396,6 +434,7 @@ PARTS: dict[str, Callable[[], str]] = {
     for make in (
         splits,
         real_model,
+        smollm2_rows,
         planner,
         planner_check,
         quickstart,

@@ -1,0 +1,33 @@
+"""Put the tasks of the rows of a comparison beside them, as one result file.
+
+    dotmoe compare GGUF OUT --methods dot_moe cmoe sparsegpt_2_4 ... --active-params 0.605 ...
+    dotmoe evaluate OUT/ROW --tasks paper --shots 0 --limit 100 --out TASKS/ROW      # and dense
+    python scripts/real_model_rows.py results/smollm2_rows.json OUT TASKS
+
+A conversion's tasks are those of the weights that it exports.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from dotmoe.files import read_json, write_json
+
+
+def main() -> None:
+    out, compared, tasks = map(Path, sys.argv[1:])
+    record = read_json(compared / "compare.json")
+    for row in record["rows"]:
+        if row.get("weights") == "frozen" or row.get("router") == "own, not exportable":
+            continue
+        for file in sorted((tasks / row["run"] / "tasks").glob("*.json")):
+            scores = json.loads(file.read_text(encoding="utf-8"))["scores"]
+            (main_score,) = (score for score in scores if score["is_main"])
+            kept = ("value", "stderr", "questions", "chance")
+            row.setdefault("tasks", {})[file.stem] = {key: main_score[key] for key in kept}
+    record["model"] = Path(record["model"]).name
+    write_json(out, record)
+
+
+if __name__ == "__main__":
+    main()
