@@ -164,15 +164,15 @@ def smollm2_rows() -> str:
         "six tasks, %": lambda row: cell(row, "tasks", mean_score),
         "seconds": lambda row: cell(row, "seconds", "{:.0f}".format),
     }
-    of_dense = f"dense: perplexity {dense['perplexity']:.2f} and {math.exp(dense['other_loss']):.2f}"
+    perplexities = f"{dense['perplexity']:.2f} and {math.exp(dense['other_loss']):.2f}"
     return part(
         table_of(
             rows,
             columns,
             words=3,
             title="SmolLM2-135M-Instruct, nats a token above the dense model.",
-            note=f"{of_dense}, six tasks {mean_score(dense['tasks'])} %; {dense['tokens']:,} tokens "
-            f"of each text in windows of {dense['window']}.",
+            note=f"Dense: perplexity {perplexities}, six tasks {mean_score(dense['tasks'])} %. "
+            f"{dense['tokens']:,} tokens of each text in windows of {dense['window']}.",
         ),
         record,
         "smollm2_rows.json",
