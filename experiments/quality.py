@@ -58,6 +58,11 @@ class Settings:
     repair_tokens: int | None = None
     seed: int = 0
 
+    @property
+    def load(self) -> LoadConfig:
+        """Number format of all runs."""
+        return LoadConfig(dtype=self.dtype)
+
 
 def conversions(settings: Settings, other: tuple[str, ...]) -> dict[str, RunConfig]:
     """Every row but the finetuned one."""
@@ -70,7 +75,7 @@ def conversions(settings: Settings, other: tuple[str, ...]) -> dict[str, RunConf
         data=replace(ours.data, data=settings.data, seq_len=settings.seq_len),
         align=replace(ours.align, steps=0, lr=settings.lr, lr_router=settings.lr, **size),
         repairing=RepairConfig(repair_tokens=settings.repair_tokens),
-        load=LoadConfig(dtype=settings.dtype),
+        load=settings.load,
         eval_text=settings.eval_text,
         other_text=other,
         eval_tokens=settings.eval_tokens,
@@ -104,12 +109,15 @@ def closeness(run: Path, settings: Settings, texts: dict[str, tuple[str, ...]]) 
     for name, text in texts.items():
         file = run / "6_evaluate" / name / "fidelity.json"
         if not file.exists():
-            corpus = TextConfig(text=text, max_tokens=settings.eval_tokens)
-            load = LoadConfig(dtype=settings.dtype)
             config = EvaluateConfig(
-                model=str(run), fidelity=True, corpus=corpus, load=load, out=str(file.parent)
+                model=str(run),
+                against=settings.model,
+                fidelity=True,
+                corpus=TextConfig(text=text, max_tokens=settings.eval_tokens),
+                load=settings.load,
+                out=str(file.parent),
             )
-            evaluate(replace(config, against=settings.model), Progress())
+            evaluate(config, Progress())
         moe, dense = (
             results[each] if name == "domain" else results[each]["other"]
             for each in ("moe", "dense")
@@ -140,8 +148,9 @@ def main() -> None:
     print(f"{FINETUNED}:", flush=True)
     tuning = finetune_recipe("small", run=str(out("repaired")), out=str(out(FINETUNED)))
     steps = replace(tuning.finetune, steps=settings.steps, batch_size=settings.batch_size)
-    data, load = replace(tuning.data, seq_len=settings.seq_len), LoadConfig(dtype=settings.dtype)
-    finetune(replace(tuning, finetune=steps, data=data, load=load, seed=settings.seed), Progress())
+    data = replace(tuning.data, seq_len=settings.seq_len)
+    tuning = replace(tuning, finetune=steps, data=data, load=settings.load, seed=settings.seed)
+    finetune(tuning, Progress())
     rows[FINETUNED] = closeness(out(FINETUNED), settings, texts)
     for measured in rows.values():
         for name, found in measured.items():

@@ -190,6 +190,20 @@ def test_the_same_files_give_the_same_page(measured):
     assert one == two == (measured / "7_report" / "report.html").read_text(encoding="utf-8")
 
 
+def test_the_alignment_says_how_its_experts_settled(measured):
+    """Oracle: the lines that the alignment logged."""
+    logged = (measured / "2_align" / "metrics.jsonl").read_text().splitlines()
+    moved = [json.loads(line)["moved_fraction"] for line in logged]
+    page = (measured / "7_report" / "report.html").read_text()
+    (most, changes) = re.search(
+        r"change their expert in a step: ([\d.]+).%\s+at most, .*?; ([\d.]+) changes",
+        page,
+        re.DOTALL,
+    ).groups()
+    assert float(most) == pytest.approx(100 * max(moved), rel=0.05, abs=0.5)
+    assert float(changes) == pytest.approx(sum(moved), abs=0.06)
+
+
 def test_a_page_without_matplotlib_says_so(bare, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert run(["report", str(bare)]) == 0
