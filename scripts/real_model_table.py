@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dotmoe.export.record import ExportRecord
 from dotmoe.files import write_json
 from dotmoe.provenance import provenance
 from dotmoe.run_folder import RunFolder
@@ -28,10 +29,10 @@ def perplexity(measured: Row) -> Row:
 
 def rows_of(folder: Path, results: Row) -> tuple[Row, list[Row]]:
     """Perplexities of the dense model by text, and rows of what a run made of it."""
-    split, config = results["granularity"], results["config"]
-    width = split["num_experts"] * split["expert_size"] + split["shared_size"]
-    active = split["active_experts"] * split["expert_size"] + split["shared_size"]
-    made = {"model": "converted", "active_fraction": active / width}
+    export, config = ExportRecord.load(folder / "5_export"), results["config"]
+    split_share = 1 - export.first_dense_layers / export.num_layers
+    active = 1 - split_share * (1 - export.active_fraction)
+    made = {"model": "converted", "active_fraction": active}
     tokens, training = results.get("repair", {}).get("tokens", 0), "repaired"
     if config["command"] == "finetune":
         training = "repaired, finetuned"

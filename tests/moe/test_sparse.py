@@ -28,11 +28,11 @@ def chosen(mask, active):
     return mask.topk(active, dim=1).indices
 
 
-@pytest.fixture(params=["grouped", "loop"])
+@pytest.fixture(params=["grouped", "loop", "whole"])
 def path(request, monkeypatch):
+    monkeypatch.setattr(sparse, "whole_is_faster", lambda *given: request.param == "whole")
     if request.param == "loop":
         monkeypatch.setattr(sparse, "runs_grouped", lambda dtype, *widths: False)
-    return request.param
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -106,7 +106,7 @@ def test_gradients_equal_those_of_the_masked_dense_ffn(surrogate, tiny_dense, la
         torch.testing.assert_close(ours, grad[order], rtol=1e-4, atol=1e-4)
 
 
-def test_gradcheck_and_an_expert_that_nobody_chose():
+def test_gradcheck_and_an_expert_that_nobody_chose(path):
     mask = top_k_mask(torch.randn(7, 4, dtype=torch.float64) - torch.tensor([0.0, 0, 0, 1e3]), 2)
     assert mask[:, 3].sum() == 0
     x = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
@@ -120,6 +120,7 @@ def test_gradcheck_and_an_expert_that_nobody_chose():
 
 @pytest.mark.parametrize("active", [1, 3, 6])
 def test_only_chosen_experts_are_computed(active, monkeypatch):
+    monkeypatch.setattr(sparse, "whole_is_faster", lambda *given: False)
     monkeypatch.setattr(sparse, "runs_grouped", lambda dtype, *widths: False)
     x = torch.randn(50, WIDTH, requires_grad=True)
     weights = [torch.randn(EXPERTS, SIZE, WIDTH, requires_grad=True) for _ in range(3)]
