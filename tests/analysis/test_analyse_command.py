@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from dotmoe.analyse import ANALYSES, AnalyseConfig, analyse
+from dotmoe.analyse import ANALYSES, AnalyseConfig, analyse, sensitivity
 from dotmoe.errors import UserError
 from dotmoe.finished_run import FinishedRun
 from dotmoe.layout import ALWAYS_ON
@@ -88,6 +88,12 @@ def test_one_layer_split_by_itself_is_a_layout_whose_others_are_dense(folder):
     with masked_by(dense, run.layout):
         assert values["at_once"] == pytest.approx(loss() - reference, abs=1e-5)
     assert (values["layers"], values["dense"]) == ([0, 1], pytest.approx(reference, abs=1e-5))
+
+
+@pytest.mark.parametrize(("first", "advised"), [(0.9, True), (0.2, False)])
+def test_a_first_layer_that_costs_most_is_advised_to_stay_dense(first, advised):
+    values = {"layers": [0, 1, 2, 3, 4, 5], "alone_L": [first, *[0.1] * 5], "at_once": 1.2}
+    assert ("--first-dense-layers 1" in sensitivity.says(values)[0]) == advised
 
 
 def test_parts_of_a_step_make_up_the_step_and_leave_the_run_as_it_was(folder):

@@ -39,11 +39,15 @@ def values(run: AnalysedRun) -> dict[str, Any]:
 
 
 def says(values: dict[str, Any]) -> list[str]:
-    """Which layers cost most, beside all of them at once."""
+    """Which layers cost most, beside all at once; and whether the first may better stay dense."""
     costs = sorted(zip(values["alone_L"], values["layers"], strict=True), reverse=True)
     most = ", ".join(f"{cost:.3f} (layer {layer})" for cost, layer in costs[:3])
-    return [
+    found = (
         f"nats a token above dense with one layer split and nothing repaired, the most: {most}; "
         f"the median layer {costs[len(costs) // 2][0]:.3f}; all layers at once "
         f"{values['at_once']:.3f}"
-    ]
+    )
+    first = values["layers"][0]
+    if costs[0][1] == first and costs[0][0] * len(costs) > 4 * values["at_once"]:
+        found += f": convert with --first-dense-layers {first + 1} and compare"
+    return [found]
