@@ -40,7 +40,7 @@ LLAMA_3_8B = {
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
-SPLIT = ("experts", "expert_size", "active", "active_experts", "first_dense_layers")
+SPLIT = ("experts", "expert_size", "active", "active_experts", "first_dense_layers", "shared")
 
 
 def tiny(kind=LlamaConfig, **changes):

@@ -46,7 +46,7 @@ def test_the_tables_show_the_exact_counts_and_the_split(width):
     for part in [*EXACT, "every layer 112 experts of 128 neurons", "28 run per token", "measured"]:
         assert part in text
     assert "quoted" in text
-    assert "warning" not in text
+    assert text.count("warning") == text.count("--first-dense-layers 1") == 1
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,7 @@ def test_what_does_not_run_is_not_shown():
     assert "start from data" in text
     assert "tokens at once" not in text
     assert "H100" not in text
+    assert "--shared" not in shown(inspected(first_dense_layers=1, shared=0.125))
     text = " ".join(shown(inspected(first_dense_layers=16)).split())
     assert "layers 16 to 31: 112 experts of 128 neurons" in text
     assert "every layer" not in text

@@ -10,6 +10,8 @@ from dotmoe.tables import in_bytes
 
 FUSED_ROUTING_LIMIT = 32
 """Active experts that fused routing kernels of servers handle."""
+MANY_LAYERS = 16
+"""From so many on one dense layer costs few parameters; of a model of 5 it did not pay."""
 LARGEST_STOCK_EXPERTS = 512
 """Experts a layer of the widest stock MoE models."""
 
@@ -53,6 +55,12 @@ def warnings_for(sizes: Sizes, asked: InspectConfig, rope_type: str) -> list[str
         f"A layer has {experts} experts; stock MoE models stop at {LARGEST_STOCK_EXPERTS}, and "
         "servers' kernels are untried beyond. Larger experts make fewer.": (
             experts > LARGEST_STOCK_EXPERTS
+        ),
+        "SmolLM2-135M kept more with its first layer dense (--first-dense-layers 1) and half of "
+        "what runs always on (--shared).": (
+            of_neurons
+            and widths.layers >= MANY_LAYERS
+            and not (split.first_dense_layers and split.shared_size)
         ),
         "The output head is tied to the embedding; servers of the exported format do not tie, so "
         f"it is written out: {extra} more.": sizes.counts.output_head == 0,
