@@ -96,7 +96,7 @@ def test_repair_is_the_ridge_regression_of_what_attention_lacks(family, dense_of
     size = (wanted**2).mean(1)
     root = np.sqrt(np.minimum(np.median(size) / size, 10))[:, None]
     z, r = inputs * root, (wanted - reached) / factor * root
-    ridge = found["layers"][0]["ridges"][0]
+    ridge = found["layers"][0]["ridge"]
     penalty = np.sqrt(ridge * (z**2).sum(0).mean()) * np.eye(z.shape[1])
     expected = np.linalg.lstsq(
         np.vstack([z, penalty]), np.vstack([r, np.zeros_like(r[: len(z.T)])])

@@ -54,68 +54,54 @@ class RepairConfig:
 
 
 class NormalEquations:
-    """Weighted sums over tokens for dW = argmin sum_t w_t ||z_t dW - r_t||^2, in float64.
-
-    r is what the layer itself lost and what the stream before it lacked. The first is a function of
-    the layer's input, as z is, the second next to noise, and larger in all but the first layers.
-    """
+    """Weighted sums over tokens for dW = argmin sum_t w_t ||z_t dW - r_t||^2, in float64."""
 
     def __init__(self, num_neurons: int, width: int, device: torch.device) -> None:
         zeros = partial(torch.zeros, dtype=torch.float64, device=device)
         self.gram_NN = zeros(num_neurons, num_neurons)
-        self.cross_PND = zeros(2, num_neurons, width)
-        """Of what the layer lost, and of what the stream lacked before."""
+        self.cross_ND = zeros(num_neurons, width)
         self.missing = zeros(())
 
     def add(
         self,
         hidden_TN: Float[Tensor, "T N"],
         missing_TD: Float[Tensor, "T D"],
-        lost_TD: Float[Tensor, "T D"],
         weight_T: Float[Tensor, " T"],
     ) -> None:
-        """Add tokens: masked activations z, r, its part that the layer lost, weights; float32."""
-        weighted_NT = (hidden_TN * weight_T[:, None]).T
-        self.gram_NN += weighted_NT @ hidden_TN
-        self.cross_PND[0] += weighted_NT @ lost_TD
-        self.cross_PND[1] += weighted_NT @ (missing_TD - lost_TD)
+        """Add tokens: masked activations z, what the output lacks r, and weights; float32."""
+        weighted_TN = hidden_TN * weight_T[:, None]
+        self.gram_NN += weighted_TN.T @ hidden_TN
+        self.cross_ND += weighted_TN.T @ missing_TD
         self.missing += (missing_TD.square().sum(1) * weight_T).sum()
 
-    def solved(self, part: int, ridge: float) -> Float[Tensor, "N D"]:
-        """Solution for a part of r with a penalty on its square: a share of the mean diagonal."""
+    def solved(self, ridge: float) -> Float[Tensor, "N D"]:
+        """The solution with a penalty on its square, a share of the mean diagonal, above 0."""
         penalised_NN = self.gram_NN.clone()
         penalised_NN.diagonal().add_(ridge * self.gram_NN.diagonal().mean())
         factor_NN, failed = torch.linalg.cholesky_ex(penalised_NN)
         if failed:  # nothing ran, or nothing is finite: there is nothing to fit
-            return torch.zeros_like(self.cross_PND[part])
-        return torch.cholesky_solve(self.cross_PND[part], factor_NN)
+            return torch.zeros_like(self.cross_ND)
+        return torch.cholesky_solve(self.cross_ND, factor_NN)
 
     def error(self, change_ND: Tensor) -> float:
         """What dW leaves of the weighted square error of dW = 0: 1 is no gain, less is better."""
-        change = ((self.gram_NN @ change_ND - 2 * self.cross_PND.sum(0)) * change_ND).sum()
+        change = ((self.gram_NN @ change_ND - 2 * self.cross_ND) * change_ND).sum()
         return float(1 + change / self.missing) if self.missing else 1.0
 
 
 def refit(fit: NormalEquations, heldout: NormalEquations) -> tuple[Tensor, dict[str, Any]]:
-    """Change of a projection, [N, D], from all tokens: for each part of r, one after the other, the
-    solution under the penalty best for held-out ones, or none where no penalty gains anything.
+    """Change of a projection, [N, D], from all tokens under the penalty best for held-out ones.
 
-    `fit` is used up. Besides: `ridges` of the parts, and `heldout_error` as of `error`.
+    It is zero where no penalty gains anything. `fit` is used up. Besides: `ridge`, None for zero,
+    and `heldout_error` as of `NormalEquations.error`.
     """
-    change_ND = torch.zeros_like(fit.cross_PND[0])
-    ridges, error = list[float | None](), 1.0
-    for part in range(2):
-        errors = {r: heldout.error(change_ND + fit.solved(part, r)) for r in RIDGES}
-        ridge = min(errors, key=errors.__getitem__)
-        gains = errors[ridge] < error
-        ridges.append(ridge if gains else None)
-        if gains:
-            error, change_ND = errors[ridge], change_ND + fit.solved(part, ridge)
+    errors = {ridge: heldout.error(fit.solved(ridge)) for ridge in RIDGES}
+    ridge = min(errors, key=errors.__getitem__)
+    if not errors[ridge] < 1:
+        return torch.zeros_like(fit.cross_ND), {"ridge": None, "heldout_error": 1.0}
     fit.gram_NN += heldout.gram_NN
-    fit.cross_PND += heldout.cross_PND
-    chosen = [fit.solved(part, ridge) for part, ridge in enumerate(ridges) if ridge]
-    change_ND = torch.stack([torch.zeros_like(change_ND), *chosen]).sum(0)
-    return change_ND, {"ridges": ridges, "heldout_error": error}
+    fit.cross_ND += heldout.cross_ND
+    return fit.solved(ridge), {"ridge": ridge, "heldout_error": errors[ridge]}
 
 
 @torch.no_grad()
@@ -270,30 +256,24 @@ class _Streams:
         weight_BT = self._token_weights(dense_BTD)
         places = {} if is_ffn else {index: self._after_attention(index)}
         tap = output.register_forward_hook(
-            lambda _, args, made: seen.append(
-                tuple(x.float().flatten(0, -2) for x in (*args, made))
-            )
+            lambda module, args, output: seen.append((args[0].float(), output.float()))
         )
         with tap, watched(places, lambda _, x: after.append(x)):
             for masking.active_experts in ks or (own_k,):
                 for part in self._parts:
-                    masking.enabled = False
-                    self._converted.after(index, part)
-                    whole_TN, _ = seen.pop()
-                    masking.enabled = True
                     output_BTD = self._converted.after(index, part)
                     output_BTD = output_BTD if is_ffn else after.pop()
                     wanted_BTD = dense_BTD[part].to(self._device)
                     missing_TD = (wanted_BTD.float() - output_BTD.float()).flatten(0, 1)
                     missing_TD /= self._traits.multipliers.residual
-                    (hidden_TN, product_TD), weight_T = seen.pop(), weight_BT[part].flatten()
-                    lost_TD = (whole_TN - hidden_TN) @ output.weight.float().T
+                    (hidden, product), weight_T = seen.pop(), weight_BT[part].flatten()
+                    product_TD = product.flatten(0, -2)
                     if self._traits.norms_after:
                         norm = self._layers[index].get_submodule(target.norm_after)
                         missing_TD, scale_T = _before_norm(missing_TD, product_TD, norm)
                         weight_T = weight_T / scale_T.square()
                     fitted = sums[part.start >= self._num_fitted]
-                    fitted.add(hidden_TN, missing_TD, lost_TD, weight_T)
+                    fitted.add(hidden.flatten(0, -2), missing_TD, weight_T)
         masking.active_experts = own_k
         change_ND, found = refit(*sums)
         return output.weight.double() + change_ND.T, found
