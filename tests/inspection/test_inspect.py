@@ -8,7 +8,7 @@ import pytest
 import torch
 from inspected_models import LLAMA_3_8B, inspection, llama_3_8b, tiny
 from rich.console import Console
-from transformers import AutoConfig
+from transformers import AutoConfig, GraniteConfig
 
 from dotmoe.cli import run
 from dotmoe.errors import UserError
@@ -79,6 +79,8 @@ def test_what_does_not_run_is_not_shown():
     assert "tokens at once" not in text
     assert "H100" not in text
     assert "--shared" not in shown(inspected(first_dense_layers=1, shared=0.125))
+    granite = tiny(GraniteConfig, num_hidden_layers=20, residual_multiplier=0.5)
+    assert "--shared" not in shown(inspection(granite, steps=0))  # GraniteMoe has no dense layers
     text = " ".join(shown(inspected(first_dense_layers=16)).split())
     assert "layers 16 to 31: 112 experts of 128 neurons" in text
     assert "every layer" not in text

@@ -6,6 +6,7 @@ from dotmoe.granularity import GROUPED_MATMUL_BYTES, nearest_expert_sizes
 from dotmoe.inspection.memory import exported_bytes
 from dotmoe.inspection.sizes import EXPORTED, PAPER_TOKENS, InspectConfig, Sizes, dtype_name
 from dotmoe.llama_cpp import most_active_experts_of
+from dotmoe.models.family import Multipliers
 from dotmoe.tables import in_bytes
 
 FUSED_ROUTING_LIMIT = 32
@@ -18,13 +19,13 @@ LARGEST_STOCK_EXPERTS = 512
 
 def warnings_for(sizes: Sizes, asked: InspectConfig, rope_type: str) -> list[str]:
     """Sentences about one conversion, what the export would refuse first."""
-    split, widths = sizes.split, sizes.widths
+    split, widths, traits = sizes.split, sizes.widths, sizes.traits
     of_neurons = split.target == "ffn"
     size, experts, active = split.expert_size, split.num_experts, split.active_experts
-    only_llama = rope_type == "llama3" or sizes.traits.output_bias  # not held by gguf_glm4moe
-    most = most_active_experts_of(sizes.traits, split, widths.layers, 5 if only_llama else 8)
+    only_llama = rope_type == "llama3" or traits.output_bias  # not held by gguf_glm4moe
+    most = most_active_experts_of(traits, split, widths.layers, 5 if only_llama else 8)
     served = not sizes.has_heads
-    window = sizes.traits.sliding_window or widths.context
+    window = traits.sliding_window or widths.context
     extra = in_bytes(exported_bytes(sizes)["tied head written out"])
     seen = asked.steps * asked.batch_size * min(asked.seq_len, widths.context)
     is_half = sizes.stored is torch.float16
@@ -61,6 +62,8 @@ def warnings_for(sizes: Sizes, asked: InspectConfig, rope_type: str) -> list[str
             of_neurons
             and widths.layers >= MANY_LAYERS
             and not (split.first_dense_layers and split.shared_size)
+            and not (traits.norms_after or traits.output_bias)  # whose formats hold neither
+            and traits.multipliers == Multipliers()
         ),
         "The output head is tied to the embedding; servers of the exported format do not tie, so "
         f"it is written out: {extra} more.": sizes.counts.output_head == 0,
