@@ -1,5 +1,7 @@
 """ExpertLayout: what it refuses, and that it survives the disk."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -50,8 +52,9 @@ def test_a_damaged_file_is_refused_in_one_line(damage, tmp_path):
     [
         ({"expert_of_neuron_LN": [[0, 0, 0, 0, 1, 2]] * 2}, "not balanced: 1 to 4"),
         ({"expert_of_neuron_LN": [[-1, 0, 1, 2], [-1, -1, 0, 1]]}, "not balanced"),
-        ({"expert_of_neuron_LN": [[0, 1, 2, 0, 1, 3]] * 2}, "0 to 2, or be -1"),
-        ({"expert_of_neuron_LN": [[-2, 0, 1, 2], [-1, 0, 1, 2]]}, "or be -1"),
+        ({"expert_of_neuron_LN": [[0, 1, 2, 0, 1, 3]] * 2}, "0 to 2, or be -1 or -2"),
+        ({"expert_of_neuron_LN": [[-3, 0, 1, 2], [-1, 0, 1, 2]]}, "or be -1 or -2"),
+        ({"expert_of_neuron_LN": [[-2, 0, 1, 2], [-1, 0, 1, 2]]}, "not balanced"),
         ({"expert_of_neuron_LN": [[-1, 0, 1, 2], [-1, -1, -1, -1]]}, "leading"),
         ({"expert_of_neuron_LN": [[-1, -1, -1, -1]] * 2}, "leading"),
         ({"router_LED": [[[float("nan")] * 4] * 3] * 2}, "NaN"),
@@ -88,3 +91,24 @@ def test_always_on_neurons_and_leading_dense_layers():
     assert found.granularity == Granularity(
         num_experts=3, expert_size=1, active_experts=2, shared_size=2, first_dense_layers=1
     )
+
+
+def test_the_experts_that_fewest_tokens_run_are_dropped_and_the_others_renumbered():
+    own = torch.tensor([[-1] * 5, [2, -1, 1, 0, -1], [-1, 0, 2, -1, 1]])
+    before = layout(
+        expert_of_neuron_LN=own, router_LED=torch.arange(36.0).view(3, 3, 4), active_experts=1
+    )
+    chosen = torch.tensor([[[0], [2], [2]], [[1], [0], [1]]])  # idlest: 1, and in the other layer 2
+    found = before.without_idlest(chosen, 1)
+    assert found.expert_of_neuron_LN.tolist() == [[-1] * 5, [1, -1, -2, 0, -1], [-1, 0, -2, -1, 1]]
+    assert torch.equal(found.router_LED[1], before.router_LED[1, [0, 2]])
+    assert torch.equal(found.router_LED[2], before.router_LED[2, [0, 1]])
+    assert found.neurons_of_expert(1).tolist() == [[3], [0]]
+    assert found.granularity == replace(before.granularity, num_experts=2, dropped_size=1)
+    assert found.granularity.active_fraction == before.granularity.active_fraction
+    again = found.without_idlest(torch.tensor([[[0]], [[1]]]), 1)
+    assert again.expert_of_neuron_LN.tolist() == [
+        [-1] * 5,
+        [-2, -1, -2, 0, -1],
+        [-1, -2, -2, -1, 0],
+    ]

@@ -70,7 +70,7 @@ class _Learned:
             router_LED=(),
             surrogate=config.surrogate,
             surrogate_temperature=config.surrogate_temperature,
-            always_on=split.shared_size > 0,
+            fixed=(1.0,) * (split.columns - split.num_experts),
             first_layer=first,
             target=split.target,
         )

@@ -81,6 +81,8 @@ class Granularity:
     """Experts that run per token (k)."""
     shared_size: int = 0
     """Neurons of a layer's shared expert, which runs for every token."""
+    dropped_size: int = 0
+    """Units of a split layer that belong to no expert, and are left out."""
     first_dense_layers: int = 0
     """Leading layers that are not split."""
     target: str = "ffn"
@@ -96,8 +98,8 @@ class Granularity:
 
     @property
     def units(self) -> int:
-        """Units of one layer, E * s and the shared expert's."""
-        return self.num_experts * self.expert_size + self.shared_size
+        """Units of one layer, E * s, the shared expert's and those that are left out."""
+        return self.num_experts * self.expert_size + self.shared_size + self.dropped_size
 
     def with_shared(self, shared_experts: int) -> "Granularity":
         """So many of the active experts merged into the shared expert; as many neurons run."""

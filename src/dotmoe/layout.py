@@ -20,6 +20,8 @@ from dotmoe.models.targets import TARGETS
 
 ALWAYS_ON = -1
 """In place of an expert's number: the neuron runs for every token."""
+DROPPED = -2
+"""In place of an expert's number: the neuron is left out, and runs for no token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +34,12 @@ class ExpertLayout:
     Token x runs the `active_experts` experts with the largest `router_LED[layer] @ x`, computed in
     float32; their outputs are summed with weight exactly 1 (eq:moe_output). Neurons may also be
     always on: those of a shared expert, the same number in every layer, or all of a layer's, which
-    leaves that layer dense. Only leading layers can be dense.
+    leaves that layer dense. Only leading layers can be dense. Or dropped, as many in each split
+    layer.
     """
 
     expert_of_neuron_LN: Int[Tensor, "L N"]
-    """Expert of each neuron, 0 to E - 1, or `ALWAYS_ON`; all experts have the same size."""
+    """Expert of each neuron, 0 to E - 1, `ALWAYS_ON` or `DROPPED`; all experts have one size."""
     router_LED: Float[Tensor, "L E D"]
     """Router rows, float32."""
     active_experts: int
@@ -52,14 +55,15 @@ class ExpertLayout:
         expert_LN = self.expert_of_neuron_LN.cpu().long()
         if len(expert_LN) != num_layers:
             raise ValueError(f"{len(expert_LN)} assigned layers, {num_layers} routers")
-        if expert_LN.min() < ALWAYS_ON or expert_LN.max() >= num_experts:
-            raise ValueError(f"expert numbers must lie in 0 to {num_experts - 1}, or be -1")
+        if expert_LN.min() < DROPPED or expert_LN.max() >= num_experts:
+            raise ValueError(f"expert numbers must lie in 0 to {num_experts - 1}, or be -1 or -2")
         first = self.first_dense_layers
         if first == num_layers or bool((expert_LN[first:] == ALWAYS_ON).all(dim=1).any()):
             raise ValueError("only leading layers can be dense, and not all of them")
-        rows = [torch.bincount(row - ALWAYS_ON, minlength=num_experts + 1) for row in expert_LN]
-        shared, *sizes = torch.stack(rows[first:]).T.tolist()
-        if len(set(shared)) > 1 or len(set(map(tuple, sizes))) > 1 or len(set(sizes[0])) > 1:
+        rows = [torch.bincount(row - DROPPED, minlength=num_experts + 2) for row in expert_LN]
+        dropped, shared, *sizes = torch.stack(rows[first:]).T.tolist()
+        uneven = any(len(set(counts)) > 1 for counts in (dropped, shared, sizes[0]))
+        if uneven or len(set(map(tuple, sizes))) > 1:
             least, most = min(map(min, sizes)), max(map(max, sizes))
             raise ValueError(f"experts are not balanced: {least} to {most} neurons")
         if not bool(torch.isfinite(self.router_LED).all()):
@@ -101,9 +105,14 @@ class ExpertLayout:
         return int((self.expert_of_neuron_LN[-1] == ALWAYS_ON).sum())
 
     @property
+    def dropped_size(self) -> int:
+        """Neurons of a split layer that are left out."""
+        return int((self.expert_of_neuron_LN[-1] == DROPPED).sum())
+
+    @property
     def expert_size(self) -> int:
         """Neurons of one expert (S)."""
-        return (self.num_neurons - self.shared_size) // self.num_experts
+        return (self.num_neurons - self.shared_size - self.dropped_size) // self.num_experts
 
     @property
     def granularity(self) -> Granularity:
@@ -113,6 +122,7 @@ class ExpertLayout:
             expert_size=self.expert_size,
             active_experts=self.active_experts,
             shared_size=self.shared_size,
+            dropped_size=self.dropped_size,
             first_dense_layers=self.first_dense_layers,
             target=self.target,
             beside=self.beside.granularity if self.beside else None,
@@ -121,7 +131,8 @@ class ExpertLayout:
     def neurons_of_expert(self, layer: int) -> Int[Tensor, "E S"]:
         """Neuron numbers of each expert of a split layer, ascending within an expert."""
         order = torch.argsort(self.expert_of_neuron_LN[layer], stable=True)
-        return order[self.shared_size :].view(self.num_experts, self.expert_size)
+        routed = order[self.dropped_size + self.shared_size :]
+        return routed.view(self.num_experts, self.expert_size)
 
     def shared_neurons(self, layer: int) -> Int[Tensor, " N"]:
         """Neuron numbers of the shared expert of a layer, ascending; all of a dense layer's."""
@@ -134,6 +145,22 @@ class ExpertLayout:
     def with_active_experts(self, active_experts: int) -> "ExpertLayout":
         """The same experts and routers with another k."""
         return replace(self, active_experts=active_experts)
+
+    def without_idlest(self, chosen_LTK: Int[Tensor, "L T K"], num_dropped: int) -> "ExpertLayout":
+        """The same without so many experts of each split layer, those that fewest tokens run.
+
+        `chosen_LTK` has the experts that each token runs in the split layers.
+        """
+        experts, own_LN = self.num_experts, self.expert_of_neuron_LN.clone()
+        router_LED = self.router_LED[:, : experts - num_dropped].clone()
+        for layer, chosen_TK in zip(self.moe_layers, chosen_LTK, strict=True):
+            counts_E = torch.bincount(chosen_TK.flatten().long(), minlength=experts)
+            kept_E = counts_E.argsort(stable=True)[num_dropped:].sort().values
+            number_E = torch.full((experts + 2,), DROPPED)
+            number_E[kept_E], number_E[ALWAYS_ON] = torch.arange(len(kept_E)), ALWAYS_ON
+            own_LN[layer] = number_E[own_LN[layer]]
+            router_LED[layer] = self.router_LED[layer, kept_E]
+        return replace(self, expert_of_neuron_LN=own_LN, router_LED=router_LED)
 
     def save(self, path: Path) -> None:
         """Write as one safetensors file."""

@@ -23,7 +23,7 @@ class ParameterCounts:
 
     dense_total: int
     stored: int
-    """The dense model's and the routers': what alignment leaves behind."""
+    """The dense model's and the routers', less what is dropped: what files must hold."""
     active: int
     """Parameters that work on one token, without routers: the figure that papers print."""
     active_with_routers: int
@@ -79,7 +79,7 @@ def count_parameters(config: Any, family: Family, granularity: Granularity) -> P
     """Exact counts of a dense model and its split.
 
         active = all - (1 - k / E) * FFN        (FFN = 3 * d * d_ffn * L)
-        stored = all + L * E * d
+        stored = all + L * E * d - 3 * d * dropped * L
 
     where L counts the split layers only, and a shared expert is active. Of attention, 1 - k / E of
     W_Q and W_O (2 * d * d_h * N_h * L, and a bias of queries) is idle; of W_O alone where all
@@ -94,13 +94,14 @@ def count_parameters(config: Any, family: Family, granularity: Granularity) -> P
     of_a_query = 0 if traits.qk_norm == "full" else width + traits.qkv_bias
     of_a_head = traits.head_dim * (width + of_a_query)
     of_a_unit = {"ffn": 3 * width, "attention": of_a_head}
-    routers, idle = 0, dict.fromkeys(TARGETS, 0)
+    routers, dropped, idle = 0, 0, dict.fromkeys(TARGETS, 0)
     for split in parts_of(granularity):
         units = TARGETS[split.target].units(config)
         if split.units != units:
             raise ValueError(f"a split of {split.units} units for layers of {units}")
         layers = len(ffns) - split.first_dense_layers
         routers += layers * split.num_experts * width
+        dropped += layers * split.dropped_size * of_a_unit[split.target]
         idle[split.target] = layers * (units - split.active_units) * of_a_unit[split.target]
     ffn_active, split_heads = ffn_total - idle["ffn"], parts_of(granularity)[-1]
     heads_total = (
@@ -109,7 +110,7 @@ def count_parameters(config: Any, family: Family, granularity: Granularity) -> P
     active = total - sum(idle.values())
     return ParameterCounts(
         dense_total=total,
-        stored=total + routers,
+        stored=total + routers - dropped,
         active=active,
         active_with_routers=active + routers,
         active_without_embeddings=active - embedding - head,

@@ -1,4 +1,4 @@
-"""The experts of a finished run, exported again: in another format, dtype, or with another k."""
+"""The experts of a finished run, exported again: in another format or dtype, with other experts."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -7,13 +7,18 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
+from dotmoe.analyse.run import captured_routes
 from dotmoe.errors import UserError
 from dotmoe.export import GGUF_NAMES, ExportRecord, GgufConfig, export
 from dotmoe.finished_run import FinishedRun
+from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, describe_dense, left_on_disk
 from dotmoe.models.dense import DenseModel
 from dotmoe.options import at_least, check
 from dotmoe.progress import Update, no_update
+
+LOAD_TOKENS = 16384
+"""Tokens of training text by which experts are dropped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +31,9 @@ class ReexportConfig:
     """Folder to write; must not exist, or be empty."""
     active_experts: Annotated[int | None, at_least(1)] = None
     """Experts that run per token (k), 1 to E. Default: the run's."""
+    drop_experts: Annotated[int, at_least(0)] = 0
+    """Experts of each split layer that are left out: those that run for fewest tokens of the text
+    that the run was made with. Files are smaller, and as many neurons run; k stays below E."""
     export: GgufConfig = field(default_factory=GgufConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
 
@@ -35,8 +43,8 @@ class ReexportConfig:
         is_gguf = name in GGUF_NAMES
         ignored = ("export_dtype", "max_shard_gib") if is_gguf else ("gguf_type", "gguf_tokenizer")
         given = [each for each in ignored if getattr(self.export, each) != getattr(plain, each)]
-        if name == "gguf_dense" and self.active_experts is not None:
-            given.append("active_experts")
+        if name == "gguf_dense":
+            given += [each for each in ("active_experts", "drop_experts") if getattr(self, each)]
         for option in given:
             raise UserError(
                 f"--{option.replace('_', '-')} says nothing about format {name}. Leave it out."
@@ -63,6 +71,8 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
     dense = left_on_disk(described, config.load)
     if config.active_experts is not None:
         layout = layout.with_active_experts(config.active_experts)
+    if config.drop_experts:
+        layout = _without_idlest(run, layout, dense, config.drop_experts, on_progress)
     return export(
         dense,
         layout,
@@ -72,6 +82,25 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
         origin=_origin(run, described) if run.has_own_weights else None,
         on_progress=on_progress,
     )
+
+
+def _without_idlest(
+    run: FinishedRun, layout: ExpertLayout, dense: DenseModel, num: int, on_progress: Update
+) -> ExpertLayout:
+    """The layout without so many experts a layer, those that its own text runs least."""
+    most = layout.num_experts - layout.active_experts
+    if layout.target != "ffn" or layout.beside:
+        raise UserError(
+            f"drop_experts is {num}, but {run.folder.path} has experts made of heads, all of which "
+            "are kept. Leave it out."
+        )
+    if num > most:
+        raise UserError(
+            f"drop_experts is {num}, but {layout.active_experts} of {layout.num_experts} experts a "
+            f"layer run for a token. Choose at most {most}, or a smaller active_experts."
+        )
+    tokens_BT = run.text.training.drawn(LOAD_TOKENS)
+    return layout.without_idlest(captured_routes(dense, layout, tokens_BT, on_progress)["ffn"], num)
 
 
 def _origin(run: FinishedRun, changed: DenseModel) -> DenseModel:

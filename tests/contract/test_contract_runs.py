@@ -88,7 +88,8 @@ def keys_in(values, depth):
 
 
 PERPLEXITY = {"loss", "perplexity", "bits_per_byte", "window", "tokens", "unit", "text", "protocol"}
-SPLIT = {"num_experts", "expert_size", "active_experts", "shared_size", "first_dense_layers"}
+SPLIT = {"num_experts", "expert_size", "active_experts", "shared_size", "dropped_size"}
+SPLIT |= {"first_dense_layers"}
 PARAMETERS = {
     "dense",
     "stored",

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dotmoe.layout import ExpertLayout
@@ -50,6 +51,42 @@ def test_a_run_is_exported_again(
     assert float(difference) < (0.05 if "export_dtype" in options else 5e-3)
     if model_type == "mixtral":  # which has k folded into its weights
         assert "dotmoe export" in command("edit", out, active_experts=2).refusal()
+
+
+def test_experts_that_run_least_are_dropped(finished, command, tokens_BT, tmp_path):
+    before, out = finished.contents(), tmp_path / "smaller"
+    assert command("export", finished.folder, out, drop_experts=4, **QUICK).status == 0
+    assert finished.contents() == before
+    whole = json.loads((finished.folder / "5_export/dotmoe.json").read_text())["parameters"]
+    record = json.loads((out / "dotmoe.json").read_text())
+    assert (record["num_experts"], record["active_experts"]) == (8, 3)
+    assert record["parameters"]["active"] == whole["active"] < whole["stored"]
+    # Which went: those that a forward hook of our own counts least on the run's training text.
+    dense = load_dense(str(finished.source), LoadConfig())
+    layout = ExpertLayout.load(finished.folder / "3_extract/layout.safetensors")
+    text = load_file(finished.folder / "0_data/training.safetensors")["tokens"].long()
+    counts = {}
+
+    def count(layer):
+        def hook(module, args):
+            logits = args[0].flatten(0, -2) @ layout.router_LED[layer].T
+            counts[layer] = logits.topk(3).indices.flatten().bincount(minlength=12)
+
+        return hook
+
+    with torch.no_grad(), masked_by(dense, layout):
+        for number, layer in enumerate(dense.family.layers(dense.model)):
+            layer.mlp.register_forward_pre_hook(count(number))
+        dense.model(input_ids=text)
+    exported = AutoModelForCausalLM.from_pretrained(out)
+    for number, layer in enumerate(exported.model.layers):
+        kept = counts[number].argsort(stable=True)[4:].sort().values
+        router, wanted = layer.mlp.gate.weight, layout.router_LED[number][kept]
+        torch.testing.assert_close(router / router.norm(), wanted / wanted.norm())
+    said = command("export", finished.folder, tmp_path / "no", drop_experts=10).refusal()
+    assert (
+        "drop_experts is 10, but 3 of 12 experts a layer run for a token. Choose at most 9" in said
+    )
 
 
 @pytest.mark.parametrize("name", ["gguf_glm4moe", "gguf_llama", "gguf_dense"])

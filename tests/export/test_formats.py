@@ -15,6 +15,7 @@ from dotmoe.errors import UserError
 from dotmoe.export import FORMATS, ExportConfig, export, require_exportable
 from dotmoe.export.architectures import formats_like
 from dotmoe.granularity import Granularity
+from dotmoe.layout import DROPPED
 from dotmoe.load import LoadConfig, describe_dense, load_dense
 from dotmoe.models.family import FAMILIES
 from dotmoe.moe.masked import masked_by
@@ -124,6 +125,41 @@ def test_leading_layers_can_stay_dense_and_the_others_keep_their_numbers(
     assert [scale["layer"] for scale in record.routers] == [1, 2]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config.get("first_k_dense_replace") == 1 or config["mlp_only_layers"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "beside"),
+    [
+        ("llama", "glm4_moe", {"shared_size": 24, "dense_layers": 1}),
+        ("qwen2", "qwen2_moe", {"shared_size": 24}),
+        ("qwen3", "qwen3_moe", {}),
+        ("llama", "mixtral", {}),
+    ],
+)
+def test_neurons_of_dropped_experts_are_gone_and_all_others_are_as_they_were(
+    family, target, beside, dense_of, layout_of, tokens_BT, tmp_path
+):
+    """Oracle: the dense model whose W_down has no columns for them, all other experts on."""
+    width = 96 + beside.get("shared_size", 0)
+    dense = dense_of(family, num_hidden_layers=3, intermediate_size=width)
+    layout = layout_of(dense, **beside)
+    layout = layout.without_idlest(torch.zeros(len(layout.moe_layers), 1, 1, dtype=int), 4)
+    layout = layout.with_active_experts(layout.num_experts)
+    gone = layout.expert_of_neuron_LN == DROPPED
+    assert gone.sum() == 4 * layout.expert_size * len(layout.moe_layers) > 0
+    record = export(dense, layout, tmp_path / "out", ExportConfig(format=target), tokens_BT)
+    assert (record.num_experts, record.verification["dense_error"]) == (8, None)
+    neurons = 3 * dense.widths.model * int(gone.sum())
+    routers = record.parameters["active_with_routers"] - record.parameters["active"]
+    assert record.parameters["stored"] == record.parameters["dense"] + routers - neurons
+    assert record.parameters["active"] == record.parameters["dense"] - neurons
+    with torch.no_grad():
+        for layer, gone_N in zip(dense.family.layers(dense.model), gone, strict=True):
+            layer.mlp.down_proj.weight[:, gone_N] = 0
+        reference = dense.model(input_ids=tokens_BT).logits
+    found = logits_by_transformers(tmp_path / "out", tokens_BT)
+    assert relative_error(found, reference) < 3e-3
+    assert "are left out" in (tmp_path / "out/README.md").read_text()
 
 
 def test_a_dynamic_rope_with_a_window_is_refused_only_where_the_context_is_cut(tiny_dense):

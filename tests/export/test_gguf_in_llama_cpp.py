@@ -117,9 +117,11 @@ def test_a_wrong_rotation_is_found(
     assert [path.name for path in tmp_path.iterdir()] == [f"{name}_unverified"]
 
 
-def test_always_on_neurons_and_dense_layers_run(dense_of, layout_of, write, error_of):
+@pytest.mark.parametrize("dropped", [0, 3])
+def test_always_on_neurons_and_dense_layers_run(dropped, dense_of, layout_of, write, error_of):
     dense = dense_of("llama", num_hidden_layers=3, tied=True)
     layout = layout_of(dense, shared_size=12, dense_layers=1)
+    layout = layout.without_idlest(torch.zeros(2, 1, 1, dtype=int), dropped)
     write(dense, layout)
     with masked_by(dense, layout):
         assert error_of("gguf_glm4moe", dense.model) < 1e-5

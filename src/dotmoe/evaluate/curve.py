@@ -70,7 +70,7 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> dict[str, Any]:
             "loss_above_all_experts": result["loss"] - last["loss"],
         }
         points.append(point)
-    all_experts = "other weights" if record.is_finetuned else "dense"
+    all_experts = "other weights" if record.is_finetuned or record.dropped_size else "dense"
     return {
         **{name: getattr(record, name) for name in ("name", "format", "source")},
         "dtype": stock.dtype,

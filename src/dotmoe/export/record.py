@@ -58,7 +58,7 @@ class ExportRecord:
     shared_size: int
     active_experts: int
     active_fraction: float
-    """Share of a split layer's FFN neurons that run per token."""
+    """Share of a split layer's FFN neurons in the dense model that run per token."""
     verified_active_experts: int
     """The k of the export, at which `routers` and `verification` were measured."""
     active_experts_key: str
@@ -82,6 +82,8 @@ class ExportRecord:
     """Size and SHA-256 of the files beside it but config and card."""
     config_sha256: str | None
     """SHA-256 of what the config says besides k; None: a GGUF, which has no config."""
+    dropped_size: int = 0
+    """Neurons of a split layer that are left out."""
 
     @classmethod
     def load(cls, folder: Path) -> "ExportRecord":
@@ -112,7 +114,7 @@ class ExportRecord:
         )
         layers = self.num_layers - self.first_dense_layers
         more = (active_experts - self.active_experts) * expert * layers
-        neurons = self.shared_size + self.num_experts * self.expert_size
+        neurons = self.dropped_size + self.shared_size + self.num_experts * self.expert_size
         notes = [note for note in self.notes if not note.startswith(_EDITED)]
         if active_experts != self.verified_active_experts:
             fitted = ", and the weights were fitted at it" if self.is_finetuned else ""
@@ -154,8 +156,10 @@ def record_of(
     `found` has the fields name, files, routers, verification, problems and notes.
     """
     dense, split = conversion.dense, conversion.granularity
-    names = ("num_experts", "expert_size", "active_experts", "shared_size", "first_dense_layers")
-    sizes: dict[str, Any] = {name: getattr(split, name) if form.splits else 0 for name in names}
+    names = ("num_experts", "expert_size", "active_experts", "shared_size", "dropped_size")
+    sizes: dict[str, Any] = {
+        name: getattr(split, name) if form.splits else 0 for name in (*names, "first_dense_layers")
+    }
     whole = Granularity(num_experts=1, expert_size=dense.widths.ffn, active_experts=1)
     counts = asdict(count_parameters(dense.config, dense.family, split if form.splits else whole))
     details, specs = form.details(conversion), list(form.tensors(conversion))

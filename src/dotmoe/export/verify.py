@@ -59,7 +59,7 @@ def verify(
         `block_error_tail`), and the shares of tokens `misrouted` and of `outliers`. `logits_error`
         and `logits_error_tail`, `top1_agreement`: against the masked dense model with the same
         routes, in standard deviations of the logits. `dense_error`: against the dense model at
-        k = E, None where k is not free.
+        k = E, None where k is not free or neurons are dropped.
 
     Raises:
         VerificationError: The folder is not what was to be written, or Transformers cannot load it.
@@ -91,7 +91,8 @@ def verify(
                 hooks.enter_context(block.register_forward_hook(seeing))
         logits_TV = logits_of(exported, tokens_BT)
     at_full_TV = None
-    if form.active_experts_editable and layout.beside is None:
+    is_whole = layout.beside is None and not layout.dropped_size
+    if form.active_experts_editable and is_whole:
         form.run_active_experts(exported, layout.moe_layers, layout.num_experts)
         at_full_TV = logits_of(exported, tokens_BT)
     loaded_class = f"{type(exported).__module__}.{type(exported).__qualname__}"

@@ -85,15 +85,15 @@ class Masking(Routing):
     """
 
     expert_of_neuron_LN: Int[Tensor, "L N"]
-    """Hard assignment, M as expert numbers; with `always_on`, E: the neuron always runs."""
+    """Hard assignment, M as expert numbers; from E on columns of `fixed`."""
     router_LED: Float[Tensor, "L E D"] | tuple[Float[Tensor, "E D"], ...]
     """Router rows, or those of each layer apart."""
     plan_LNE: Float[Tensor, "L N E"] | tuple[Float[Tensor, "N E"], ...] | None = None
     """Soft plan, or that of each layer apart; receives the assignment's gradient
     (eq:assignment_ste). None: nothing does."""
-    always_on: bool = False
-    """Some neurons belong to no routed expert: R has one more column, of ones, and the plan one for
-    them."""
+    fixed: tuple[float, ...] = ()
+    """Further columns of R, the same for all tokens, and of the plan: 1 for neurons that always run
+    and belong to no routed expert, 0 for those that never do."""
     first_layer: int = 0
     """Layers before this one stay dense."""
     target: str = "ffn"
@@ -107,7 +107,9 @@ class Masking(Routing):
     def mask(self, index: int, x_TD: Tensor) -> Tensor:
         """R for the tokens of such a layer, with a column of ones where some units always run."""
         mask_TE, _ = self.route(router_logits(x_TD, self.router_LED[index]))
-        return F.pad(mask_TE, (0, 1), value=1.0) if self.always_on else mask_TE
+        for value in self.fixed:
+            mask_TE = F.pad(mask_TE, (0, 1), value=value)
+        return mask_TE
 
 
 class MaskedFFN(nn.Module):
@@ -212,9 +214,9 @@ def maskings_of(dense: DenseModel, layout: ExpertLayout) -> list[Masking]:
         Masking(
             active_experts=part.active_experts,
             expert_of_neuron_LN=part.expert_of_neuron_LN[part.first_dense_layers :].to(dense.device)
-            % (part.num_experts + 1),
+            % (part.num_experts + 2),
             router_LED=part.router_LED[part.first_dense_layers :].to(dense.device, torch.float32),
-            always_on=part.shared_size > 0,
+            fixed=(0.0, 1.0),  # of DROPPED and ALWAYS_ON, -2 and -1
             first_layer=part.first_dense_layers,
             target=part.target,
         )
@@ -269,8 +271,8 @@ def neuron_mask(
     chosen_TK: Int[Tensor, "T K"], layout: ExpertLayout, layer: int
 ) -> Bool[Tensor, "T N"]:
     """Which units of a layer run for each token: R M^T as true and false (eq:moe_output)."""
-    # A last column of R stands for the neurons that are always on.
-    shape = (len(chosen_TK), layout.num_experts + 1)
+    # The last two columns of R stand for neurons that are dropped, and always on.
+    shape = (len(chosen_TK), layout.num_experts + 2)
     runs_TE = torch.zeros(shape, dtype=torch.bool, device=chosen_TK.device)
     runs_TE.scatter_(1, chosen_TK, True)
     runs_TE[:, ALWAYS_ON] = True
