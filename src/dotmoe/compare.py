@@ -12,7 +12,7 @@ import tyro
 from dotmoe.baselines import METHODS, MethodName
 from dotmoe.calibrate import CalibrateConfig
 from dotmoe.config import PruneRunConfig, RunConfig
-from dotmoe.errors import UserError
+from dotmoe.errors import UserError, VerificationError
 from dotmoe.files import write_json, write_text
 from dotmoe.granularity import ExpertsConfig, Granularity, resolve
 from dotmoe.load import describe_dense
@@ -183,7 +183,9 @@ def table(summary: dict[str, Any]) -> Table:
             del columns[name]
     other = summary.get("other_text")
     note = f"Other text, perplexity: {', '.join(other)}." if other else ""
-    return table_of(rows, columns, words=4 if "weights" in columns else 3, note=note)
+    if left_out := summary.get("left_out"):
+        note += f" Left out, since their export was not verified: {', '.join(left_out)}."
+    return table_of(rows, columns, words=4 if "weights" in columns else 3, note=note.strip())
 
 
 def _active(row: Row) -> str | None:
@@ -280,28 +282,40 @@ def summary_of(
     """What a comparison and a sweep record, after making every run that is not finished yet.
 
     What does not fit the model is refused before the first run. `rows_of` gives the rows of a run
-    from its results.
+    from its results. Where an export fails its verification, that run is `left_out`, with why, and
+    the others are made.
+
+    Raises:
+        VerificationError: All failed.
     """
     dense_model = describe_dense(config.model)
     for point in points:
         _require_fit(point, dense_model)
     rows: list[Row] = []
+    left_out: dict[str, str] = {}
     for point in points:
         progress.log(f"{point.name}:")
-        if isinstance(point.config, RunConfig):
-            results = convert(point.config, progress).results
-        else:
-            results = prune(point.config, progress)
-        dense = results["dense"]
-        if not rows:
-            whole = {"active_fraction": 1.0, "shared_fraction": 0.0}
-            whole |= dict.fromkeys(("parameters", "stored"), results["parameters"]["dense"])
-            rows.append({"run": "dense", "value": "dense", **whole, **_measured(dense, dense)})
-        rows.extend(rows_of(point, results))
+        try:
+            if isinstance(point.config, RunConfig):
+                results = convert(point.config, progress).results
+            else:
+                results = prune(point.config, progress)
+            dense = results["dense"]
+            if not rows:
+                whole = {"active_fraction": 1.0, "shared_fraction": 0.0}
+                whole |= dict.fromkeys(("parameters", "stored"), results["parameters"]["dense"])
+                rows.append({"run": "dense", "value": "dense", **whole, **_measured(dense, dense)})
+            rows.extend(rows_of(point, results))
+        except VerificationError as error:
+            left_out[point.name] = str(error)
+            progress.log(f"{point.name} is left out: {error}")
+            if not rows and point is points[-1]:
+                raise
     return {
         "origin": "measured",
         "model": config.model,
         "rows": rows,
+        "left_out": left_out,
         **{name: dense[name] for name in ("text", "window", "protocol")},
         "provenance": provenance(config.seed),
     }

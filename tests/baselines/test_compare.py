@@ -14,9 +14,10 @@ from dotmoe.baselines import METHODS, BaselineConfig
 from dotmoe.compare import CompareConfig, points_of
 from dotmoe.config import PruneRunConfig
 from dotmoe.data import DataConfig
-from dotmoe.errors import UserError
+from dotmoe.errors import UserError, VerificationError
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.layout import ExpertLayout
+from dotmoe.pipeline import convert
 from dotmoe.pruning import PRUNING
 from dotmoe.report.plots import is_installed
 from runs import TINY_CONVERT, TINY_FINETUNE
@@ -223,6 +224,31 @@ def test_what_does_not_fit_is_left_out_of_all_and_refused_by_name_before_any_run
         for router in ("own", "ridge")
     }
     assert set(re.findall(r"(\S+) is left out: ", said.err)) == without
+
+
+def test_a_run_whose_export_fails_its_verification_is_left_out_and_the_others_are_made(
+    tiny_dense, text_file, eval_text, tmp_path, command, monkeypatch
+):
+    def convert_but(failing):
+        def convert_or_fail(config, progress):
+            if config.baseline.split_router in failing:
+                raise VerificationError("layer 2 routes otherwise.")
+            return convert(config, progress)
+
+        return convert_or_fail
+
+    out, model = tmp_path / "compared", tiny_dense("llama")
+    options = OPTIONS | {"data": text_file, "eval_text": eval_text, "methods": "by_energy"}
+    monkeypatch.setattr("dotmoe.compare.convert", convert_but({"own"}))
+    said = command("compare", model, out, **options)
+    assert (said.status, "by_energy-own is left out: layer 2 routes" in said.err) == (0, True)
+    summary = json.loads((out / "compare.json").read_text())
+    assert [row["run"] for row in summary["rows"]] == ["dense", "by_energy-ridge"]
+    assert summary["left_out"] == {"by_energy-own": "layer 2 routes otherwise."}
+    assert "not verified: by_energy-own." in (out / "compare.md").read_text()
+    monkeypatch.setattr("dotmoe.compare.convert", convert_but({"own", "ridge"}))
+    said = command("compare", model, tmp_path / "none", **options)
+    assert (said.status, "layer 2 routes otherwise" in said.err) == (3, True)
 
 
 def test_a_share_of_the_parameters_is_the_budget_of_all_rows(
