@@ -46,6 +46,19 @@ def test_the_neurons_of_largest_energy_start_in_the_shared_expert():
     assert router_ED.shape == (6, 6)
 
 
+def test_the_shared_expert_takes_what_no_router_can_predict():
+    generator = torch.Generator().manual_seed(0)
+    topic_T = torch.randint(4, (400,), generator=generator)
+    x_TD = F.one_hot(topic_T, 8).float() + 0.1 * torch.randn(400, 8, generator=generator)
+    truth_N = torch.arange(5).repeat(8)[torch.randperm(40, generator=generator)]
+    energy_TN = 5.0 * (topic_T[:, None] == truth_N)  # 1.25 in the mean
+    by_chance = truth_N == 4
+    energy_TN[:, by_chance] = 2 * torch.rand(400, 8, generator=generator)  # 1 in the mean
+    split = Granularity(num_experts=4, expert_size=8, active_experts=1, shared_size=8)
+    expert_N, _ = router_aware_start(x_TD, energy_TN, split, CalibrateConfig(), seed=0)
+    assert torch.equal(expert_N == 4, by_chance)
+
+
 def test_hardening_is_balanced_at_any_scale_of_affinities():
     affinity = torch.randn(60, 5, generator=torch.Generator().manual_seed(0))
     for scale in (1e-4, 1.0, 1e4):

@@ -27,7 +27,7 @@ from dotmoe.moe.router import router_logits, top_k_mask
 from dotmoe.options import above, at_least
 from dotmoe.progress import Update, no_update
 from dotmoe.sharded_weights import whole_weights
-from dotmoe.transport import balanced_plan, greedy_assignment
+from dotmoe.transport import Capacity, balanced_plan, greedy_assignment
 
 Start = Literal["data", "random"]
 
@@ -100,12 +100,13 @@ def calibrate(
         )
     starts, tokens_BT = [], blocks.drawn(config.tokens(widths.model))
     for index, (x_TD, energy) in enumerate(block_inputs(dense, tokens_BT, split.target)):
-        energy_TN = energy()
-        if not bool(energy_TN.any()):  # a block that does nothing, such as a zeroed one
+        share_TN = energy()
+        if not bool(share_TN.any()):  # a block that does nothing, such as a zeroed one
             starts.append(at_random(seed + index))
         else:
+            share_TN /= share_TN.sum(dim=1, keepdim=True).clamp_min(_TINY)
             expert_N, router_ED = router_aware_start(
-                x_TD, energy_TN, split, config, seed=seed + index
+                x_TD, share_TN, split, config, seed=seed + index
             )
             affinity_NE = affinity_of(expert_N, split.columns)
             starts.append((affinity_NE * (config.affinity_std / affinity_NE.std()), router_ED))
@@ -193,21 +194,22 @@ def expert_sums(
 
 def router_aware_start(
     x_TD: Float[Tensor, "T D"],
-    energy_TN: Float[Tensor, "T N"],
+    share_TN: Float[Tensor, "T N"],
     split: Granularity,
     config: CalibrateConfig,
     *,
     seed: int,
 ) -> tuple[Int[Tensor, " N"], Float[Tensor, "E D"]]:
-    """Experts and router of a layer, from its FFN's inputs and squared contributions.
+    """Experts and router of a layer, from its inputs and each unit's share P of a token's energy.
 
-    The neurons of largest mean energy are the shared expert's, number E. Of the others, from a
-    random split, in turn: the ridge router of the experts there are, and balanced transport
-    of A = energy^T R, where R is the hard top-k mask of that router (eq:router_topk). So a neuron
-    is worth to an expert the energy that is kept where the two run together, which is the gradient
-    of eq:assignment_ste if the loss is the energy left out.
+    From a random split, in turn: the ridge router of the experts there are, and balanced transport
+    of A = P^T R, where R is the hard top-k mask of that router (eq:router_topk). So a neuron is
+    worth to an expert the shares that are kept where the two run together, which is the gradient of
+    eq:assignment_ste if the loss is the mean share left out. A shared expert, number E, is one more
+    column, of ones in R: it starts with the neurons of largest mean share, and comes to hold those
+    of which routing would lose most.
     """
-    order_N = energy_TN.mean(dim=0).argsort(descending=True, stable=True)
+    order_N = share_TN.mean(dim=0).argsort(descending=True, stable=True)
     routed_M = order_N[split.shared_size :].sort().values
     first_M = torch.randperm(len(routed_M), generator=torch.Generator().manual_seed(seed))
     expert_N = torch.full_like(order_N, split.num_experts)
@@ -216,11 +218,12 @@ def router_aware_start(
     fitted = RidgeRouter(x_TD, config.ridge)
 
     def router() -> Tensor:
-        return fitted(log_energy(expert_sums(energy_TN, expert_N, split.num_experts)))
+        return fitted(log_energy(expert_sums(share_TN, expert_N, split.num_experts)))
 
     for _ in range(config.start_rounds):
         mask_TE = top_k_mask(router_logits(x_TD, router()), split.active_experts)
-        expert_N[routed_M] = harden((energy_TN.T @ mask_TE)[routed_M], relative_tau=0.01)
+        mask_TE = F.pad(mask_TE, (0, split.columns - split.num_experts), value=1)
+        expert_N = harden(share_TN.T @ mask_TE, split.capacity, relative_tau=0.01)
     return expert_N, router()
 
 
@@ -234,14 +237,19 @@ def affinity_of(expert_of_neuron_LN: Int[Tensor, "*L N"], columns: int) -> Float
     return F.one_hot(expert_of_neuron_LN, columns).float()
 
 
-def harden(affinity_NE: Tensor, relative_tau: float = 0.1) -> Int[Tensor, " N"]:
-    """Balanced assignment of affinities of any scale: transport at a tenth of their spread."""
-    capacity = affinity_NE.shape[0] // affinity_NE.shape[1]
+def harden(
+    affinity_NE: Tensor, capacity: Capacity | None = None, relative_tau: float = 0.1
+) -> Int[Tensor, " N"]:
+    """Assignment of affinities of any scale: transport at a tenth of their spread.
+
+    Experts are of one size where no `capacity` is given.
+    """
+    capacity = capacity or affinity_NE.shape[0] // affinity_NE.shape[1]
     tau = float(affinity_NE.std()) * relative_tau
-    if tau == 0:
-        return torch.arange(len(affinity_NE), device=affinity_NE.device) // capacity
-    plan = balanced_plan(affinity_NE, capacity=capacity, tau=tau, tolerance=1e-3).plan
-    return greedy_assignment(plan, capacity=capacity)
+    plan_NE = affinity_NE
+    if tau > 0:
+        plan_NE = balanced_plan(affinity_NE, capacity=capacity, tau=tau, tolerance=1e-3).plan
+    return greedy_assignment(plan_NE, capacity=capacity)
 
 
 def log_energy(energy_TE: Float[Tensor, "T E"]) -> Float[Tensor, "T E"]:
