@@ -1,7 +1,7 @@
 """Several methods on one model: the same budget, data, seed and measurement, side by side."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
@@ -25,6 +25,8 @@ from dotmoe.provenance import provenance
 from dotmoe.pruning import PRUNING, PruningName
 from dotmoe.recipes import finetune_recipe
 from dotmoe.report import plots
+from dotmoe.report.page import html_page
+from dotmoe.report.sections import Block
 from dotmoe.run_folder import RunFolder
 from dotmoe.tables import Table, millions, percent, table_of, to_latex, to_markdown
 
@@ -85,7 +87,7 @@ class Point(NamedTuple):
 
 
 def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
-    """Make every run that is not finished yet, and write `compare.json`, `.md` and `.tex`.
+    """Make every run that is not finished yet, and write `compare.json`, `.md`, `.html` and `.tex`.
 
     Where matplotlib is installed, `compare.svg` shows perplexity against active parameters.
 
@@ -122,10 +124,11 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
         "tokens_a_step": config.align.batch_size * config.data.seq_len,
         "steps": config.baseline.router_steps,
     }
-    write_summary(config.out, "compare", summary, [table(summary)])
+    figures = {}
     if plots.is_installed():
         drawn = plots.draw_comparison(over_seeds(summary["rows"]))
-        (Path(config.out) / "compare.svg").write_bytes(plots.as_svg(drawn))
+        figures = {"compare": ("Perplexity against the parameters that work on a token.", drawn)}
+    write_summary(config.out, "compare", summary, [table(summary)], figures)
     return summary
 
 
@@ -357,12 +360,29 @@ def moe_row(point: Point, results: dict[str, Any]) -> Row:
     }
 
 
-def write_summary(out: str, name: str, summary: dict[str, Any], tables: list[Table]) -> None:
-    """Write `NAME.json`, `NAME.md` with the tables and the protocol below, and `NAME.tex`."""
+def write_summary(
+    out: str,
+    name: str,
+    summary: dict[str, Any],
+    tables: list[Table],
+    figures: Mapping[str, tuple[str, Any]] | None = None,
+) -> None:
+    """Write `NAME.json`, and the tables and the protocol as `NAME.md`, `NAME.html` and `NAME.tex`.
+
+    `figures` has captions and plots by name, each also written as `FIGURE.svg`.
+    """
+    figures = figures or {}
     protocol = f"{', '.join(summary['text'])}: {summary['protocol']}\n"
     write_json(Path(out) / f"{name}.json", summary)
     write_text(Path(out) / f"{name}.md", "\n\n".join([*map(to_markdown, tables), protocol]))
     write_text(Path(out) / f"{name}.tex", "\n".join(map(to_latex, tables)))
+    shown = [Block("plot", caption, each) for each, (caption, _) in figures.items()]
+    title = f"{Path(summary['model']).name}: {name}"
+    drawn = {each: plot for each, (_, plot) in figures.items()}
+    page = html_page(title=title, sections={"Results": [*shown, *tables, protocol]}, figures=drawn)
+    write_text(Path(out) / f"{name}.html", page)
+    for each, plot in drawn.items():
+        (Path(out) / f"{each}.svg").write_bytes(plots.as_svg(plot))
 
 
 def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:

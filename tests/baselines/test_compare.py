@@ -152,6 +152,9 @@ def test_every_row_is_measured_on_another_text_too(
     assert f"Other text, perplexity: {other}." in shown
     assert (out / "compare.svg").exists() == is_installed()
     assert rf"& {math.exp(sum(ridge) / 2):.2f} &" in (out / "compare.tex").read_text()
+    page = (out / "compare.html").read_text()
+    assert f">{math.exp(sum(ridge) / 2):.2f}</td>" in page
+    assert ("image/svg+xml" in page) == is_installed()
     missing = command("compare", model, out / "no", **options | {"other_text": "no.txt"})
     assert "no.txt" in missing.refusal()
 

@@ -17,6 +17,7 @@ from dotmoe.baselines.by_energy import by_energy
 from dotmoe.baselines.cmoe import by_representatives, cmoe
 from dotmoe.baselines.co_activation import co_activation
 from dotmoe.baselines.contract import BaselineConfig, LayerSplit, Own, SplitInputs
+from dotmoe.baselines.expert_weaver import by_shared_and_gates, expert_weaver
 from dotmoe.baselines.llama_moe_v2 import llama_moe_v2
 from dotmoe.baselines.lte import above_threshold, lte
 from dotmoe.baselines.predictor import by_predictor
@@ -71,6 +72,7 @@ METHODS = {
     "lte": Method(lte, own=above_threshold),
     "llama_moe_v2": Method(llama_moe_v2),
     "llama_moe_v2_residual": Method(llama_moe_v2, has_shared_expert=True),
+    "expert_weaver": Method(expert_weaver, own=by_shared_and_gates),
     "cmoe": Method(cmoe, has_shared_expert=True, own=by_representatives),
 }
 """Methods to compare DOT-MoE with, by the name on the command line: a new one is one line here."""

@@ -2,6 +2,7 @@
 
 import base64
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -14,7 +15,7 @@ from dotmoe.files import Values
 from dotmoe.report import tables
 from dotmoe.report.plots import NO_PLOTS, as_svg, draw_all, is_installed, save
 from dotmoe.report.read import RunResults, read_run
-from dotmoe.report.sections import gained, sections, tiles, verdict
+from dotmoe.report.sections import Blocks, gained, sections, tiles, verdict
 from dotmoe.tables import Table, figure, to_markdown, to_rich
 
 _HERE = Path(__file__).parent
@@ -72,9 +73,17 @@ def html(found: RunResults, figures: dict[str, Any]) -> str:
     Raises:
         UserError: A result file lacks what the page shows of it.
     """
-    return _rendered(
-        "page.html.jinja",
-        found,
+    return html_page(**_shown(found), figures=figures)
+
+
+def html_page(
+    *, title: str, sections: Mapping[str, Blocks], figures: Mapping[str, Any], **top: Any
+) -> str:
+    """The page of any sections; blocks of plots name `figures`."""
+    return _template("page.html.jinja").render(
+        {"verdict": [], "tiles": {}} | top,
+        title=title,
+        sections=sections,
         style=(_HERE / "page.css").read_text(encoding="utf-8"),
         plots={name: base64.b64encode(as_svg(each)).decode() for name, each in figures.items()},
         note="" if is_installed() else NO_PLOTS,
@@ -83,13 +92,23 @@ def html(found: RunResults, figures: dict[str, Any]) -> str:
 
 def markdown(found: RunResults) -> str:
     """The same sections in Markdown, without plots."""
-    return _rendered("page.md.jinja", found)
+    return _template("page.md.jinja").render(_shown(found))
 
 
-def _rendered(template: str, found: RunResults, **values: Any) -> str:
+def _shown(found: RunResults) -> dict[str, Any]:
+    """Title, verdict, tiles and sections of a run."""
+    made = sections(found)
+    with found.reading("6_evaluate/results.json"):
+        top = {"verdict": verdict(found), "tiles": tiles(found)}
+    changed = f", {found.name}," if found.is_finetuned or found.is_repaired else ""
+    title = f"{found.dense_model}{changed} as a Mixture-of-Experts"
+    return {"title": title, "sections": made, **top}
+
+
+def _template(name: str) -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE),
-        autoescape="html" in template,
+        autoescape="html" in name,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
@@ -97,12 +116,7 @@ def _rendered(template: str, found: RunResults, **values: Any) -> str:
     environment.filters["kept"] = lambda text: text.replace(" %", "\u00a0%")
     environment.filters["slug"] = lambda title: re.sub(r"[^a-z]+", "-", title.lower()).strip("-")
     environment.filters["markdown"] = to_markdown
-    made = sections(found)
-    with found.reading("6_evaluate/results.json"):
-        top = {"verdict": verdict(found), "tiles": tiles(found)}
-    changed = f", {found.name}," if found.is_finetuned or found.is_repaired else ""
-    title = f"{found.dense_model}{changed} as a Mixture-of-Experts"
-    return environment.get_template(template).render(title=title, sections=made, **top, **values)
+    return environment.get_template(name)
 
 
 def summary(run: Path) -> RenderableType:

@@ -1,0 +1,74 @@
+"""Neurons by how differently texts use them, with more shared ones where few do: ExpertWeaver.
+
+From the original: a neuron's profile is its mean SiLU(w_gate x) on each of many texts. Its
+coefficient of variation over texts (standard deviation over mean size) says how special it is; the
+share of a layer's neurons over 0.6 says how wide the layer's shared expert is: from 0.7 of the FFN
+where there are none down to 0.2 where all are. Shared are the neurons of largest mean size;
+balanced k-means of the others' profiles makes the experts, whose router rows are their mean gate
+rows.
+Different here: texts are the sequences of the calibration text (the original has 42 tasks). Layers
+may not differ in a layout, so what is shared are whole experts that always run; their number is a
+share of the k active ones, by the same law and such that the original's setting, three quarters
+active, is met, and at least one is left to choose. No router without biases holds that exactly: the
+layout's is a ridge regression to the scores, in which shared experts have the largest one of all.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dotmoe.baselines.contract import Layer, LayerSplit, SplitInputs, balanced_kmeans, means
+from dotmoe.calibrate import RidgeRouter
+from dotmoe.moe.router import top_k_mask
+
+_SPECIAL = 0.6
+"""Coefficient of variation of a special neuron, at least."""
+_LEAST, _MOST = 0.2 / 0.75, 0.7 / 0.75
+"""Of the active neurons, the share that always run: all neurons special, none special."""
+
+
+def expert_weaver(inputs: SplitInputs) -> Iterator[LayerSplit]:
+    """Split every layer into experts that always run, and clusters of profiles."""
+    split = inputs.granularity
+    for layer in inputs.layers():
+        profile_NB = profiles(layer, len(inputs.tokens_BT))
+        size_N = profile_NB.abs().mean(dim=1)
+        special = float((profile_NB.std(dim=1) > _SPECIAL * size_N).float().mean())
+        share = _MOST - (_MOST - _LEAST) * special
+        shared = min(round(share * split.active_experts), split.active_experts - 1)
+        # The first experts hold the neurons that are largest, and always run.
+        always = shared * split.expert_size
+        order_N = size_N.argsort(descending=True, stable=True)
+        expert_N = torch.empty_like(order_N)
+        expert_N[order_N[:always]] = torch.arange(always).to(order_N) // split.expert_size
+        routed = order_N[always:]
+        cluster_N = balanced_kmeans(
+            profile_NB[routed], split.num_experts - shared, inputs.config, layer.generator
+        )
+        expert_N[routed] = shared + cluster_N.to(order_N)
+        gate_ED = means(layer.ffn.gate.weight.float(), expert_N, split.num_experts)
+        always_E = torch.arange(split.num_experts, device=gate_ED.device) < shared
+        score_TE = layer.x_TD @ gate_ED.T
+        target_TE = score_TE.masked_fill(always_E, float(score_TE.max()))
+        yield LayerSplit(
+            layer=layer,
+            expert_of_neuron_N=expert_N,
+            router_ED=RidgeRouter(layer.x_TD, inputs.calibrate.ridge)(target_TE),
+            own={"router": gate_ED, "always": always_E},
+        )
+
+
+def profiles(layer: Layer, texts: int) -> Tensor:
+    """Mean SiLU(w_gate x) of each neuron on each of so many texts of one length, [N, B]."""
+    gate_TN = F.silu(layer.ffn.gate(layer.x_TD.to(layer.ffn.gate.weight.dtype))).float()
+    return gate_TN.view(texts, -1, gate_TN.shape[1]).mean(dim=1).T.contiguous()
+
+
+def by_shared_and_gates(
+    own: Mapping[str, Tensor], x_TD: Tensor, hidden_TN: Tensor, active_experts: int
+) -> Tensor:
+    """The experts that always run, and those of largest gate row up to k in all."""
+    score_TE = x_TD.float() @ own["router"].T
+    return top_k_mask(score_TE.masked_fill(own["always"].bool(), torch.inf), active_experts)
