@@ -26,7 +26,6 @@ from dotmoe.baselines import (
     METHODS,
     Baseline,
     SplitInputs,
-    baseline,
     granularity_of,
     routed_by_own,
 )
@@ -34,6 +33,7 @@ from dotmoe.calibrate import block_inputs, calibrate
 from dotmoe.config import RunConfig
 from dotmoe.files import write_json
 from dotmoe.finished_run import FinishedRun
+from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.models.dense import DenseModel
 from dotmoe.moe.assignment import extract
@@ -58,7 +58,7 @@ class Settings:
     layers: tuple[int, ...] = ()
     """Layers to measure; default: all."""
     steps: int = 300
-    """Steps that each layer is trained by itself, all at once."""
+    """Steps that each layer is trained by itself, all at once; 0: the start alone."""
     heldout_tokens: int = 16_384
     """Tokens to measure on."""
     seed: int = 0
@@ -107,15 +107,13 @@ def main() -> None:
     inputs_of = (x_TD for x_TD, _ in block_inputs(dense, rows))
     inputs = [x if i in layers else x[:0] for i, x in enumerate(inputs_of)]
 
-    def errors(
-        inside: Callable[[int], AbstractContextManager[Any]],
-    ) -> Iterator[dict[str, float]]:
+    def errors(inside: Callable[[], AbstractContextManager[Any]]) -> Iterator[dict[str, float]]:
         modules = dense.family.layers(dense.model)
         for index in layers:
             part_TD = torch.split(inputs[index], 4_096)
             with torch.no_grad():
                 target = torch.cat([modules[index].get_submodule("mlp")(x) for x in part_TD])
-                with inside(index):
+                with inside():
                     ffn = modules[index].get_submodule("mlp")
                     output = torch.cat([ffn(x[None])[0] for x in part_TD])
             error, power = (float(each.square().mean()) for each in (output - target, target))
@@ -123,33 +121,30 @@ def main() -> None:
 
     start = calibrate(dense, text.training, split, config.calibrate, seed=settings.seed)
     before = extract(start, split, config.assignment)
-    schedule = replace(config.align, steps=settings.steps).schedule(text.training.num_blocks)
-    task = LayerByLayer(
-        dense,
-        text.training,
-        start,
-        split,
-        replace(config.align, steps=settings.steps),
-        config.assignment,
-        warmup_steps=schedule.warmup_steps,
-        seed=settings.seed,
-    )
-    task.layers = layers
-    with masked(dense, task.routings):
-        train(task, schedule, settings.out, on_step=_say)
-    after = extract(task.learned(schedule.steps), split, config.assignment)
-    methods = {
-        "dot_moe_untrained": list(errors(lambda _: masked_by(dense, before))),
-        "dot_moe": list(errors(lambda _: masked_by(dense, after))),
-    }
+    methods = {"dot_moe_untrained": list(errors(lambda: masked_by(dense, before)))}
+    if settings.steps:
+        align = replace(config.align, steps=settings.steps)
+        schedule = align.schedule(text.training.num_blocks)
+        task = LayerByLayer(
+            dense,
+            text.training,
+            start,
+            split,
+            align,
+            config.assignment,
+            warmup_steps=schedule.warmup_steps,
+            seed=settings.seed,
+        )
+        task.layers = layers
+        with masked(dense, task.routings):
+            train(task, schedule, settings.out, on_step=_say)
+        after = extract(task.learned(schedule.steps), split, config.assignment)
+        methods["dot_moe"] = list(errors(lambda: masked_by(dense, after)))
     for method in RIVALS:
-        made = {index: _split(method, dense, found, settings, index) for index in layers}
+        made = _split(method, dense, found, settings)
 
-        def inside(
-            index: int, method: str = method, made: dict[int, Baseline] = made
-        ) -> AbstractContextManager[Any]:
-            one = made[index]
-            return routed_by_own(method, dense, one) if one.own else masked_by(dense, one.layout)
+        def inside(method: str = method, made: Baseline = made) -> AbstractContextManager[Any]:
+            return routed_by_own(method, dense, made) if made.own else masked_by(dense, made.layout)
 
         methods[method] = list(errors(inside))
     record = {
@@ -165,26 +160,31 @@ def main() -> None:
         print(method, [f"{one['relative_mse']:.4f}" for one in result], flush=True)
 
 
-def _split(
-    method: str, dense: DenseModel, found: FinishedRun, settings: Settings, layer: int
-) -> Baseline:
-    """A method's split of a layer whose inputs are the dense model's."""
+def _split(method: str, dense: DenseModel, found: FinishedRun, settings: Settings) -> Baseline:
+    """A method's split of every layer, each on the dense model's inputs."""
     config = found.config
     assert isinstance(config, RunConfig)
     split = replace(found.layout.granularity, active_experts=settings.active_experts)
-    # CMoE calibrates behind converted layers, of which there are none before the first split one.
-    first = layer if METHODS[method].own else 0
-    given = SplitInputs(
+    split = granularity_of(method, split, config.baseline)
+    inputs = SplitInputs(
         dense=dense,
         tokens_BT=found.text.training.drawn(config.calibrate.tokens(dense.widths.model)),
-        granularity=replace(
-            granularity_of(method, split, config.baseline), first_dense_layers=first
-        ),
+        # CMoE calibrates behind converted layers, of which there are none here.
+        granularity=replace(split, first_dense_layers=dense.widths.layers),
         config=config.baseline,
         calibrate=config.calibrate,
         seed=settings.seed,
     )
-    return baseline(method, given)
+    with torch.no_grad():
+        made = list(METHODS[method].split(inputs))
+    return Baseline(
+        layout=ExpertLayout(
+            expert_of_neuron_LN=torch.stack([one.expert_of_neuron_N for one in made]),
+            router_LED=torch.stack([one.router_ED.float() for one in made]),
+            active_experts=split.active_experts,
+        ),
+        own={name: torch.stack([one.own[name] for one in made]) for name in made[0].own},
+    )
 
 
 def _say(step: int, metrics: Any) -> None:
