@@ -4,7 +4,8 @@
     dotmoe evaluate OUT/ROW --tasks paper --shots 0 --limit 100 --out TASKS/ROW      # and dense
     python scripts/real_model_rows.py results/smollm2_rows.json OUT TASKS
 
-A conversion's tasks are those of the weights that it exports.
+A conversion's tasks are those of the weights that it exports. `made_at` has the commits at which
+rows were made: a comparison may go on at another one.
 """
 
 import json
@@ -26,6 +27,9 @@ def main() -> None:
             kept = ("value", "stderr", "questions", "chance")
             row.setdefault("tasks", {})[file.stem] = {key: main_score[key] for key in kept}
     record["model"] = Path(record["model"]).name
+    runs = (read_json(compared / row["run"] / "manifest.json") for row in record["rows"][1:])
+    made = (stage["provenance"]["commit"] for run in runs for stage in run["stages"].values())
+    record["made_at"] = list(dict.fromkeys(made))
     write_json(out, record)
 
 
