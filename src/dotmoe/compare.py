@@ -110,6 +110,7 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
 
     def rows(point: Point, results: dict[str, Any]) -> Iterator[Row]:
         for row in _rows(point, results):
+            row["text_tokens"] = _text_tokens(point.config, row, results, dense.widths.model)
             yield row
             exported = row.get("weights") == _weights(config) and row["router"] != _OWN
             if exported and config.finetune_steps:
@@ -178,6 +179,7 @@ def table(summary: dict[str, Any]) -> Table:
         "shared": lambda row: (
             percent(row["shared_fraction"]) if row.get("shared_fraction") else None
         ),
+        "tokens": lambda row: f"{row['text_tokens']:,}" if row.get("text_tokens") else None,
         "seconds": lambda row: f"{row['seconds']:.0f}" if row.get("seconds") else None,
     }
     optional = {"weights": "weights", "shared": "shared_fraction", "other text": "other_loss"}
@@ -467,6 +469,17 @@ def _rows(point: Point, results: dict[str, Any]) -> Iterator[Row]:
         yield own | _as_active(exact["active"], frozen, results["parameters"]["dense"])
 
 
+def _text_tokens(
+    config: RunConfig | PruneRunConfig, row: Row, results: dict[str, Any], width: int
+) -> int:
+    """Tokens of text that a row was fitted to; what a stage reads several times counts once."""
+    if isinstance(config, PruneRunConfig):
+        return int(row["calibration_tokens"])
+    repaired = results["repair"]["tokens"] if row.get("weights") == "repaired" else 0
+    trained = row["steps"] * config.align.batch_size * config.data.seq_len
+    return int(config.calibrate.tokens(width) + trained + repaired)
+
+
 def _weights(config: RunConfig) -> str:
     """Whose weights a conversion exports."""
     return "repaired" if config.repair else "frozen"
@@ -490,6 +503,7 @@ def _finetuned(config: CompareConfig, row: Row, progress: Progress) -> Row:
     )
     results = finetune(run, progress).results
     tuned: Row = {"run": name, "weights": "finetuned", "finetune_tokens": results["tokens"]}
+    tuned["text_tokens"] = row["text_tokens"] + results["tokens"]
     tuned["seconds"] = row["seconds"] + (RunFolder(out / name).seconds("finetune") or 0.0)
     return row | tuned | _measured(results["moe"], results["dense"])
 

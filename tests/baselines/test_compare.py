@@ -315,8 +315,11 @@ def test_every_method_is_frozen_repaired_and_finetuned_alike(
     assert {row["finetune_tokens"] for row in rows if "finetune_tokens" in row} == {
         2 * 4 * TINY_CONVERT["seq_len"]
     }
+    read = TINY_CONVERT["calibration_tokens"], 1024, 2 * 4 * TINY_CONVERT["seq_len"]
+    assert [row["text_tokens"] for row in rows[1:4]] == [read[0], sum(read[:2]), sum(read)]
     table = (out / "compare.md").read_text()
     assert all(level in table for level in levels)
+    assert f"| {sum(read):,} |" in table
 
     dense, own, layer = (
         rows[0],
