@@ -165,6 +165,7 @@ def method_rows(name: str, model: str, text: str, other: str) -> str:
         other: lambda row: f"{row['other_loss'] - dense['other_loss']:.3f}",
         "parameters": lambda row: percent(row["parameters"] / dense["parameters"]),
         "six tasks, %": lambda row: cell(row, "tasks", mean_score),
+        "tokens": lambda row: cell(row, "text_tokens", "{:,}".format),
         "seconds": lambda row: cell(row, "seconds", "{:.0f}".format),
     }
     columns = {column: show for column, show in columns.items() if any(map(show, rows))}
