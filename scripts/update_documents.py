@@ -79,7 +79,7 @@ def quickstart() -> str:
 
 SPLITS = {
     "random_split": "random",
-    "by_energy": "most energy always on: static pruning",
+    "by_energy": "by energy, own router: nearly static",
     "llama_moe_v2": "LLaMA-MoE v2",
     "co_activation": "co-activation (MoEfication)",
     "cmoe": "CMoE",
@@ -91,7 +91,9 @@ def splits() -> str:
     """Ways to split with the same router start: what each loses frozen, repaired and finetuned."""
     record = result("splits.json")
     dense, *rows = over_seeds(record["rows"])
-    rows = [row for row in rows if row["router"] == "ridge"]
+    # With its own router the most energetic neurons run for nearly every token.
+    routers = {"by_energy": "own"}
+    rows = [row for row in rows if row["router"] == routers.get(row["value"], "ridge")]
     found = {(row["value"], row["weights"]): row for row in rows}
     levels = dict.fromkeys(row["weights"] for row in rows)
     last = [*levels][-1]
