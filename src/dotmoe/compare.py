@@ -472,7 +472,7 @@ def _rows(point: Point, results: dict[str, Any]) -> Iterator[Row]:
 def _text_tokens(
     config: RunConfig | PruneRunConfig, row: Row, results: dict[str, Any], width: int
 ) -> int:
-    """Tokens of text that a row was fitted to; what a stage reads several times counts once."""
+    """Tokens of text that a row was given; what a stage reads several times counts once."""
     if isinstance(config, PruneRunConfig):
         return int(row["calibration_tokens"])
     repaired = results["repair"]["tokens"] if row.get("weights") == "repaired" else 0
