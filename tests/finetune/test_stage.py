@@ -71,6 +71,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(train):
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
 
 
+@pytest.mark.filterwarnings("error:FSDP2")
 def test_recomputing_and_small_micro_batches_change_memory_only(train):
     """Plain tensors in float32; in bfloat16 the same under FSDP, whose first step is compared."""
     config = replace(CONFIG, balance_weight=0.0, steps=2)

@@ -185,8 +185,8 @@ class Objective:
         for routing in self.routings:
             routing.losses = []
         distilled, kl, ce = self.distil(self.hidden(tokens_BT), taught, tokens_BT)
-        of_targets = [torch.stack(routing.pop_losses()) for routing in self.routings]
-        z, balance = torch.stack(of_targets).sum(dim=0)
+        of_targets = (routing.pop_losses() for routing in self.routings)
+        z, balance = (torch.stack(each).sum() for each in zip(*of_targets, strict=True))
         total = distilled + config.z_loss_weight * z + config.balance_weight * balance
         return {"loss": total, "kl": kl, "ce": ce, "z": z, "balance": balance}
 
