@@ -3,11 +3,11 @@
 vLLM needs versions of its own, so it runs in an environment of its own:
 
     scripts/vllm_environment.sh vllm-env
-    python benchmarks/vllm_parity.py --vllm-python vllm-env/bin/python
+    python benchmarks/vllm_parity.py --vllm-python vllm-env/bin/python --real RUN
 
 The quickstart's run is used if it is there, and made if not; its experts are also written as
-`mixtral`, and a small random Qwen3 is converted for `qwen3_moe`. Results are kept in
-results/vllm_parity.json.
+`mixtral`, and a small random Qwen3 is converted for `qwen3_moe`. RUN is a finished run of a real
+model. Results are kept in results/vllm_parity.json.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "vllm_parity.json"
 DTYPES = ("float32", "bfloat16", "float16")
-PROMPTS = 50
+PROMPTS = 200
 GREEDY_PROMPTS = 5
-GREEDY_TOKENS = 64
+GREEDY_TOKENS = 200
 CONTEXT = 512
 TEXT = "python-stdlib"
 
@@ -34,6 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
     parser.add_argument("--run", type=Path, default=Path("quickstart-run/dot_moe"))
+    parser.add_argument("--real", type=Path, nargs="*", default=[])
     parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--score", nargs=4, metavar=("WHO", "FOLDER", "DTYPE", "PROMPTS"))
@@ -78,6 +79,8 @@ def exports(
     arguments: argparse.Namespace, scratch: Path
 ) -> dict[str, tuple[Path, list[list[int]]]]:
     """Folder and prompts of each export that is measured."""
+    from dotmoe.export.record import ExportRecord
+
     run = arguments.run
     if not (run / "5_export").is_dir():
         dotmoe("quickstart", "--out", str(run.parent))
@@ -95,6 +98,13 @@ def exports(
             scratch / "qwen3" / "5_export",
             prompts_of(scratch / "qwen3", arguments.prompts),
         ),
+        **{
+            f"{run.name} as {ExportRecord.load(run / '5_export').format}": (
+                run / "5_export",
+                prompts_of(run, arguments.prompts),
+            )
+            for run in arguments.real
+        },
     }
 
 
