@@ -129,11 +129,13 @@ def of_runs(settings: Settings, scratch: Path) -> None:
     lines = [*PROBES, *filter(str.strip, prose)][:200]
     for folder in settings.runs:
         finished = FinishedRun(folder)
-        dense = load_dense(finished.model, dotmoe.LoadConfig(device="cpu", dtype="float32"))
+        load = dotmoe.LoadConfig(device="cpu", dtype="float32")
+        dense = load_dense(finished.model, load)
         rows_BT = torch.tensor(dense.tokenizer(written).input_ids[:2048]).view(4, 512)
         expected = {"gguf_dense": scores(transformers_logits(dense.model), rows_BT)}
-        with masked_by(dense, finished.layout):
-            expected["gguf"] = scores(transformers_logits(dense.model), rows_BT)
+        weights = load_dense(finished.weights, load)
+        with masked_by(weights, finished.layout):
+            expected["gguf"] = scores(transformers_logits(weights.model), rows_BT)
         for kind in settings.types:
             plain = scratch / f"gguf_dense-{kind}" / f"model-{kind}.gguf"
             for name in ("gguf",) if plain.exists() else ("gguf_dense", "gguf"):
