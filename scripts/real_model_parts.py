@@ -2,38 +2,47 @@
 
     python scripts/real_model_parts.py results/smollm2_parts.json 'the start=RUN' ...
 
-Each RUN was given `dotmoe evaluate RUN --against DENSE --text TEXT --out RUN/near-TEXT`, once more
-with `--fidelity`; so was each TEXT's folder for all of them.
+Each RUN was given `dotmoe evaluate RUN --against DENSE --text TEXT --fidelity --out RUN/near-TEXT`.
 """
 
 import sys
 from pathlib import Path
 from typing import Any
 
+from dotmoe.config import RunConfig
 from dotmoe.export.record import ExportRecord
 from dotmoe.files import read_json, write_json
+from dotmoe.finished_run import FinishedRun
 from dotmoe.provenance import provenance
 
 
 def row(name: str, run: Path) -> dict[str, Any]:
-    """What one run is, the text that it was given, and by text its KL and nats above dense."""
-    results, text = (
-        read_json(run / each) for each in ("6_evaluate/results.json", "0_data/data.json")
-    )
-    export, near = ExportRecord.load(run / "5_export"), dict[str, Any]()
-    for folder in sorted(run.glob("near-*")):
-        kl, loss = (read_json(folder / f"{each}.json") for each in ("fidelity", "perplexity"))
-        above = loss["model"]["loss"] - loss["against"]["loss"]
-        near[folder.name.removeprefix("near-")] = {"kl": kl["kl"], "nats_above_dense": above}
+    """What one run is, the text that it was given, its nats above dense, and by text its KL."""
+    finished, results = FinishedRun(run), read_json(run / "6_evaluate" / "results.json")
+    export = ExportRecord.load(run / "5_export")
+    near = {file.parent.name: read_json(file) for file in sorted(run.glob("near-*/fidelity.json"))}
     return {
         "name": name,
         "active_experts": export.active_experts,
         "num_experts": export.num_experts,
         "shared_size": export.shared_size,
-        "text_tokens": text["training"]["tokens"],
+        "text_tokens": text_tokens(finished, results),
         "commit": results["provenance"]["commit"],
-        "near": near,
+        "nats_above_dense": results["moe"]["loss"] - results["dense"]["loss"],
+        "kl": {text.removeprefix("near-"): found["kl"] for text, found in near.items()},
     }
+
+
+def text_tokens(finished: FinishedRun, results: dict[str, Any]) -> int:
+    """Tokens of text that a run was given; those of a finetune are beside its source's."""
+    config = finished.config
+    if not isinstance(config, RunConfig):
+        return int(results["tokens"])
+    trained = results["steps"] * config.align.batch_size * config.data.seq_len
+    fitted = 0
+    if config.calibrate.start == "data":
+        fitted = config.calibrate.tokens(finished.described().widths.model)
+    return int(fitted + trained + results.get("repair", {}).get("tokens", 0))
 
 
 def main() -> None:
