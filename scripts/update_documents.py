@@ -247,6 +247,25 @@ def active_experts() -> str:
     return part(curve_table(record), record, "quickstart_active_experts.json")
 
 
+def parts() -> str:
+    """What each part of the method is worth on a real model."""
+    record = result("smollm2_parts.json")
+    paper = record["rows"][0]["kl"]
+    columns: dict[str, Callable[[Row], str]] = {
+        "row": lambda row: row["name"],
+        "experts": lambda row: "{active_experts} of {num_experts}".format(**row),
+        "always on": lambda row: f"{row['shared_size']} neurons" if row["shared_size"] else "-",
+        "tokens": lambda row: f"{row['text_tokens']:,}",
+        "nats above dense": lambda row: f"{row['nats_above_dense']:.3f}",
+    }
+    for text in sorted(paper, reverse=True):
+        columns[f"KL, {text}"] = partial(lambda text, row: f"{row['kl'][text]:.3f}", text)
+        columns[f"of the first, {text}"] = partial(
+            lambda text, row: f"{row['kl'][text] / paper[text]:.2f}", text
+        )
+    return part(table_of(record["rows"], columns, words=3), record, "smollm2_parts.json")
+
+
 def vllm() -> str:
     """Exports in a real vLLM beside Transformers."""
     record = result("vllm_parity.json")
@@ -462,6 +481,7 @@ PARTS: dict[str, Callable[[], str]] = {
         gguf,
         smollm2,
         repaired,
+        parts,
         vllm,
         speed,
         streaming,
