@@ -7,7 +7,7 @@ Every model is converted without training (`--steps 0`) and written in each GGUF
 
 Finished runs of a real model (tokens, chat, perplexity on a text, size, speed):
 
-    python benchmarks/gguf_parity.py --runs RUN32 RUN64 --text wiki.test.raw.txt.gz --out FILE
+    python benchmarks/gguf_parity.py --runs FROZEN REPAIRED --text wiki.test.raw.txt.gz --out FILE
 
 Results are printed and kept in results/gguf_parity.json. Needs `pip install -e '.[llama-cpp]'`.
 """
@@ -147,6 +147,7 @@ def of_runs(settings: Settings, scratch: Path) -> None:
                 row = {
                     **{"model": name, "type": kind, "experts": finished.layout.num_experts},
                     "active": finished.layout.active_experts,
+                    "weights": "repaired" if finished.has_own_weights else "frozen",
                     "bytes": file.stat().st_size,
                     "perplexity": float(mine.mean().exp()),
                     "in_transformers": float(expected[name][0].mean().exp()),
