@@ -319,7 +319,7 @@ def smollm2() -> str:
     record = result("smollm2_gguf.json")
 
     def split(row: Row) -> str:
-        made = f"{row['active']} of {row['experts']} experts"
+        made = f"{row['active']} of {row['experts']} experts, {row['weights']}"
         return "dense" if row["model"] == "gguf_dense" else made
 
     def speed(row: Row) -> str:
