@@ -93,20 +93,19 @@ def test_always_on_neurons_and_leading_dense_layers():
     )
 
 
-def test_the_experts_that_fewest_tokens_run_are_dropped_and_the_others_renumbered():
+def test_the_experts_of_least_work_are_dropped_and_the_others_renumbered():
     own = torch.tensor([[-1] * 5, [2, -1, 1, 0, -1], [-1, 0, 2, -1, 1]])
     before = layout(
         expert_of_neuron_LN=own, router_LED=torch.arange(36.0).view(3, 3, 4), active_experts=1
     )
-    chosen = torch.tensor([[[0], [2], [2]], [[1], [0], [1]]])  # idlest: 1, and in the other layer 2
-    found = before.without_idlest(chosen, 1)
+    found = before.without_idlest(torch.tensor([[0.5, 0.1, 2.0], [1.0, 2.0, 0.3]]), 1)
     assert found.expert_of_neuron_LN.tolist() == [[-1] * 5, [1, -1, -2, 0, -1], [-1, 0, -2, -1, 1]]
     assert torch.equal(found.router_LED[1], before.router_LED[1, [0, 2]])
     assert torch.equal(found.router_LED[2], before.router_LED[2, [0, 1]])
     assert found.neurons_of_expert(1).tolist() == [[3], [0]]
     assert found.granularity == replace(before.granularity, num_experts=2, dropped_size=1)
     assert found.granularity.active_fraction == before.granularity.active_fraction
-    again = found.without_idlest(torch.tensor([[[0]], [[1]]]), 1)
+    again = found.without_idlest(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), 1)
     assert again.expert_of_neuron_LN.tolist() == [
         [-1] * 5,
         [-2, -1, -2, 0, -1],

@@ -146,16 +146,12 @@ class ExpertLayout:
         """The same experts and routers with another k."""
         return replace(self, active_experts=active_experts)
 
-    def without_idlest(self, chosen_LTK: Int[Tensor, "L T K"], num_dropped: int) -> "ExpertLayout":
-        """The same without so many experts of each split layer, those that fewest tokens run.
-
-        `chosen_LTK` has the experts that each token runs in the split layers.
-        """
+    def without_idlest(self, work_LE: Float[Tensor, "L E"], num_dropped: int) -> "ExpertLayout":
+        """The same without so many experts of each split layer, those of least `work_LE`."""
         experts, own_LN = self.num_experts, self.expert_of_neuron_LN.clone()
         router_LED = self.router_LED[:, : experts - num_dropped].clone()
-        for layer, chosen_TK in zip(self.moe_layers, chosen_LTK, strict=True):
-            counts_E = torch.bincount(chosen_TK.flatten().long(), minlength=experts)
-            kept_E = counts_E.argsort(stable=True)[num_dropped:].sort().values
+        for layer, work_E in zip(self.moe_layers, work_LE, strict=True):
+            kept_E = work_E.argsort(stable=True)[num_dropped:].sort().values
             number_E = torch.full((experts + 2,), DROPPED)
             number_E[kept_E], number_E[ALWAYS_ON] = torch.arange(len(kept_E)), ALWAYS_ON
             own_LN[layer] = number_E[own_LN[layer]]

@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
-from dotmoe.analyse.run import captured_routes
+from dotmoe.analyse.run import expert_energies
 from dotmoe.errors import UserError
 from dotmoe.export import GGUF_NAMES, ExportRecord, GgufConfig, export
 from dotmoe.finished_run import FinishedRun
@@ -32,8 +32,8 @@ class ReexportConfig:
     active_experts: Annotated[int | None, at_least(1)] = None
     """Experts that run per token (k), 1 to E. Default: the run's."""
     drop_experts: Annotated[int, at_least(0)] = 0
-    """Experts of each split layer that are left out: those that run for fewest tokens of the text
-    that the run was made with. Files are smaller, and as many neurons run; k stays below E."""
+    """Experts of each split layer that are left out: those that give the text of the run the
+    least energy. Files are smaller, and as many neurons run; k stays below E."""
     export: GgufConfig = field(default_factory=GgufConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
 
@@ -87,7 +87,7 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
 def _without_idlest(
     run: FinishedRun, layout: ExpertLayout, dense: DenseModel, num: int, on_progress: Update
 ) -> ExpertLayout:
-    """The layout without so many experts a layer, those that its own text runs least."""
+    """The layout without so many experts a layer, those that give its own text the least energy."""
     most = layout.num_experts - layout.active_experts
     if layout.target != "ffn" or layout.beside:
         raise UserError(
@@ -100,7 +100,7 @@ def _without_idlest(
             f"layer run for a token. Choose at most {most}, or a smaller active_experts."
         )
     tokens_BT = run.text.training.drawn(LOAD_TOKENS)
-    return layout.without_idlest(captured_routes(dense, layout, tokens_BT, on_progress)["ffn"], num)
+    return layout.without_idlest(expert_energies(dense, layout, tokens_BT, on_progress), num)
 
 
 def _origin(run: FinishedRun, changed: DenseModel) -> DenseModel:

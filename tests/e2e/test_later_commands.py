@@ -53,7 +53,7 @@ def test_a_run_is_exported_again(
         assert "dotmoe export" in command("edit", out, active_experts=2).refusal()
 
 
-def test_experts_that_run_least_are_dropped(finished, command, tokens_BT, tmp_path):
+def test_experts_of_least_energy_are_dropped(finished, command, tokens_BT, tmp_path):
     before, out = finished.contents(), tmp_path / "smaller"
     assert command("export", finished.folder, out, drop_experts=4, **QUICK).status == 0
     assert finished.contents() == before
@@ -61,26 +61,34 @@ def test_experts_that_run_least_are_dropped(finished, command, tokens_BT, tmp_pa
     record = json.loads((out / "dotmoe.json").read_text())
     assert (record["num_experts"], record["active_experts"]) == (8, 3)
     assert record["parameters"]["active"] == whole["active"] < whole["stored"]
-    # Which went: those that a forward hook of our own counts least on the run's training text.
+    # Which went: those whose outputs' neurons are smallest by a forward hook of our own.
     dense = load_dense(str(finished.source), LoadConfig())
     layout = ExpertLayout.load(finished.folder / "3_extract/layout.safetensors")
     text = load_file(finished.folder / "0_data/training.safetensors")["tokens"].long()
-    counts = {}
+    energies = {}
 
-    def count(layer):
+    def measure(number, mlp):
         def hook(module, args):
-            logits = args[0].flatten(0, -2) @ layout.router_LED[layer].T
-            counts[layer] = logits.topk(3).indices.flatten().bincount(minlength=12)
+            x = args[0].flatten(0, -2)
+            chosen = (x @ layout.router_LED[number].T).topk(3).indices
+            hidden = torch.nn.functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x)
+            terms = (hidden[:, None] * mlp.down_proj.weight).square().sum(dim=1)  # [T, N]
+            owner = layout.expert_of_neuron_LN[number]
+            energies[number] = torch.stack(
+                [terms[(chosen == e).any(dim=1)][:, owner == e].sum() for e in range(12)]
+            )
 
         return hook
 
+    layers = dense.family.layers(dense.model)
+    hooks = [measure(number, layer.mlp) for number, layer in enumerate(layers)]
     with torch.no_grad(), masked_by(dense, layout):
-        for number, layer in enumerate(dense.family.layers(dense.model)):
-            layer.mlp.register_forward_pre_hook(count(number))
+        for layer, hook in zip(layers, hooks, strict=True):
+            layer.mlp.register_forward_pre_hook(hook)
         dense.model(input_ids=text)
     exported = AutoModelForCausalLM.from_pretrained(out)
     for number, layer in enumerate(exported.model.layers):
-        kept = counts[number].argsort(stable=True)[4:].sort().values
+        kept = energies[number].argsort(stable=True)[4:].sort().values
         router, wanted = layer.mlp.gate.weight, layout.router_LED[number][kept]
         torch.testing.assert_close(router / router.norm(), wanted / wanted.norm())
     said = command("export", finished.folder, tmp_path / "no", drop_experts=10).refusal()

@@ -143,7 +143,7 @@ def test_neurons_of_dropped_experts_are_gone_and_all_others_are_as_they_were(
     width = 96 + beside.get("shared_size", 0)
     dense = dense_of(family, num_hidden_layers=3, intermediate_size=width)
     layout = layout_of(dense, **beside)
-    layout = layout.without_idlest(torch.zeros(len(layout.moe_layers), 1, 1, dtype=int), 4)
+    layout = layout.without_idlest(torch.ones(len(layout.moe_layers), layout.num_experts), 4)
     layout = layout.with_active_experts(layout.num_experts)
     gone = layout.expert_of_neuron_LN == DROPPED
     assert gone.sum() == 4 * layout.expert_size * len(layout.moe_layers) > 0

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tyro.conf import Positional
 
+from dotmoe.calibrate import contributions, expert_sums
 from dotmoe.config import FinetuneRunConfig
 from dotmoe.errors import UserError
 from dotmoe.export.routers import at_routers
@@ -126,6 +127,34 @@ def captured_routes(
         _in_passes(dense, layout, tokens_BT, look, on_progress, part.target)
         found[part.target] = torch.stack([torch.cat(parts) for parts in chosen.values()])
     return found
+
+
+def expert_energies(
+    dense: DenseModel,
+    layout: ExpertLayout,
+    tokens_BT: Int[Tensor, "B T"],
+    on_progress: Update = no_update,
+) -> Float[Tensor, "L E"]:
+    """What the text gets of each expert of neurons, by split layer, on the CPU.
+
+    The squared terms of its neurons in the FFN's output, summed over the tokens that run it; their
+    number alone says little: few tokens with massive activations can be most of a layer.
+    """
+    layers = dense.family.layers(dense.model)
+    ffns = {layer: dense.family.ffn(layers[layer]) for layer in layout.moe_layers}
+    sums = {layer: torch.zeros(layout.num_experts) for layer in ffns}
+
+    def look(layer: int, x_TD: Tensor) -> None:
+        logits_TE = router_logits(x_TD, layout.router_LED[layer].to(x_TD.device))
+        chosen_TK = logits_TE.topk(layout.active_experts, dim=1).indices
+        energy_TN = contributions(ffns[layer], x_TD).square_()
+        owner_N = layout.expert_of_neuron_LN[layer].to(x_TD.device)
+        energy_TE = expert_sums(energy_TN[:, owner_N >= 0], owner_N[owner_N >= 0], len(sums[layer]))
+        kept_TE = torch.zeros_like(energy_TE).scatter_(1, chosen_TK, 1.0) * energy_TE
+        sums[layer] += kept_TE.sum(dim=0).cpu()
+
+    _in_passes(dense, layout, tokens_BT, look, on_progress)
+    return torch.stack(list(sums.values()))
 
 
 def router_inputs(
