@@ -42,8 +42,11 @@ smollm2: $(SMOLLM2)  ## A real model of 135M parameters, fetched and converted (
 	$(BIN)/dotmoe convert $(SMOLLM2) smollm2/run --active-experts 23 --shared 0.25 $(SMOLLM2_SPLIT) \
 		--data $(SMOLLM2_DATA) --sample-batch-size 64 --eval-tokens 4096
 
-# Texts of the table: to fit to, and two held-out ones, named as its columns are to be.
-smollm2-table: $(SMOLLM2)  ## The README's table of it, hours (SMOLLM2_DATA=FILE, WIKI=FILE, BOOKS=FILE)
+# Texts of the table: to fit to, and two held-out ones, named as its columns are to be. The speeds
+# need `pip install -e '.[llama-cpp]'`.
+SMOLLM2_TASKS := --tasks paper --shots 0 --limit 500 --dtype bfloat16 $(if $(TASK_DATA),--task-data $(TASK_DATA))
+smollm2-table: $(SMOLLM2)  ## The README's table of it, hours (SMOLLM2_DATA=, WIKI=, BOOKS=, TASK_DATA=)
+	$(BIN)/dotmoe evaluate $(SMOLLM2) $(SMOLLM2_TASKS) --out smollm2/dense
 	for run in 0.75:35:0.375 0.5:23:0.25 0.25:11:0.125; do \
 		set -- $$(echo $$run | tr : ' '); \
 		$(BIN)/dotmoe convert $(SMOLLM2) smollm2/active-$$1 --active-experts $$2 --shared $$3 $(SMOLLM2_SPLIT) \
@@ -54,9 +57,16 @@ smollm2-table: $(SMOLLM2)  ## The README's table of it, hours (SMOLLM2_DATA=FILE
 		for model in active-$$1 finetuned-$$1; do \
 			$(BIN)/dotmoe evaluate smollm2/$$model --against $(SMOLLM2) --dtype bfloat16 \
 				--text $(BOOKS) --max-tokens 8192 --out smollm2/$$model/books || exit 1; \
-		done || exit 1; \
+		done && \
+		$(BIN)/dotmoe evaluate smollm2/finetuned-$$1 $(SMOLLM2_TASKS) --out smollm2/finetuned-$$1 && \
+		for format in gguf_dense gguf; do \
+			$(BIN)/dotmoe export smollm2/active-$$1 smollm2/$$format-$$1 --format $$format \
+				--gguf-type q8_0 || exit 1; \
+		done && \
+		$(BIN)/dotmoe bench smollm2/gguf_dense-$$1 smollm2/gguf-$$1 --batch-sizes 1 --prompt-tokens 0 \
+			--threads 1 --clock cpu --json > smollm2/active-$$1/bench.json || exit 1; \
 	done
-	$(BIN)/python scripts/real_model_table.py results/smollm2.json $(foreach share,0.75 0.5 0.25, \
+	$(BIN)/python scripts/real_model_table.py results/smollm2.json smollm2/dense $(foreach share,0.75 0.5 0.25, \
 		smollm2/active-$(share) smollm2/finetuned-$(share))
 	$(BIN)/python scripts/update_documents.py
 

@@ -8,11 +8,21 @@ A conversion's tasks are those of the weights that it exports. `made_at` has the
 rows were made: a comparison may go on at another one.
 """
 
-import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from dotmoe.files import read_json, write_json
+
+
+def main_scores(folder: Path) -> dict[str, Any]:
+    """What `dotmoe evaluate --tasks` counted, by task; {} where it did not run."""
+    found = {}
+    for file in sorted(folder.glob("*.json")):
+        (main_score,) = (score for score in read_json(file)["scores"] if score["is_main"])
+        kept = ("value", "stderr", "questions", "chance")
+        found[file.stem] = {key: main_score[key] for key in kept}
+    return found
 
 
 def main() -> None:
@@ -21,11 +31,8 @@ def main() -> None:
     for row in record["rows"]:
         if row.get("weights") == "frozen" or row.get("router") == "own, not exportable":
             continue
-        for file in sorted((tasks / row["run"] / "tasks").glob("*.json")):
-            scores = json.loads(file.read_text(encoding="utf-8"))["scores"]
-            (main_score,) = (score for score in scores if score["is_main"])
-            kept = ("value", "stderr", "questions", "chance")
-            row.setdefault("tasks", {})[file.stem] = {key: main_score[key] for key in kept}
+        if scores := main_scores(tasks / row["run"] / "tasks"):
+            row["tasks"] = scores
     record["model"] = Path(record["model"]).name
     runs = (read_json(compared / row["run"] / "manifest.json") for row in record["rows"][1:])
     made = (stage["provenance"]["commit"] for run in runs for stage in run["stages"].values())

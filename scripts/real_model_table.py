@@ -1,20 +1,22 @@
 """Gather finished runs from one dense model into a result file, the README's table of it.
 
-    python scripts/real_model_table.py results/smollm2.json RUN...
+    python scripts/real_model_table.py results/smollm2.json DENSE RUN...
 
 Each RUN is the folder of a `convert --repair` or a `finetune`. What `dotmoe evaluate` measured of
-its export, or of the dense model with `--against`, counts where its `--out` is in the run folder.
+its export, or of the dense model with `--against`, counts where its `--out` is in the run folder;
+tasks where it is the run folder itself, or DENSE. RUN/bench.json is what `dotmoe bench --json`
+printed of its GGUF file and the dense one.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from dotmoe.export.record import ExportRecord
-from dotmoe.files import write_json
+from dotmoe.files import read_json, write_json
 from dotmoe.provenance import provenance
 from dotmoe.run_folder import RunFolder
+from real_model_rows import main_scores
 
 STAGES = ("calibrate", "align", "extract", "repair", "finetune", "export")
 
@@ -28,7 +30,7 @@ def perplexity(measured: Row) -> Row:
 
 
 def rows_of(folder: Path, results: Row) -> tuple[Row, list[Row]]:
-    """Perplexities of the dense model by text, and rows of what a run made of it."""
+    """What a run's files say of the dense model, and rows of what was made of it."""
     export, config = ExportRecord.load(folder / "5_export"), results["config"]
     split_share = 1 - export.first_dense_layers / export.num_layers
     active = 1 - split_share * (1 - export.active_fraction)
@@ -39,26 +41,33 @@ def rows_of(folder: Path, results: Row) -> tuple[Row, list[Row]]:
         tokens = results["steps"] * config["finetune"]["batch_size"] * config["data"]["seq_len"]
     dense, last = perplexity(results["dense"]), perplexity(results["moe"])
     for file in folder.glob("*/perplexity.json"):
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_json(file)
         last["perplexity"] |= perplexity(found.get("model", found))["perplexity"]
         if "against" in found:
             dense["perplexity"] |= perplexity(found["against"])["perplexity"]
     last |= {"training_tokens": tokens, "seconds": RunFolder(folder).seconds(*STAGES)}
+    if scores := main_scores(folder / "tasks"):
+        last["tasks"] = scores
+    if (file := folder / "bench.json").exists():
+        (point,) = read_json(file)["points"]
+        for row, side in ((dense, "dense"), (last, "moe")):
+            row["decode_tokens_per_s"] = point[side]["tokens_per_s"]
     rows = [made | {"training": training, **last}]
     if "frozen" in results and training == "repaired":
         rows.insert(0, made | {"training": "frozen", **perplexity(results["frozen"])})
-    return dense["perplexity"], rows
+    return dense, rows
 
 
 def main() -> None:
-    out, *folders = map(Path, sys.argv[1:])
-    rows: list[Row] = [{"model": "dense", "perplexity": {}}]
+    out, dense_folder, *folders = map(Path, sys.argv[1:])
+    rows: list[Row] = [{"model": "dense", "tasks": main_scores(dense_folder / "tasks")}]
     commits = set()
     for folder in folders:
-        results = json.loads((folder / "6_evaluate" / "results.json").read_text(encoding="utf-8"))
+        results = read_json(folder / "6_evaluate" / "results.json")
         commits.add(results["provenance"]["commit"])
         dense, made = rows_of(folder, results)
-        rows[0]["perplexity"] |= dense
+        dense["perplexity"] = rows[0].get("perplexity", {}) | dense["perplexity"]
+        rows[0] |= dense
         rows += made
     write_json(out, {"rows": rows, "provenance": provenance(0) | {"commit": ", ".join(commits)}})
 
