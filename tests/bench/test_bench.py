@@ -125,7 +125,7 @@ def test_models_that_cannot_be_compared_are_refused(pair, tiny_dense, tmp_path):
     (run / "5_export").symlink_to(pair / "mixtral")
     dense, moe, wider = pair / "dense", pair / "glm4_moe", tiny_dense("llama", hidden_size=32)
     for models, expected in (
-        ((dense, "moe.gguf"), r"one of .* and moe.gguf is a GGUF file"),
+        ((dense, "moe.gguf"), r"moe.gguf is a GGUF file and .* is not"),
         ((run, dense), r"run has 12 experts a layer .* 0 and .* Give a dense model"),
         ((dense, tmp_path / "nowhere"), r"nowhere does not exist"),
         ((wider, moe), r"embedding \[264, 32\], .* 12 and \[264, 64\]"),

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -155,7 +156,7 @@ def test_a_sentencepiece_tokenizer_cuts_as_before(shared_data, gguf_of):
 
 
 def test_a_gguf_file_is_converted_finetuned_and_measured_as_a_folder_is(
-    dense_of, gguf_of, text_file, command, cache, tmp_path
+    dense_of, gguf_of, text_file, command, cache, tmp_path, monkeypatch
 ):
     file, run = gguf_of(dense_of("llama"), "q8_0"), tmp_path / "run"
     made = command("convert", file, run, data=text_file, **TINY_CONVERT)
@@ -164,13 +165,15 @@ def test_a_gguf_file_is_converted_finetuned_and_measured_as_a_folder_is(
     assert made.err.count(str(folder)) == 1
     assert json.loads((run / "5_export/dotmoe.json").read_text())["source"] == str(file)
     changed = (folder / "model.safetensors").stat().st_mtime_ns
-    tuned = command("finetune", run, tmp_path / "tuned", **TINY_FINETUNE)
-    assert tuned.status == 0, tuned.err
+    assert command("finetune", run, tmp_path / "tuned", **TINY_FINETUNE).status == 0
     assert json.loads(command("inspect", file, expert_size=8, json=[]).out)["stored_dtype"]
     text = {"text": text_file, "max_tokens": 512, "window": 64}
-    by_name = [json.loads(command("evaluate", it, **text).out)["loss"] for it in (file, folder)]
-    assert by_name[0] == by_name[1]
+    by_name = [command("evaluate", it, json=[], **text).out for it in (file, folder)]
+    assert len({json.loads(said)["loss"] for said in by_name}) == 1
     assert command("evaluate", run, fidelity=[], **text).status == 0
+    monkeypatch.setattr("dotmoe.bench.Worker", begun := Mock(side_effect=UserError("begun")))
+    assert "begun" in command("bench", file, run).refusal()
+    assert begun.call_args.kwargs["name"] == f"transformers on {folder}"
     assert (folder / "model.safetensors").stat().st_mtime_ns == changed
 
 

@@ -78,7 +78,7 @@ def test_the_grid_is_each_export_with_its_k_edited(sweep, out, tmp_path, command
         assert row[0] != row[1]
         for active, perplexity in zip(grid["active_experts"], row, strict=True):
             assert command("edit", folder, active_experts=active).status == 0
-            text = {"text": tmp_path / "held.txt", "max_tokens": OPTIONS["eval_tokens"]}
+            text = {"text": tmp_path / "held.txt", "max_tokens": OPTIONS["eval_tokens"], "json": []}
             measured = json.loads(command("evaluate", folder / "5_export", **text).out)
             assert measured["perplexity"] == pytest.approx(perplexity, rel=1e-5)
     assert "75 % (k = 9)" in (out / "sweep.md").read_text()

@@ -50,10 +50,10 @@ class BenchConfig:
     """Two models, and what to measure on them."""
 
     dense: Annotated[Positional[str], tyro.conf.arg(metavar="DENSE")]
-    """Dense model: checkpoint folder or hub name, run by Transformers, or .gguf file, run by
-    llama.cpp on the CPU."""
+    """Dense model: checkpoint folder, hub name or .gguf file."""
     moe: Annotated[Positional[str], tyro.conf.arg(metavar="MOE")]
-    """What was made of it, of the same kind; of a run folder, its export."""
+    """What was made of it, of a run folder its export: run by Transformers, as DENSE then is too,
+    or a .gguf file like DENSE, both run by llama.cpp on the CPU."""
     batch_sizes: tuple[Annotated[int, at_least(1)], ...] = (1, 4, 16)
     """Sequences that are decoded at once, each at least 1; none to leave decode out."""
     prompt_tokens: Annotated[int, at_least(0)] = 512
@@ -75,6 +75,8 @@ class BenchConfig:
     load: LoadConfig = field(default_factory=LoadConfig)
     seed: Annotated[int, at_least(0)] = 0
     """Of the tokens that are fed in."""
+    json: bool = False
+    """Print JSON instead of tables."""
 
     def check_together(self) -> None:
         """Refuse a benchmark of nothing."""
@@ -104,31 +106,31 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
         JSON values: both models, every point of both, ratios, settings and provenance.
 
     Raises:
-        UserError: One is a GGUF file and the other is not, llama.cpp is not installed, a model is
-            missing, the two are not a dense model and an MoE of the same sizes; or a device or
+        UserError: Only the MoE is a GGUF file, llama.cpp is not installed, a model is missing,
+            the two are not a dense model and an MoE of the same sizes; or a device or
             context that there is not, or too little memory.
     """
     check(config)
-    in_gguf = [name.lower().endswith(".gguf") for name in (config.dense, config.moe)]
-    if in_gguf[0] != in_gguf[1]:
+    in_gguf = config.moe.lower().endswith(".gguf")
+    if in_gguf and not config.dense.lower().endswith(".gguf"):
         raise UserError(
-            f"one of {config.dense} and {config.moe} is a GGUF file and the other is not, but both "
-            "must run in the same software. Give two GGUF files or two checkpoints."
+            f"{config.moe} is a GGUF file and {config.dense} is not, but both must run in the same "
+            "software. Give two GGUF files or two checkpoints."
         )
     threads = config.threads or torch.get_num_threads()
-    device = "cpu" if in_gguf[0] else str(resolved_device(config.load.device))
+    device = "cpu" if in_gguf else str(resolved_device(config.load.device))
     if config.clock == "cpu" and (threads > 1 or device != "cpu"):
         raise UserError(
             f"clock is cpu with {threads} threads on {device}, but it adds up all threads and sees "
             "no GPU. Set threads to 1 and device to cpu, or clock to wall."
         )
-    runtime, runner = RUNNERS[in_gguf[0]]
+    runtime, runner = RUNNERS[in_gguf]
     options = config.load.dtype, device, threads, config.clock, config.seed
     remedy = "If memory ran out, lower batch_sizes, prompt_tokens or context_tokens."
     with ExitStack() as stack:
         workers = []
         for name in (config.dense, config.moe):
-            path = Path(name).expanduser() if in_gguf[0] else model_folder(name)
+            path = Path(name).expanduser() if in_gguf else model_folder(name)
             called = f"{runtime} on {path}"
             worker = Worker(runner, str(path), *options, name=called, remedy=remedy)
             workers.append(stack.enter_context(worker))
@@ -136,7 +138,7 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
         _require_a_pair(config, *models)
         points = _measured(config, workers, models, on_progress)
     made = provenance(config.seed) | {"threads": threads}
-    if in_gguf[0]:
+    if in_gguf:
         made["versions"]["llama_cpp_python"] = version("llama_cpp_python")
     return {
         "origin": "measured",

@@ -38,7 +38,7 @@ _GGUF = (
 
 def _show(*parts: Any, to_stderr: bool = False) -> None:
     """Print text as it is, tables with frames, and in a file or pipe as wide as they are."""
-    console = Console(stderr=to_stderr, highlight=False, markup=False, soft_wrap=True)
+    console = Console(stderr=to_stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 1_000  # more than a table needs
     for part in parts:
@@ -135,16 +135,18 @@ def run_edit(line: Line) -> None:
 
 
 def run_evaluate(line: Line) -> None:
-    """`dotmoe evaluate MODEL`: JSON to standard output, tables to standard error."""
+    """`dotmoe evaluate MODEL`."""
     config = line.config(EvaluateConfig)
     plot = Path(config.plot) if config.plot else None
     if plot:
         plots.require_drawable(plot)
     result = evaluate(config, Progress(), str(line))
-    _show(page.evaluation(config.measurement, result), to_stderr=True)
     if plot:
         plots.draw_curve(result, plot)
-    print(json.dumps(result, indent=2))
+    if config.json:
+        print(json.dumps(result, indent=2))
+    else:
+        _show(page.evaluation(config.measurement, result))
 
 
 def run_analyse(line: Line) -> None:
@@ -155,17 +157,9 @@ def run_analyse(line: Line) -> None:
         _show(*(f"  {said}" for said in result["says"]))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchLine(bench.BenchConfig):
-    """Two models, and what to measure on them."""
-
-    json: bool = False
-    """Print JSON instead of tables."""
-
-
 def run_bench(line: Line) -> None:
     """`dotmoe bench DENSE MOE`."""
-    config = line.config(BenchLine)
+    config = line.config(bench.BenchConfig)
     dense, moe = (str(gguf_file(Path(name)) or name) for name in (config.dense, config.moe))
     with Progress().bar("bench") as update:
         result = bench.bench(replace(config, dense=dense, moe=moe), update)

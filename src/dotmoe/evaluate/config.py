@@ -100,6 +100,8 @@ class EvaluateConfig:
     out: str | None = None
     """Folder to keep results in. Default for tasks: `6_evaluate` of a run, else
     `evaluation-MODEL`; the rest is only printed."""
+    json: bool = False
+    """Print JSON instead of tables."""
     word_perplexity: Annotated[tuple[int, ...] | None, at_least(1)] = None
     """Measure perplexity a word of --text, by rolling log-likelihood in windows of so many tokens;
     without numbers in the paper's of 2048, 4096, 8192 and 32768 that the context allows."""
