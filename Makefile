@@ -37,28 +37,30 @@ SMOLLM2_DATA ?= self
 SMOLLM2_SPLIT := --expert-size 32 --first-dense-layers 1 --seq-len 512
 
 smollm2: $(SMOLLM2)  ## A real model of 135M parameters, fetched and converted (SMOLLM2_DATA=FILE)
-	@echo "On one busy CPU core this took half an hour. Stopped, it goes on with the same command."
+	@echo "On one busy CPU core this took 31 minutes (AVX-512) and 48 (AVX2). Stopped, it goes on with the same command."
 	$(BIN)/dotmoe inspect $(SMOLLM2) --active-experts 23 --shared 0.25 $(SMOLLM2_SPLIT) --steps 0
 	$(BIN)/dotmoe convert $(SMOLLM2) smollm2/run --active-experts 23 --shared 0.25 $(SMOLLM2_SPLIT) \
 		--data $(SMOLLM2_DATA) --sample-batch-size 64 --eval-tokens 4096
 
 # Texts of the table: to fit to, and two held-out ones, named as its columns are to be. The speeds
-# need `pip install -e '.[llama-cpp]'`.
-SMOLLM2_TASKS := --tasks paper --shots 0 --limit 500 --dtype bfloat16 $(if $(TASK_DATA),--task-data $(TASK_DATA))
+# need `pip install -e '.[llama-cpp]'`. SMOLLM2_DTYPE=bfloat16 halves the time of a CPU that multiplies it
+# (AVX512-BF16, AMX; see lscpu), and makes any other six times as slow.
+SMOLLM2_DTYPE ?= float32
+SMOLLM2_TASKS := --tasks paper --shots 0 --limit 500 --dtype $(SMOLLM2_DTYPE) $(if $(TASK_DATA),--task-data $(TASK_DATA))
 smollm2-table: $(SMOLLM2)  ## The README's table of it, hours (SMOLLM2_DATA=, WIKI=, BOOKS=, TASK_DATA=)
 	$(BIN)/dotmoe evaluate $(SMOLLM2) $(SMOLLM2_TASKS) --out smollm2/dense
 	for run in 0.75:35:0.375 0.5:23:0.25 0.25:11:0.125; do \
 		set -- $$(echo $$run | tr : ' '); \
 		$(BIN)/dotmoe convert $(SMOLLM2) smollm2/active-$$1 --active-experts $$2 --shared $$3 $(SMOLLM2_SPLIT) \
-			--dtype bfloat16 --data $(SMOLLM2_DATA) --eval-text $(WIKI) --eval-tokens 8192 && \
-		$(BIN)/dotmoe finetune smollm2/active-$$1 smollm2/finetuned-$$1 --dtype bfloat16 \
+			--dtype $(SMOLLM2_DTYPE) --data $(SMOLLM2_DATA) --eval-text $(WIKI) --eval-tokens 8192 && \
+		$(BIN)/dotmoe finetune smollm2/active-$$1 smollm2/finetuned-$$1 --dtype $(SMOLLM2_DTYPE) \
 			--data $(SMOLLM2_DATA) --seq-len 512 --batch-size 4 --steps 180 --lr 4e-4 --lr-router 0 \
 			--warmup-ratio 0.05 --kl-weight 1 --ce-weight 0 && \
 		for model in active-$$1 finetuned-$$1; do \
-			$(BIN)/dotmoe evaluate smollm2/$$model --against $(SMOLLM2) --dtype bfloat16 \
-				--text $(BOOKS) --max-tokens 8192 --out smollm2/$$model/books || exit 1; \
+			$(BIN)/dotmoe evaluate smollm2/$$model --against $(SMOLLM2) --dtype $(SMOLLM2_DTYPE) \
+				--text $(BOOKS) --max-tokens 8192 --out smollm2/$$model/books && \
+			$(BIN)/dotmoe evaluate smollm2/$$model $(SMOLLM2_TASKS) --out smollm2/$$model || exit 1; \
 		done && \
-		$(BIN)/dotmoe evaluate smollm2/finetuned-$$1 $(SMOLLM2_TASKS) --out smollm2/finetuned-$$1 && \
 		for format in gguf_dense gguf; do \
 			$(BIN)/dotmoe export smollm2/active-$$1 smollm2/$$format-$$1 --format $$format \
 				--gguf-type q8_0 || exit 1; \

@@ -227,12 +227,15 @@ def stories() -> str:
         split = row[1]["granularity"]
         return f"{split['active_experts']} of {split['num_experts']}"
 
-    columns: dict[str, Callable[[Row], str]] = {
-        "run": lambda row: row[0],
+    columns: dict[str, Callable[[Row], str | None]] = {
+        "recipe": lambda row: row[0],
         "k of E": active,
-        "dense": lambda row: f"{row[1]['dense']['perplexity']:.3f}",
-        "MoE": lambda row: f"{row[1]['moe']['perplexity']:.3f}",
         "steps": lambda row: str(row[1]["steps"]),
+        "dense": lambda row: f"{row[1]['dense']['perplexity']:.3f}",
+        "as split": lambda row: f"{row[1].get('frozen', row[1]['moe'])['perplexity']:.3f}",
+        "repaired": lambda row: (
+            f"{row[1]['moe']['perplexity']:.3f}" if "frozen" in row[1] else None
+        ),
     }
     rows = [(name, result(f"stories260K_{name}.json")) for name in ("default", "small")]
     return part(table_of(rows, columns))
