@@ -50,12 +50,12 @@ TINY = {
     "max_position_embeddings": 256,
 }
 """Config of every tiny model. The tokenizer has 258 entries; real models have spare rows too."""
+torch.set_num_threads(1)  # here, since fixtures of a session come before those of a test
 
 
 @pytest.fixture(autouse=True)
-def _seeded_on_one_thread() -> None:
+def _seeded() -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
