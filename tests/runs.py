@@ -135,7 +135,7 @@ def torchrun(ranks: int, *arguments: Any, timeout: int = 240) -> subprocess.Comp
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
         [sys.executable, *command, *map(str, arguments)],
-        env=environment | {"OMP_NUM_THREADS": "1"},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -60,7 +60,6 @@ def model(tiny_dense):
 @pytest.fixture(scope="module")
 def alone(model, tmp_path_factory):
     """What one rank sees."""
-    torch.set_num_threads(1)
     return watched_run(str(model), tmp_path_factory.mktemp("alone"))
 
 

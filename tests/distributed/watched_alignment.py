@@ -143,7 +143,6 @@ JOBS = {
 
 
 def main(jobs, out):
-    torch.set_num_threads(1)
     with process_group(torch.device("cpu")):
         for job in json.loads(Path(jobs).read_text()):
             name, kind = job.pop("name"), job.pop("kind")
