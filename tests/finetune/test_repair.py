@@ -26,11 +26,15 @@ SCALED = {"granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5}}
 QUICK = ["--scale-tokens", "128", "--verify-tokens", "128"]
 
 
+def walks(rows):
+    """Blocks of 32 tokens, each a walk through 16 letters with steps of its own."""
+    start, step = torch.randint(2, 200, (2, rows, 1))
+    return TokenBlocks((2 + (start + step * torch.arange(32) ** 2) % 16).int())
+
+
 @pytest.fixture
 def text():
-    """41 blocks of 32 tokens, each a walk through 16 letters with steps of its own."""
-    start, step = torch.randint(2, 200, (2, 41, 1))
-    return TokenBlocks((2 + (start + step * torch.arange(32) ** 2) % 16).int())
+    return walks(41)
 
 
 def down(model, layer=0):
@@ -108,6 +112,25 @@ def test_the_masked_model_comes_closer_to_the_dense_one(
         assert torch.equal(states[name], value) != any(each in name for each in downs[first:])
     kl = [divergence(dense, each, layout, heldout) for each in (dense, repaired)]
     assert kl[1] < 0.95 * kl[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "granite", "olmo2", "phi3"])
+def test_training_all_projections_comes_closer_still(family, dense_of, layout_of, tmp_path):
+    dense = dense_of(family, **SCALED.get(family, {}))
+    layout = layout_of(dense, 6, active_experts=3, dense_layers=1)
+    training, heldout = walks(300), walks(8).tokens_BT.long()
+    kl = {}
+    for epochs in (0, 8):
+        config = RepairConfig(repair_tokens=9600, repair_epochs=epochs)
+        out = tmp_path / str(epochs)
+        (layer,) = repair(dense, layout, training, config, folder=out)["layers"]
+        repaired = load_dense(str(out / "model"), LoadConfig(device="cpu"))
+        kl[epochs] = divergence(dense, repaired, layout, heldout)
+    assert kl[8] < 0.9 * kl[0], kl
+    assert layer["trained_error"] < layer["heldout_error"]
+    states = repaired.model.state_dict()
+    changed = {n for n, v in dense.model.state_dict().items() if not torch.equal(states[n], v)}
+    assert changed == {n for n in states if n.startswith("model.layers.1.mlp.")}
 
 
 @torch.no_grad()

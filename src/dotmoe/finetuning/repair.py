@@ -1,16 +1,18 @@
-"""Repair: W_down and W_O refitted under the masks, in closed form, layer by layer; no gradients."""
+"""Repair: W_down and W_O refitted under the masks, in closed form, layer by layer; FFNs trained."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 from jaxtyping import Float
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from dotmoe.checkpoint.folder import tensor_files
 from dotmoe.checkpoint.tensors import Tensors
@@ -26,6 +28,7 @@ from dotmoe.models.targets import TARGETS
 from dotmoe.moe.masked import Masking, masked, maskings_of, watched
 from dotmoe.options import at_least
 from dotmoe.progress import Update, no_update
+from dotmoe.training.loop import cosine_with_warmup
 
 FIGURES = "repair.json"
 """What `repair` returns, in the stage's folder."""
@@ -34,6 +37,9 @@ RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
 TOKENS_AN_INPUT = 40
 _HELD_OUT = 8
 _LARGEST_WEIGHT = 10.0
+_BATCH, _RATE, _WARMUP = 256, 0.02, 0.1
+"""Of the training: tokens a step, peak rate as a share of a matrix's root mean square, share of the
+steps in which it rises."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +52,9 @@ class RepairConfig:
     repair_active_experts: tuple[Annotated[int, at_least(1)], ...] = ()
     """Numbers of active experts (k) that a repair serves, all alike; of one target alone. Default:
     the layout's k."""
+    repair_epochs: Annotated[int, at_least(0)] = 0
+    """Passes over those tokens in which all three projections of each FFN are then trained to the
+    same end, layer by layer; 0: W_down alone, in closed form."""
 
     def tokens(self, split: Granularity, dense_config: Any) -> int:
         """`repair_tokens`, or the default for the projections of that split."""
@@ -89,18 +98,22 @@ class NormalEquations:
         return float(1 + change / self.missing) if self.missing else 1.0
 
 
-def refit(fit: NormalEquations, heldout: NormalEquations) -> tuple[Tensor, dict[str, Any]]:
+def refit(
+    fit: NormalEquations, heldout: NormalEquations, *, whole: bool = True
+) -> tuple[Tensor, dict[str, Any]]:
     """Change of a projection, [N, D], from all tokens under the penalty best for held-out ones.
 
-    It is zero where no penalty gains anything. `fit` is used up. Besides: `ridge`, None for zero,
-    and `heldout_error` as of `NormalEquations.error`.
+    It is zero where no penalty gains anything. Unless `whole`, held-out tokens choose the penalty
+    alone. `fit` is used up. Besides: `ridge`, None for zero, and `heldout_error` as of
+    `NormalEquations.error`.
     """
     errors = {ridge: heldout.error(fit.solved(ridge)) for ridge in RIDGES}
     ridge = min(errors, key=errors.__getitem__)
     if not errors[ridge] < 1:
         return torch.zeros_like(fit.cross_ND), {"ridge": None, "heldout_error": 1.0}
-    fit.gram_NN += heldout.gram_NN
-    fit.cross_ND += heldout.cross_ND
+    if whole:
+        fit.gram_NN += heldout.gram_NN
+        fit.cross_ND += heldout.cross_ND
     return fit.solved(ridge), {"ridge": ridge, "heldout_error": errors[ridge]}
 
 
@@ -119,9 +132,11 @@ def repair(
     Two residual streams go through the layers side by side, the dense model's and that of the
     masked model as far as it is repaired. Behind each split FFN or attention, ridge regression
     changes its output projection such that the second comes as close as it can to the first, token
-    by token relative to its size. Every 8th row of text chooses the penalty. Host memory holds both
-    streams; activations and Gram matrices are those of one projection. Layers that are finished are
-    kept: a process that was stopped goes on after them, with the same result.
+    by token relative to its size. Every 8th row of text chooses the penalty. With `repair_epochs`
+    Adam then trains all projections of an FFN to the same end, on the other rows; where those 8ths
+    do not gain by it, that layer keeps its refit. Host memory holds both streams, and then an FFN's
+    inputs and aims; activations and Gram matrices are those of one projection. Layers that are
+    finished are kept: a process that was stopped goes on after them, with the same result.
 
     Args:
         dense: The dense model, whole in memory; it is the same afterwards.
@@ -134,7 +149,7 @@ def repair(
 
     Returns:
         Contents of `repair.json`: `tokens`, `active_experts`, and of each of `layers` (and with
-        attention `target`) what `refit` says.
+        attention `target`) what `refit` says, and of a trained one `trained_error`, alike.
 
     Raises:
         UserError: Too little text, or a k out of range.
@@ -153,7 +168,8 @@ def repair(
     num_tokens = config.tokens(layout.granularity, dense.config)
     tokens_BT, num_fitted = _drawn(blocks, num_tokens)
     streams = _Streams(dense, layout, tokens_BT, num_fitted)
-    finished, stored, changed = folder / "checkpoints", Tensors.of(dense), dict[str, Path]()
+    finished, stored = folder / "checkpoints", Tensors.of(dense)
+    changed = dict[str, tuple[Path, str]]()
     finished.mkdir(parents=True, exist_ok=True)
     figures = []
     with masked(dense, streams.maskings):
@@ -163,18 +179,22 @@ def repair(
                 continue
             for masking in reversed(streams.maskings):  # attention is before the FFN
                 target = TARGETS[masking.target]
-                name = stored.stored_name(target.output_tensor(index))
                 place = f"{index:05d}" + "_attention" * (target.name == "attention")
-                file = changed[name] = finished / f"{place}.safetensors"
+                file = finished / f"{place}.safetensors"
                 if not file.is_file():
-                    weight_DN, found = streams.refitted(index, masking, ks)
+                    weights, found = streams.refitted(index, masking, config)
                     which = {} if target.name == "ffn" else {"target": target.name}
                     write_json(file.with_suffix(".json"), {"layer": index, **which, **found})
-                    weight_DN = weight_DN.to(stored.describe(name)[1]).cpu().contiguous()
-                    save_file({"weight": weight_DN}, file.with_suffix(".partial"))
+                    dtype = stored.describe(target.output_tensor(index))[1]
+                    weights = {name: w.to(dtype).cpu().contiguous() for name, w in weights.items()}
+                    save_file(weights, file.with_suffix(".partial"))
                     file.with_suffix(".partial").replace(file)
                 figures.append(read_json(file.with_suffix(".json")))
-                streams.put(index, masking, load_file(file)["weight"])
+                weights = load_file(file)
+                streams.put(index, masking, weights)
+                for name in weights:
+                    of_model = f"model.layers.{index}.{target.module}.{name}"
+                    changed[stored.stored_name(of_model)] = file, name
             streams.advance_converted(index)
             on_progress(index + 1, layout.num_layers, f"error {figures[-1]['heldout_error']:.3f}")
     _write(dense, changed, folder / MODEL)
@@ -194,8 +214,8 @@ class _Streams:
         self.maskings = maskings_of(dense, layout)
         self._device, self._traits = dense.device, dense.family.traits(dense.config)
         self._layers = list(dense.family.layers(dense.model))
-        self._outputs = {  # found while no masks are in their place
-            name: [target.output(layer) for layer in self._layers]
+        self._blocks = {  # found while no masks are in their place
+            name: [target.block(layer) for layer in self._layers]
             for name, target in TARGETS.items()
         }
         rows, ends = max(1, TOKENS_AT_ONCE // tokens_BT.shape[1]), (num_fitted, len(tokens_BT))
@@ -209,7 +229,7 @@ class _Streams:
         self._converted = self._dense
         self._attended_BTD = torch.empty(0)
         """The dense stream between attention and FFN of the last layer."""
-        self._own = dict[nn.Linear, Tensor]()
+        self._own = dict[nn.Parameter, Tensor]()
 
     def advance_dense(self, index: int) -> None:
         """Take the dense stream through a layer; the other one is still before it."""
@@ -226,40 +246,51 @@ class _Streams:
         if attended:
             self._attended_BTD = torch.cat(attended)
 
-    def put(self, index: int, masking: Masking, weight_DN: Tensor) -> None:
-        """Give the masked model another output projection in a layer, until it has advanced."""
-        output = self._outputs[masking.target][index]
-        self._own[output] = output.weight.data
-        output.weight.data = weight_DN.to(output.weight)
+    def put(self, index: int, masking: Masking, weights: Mapping[str, Tensor]) -> None:
+        """Give the masked model other weights in a layer, until it has advanced."""
+        block = self._blocks[masking.target][index]
+        for name, weight in weights.items():
+            parameter = block.get_parameter(name)
+            self._own[parameter] = parameter.data
+            parameter.data = weight.to(parameter)
 
     def advance_converted(self, index: int) -> None:
         """Take the masked model's stream through a layer, whose own weights are then back."""
         self._converted.advance(index)
-        for output, weight in self._own.items():
-            output.weight.data = weight
+        for parameter, weight in self._own.items():
+            parameter.data = weight
         self._own.clear()
 
     def refitted(
-        self, index: int, masking: Masking, ks: tuple[int, ...]
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """W_down or W_O, [D, N], that brings the masked stream to the dense one; and what `refit`
-        says.
+        self, index: int, masking: Masking, config: RepairConfig
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Weights of an FFN or attention that bring the masked stream to the dense one, by their
+        names in it; and the layer's figures.
         """
         target, own_k = TARGETS[masking.target], masking.active_experts
-        output = self._outputs[masking.target][index]
+        ks = config.repair_active_experts or (own_k,)
+        block = self._blocks[masking.target][index]
+        output = cast(nn.Linear, block.get_submodule(target.output_name))
         seen, after = list[tuple[Tensor, Tensor]](), list[Tensor]()
+        inputs, aims = list[Tensor](), list[Tensor]()
         sums = [
             NormalEquations(output.in_features, output.out_features, self._device) for _ in range(2)
         ]
         is_ffn = masking.target == "ffn"
         dense_BTD = self._dense.hidden_BTD if is_ffn else self._attended_BTD
         weight_BT = self._token_weights(dense_BTD)
+        is_trained = is_ffn and config.repair_epochs > 0
         places = {} if is_ffn else {index: self._after_attention(index)}
+        reads = {index: target.block(self._layers[index])} if is_trained else {}
         tap = output.register_forward_hook(
             lambda module, args, output: seen.append((args[0].float(), output.float()))
         )
-        with tap, watched(places, lambda _, x: after.append(x)):
-            for masking.active_experts in ks or (own_k,):
+        with (
+            tap,
+            watched(places, lambda _, x: after.append(x)),
+            watched(reads, lambda _, x: inputs.append(x.flatten(0, 1).cpu())),
+        ):
+            for masking.active_experts in ks:
                 for part in self._parts:
                     output_BTD = self._converted.after(index, part)
                     output_BTD = output_BTD if is_ffn else after.pop()
@@ -268,6 +299,9 @@ class _Streams:
                     missing_TD /= self._traits.multipliers.residual
                     (hidden, product), weight_T = seen.pop(), weight_BT[part].flatten()
                     product_TD = product.flatten(0, -2)
+                    if is_trained:
+                        aim_TD = missing_TD + self._normed(index, product_TD)
+                        aims.append(aim_TD.to(self._dense.hidden_BTD))
                     if self._traits.norms_after:
                         norm = self._layers[index].get_submodule(target.norm_after)
                         missing_TD, scale_T = _before_norm(missing_TD, product_TD, norm)
@@ -275,8 +309,81 @@ class _Streams:
                     fitted = sums[part.start >= self._num_fitted]
                     fitted.add(hidden.flatten(0, -2), missing_TD, weight_T)
         masking.active_experts = own_k
-        change_ND, found = refit(*sums)
-        return output.weight.double() + change_ND.T, found
+        change_ND, found = refit(*sums, whole=not is_trained)
+        weights = {f"{target.output_name}.weight": output.weight.double() + change_ND.T}
+        if is_trained:  # input and aim are the same for every k
+            x_TD, aim_TD = (torch.cat(each[: len(self._parts)]) for each in (inputs, aims))
+            trained = self._trained(index, weights, x_TD, aim_TD, weight_BT.flatten(), config)
+            weights, found["trained_error"] = trained
+        return weights, found
+
+    def _trained(
+        self,
+        index: int,
+        refitted: Mapping[str, Tensor],
+        x_TD: Float[Tensor, "T D"],
+        aim_TD: Float[Tensor, "T D"],
+        weight_T: Float[Tensor, " T"],
+        config: RepairConfig,
+    ) -> tuple[dict[str, Tensor], float]:
+        """All weights of an FFN after training, unless held-out tokens lose by it; and what is left
+        there of the error of the dense weights.
+        """
+        masked_ffn: Any = TARGETS["ffn"].block(self._layers[index])
+        masking: Masking = masked_ffn.masking
+        own_k, ks = masking.active_experts, config.repair_active_experts
+        ks = ks or (own_k,)
+        own = {name: p.float() for name, p in self._blocks["ffn"][index].named_parameters()}
+        start = own | {name: weight.float() for name, weight in refitted.items()}
+
+        def error(weights: Mapping[str, Tensor], rows_T: Tensor) -> Tensor:
+            inside = {f"dense.{name}": weight for name, weight in weights.items()}
+            x = x_TD[rows_T].to(self._device).float()
+            output_TD = self._normed(index, functional_call(masked_ffn, inside, (x,)))
+            square_T = (output_TD - aim_TD[rows_T].to(output_TD)).square().sum(1)
+            return (square_T * weight_T[rows_T.to(self._device)]).sum()
+
+        num = self._num_fitted * self._dense.hidden_BTD.shape[1]
+        parameters = {name: nn.Parameter(weight.clone()) for name, weight in start.items()}
+        rates = [_RATE * float(p.detach().square().mean().sqrt()) for p in parameters.values()]
+        groups = zip(parameters.values(), rates, strict=True)
+        optimizer = torch.optim.Adam(
+            [{"params": p, "lr": r} for p, r in groups], betas=(0.9, 0.99), fused=True
+        )
+        a_pass = math.ceil(num / _BATCH)
+        steps = a_pass * config.repair_epochs
+        rate = partial(cosine_with_warmup, total_steps=steps, warmup_steps=round(_WARMUP * steps))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        generator = torch.Generator().manual_seed(index)
+        for step in range(steps):
+            if step % a_pass == 0:
+                batches = torch.split(torch.randperm(num, generator=generator), _BATCH)
+            masking.active_experts = ks[step % len(ks)]
+            with torch.enable_grad():
+                loss = error(parameters, batches[step % a_pass]) / _BATCH
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        errors = []
+        for weights in (own, start, parameters):
+            left = 0.0
+            for masking.active_experts in ks:
+                heldout = torch.split(torch.arange(num, len(x_TD)), TOKENS_AT_ONCE)
+                left += sum(float(error(weights, rows_T)) for rows_T in heldout)
+            errors.append(left)
+        masking.active_experts = own_k
+        gains = errors[2] < errors[1]
+        kept = {name: p.detach() for name, p in parameters.items()} if gains else start
+        return kept, min(errors[1:]) / (errors[0] or 1.0)
+
+    def _normed(self, index: int, product_TD: Tensor) -> Tensor:
+        """What an FFN adds to the stream, before a residual multiplier."""
+        if not self._traits.norms_after:
+            return product_TD
+        norm = self._layers[index].get_submodule(TARGETS["ffn"].norm_after)
+        normed_TD: Tensor = norm(product_TD)
+        return normed_TD
 
     @property
     def _splits_attention(self) -> bool:
@@ -318,13 +425,14 @@ def _before_norm(missing_TD: Tensor, product_TD: Tensor, norm: Any) -> tuple[Ten
     return missing_TD * scale_T[:, None] * gain_D / (power_D + 0.01 * power_D.mean()), scale_T
 
 
-def _write(dense: DenseModel, changed: Mapping[str, Path], out: Path) -> None:
+def _write(dense: DenseModel, changed: Mapping[str, tuple[Path, str]], out: Path) -> None:
     """The files of a dense checkpoint with other values of some stored tensors."""
     begin_checkpoint(dense, out)
     for path in sorted(set(tensor_files(dense.folder).values())):
         tensors = load_file(path)
         for name in tensors.keys() & changed.keys():
-            tensors[name] = load_file(changed[name])["weight"]
+            file, own_name = changed[name]
+            tensors[name] = load_file(file)[own_name]
         save_file(tensors, out / path.name, metadata={"format": "pt"})
     index = dense.folder / "model.safetensors.index.json"
     if index.is_file():
