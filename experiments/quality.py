@@ -29,7 +29,8 @@ from dotmoe.provenance import provenance
 
 DOCUMENTS = Path(__file__).resolve().parents[1] / "docs"
 RIVALS = ("random_split", "co_activation", "llama_moe_v2")
-FINETUNED = "repaired, finetuned"
+REPAIRS = {"repaired": 0, "repaired, trained": 5}
+"""Passes over its text by which a repair trains all projections, of our start and every rival's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +66,7 @@ class Settings:
 
 
 def conversions(settings: Settings, other: tuple[str, ...]) -> dict[str, RunConfig]:
-    """Every row but the finetuned one."""
+    """Every row but the finetuned ones."""
     size: dict[str, Any] = {"batch_size": settings.batch_size, "max_epochs": 100.0}
     ours, paper = recipe("quickstart"), recipe("paper")
     start = replace(
@@ -74,14 +75,18 @@ def conversions(settings: Settings, other: tuple[str, ...]) -> dict[str, RunConf
         experts=ExpertsConfig(expert_size=settings.expert_size, active=settings.active),
         data=replace(ours.data, data=settings.data, seq_len=settings.seq_len),
         align=replace(ours.align, steps=0, lr=settings.lr, lr_router=settings.lr, **size),
-        repairing=RepairConfig(repair_tokens=settings.repair_tokens),
         load=settings.load,
         eval_text=settings.eval_text,
         other_text=other,
         eval_tokens=settings.eval_tokens,
         seed=settings.seed,
     )
-    repaired = replace(start, repair=True)
+
+    def repaired(run: RunConfig, epochs: int = 0) -> RunConfig:
+        how = RepairConfig(repair_tokens=settings.repair_tokens, repair_epochs=epochs)
+        return replace(run, repair=True, repairing=how)
+
+    own = replace(start.baseline, split_router="ridge")
     shared = replace(start.experts, shared=settings.shared)
     return {
         "paper's recipe": replace(
@@ -93,13 +98,13 @@ def conversions(settings: Settings, other: tuple[str, ...]) -> dict[str, RunConf
         "start": start,
         "start, aligned": replace(start, align=replace(start.align, steps=settings.steps)),
         "start, shared expert": replace(start, experts=shared),
-        "repaired": repaired,
-        "repaired, shared expert": replace(repaired, experts=shared),
-    } | {
-        f"{rival}, repaired": replace(
-            repaired, method=rival, baseline=replace(start.baseline, split_router="ridge")
-        )
-        for rival in RIVALS
+        "repaired, shared expert": repaired(replace(start, experts=shared)),
+        **{name: repaired(start, epochs) for name, epochs in REPAIRS.items()},
+        **{
+            f"{rival}, {name}": repaired(replace(start, method=rival, baseline=own), epochs)
+            for rival in RIVALS
+            for name, epochs in REPAIRS.items()
+        },
     }
 
 
@@ -145,13 +150,15 @@ def main() -> None:
         print(f"{row}:", flush=True)
         convert(replace(config, out=str(out(row))), Progress())
         rows[row] = closeness(out(row), settings, texts)
-    print(f"{FINETUNED}:", flush=True)
-    tuning = finetune_recipe("small", run=str(out("repaired")), out=str(out(FINETUNED)))
-    steps = replace(tuning.finetune, steps=settings.steps, batch_size=settings.batch_size)
-    data = replace(tuning.data, seq_len=settings.seq_len)
-    tuning = replace(tuning, finetune=steps, data=data, load=settings.load, seed=settings.seed)
-    finetune(tuning, Progress())
-    rows[FINETUNED] = closeness(out(FINETUNED), settings, texts)
+    for source in REPAIRS:
+        row = f"{source}, finetuned"
+        print(f"{row}:", flush=True)
+        tuning = finetune_recipe("small", run=str(out(source)), out=str(out(row)))
+        steps = replace(tuning.finetune, steps=settings.steps, batch_size=settings.batch_size)
+        data = replace(tuning.data, seq_len=settings.seq_len)
+        tuning = replace(tuning, finetune=steps, data=data, load=settings.load, seed=settings.seed)
+        finetune(tuning, Progress())
+        rows[row] = closeness(out(row), settings, texts)
     for measured in rows.values():
         for name, found in measured.items():
             found["share_of_paper"] = found["kl"] / rows["paper's recipe"][name]["kl"]
