@@ -403,7 +403,7 @@ def _weights(found: RunResults) -> str:
     if found.is_repaired:
         which = "down" if target == "ffn" else "output"
         said = f"repair refitted the {which} projections of the experts; "
-        if found.config["repairing"]["repair_epochs"] and target != "attention":
+        if found.config["repairing"].get("repair_epochs") and target != "attention":
             said = said.replace("; ", " and trained all of their weights; ")
         said += "all else is the dense model's"
     elif found.is_finetuned:
