@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -121,8 +122,8 @@ def test_training_all_projections_comes_closer_still(family, dense_of, layout_of
     training, heldout = walks(300), walks(8).tokens_BT.long()
     kl = {}
     for epochs in (0, 8):
-        config = RepairConfig(repair_tokens=9600, repair_epochs=epochs)
-        out = tmp_path / str(epochs)
+        ks, out = (2, 3) if family == "granite" else (), tmp_path / str(epochs)
+        config = RepairConfig(repair_tokens=9600, repair_epochs=epochs, repair_active_experts=ks)
         (layer,) = repair(dense, layout, training, config, folder=out)["layers"]
         repaired = load_dense(str(out / "model"), LoadConfig(device="cpu"))
         kl[epochs] = divergence(dense, repaired, layout, heldout)
@@ -246,7 +247,13 @@ def test_frozen_repaired_and_finetuned_are_three_rows(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
 def test_a_run_killed_while_it_repairs_ends_as_one_that_was_not(tiny_dense, text_file, tmp_path):
-    options = {**TINY_CONVERT, "data": text_file, "steps": 0, "repair_tokens": 2000}
+    options = {
+        **TINY_CONVERT,
+        "data": text_file,
+        "steps": 0,
+        "repair_tokens": 2000,
+        "repair_epochs": 1,
+    }
     dense = tiny_dense("llama", num_hidden_layers=4)
     whole = TinyRun("convert", dense, tmp_path / "whole", options)
     assert run([*whole.command(), "--repair"]) == 0
@@ -264,12 +271,14 @@ def test_what_cannot_be_repaired_is_refused_in_one_line(
 ):
     dense = dense_of("llama")
     layout = layout_of(dense, 6, active_experts=2)
-    for config, blocks, words in [
-        (RepairConfig(repair_active_experts=(7,)), text, "Choose 1 to 6"),
-        (RepairConfig(), TokenBlocks(text.tokens_BT[:1]), "a repair needs two"),
+    heads = replace(layout, target="attention")
+    for experts, config, blocks, words in [
+        (layout, RepairConfig(repair_active_experts=(7,)), text, "Choose 1 to 6"),
+        (layout, RepairConfig(), TokenBlocks(text.tokens_BT[:1]), "a repair needs two"),
+        (heads, RepairConfig(repair_epochs=1), text, "only FFNs are trained"),
     ]:
         with pytest.raises(Exception, match=words):
-            repair(dense, layout, blocks, config, folder=tmp_path)
+            repair(dense, experts, blocks, config, folder=tmp_path)
 
 
 @pytest.mark.slow

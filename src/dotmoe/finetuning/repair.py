@@ -152,19 +152,9 @@ def repair(
         attention `target`) what `refit` says, and of a trained one `trained_error`, alike.
 
     Raises:
-        UserError: Too little text, or a k out of range.
+        UserError: Too little text, a k out of range, or `repair_epochs` without FFNs.
     """
-    ks = config.repair_active_experts
-    if ks and layout.beside:
-        raise UserError(
-            f"repair_active_experts is {', '.join(map(str, ks))}, but FFNs and attention have k of "
-            "their own. Leave it out."
-        )
-    if max(ks, default=0) > layout.num_experts:
-        raise UserError(
-            f"repair_active_experts is {max(ks)}, but the layout has {layout.num_experts} experts "
-            f"a layer. Choose 1 to {layout.num_experts}."
-        )
+    _require_fit(config, layout)
     num_tokens = config.tokens(layout.granularity, dense.config)
     tokens_BT, num_fitted = _drawn(blocks, num_tokens)
     streams = _Streams(dense, layout, tokens_BT, num_fitted)
@@ -199,10 +189,32 @@ def repair(
             on_progress(index + 1, layout.num_layers, f"error {figures[-1]['heldout_error']:.3f}")
     _write(dense, changed, folder / MODEL)
     layout.save(folder / LAYOUT)
-    served = list(ks or [part.active_experts for part in parts_of(layout)])
+    served = list(
+        config.repair_active_experts or [part.active_experts for part in parts_of(layout)]
+    )
     made = {"tokens": tokens_BT.numel(), "active_experts": served, "layers": figures}
     write_json(folder / FIGURES, made)
     return made
+
+
+def _require_fit(config: RepairConfig, layout: ExpertLayout) -> None:
+    """Refuse options that mean nothing for the experts there are."""
+    ks = config.repair_active_experts
+    if ks and layout.beside:
+        raise UserError(
+            f"repair_active_experts is {', '.join(map(str, ks))}, but FFNs and attention have k of "
+            "their own. Leave it out."
+        )
+    if max(ks, default=0) > layout.num_experts:
+        raise UserError(
+            f"repair_active_experts is {max(ks)}, but the layout has {layout.num_experts} experts "
+            f"a layer. Choose 1 to {layout.num_experts}."
+        )
+    if config.repair_epochs and layout.of_target("ffn") is None:
+        raise UserError(
+            f"repair_epochs is {config.repair_epochs}, but targets is attention, and only FFNs are "
+            "trained behind their refit. Leave it out."
+        )
 
 
 class _Streams:
