@@ -247,10 +247,10 @@ def active_experts() -> str:
     return part(curve_table(record), record, "quickstart_active_experts.json")
 
 
-def parts() -> str:
+def parts(file: str = "smollm2_parts.json") -> str:
     """What each part of the method is worth on a real model."""
-    record = result("smollm2_parts.json")
-    paper = record["rows"][0]["kl"]
+    record = result(file)
+    first = record["rows"][0]["kl"]
     columns: dict[str, Callable[[Row], str]] = {
         "row": lambda row: row["name"],
         "experts": lambda row: "{active_experts} of {num_experts}".format(**row),
@@ -258,12 +258,17 @@ def parts() -> str:
         "tokens": lambda row: f"{row['text_tokens']:,}",
         "nats above dense": lambda row: f"{row['nats_above_dense']:.3f}",
     }
-    for text in sorted(paper, reverse=True):
+    for text in sorted(first, reverse=True):
         columns[f"KL, {text}"] = partial(lambda text, row: f"{row['kl'][text]:.3f}", text)
         columns[f"of the first, {text}"] = partial(
-            lambda text, row: f"{row['kl'][text] / paper[text]:.2f}", text
+            lambda text, row: f"{row['kl'][text] / first[text]:.2f}", text
         )
-    return part(table_of(record["rows"], columns, words=3), record, "smollm2_parts.json")
+    return part(table_of(record["rows"], columns, words=3), record, file)
+
+
+def trained_repair() -> str:
+    """What training behind the refit is worth on a real model."""
+    return parts("smollm2_trained.json")
 
 
 def vllm() -> str:
@@ -482,6 +487,7 @@ PARTS: dict[str, Callable[[], str]] = {
         smollm2,
         repaired,
         parts,
+        trained_repair,
         vllm,
         speed,
         streaming,
