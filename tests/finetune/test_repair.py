@@ -220,6 +220,10 @@ def test_frozen_repaired_and_finetuned_are_three_rows(
         scale_tokens=128, verify_tokens=128,
     )  # fmt: skip
     assert again.status == 0
+    for name in ("frozen", "repaired", "later"):
+        card = (tmp_path / name / "5_export/README.md").read_text()
+        assert ("give back the dense model" in card) == (name == "frozen")
+        assert ("Beside the repaired or finetuned model" in card) == (name != "frozen")
     tuned = command(
         "finetune", tmp_path / "repaired", tmp_path / "tuned", steps=4, batch_size=2, lr=1e-3,
         kl_weight=1, train="router", scale_tokens=128, verify_tokens=128,

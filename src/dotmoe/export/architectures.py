@@ -45,7 +45,7 @@ class _Glm4Moe(TransformersFormat):
     def exactness(self, conversion: Conversion) -> str:
         dtype = "" if conversion.keeps_dtypes else f" as {conversion.dtype}".replace("torch.", "")
         return (
-            f"expert weights are the dense ones{dtype}, down projections times two (exact); "
+            f"expert weights are those that were split{dtype}, down projections times two (exact); "
             f"{self.gates}"
         )
 

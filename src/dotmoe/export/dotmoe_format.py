@@ -50,7 +50,7 @@ class DotMoe(TransformersFormat):
         return unsupported_size(self.name, dense, granularity, dtype)
 
     def exactness(self, conversion: Conversion) -> str:
-        return "all weights are the dense ones, unless repaired, and gates are 1 (exact)"
+        return "all weights are those that were split, and gates are 1 (exact)"
 
     def notes(self, conversion: Conversion) -> list[str]:
         return [

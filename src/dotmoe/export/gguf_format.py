@@ -103,7 +103,7 @@ class GgufFormat(Format):
         )
 
     def exactness(self, conversion: Conversion) -> str:
-        return f"expert weights are the dense ones, stored as {conversion.config.gguf_type}"
+        return f"expert weights are those that were split, stored as {conversion.config.gguf_type}"
 
     def details(self, conversion: Conversion) -> dict[str, Any]:
         return {
