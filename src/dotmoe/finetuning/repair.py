@@ -133,10 +133,11 @@ def repair(
     masked model as far as it is repaired. Behind each split FFN or attention, ridge regression
     changes its output projection such that the second comes as close as it can to the first, token
     by token relative to its size. Every 8th row of text chooses the penalty. With `repair_epochs`
-    Adam then trains all projections of an FFN to the same end, on the other rows; where those 8ths
-    do not gain by it, that layer keeps its refit. Host memory holds both streams, and then an FFN's
-    inputs and aims; activations and Gram matrices are those of one projection. Layers that are
-    finished are kept: a process that was stopped goes on after them, with the same result.
+    Adam then trains all projections of an FFN to the same end on the other rows; a layer that gains
+    nothing on every 8th keeps its refit. Host memory holds both streams, and while an FFN is
+    trained its inputs and wanted outputs; activations and Gram matrices are those of one
+    projection. Layers that are finished are kept: a process that was stopped goes on after them,
+    with the same result.
 
     Args:
         dense: The dense model, whole in memory; it is the same afterwards.
@@ -149,7 +150,8 @@ def repair(
 
     Returns:
         Contents of `repair.json`: `tokens`, `active_experts`, and of each of `layers` (and with
-        attention `target`) what `refit` says, and of a trained one `trained_error`, alike.
+        attention `target`) what `refit` says, and of a trained FFN the `trained_error`, which is
+        what is left on held-out tokens of the error of the dense weights.
 
     Raises:
         UserError: Too little text, a k out of range, or `repair_epochs` without FFNs.
@@ -284,7 +286,7 @@ class _Streams:
         block = self._blocks[masking.target][index]
         output = cast(nn.Linear, block.get_submodule(target.output_name))
         seen, after = list[tuple[Tensor, Tensor]](), list[Tensor]()
-        inputs, aims = list[Tensor](), list[Tensor]()
+        inputs, wanted = list[Tensor](), list[Tensor]()
         sums = [
             NormalEquations(output.in_features, output.out_features, self._device) for _ in range(2)
         ]
@@ -312,8 +314,8 @@ class _Streams:
                     (hidden, product), weight_T = seen.pop(), weight_BT[part].flatten()
                     product_TD = product.flatten(0, -2)
                     if is_trained:
-                        aim_TD = missing_TD + self._normed(index, product_TD)
-                        aims.append(aim_TD.to(self._dense.hidden_BTD))
+                        output_TD = missing_TD + self._normed(index, product_TD)
+                        wanted.append(output_TD.to(self._dense.hidden_BTD))
                     if self._traits.norms_after:
                         norm = self._layers[index].get_submodule(target.norm_after)
                         missing_TD, scale_T = _before_norm(missing_TD, product_TD, norm)
@@ -323,9 +325,9 @@ class _Streams:
         masking.active_experts = own_k
         change_ND, found = refit(*sums, whole=not is_trained)
         weights = {f"{target.output_name}.weight": output.weight.double() + change_ND.T}
-        if is_trained:  # input and aim are the same for every k
-            x_TD, aim_TD = (torch.cat(each[: len(self._parts)]) for each in (inputs, aims))
-            trained = self._trained(index, weights, x_TD, aim_TD, weight_BT.flatten(), config)
+        if is_trained:  # inputs and wanted outputs are the same for every k
+            x_TD, wanted_TD = (torch.cat(each[: len(self._parts)]) for each in (inputs, wanted))
+            trained = self._trained(index, weights, x_TD, wanted_TD, weight_BT.flatten(), config)
             weights, found["trained_error"] = trained
         return weights, found
 
@@ -334,7 +336,7 @@ class _Streams:
         index: int,
         refitted: Mapping[str, Tensor],
         x_TD: Float[Tensor, "T D"],
-        aim_TD: Float[Tensor, "T D"],
+        wanted_TD: Float[Tensor, "T D"],
         weight_T: Float[Tensor, " T"],
         config: RepairConfig,
     ) -> tuple[dict[str, Tensor], float]:
@@ -352,7 +354,7 @@ class _Streams:
             inside = {f"dense.{name}": weight for name, weight in weights.items()}
             x = x_TD[rows_T].to(self._device).float()
             output_TD = self._normed(index, functional_call(masked_ffn, inside, (x,)))
-            square_T = (output_TD - aim_TD[rows_T].to(output_TD)).square().sum(1)
+            square_T = (output_TD - wanted_TD[rows_T].to(output_TD)).square().sum(1)
             return (square_T * weight_T[rows_T.to(self._device)]).sum()
 
         num = self._num_fitted * self._dense.hidden_BTD.shape[1]
@@ -385,9 +387,8 @@ class _Streams:
                 left += sum(float(error(weights, rows_T)) for rows_T in heldout)
             errors.append(left)
         masking.active_experts = own_k
-        gains = errors[2] < errors[1]
-        kept = {name: p.detach() for name, p in parameters.items()} if gains else start
-        return kept, min(errors[1:]) / (errors[0] or 1.0)
+        kept = parameters if errors[2] < errors[1] else start
+        return {name: w.detach() for name, w in kept.items()}, min(errors[1:]) / (errors[0] or 1.0)
 
     def _normed(self, index: int, product_TD: Tensor) -> Tensor:
         """What an FFN adds to the stream, before a residual multiplier."""

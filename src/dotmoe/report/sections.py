@@ -402,10 +402,10 @@ def _weights(found: RunResults) -> str:
     said = f"the experts are slices of the dense {whole}"
     if found.is_repaired:
         which = "down" if target == "ffn" else "output"
-        said = f"repair refitted the {which} projections of the experts; "
-        if found.config["repairing"].get("repair_epochs") and target != "attention":
-            said = said.replace("; ", " and trained all of their weights; ")
-        said += "all else is the dense model's"
+        trained = bool(found.config["repairing"].get("repair_epochs"))
+        said = f"repair refitted the {which} projections of the experts"
+        said += " and trained all weights of the FFNs" * trained
+        said += "; all else is the dense model's"
     elif found.is_finetuned:
         train = found.config["finetune"]["train"]
         what = {"router": "the routers alone", "lora": "low-rank adapters and routers"}
