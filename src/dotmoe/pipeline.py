@@ -182,6 +182,8 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             start = raise_on_all_ranks(source.described) if source.has_own_weights else dense
             split = source.layout.granularity
             raise_on_all_ranks(lambda: require_exportable(dense, split, config.export))
+            if repairs:
+                raise_on_all_ranks(lambda: config.repairing.require(split))
             run.begin(source.model, source.fingerprints)
             tokens = config.repairing.tokens(split, dense.config) if repairs else 0
             text = run.text(converted, dense, min_tokens=tokens, beside=source.text)
@@ -489,10 +491,13 @@ def split_of(config: RunConfig, dense: DenseModel) -> Granularity:
     """Experts of a conversion.
 
     Raises:
-        UserError: They do not fit the model, or no format of the export can hold them.
+        UserError: They do not fit the model, no format of the export can hold them, or options of
+            the repair mean nothing for them.
     """
     split = granularity_of(config.method, _asked(config, dense), config.baseline)
     require_exportable(dense, split, config.export)
+    if config.repair:
+        config.repairing.require(split)
     return split
 
 

@@ -271,7 +271,7 @@ def test_a_run_killed_while_it_repairs_ends_as_one_that_was_not(tiny_dense, text
 
 
 def test_what_cannot_be_repaired_is_refused_in_one_line(
-    finished, tiny_dense, dense_of, layout_of, text, tmp_path
+    command, dense_of, layout_of, text, text_file, tmp_path
 ):
     dense = dense_of("llama")
     layout = layout_of(dense, 6, active_experts=2)
@@ -283,6 +283,10 @@ def test_what_cannot_be_repaired_is_refused_in_one_line(
     ]:
         with pytest.raises(Exception, match=words):
             repair(dense, experts, blocks, config, folder=tmp_path)
+    options = {"recipe": "quickstart", "data": text_file, "repair": []}
+    refused = command("convert", "embedded", tmp_path / "run", **options, repair_active_experts=49)
+    assert "Choose 1 to 48" in refused.refusal()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -61,6 +61,29 @@ class RepairConfig:
         inputs = [TARGETS[part.target].inputs(dense_config) for part in parts_of(split)]
         return self.repair_tokens or TOKENS_AN_INPUT * max(inputs)
 
+    def require(self, split: Granularity) -> None:
+        """Refuse options that mean nothing for these experts.
+
+        Raises:
+            UserError: A k out of range, one k for two targets, or `repair_epochs` without FFNs.
+        """
+        ks = self.repair_active_experts
+        if ks and split.beside:
+            raise UserError(
+                f"repair_active_experts is {', '.join(map(str, ks))}, but FFNs and attention have "
+                "k of their own. Leave it out."
+            )
+        if max(ks, default=0) > split.num_experts:
+            raise UserError(
+                f"repair_active_experts is {max(ks)}, but the layout has {split.num_experts} "
+                f"experts a layer. Choose 1 to {split.num_experts}."
+            )
+        if self.repair_epochs and all(part.target != "ffn" for part in parts_of(split)):
+            raise UserError(
+                f"repair_epochs is {self.repair_epochs}, but targets is attention, and only FFNs "
+                "are trained behind their refit. Leave it out."
+            )
+
 
 class NormalEquations:
     """Weighted sums over tokens for dW = argmin sum_t w_t ||z_t dW - r_t||^2, in float64."""
@@ -156,7 +179,7 @@ def repair(
     Raises:
         UserError: Too little text, a k out of range, or `repair_epochs` without FFNs.
     """
-    _require_fit(config, layout)
+    config.require(layout.granularity)
     num_tokens = config.tokens(layout.granularity, dense.config)
     tokens_BT, num_fitted = _drawn(blocks, num_tokens)
     streams = _Streams(dense, layout, tokens_BT, num_fitted)
@@ -197,26 +220,6 @@ def repair(
     made = {"tokens": tokens_BT.numel(), "active_experts": served, "layers": figures}
     write_json(folder / FIGURES, made)
     return made
-
-
-def _require_fit(config: RepairConfig, layout: ExpertLayout) -> None:
-    """Refuse options that mean nothing for the experts there are."""
-    ks = config.repair_active_experts
-    if ks and layout.beside:
-        raise UserError(
-            f"repair_active_experts is {', '.join(map(str, ks))}, but FFNs and attention have k of "
-            "their own. Leave it out."
-        )
-    if max(ks, default=0) > layout.num_experts:
-        raise UserError(
-            f"repair_active_experts is {max(ks)}, but the layout has {layout.num_experts} experts "
-            f"a layer. Choose 1 to {layout.num_experts}."
-        )
-    if config.repair_epochs and layout.of_target("ffn") is None:
-        raise UserError(
-            f"repair_epochs is {config.repair_epochs}, but targets is attention, and only FFNs are "
-            "trained behind their refit. Leave it out."
-        )
 
 
 class _Streams:
