@@ -97,7 +97,7 @@ class Model:
             data=replace(base.data, data=settings.data),
             align=replace(base.align, lr=settings.lr, lr_router=settings.lr),
             load=LoadConfig(dtype=settings.dtype),
-            repairing=RepairConfig(repair_tokens=settings.repair_tokens),
+            repairing=RepairConfig(repair_tokens=settings.repair_tokens, repair_epochs=0),
             seed=seed,
         )
         self.dense: DenseModel = load_dense(settings.model, self.config.load)

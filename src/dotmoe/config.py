@@ -46,7 +46,8 @@ class RunConfig:
     assignment: AssignmentConfig = field(default_factory=AssignmentConfig)
     align: AlignConfig = field(default_factory=AlignConfig)
     repair: bool = False
-    """Refit W_down in closed form, so that the MoE follows the dense model; not while it trains."""
+    """Bring each layer's output back to the dense model's once experts are chosen: W_down refitted
+    in closed form, then all projections of the FFN trained (`--repair-epochs`)."""
     repairing: RepairConfig = field(default_factory=RepairConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     training: Annotated[TrainingConfig, HOW] = field(default_factory=TrainingConfig)

@@ -389,7 +389,7 @@ class _Run(Generic[Config]):
         return self.stage(name, lambda at: AlignState.load(at / file, dense.device), saved)
 
     def repair(self, stage: str, dense: DenseModel, layout: ExpertLayout, text: Text) -> None:
-        """A stage that refits W_down or W_O of the dense model under the masks of the layout."""
+        """A stage that repairs the dense model's weights under the masks of the layout."""
 
         def make(at: Path) -> dict[str, Any]:
             whole = load_here(dense, self.config.load) if dense.device.type == "meta" else dense

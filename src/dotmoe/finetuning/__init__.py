@@ -44,8 +44,8 @@ class FinetuneConfig(ObjectiveConfig):
 
     train: Literal["everything", "router", "lora", "repair"] = "everything"
     """everything: all weights and the routers; router: the routers alone; lora: low-rank adapters
-    on experts and attention, and the routers (needs `pip install -e '.[lora]'`); repair: no
-    training, W_down refitted in closed form, which reads none of the options of a training."""
+    on experts and attention, and the routers (needs `pip install -e '.[lora]'`); repair: the
+    FFNs layer by layer to the dense model's stream; it reads none of the options of a training."""
     steps: Annotated[int, at_least(1)] = 4578
     """Optimizer steps. 4578 of 128 x 2048 tokens are the paper's 1.2B tokens."""
     batch_size: Annotated[int, at_least(1)] = 128

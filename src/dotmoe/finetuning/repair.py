@@ -1,4 +1,4 @@
-"""Repair: W_down and W_O refitted under the masks, in closed form, layer by layer; FFNs trained."""
+"""Repair: W_down and W_O refitted under the masks in closed form, then FFNs trained, by layers."""
 
 import json
 import math
@@ -44,7 +44,7 @@ steps in which it rises."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepairConfig:
-    """The refit of what the masks scale the inputs of: W_down of FFNs, W_O of attention."""
+    """The refit of W_down of FFNs and W_O of attention, and the training of FFNs behind it."""
 
     repair_tokens: Annotated[int, at_least(1)] | None = None
     """Tokens of training text that a repair is fitted to, at most; they are drawn evenly over the
@@ -52,9 +52,9 @@ class RepairConfig:
     repair_active_experts: tuple[Annotated[int, at_least(1)], ...] = ()
     """Numbers of active experts (k) that a repair serves, all alike; of one target alone. Default:
     the layout's k."""
-    repair_epochs: Annotated[int, at_least(0)] = 0
+    repair_epochs: Annotated[int, at_least(0)] = 3
     """Passes over those tokens in which all three projections of each FFN are then trained to the
-    same end, layer by layer; 0: W_down alone, in closed form."""
+    same end, layer by layer; 0: W_down alone, in closed form. Attention has no such training."""
 
     def tokens(self, split: Granularity, dense_config: Any) -> int:
         """`repair_tokens`, or the default for the projections of that split."""
@@ -65,7 +65,7 @@ class RepairConfig:
         """Refuse options that mean nothing for these experts.
 
         Raises:
-            UserError: A k out of range, one k for two targets, or `repair_epochs` without FFNs.
+            UserError: A k out of range, or one k for two targets.
         """
         ks = self.repair_active_experts
         if ks and split.beside:
@@ -77,11 +77,6 @@ class RepairConfig:
             raise UserError(
                 f"repair_active_experts is {max(ks)}, but the layout has {split.num_experts} "
                 f"experts a layer. Choose 1 to {split.num_experts}."
-            )
-        if self.repair_epochs and all(part.target != "ffn" for part in parts_of(split)):
-            raise UserError(
-                f"repair_epochs is {self.repair_epochs}, but targets is attention, and only FFNs "
-                "are trained behind their refit. Leave it out."
             )
 
 
@@ -177,7 +172,7 @@ def repair(
         what is left on held-out tokens of the error of the dense weights.
 
     Raises:
-        UserError: Too little text, a k out of range, or `repair_epochs` without FFNs.
+        UserError: Too little text, or a k out of range.
     """
     config.require(layout.granularity)
     num_tokens = config.tokens(layout.granularity, dense.config)

@@ -40,7 +40,7 @@ class RunResults:
 
     @property
     def is_repaired(self) -> bool:
-        """Whether W_down of the exported model was refitted, and nothing changed afterwards."""
+        """Whether the exported model was repaired, and nothing changed afterwards."""
         return bool(
             self.config.get("finetune", {}).get("train") == "repair" or (self.config.get("repair"))
         )

@@ -402,9 +402,9 @@ def _weights(found: RunResults) -> str:
     said = f"the experts are slices of the dense {whole}"
     if found.is_repaired:
         which = "down" if target == "ffn" else "output"
-        trained = bool(found.config["repairing"].get("repair_epochs"))
+        trained = target != "attention" and found.config["repairing"].get("repair_epochs")
         said = f"repair refitted the {which} projections of the experts"
-        said += " and trained all weights of the FFNs" * trained
+        said += " and trained all weights of the FFNs" * bool(trained)
         said += "; all else is the dense model's"
     elif found.is_finetuned:
         train = found.config["finetune"]["train"]
