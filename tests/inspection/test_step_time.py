@@ -9,7 +9,19 @@ from inspected_models import masked_model, sizes, step, tiny
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from dotmoe.inspection.planner import ON_CPU, Accelerator, measured_here, moved, products, seconds
+from dotmoe.data import TokenBlocks
+from dotmoe.finetuning.repair import RepairConfig, repair
+from dotmoe.granularity import Granularity
+from dotmoe.inspection.planner import (
+    ON_CPU,
+    Accelerator,
+    measured_here,
+    moved,
+    products,
+    repair_flops,
+    seconds,
+)
+from dotmoe.inspection.sizes import sizes_of
 
 RECORD = json.loads(
     (Path(__file__).resolve().parents[2] / "results" / "planner_check.json").read_text()
@@ -39,6 +51,25 @@ def test_the_products_of_a_step_are_those_that_pytorch_counts():
     # Norms and the teacher's routers are counted as products: a few hundred parameters.
     assert found["forward"] == pytest.approx(forward.get_total_flops(), rel=0.02)
     assert found["backward"] == pytest.approx(backward.get_total_flops(), rel=0.02)
+
+
+def test_the_products_of_a_repair_are_those_that_pytorch_counts(dense_of, layout_of, tmp_path):
+    dense = dense_of("llama", num_hidden_layers=3, hidden_size=64, intermediate_size=384)
+    layout = layout_of(dense, 6, active_experts=2)
+    blocks = TokenBlocks(torch.arange(64 * 64).reshape(64, 64).int() % 100)
+    repairing = RepairConfig(repair_tokens=64 * 64, repair_epochs=2)
+    with FlopCounterMode(display=False) as counter:
+        repair(dense, layout, blocks, repairing, folder=tmp_path)
+    split = Granularity(num_experts=6, expert_size=64, active_experts=2)
+    found = sizes_of(
+        dense.config, dense.family, split, stored=torch.float32, written=torch.float32, held=4
+    )
+    width, tokens = 384, 64 * 64
+    gram = 3 * 2 * tokens * width * (width + 64)  # counted twice, since it is in float64
+    solutions = 3 * 2 * 10 * width**2 * (width // 3 + 2 * 64)  # which PyTorch does not count
+    assert repair_flops(found, tokens, 2) - gram - solutions == pytest.approx(
+        counter.get_total_flops(), rel=0.05
+    )
 
 
 def test_checkpointing_adds_one_forward_of_the_student():

@@ -8,8 +8,9 @@ import torch
 from dotmoe.calibrate import CalibrateConfig
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
+from dotmoe.finetuning.repair import RepairConfig
 from dotmoe.granularity import splits_of
-from dotmoe.inspection.memory import calibration_memory, disk, exported_bytes
+from dotmoe.inspection.memory import calibration_memory, disk, exported_bytes, repair_memory
 from dotmoe.inspection.planner import (
     ACCELERATORS,
     Accelerator,
@@ -17,6 +18,7 @@ from dotmoe.inspection.planner import (
     on_machine,
     plan,
     products,
+    repair_flops,
 )
 from dotmoe.inspection.sizes import (
     EXPORTED,
@@ -45,7 +47,7 @@ def inspect_model(
         config: Hugging Face config of the dense model.
         asked: Split, run and machines.
         stored: Dtype of the dense checkpoint.
-        here: This machine; None measures it (0.6 s).
+        here: This machine; None measures it (0.6 s, and as long in float32, if it is not that).
 
     Raises:
         UserError: The family is not supported, the split does not fit the model, a size is out of
@@ -72,6 +74,7 @@ def inspect_model(
         asked = replace(asked, calibration_tokens=calibrated)
     if here is None:
         here = measured_here(device, torch.bfloat16 if held == 2 else torch.float32)
+    exact = here if here.dtype == "float32" else measured_here(device, torch.float32)
     step = Step(
         sizes=sizes,
         batch_size=asked.batch_size,
@@ -80,9 +83,12 @@ def inspect_model(
         on_cpu=device.type == "cpu",
     )
     plain, again = (on_machine(replace(step, checkpointing=c), here) for c in (False, True))
-    tokens = asked.steps * asked.batch_size * seq_len
+    tokens, repair = asked.steps * asked.batch_size * seq_len, RepairConfig()
+    repaired = repair.tokens(split, config)
+    repairing = repair_flops(sizes, repaired, repair.repair_epochs)
     items = {
         "calibration_memory": calibration_memory(sizes, calibrated),
+        "repair_memory": repair_memory(sizes, repaired),
         "memory": plain["memory"],
         "memory_checkpointing": again["memory"],
         "disk": disk(sizes, tokens + calibrated),
@@ -99,12 +105,20 @@ def inspect_model(
         "counts": asdict(sizes.counts),
         "active_parameter_fraction": sizes.counts.active_fraction,
         "run": {name: getattr(asked, name) for name in RUN}
-        | {"seq_len": seq_len, "tokens": tokens, "bytes_per_weight": held, "device": str(device)},
+        | {
+            "seq_len": seq_len,
+            "tokens": tokens,
+            "repair_tokens": repaired,
+            "bytes_per_weight": held,
+            "device": str(device),
+        },
         **items,
         **{f"{name}_total": sum(each.values()) for name, each in items.items()},
         "flops": asked.steps * sum(products(step).values()),
+        "repair_flops": repairing,
         "here": asdict(here)
         | {
+            "hours_repair": repairing / (exact.efficiency.products * exact.flops_per_s) / 3_600,
             "hours": asked.steps * plain["step_s"] / 3_600,
             "hours_checkpointing": asked.steps * again["step_s"] / 3_600,
         },

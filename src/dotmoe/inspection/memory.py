@@ -94,6 +94,18 @@ def calibration_memory(sizes: Sizes, tokens: int) -> Items:
     }
 
 
+def repair_memory(sizes: Sizes, tokens: int) -> Items:
+    """Peak of a repair on so many tokens; beside a GPU the host holds the second item."""
+    ffn = 3 * sizes.widths.ffn * sizes.widths.model
+    return {
+        "dense weights": sizes.held * sizes.counts.dense_total,
+        "both streams, FFN inputs and wanted outputs": 4 * sizes.held * sizes.widths.model * tokens,
+        "matrices in float64, then one FFN's training": max(
+            5 * 2 * FLOAT32 * sizes.widths.ffn**2, 6 * FLOAT32 * ffn
+        ),
+    }
+
+
 def exported_bytes(sizes: Sizes) -> Items:
     """The exported folder (glm4_moe; with experts made of heads dotmoe)."""
     written, split = sizes.written.itemsize, sizes.split

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.benchmark import Timer
 
+from dotmoe.finetuning.repair import RIDGES
 from dotmoe.inspection.memory import step_memory
-from dotmoe.inspection.sizes import FLOAT32, Step, dtype_name
+from dotmoe.inspection.sizes import FLOAT32, Sizes, Step, dtype_name
 
 ROUTED_PASSES = 3
 """Over the input of an expert, once for each of k: it is gathered, and the outputs are summed."""
@@ -144,6 +145,21 @@ def products(step: Step) -> dict[str, int]:
         "head and loss": tokens * head,
         "backward": tokens * ((1 + trains_all + again) * linear + (2 + again) * scores + plan),
     }
+
+
+def repair_flops(sizes: Sizes, tokens: int, epochs: int) -> int:
+    """FLOP of a repair on so many tokens as if all were in float32; those in float64 count twice.
+
+    The dense stream goes through the layers once and the masked one twice; the Gram matrix and its
+    solutions are of the FFN width; a pass of training
+    costs 7/3 forwards of the FFN, whose input needs no gradient.
+    """
+    widths, counts = sizes.widths, sizes.counts
+    streams = 3 * 2 * (counts.attention_and_norms + counts.ffn_total) * tokens
+    gram = 2 * tokens * widths.ffn * (widths.ffn + widths.model)
+    solved = (len(RIDGES) + 1) * widths.ffn**2 * (widths.ffn // 3 + 2 * widths.model)
+    trained = epochs * 14 * counts.ffn_total * tokens // 3
+    return streams + trained + 2 * sizes.moe_layers * (gram + solved)
 
 
 def moved(step: Step, passes: Efficiency) -> dict[str, int]:

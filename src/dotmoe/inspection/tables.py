@@ -10,6 +10,7 @@ from dotmoe.tables import Table, in_bytes, in_time, table_of, to_rich
 
 ITEMISED = {
     "calibration_memory": "memory of the start from data",
+    "repair_memory": "memory of the repair",
     "memory": "memory of the alignment",
     "memory_checkpointing": "memory of the alignment, checkpointing",
     "disk": "disk",
@@ -93,6 +94,7 @@ def _sizes(found: Values, details: bool) -> Table:
     at_once = f"{run['micro_batch_size']} x {run['seq_len']:,} tokens at once"
     names = {
         "calibration_memory": "start from data" * (run["calibration_tokens"] > 0),
+        "repair_memory": "repair",
         "memory": f"alignment, {at_once}" * (run["steps"] > 0),
         "memory_checkpointing": "  with --activation-checkpointing" * (run["steps"] > 0),
         "disk": "disk",
@@ -108,16 +110,21 @@ def _sizes(found: Values, details: bool) -> Table:
 
 
 def _here(found: Values) -> str:
+    """The default recipe's repair and, where there are steps, an alignment on this machine."""
     run, here = found["run"], found["here"]
-    if not run["steps"]:
-        return "no alignment\n"
-    return (
-        f"alignment: {run['steps']:,} steps of {run['batch_size']} x {run['seq_len']:,} tokens, "
-        f"{found['flops']:.2e} FLOP\n"
+    lines = [
         f"on {here['name']}, {here['dtype']} (estimated; measured "
-        f"{here['flops_per_s'] / 1e12:,.3g} TFLOP/s, {here['bytes_per_s'] / 1e9:,.3g} GB/s): "
-        f"{in_time(here['hours'])}, {in_time(here['hours_checkpointing'])} with checkpointing\n"
-    )
+        f"{here['flops_per_s'] / 1e12:,.3g} TFLOP/s, {here['bytes_per_s'] / 1e9:,.3g} GB/s):",
+        f"  repair, as by default: {run['repair_tokens']:,} tokens, {found['repair_flops']:.2e} "
+        f"FLOP, most in float32: {in_time(here['hours_repair'])}",
+    ]
+    if run["steps"]:
+        lines.append(
+            f"  alignment, not by default: {run['steps']:,} steps of {run['batch_size']} x "
+            f"{run['seq_len']:,} tokens, {found['flops']:.2e} FLOP: {in_time(here['hours'])}, "
+            f"{in_time(here['hours_checkpointing'])} with checkpointing"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def _plans(plans: list[Values]) -> Table:
