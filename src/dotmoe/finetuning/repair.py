@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -284,7 +285,8 @@ class _Streams:
         block = self._blocks[masking.target][index]
         output = cast(nn.Linear, block.get_submodule(target.output_name))
         seen, after = list[tuple[Tensor, Tensor]](), list[Tensor]()
-        inputs, wanted = list[Tensor](), list[Tensor]()
+        # The same for every k; those of the last one stay.
+        inputs, wanted = (deque[Tensor](maxlen=len(self._parts)) for _ in range(2))
         sums = [
             NormalEquations(output.in_features, output.out_features, self._device) for _ in range(2)
         ]
@@ -323,8 +325,8 @@ class _Streams:
         masking.active_experts = own_k
         change_ND, found = refit(*sums, whole=not is_trained)
         weights = {f"{target.output_name}.weight": output.weight.double() + change_ND.T}
-        if is_trained:  # inputs and wanted outputs are the same for every k
-            x_TD, wanted_TD = (torch.cat(each[: len(self._parts)]) for each in (inputs, wanted))
+        if is_trained:
+            x_TD, wanted_TD = (torch.cat(tuple(each)) for each in (inputs, wanted))
             trained = self._trained(index, weights, x_TD, wanted_TD, weight_BT.flatten(), config)
             weights, found["trained_error"] = trained
         return weights, found
