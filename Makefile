@@ -37,7 +37,7 @@ SMOLLM2_DATA ?= self
 SMOLLM2_SPLIT := --expert-size 32 --first-dense-layers 1 --seq-len 512
 
 smollm2: $(SMOLLM2)  ## A real model of 135M parameters, fetched and converted (SMOLLM2_DATA=FILE)
-	@echo "On one busy CPU core this took 31 minutes (AVX-512) and 48 (AVX2). Stopped, it goes on with the same command."
+	@echo "On one busy CPU core this took 31 minutes (AVX-512) and 48 (AVX2) by the refit alone; the training behind it adds about 15. Stopped, it goes on with the same command."
 	$(BIN)/dotmoe inspect $(SMOLLM2) --active-experts 23 --shared 0.25 $(SMOLLM2_SPLIT) --steps 0
 	$(BIN)/dotmoe convert $(SMOLLM2) smollm2/run --active-experts 23 --shared 0.25 $(SMOLLM2_SPLIT) \
 		--data $(SMOLLM2_DATA) --sample-batch-size 64 --eval-tokens 4096
@@ -118,7 +118,7 @@ results: $(STAMP)  ## Measure the quickstart again, and put it into the README
 splits: $(STAMP)  ## Six ways to split with three seeds, an hour or more, into the README (WIKI=FILE)
 	$(BIN)/dotmoe compare embedded splits-run --recipe quickstart --eval-tokens 16384 \
 		--methods random_split by_energy llama_moe_v2 co_activation cmoe dot_moe \
-		--seeds 0 1 2 --repair --finetune-steps 100 --finetune-recipe small \
+		--seeds 0 1 2 --repair --repair-epochs 0 --finetune-steps 100 --finetune-recipe small \
 		$(if $(WIKI),--other-text $(WIKI))
 	cp splits-run/compare.json results/splits.json
 	$(BIN)/python scripts/update_documents.py
