@@ -74,7 +74,7 @@ def inspect_model(
         asked = replace(asked, calibration_tokens=calibrated)
     if here is None:
         here = measured_here(device, torch.bfloat16 if held == 2 else torch.float32)
-    exact = here if here.dtype == "float32" else measured_here(device, torch.float32)
+    in_float32 = here if here.dtype == "float32" else measured_here(device, torch.float32)
     step = Step(
         sizes=sizes,
         batch_size=asked.batch_size,
@@ -84,11 +84,11 @@ def inspect_model(
     )
     plain, again = (on_machine(replace(step, checkpointing=c), here) for c in (False, True))
     tokens, repair = asked.steps * asked.batch_size * seq_len, RepairConfig()
-    repaired = repair.tokens(split, config)
-    repairing = repair_flops(sizes, repaired, repair.repair_epochs)
+    repair_tokens = repair.tokens(split, config)
+    repairing = repair_flops(sizes, repair_tokens, repair.repair_epochs)
     items = {
         "calibration_memory": calibration_memory(sizes, calibrated),
-        "repair_memory": repair_memory(sizes, repaired),
+        "repair_memory": repair_memory(sizes, repair_tokens),
         "memory": plain["memory"],
         "memory_checkpointing": again["memory"],
         "disk": disk(sizes, tokens + calibrated),
@@ -108,7 +108,7 @@ def inspect_model(
         | {
             "seq_len": seq_len,
             "tokens": tokens,
-            "repair_tokens": repaired,
+            "repair_tokens": repair_tokens,
             "bytes_per_weight": held,
             "device": str(device),
         },
@@ -118,7 +118,9 @@ def inspect_model(
         "repair_flops": repairing,
         "here": asdict(here)
         | {
-            "hours_repair": repairing / (exact.efficiency.products * exact.flops_per_s) / 3_600,
+            "hours_repair": repairing
+            / (in_float32.efficiency.products * in_float32.flops_per_s)
+            / 3_600,
             "hours": asked.steps * plain["step_s"] / 3_600,
             "hours_checkpointing": asked.steps * again["step_s"] / 3_600,
         },

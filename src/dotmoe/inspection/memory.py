@@ -96,12 +96,13 @@ def calibration_memory(sizes: Sizes, tokens: int) -> Items:
 
 def repair_memory(sizes: Sizes, tokens: int) -> Items:
     """Peak of a repair on so many tokens; beside a GPU the host holds the second item."""
-    ffn = 3 * sizes.widths.ffn * sizes.widths.model
+    trained = 6 * FLOAT32 * 3 * sizes.widths.ffn * sizes.widths.model
     return {
         "dense weights": sizes.held * sizes.counts.dense_total,
         "both streams, FFN inputs and wanted outputs": 4 * sizes.held * sizes.widths.model * tokens,
         "matrices in float64, then one FFN's training": max(
-            5 * 2 * FLOAT32 * sizes.widths.ffn**2, 6 * FLOAT32 * ffn
+            5 * 2 * FLOAT32 * max(sizes.repaired_inputs) ** 2,
+            trained * (sizes.split.target == "ffn"),
         ),
     }
 

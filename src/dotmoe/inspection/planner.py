@@ -150,16 +150,18 @@ def products(step: Step) -> dict[str, int]:
 def repair_flops(sizes: Sizes, tokens: int, epochs: int) -> int:
     """FLOP of a repair on so many tokens as if all were in float32; those in float64 count twice.
 
-    The dense stream goes through the layers once and the masked one twice; the Gram matrix and its
-    solutions are of the FFN width; a pass of training
-    costs 7/3 forwards of the FFN, whose input needs no gradient.
+    The dense stream goes through the layers once and the masked one twice. The Gram matrix and its
+    solutions are of the inputs of a projection. A pass of training costs 7/3 forwards of the FFN,
+    whose input needs no gradient.
     """
-    widths, counts = sizes.widths, sizes.counts
+    counts, width = sizes.counts, sizes.widths.model
     streams = 3 * 2 * (counts.attention_and_norms + counts.ffn_total) * tokens
-    gram = 2 * tokens * widths.ffn * (widths.ffn + widths.model)
-    solved = (len(RIDGES) + 1) * widths.ffn**2 * (widths.ffn // 3 + 2 * widths.model)
-    trained = epochs * 14 * counts.ffn_total * tokens // 3
-    return streams + trained + 2 * sizes.moe_layers * (gram + solved)
+    trained = (sizes.split.target == "ffn") * epochs * 14 * counts.ffn_total * tokens // 3
+    refitted = sum(
+        2 * tokens * n * (n + width) + (len(RIDGES) + 1) * n**2 * (n // 3 + 2 * width)
+        for n in sizes.repaired_inputs
+    )
+    return streams + trained + 2 * sizes.moe_layers * refitted
 
 
 def moved(step: Step, passes: Efficiency) -> dict[str, int]:

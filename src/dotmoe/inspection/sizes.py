@@ -116,6 +116,12 @@ class Sizes:
         return self.moe_layers * self.affinities_of_a_layer
 
     @property
+    def repaired_inputs(self) -> list[int]:
+        """Inputs of W_down, W_O or both, of those that a repair refits."""
+        inputs = {"ffn": self.widths.ffn, "attention": self.heads * self.traits.head_dim}
+        return [inputs[part.target] for part in parts_of(self.split)]
+
+    @property
     def has_heads(self) -> bool:
         """Whether some experts are made of heads."""
         return targets_of(self.split) != "ffn"

@@ -102,7 +102,10 @@ class _Distillation(torch.autograd.Function):
             ce += ce_sum
             grad_TD[chunk] = grad_CV @ head_VD
             if grad_VD is not None:
-                add_product(grad_VD, grad_CV.T, student_TD[chunk])
+                if grad_VD.is_cuda:
+                    grad_VD += product_in_float32(grad_CV.T, student_TD[chunk])
+                else:  # makes and frees nothing of the head's size
+                    grad_VD.addmm_(grad_CV.T.to(wide), student_TD[chunk].to(wide))
             del grad_CV  # or it would live beside the next chunk's
         kl, ce = kl / num_tokens, ce / num_labels
         ctx.save_for_backward(grad_TD, grad_VD)
@@ -155,14 +158,6 @@ def chunk_rows(vocabulary: int, *, on_cpu: bool) -> int:
     """Tokens whose logits are formed at once, at most."""
     rows = max(1, MAX_CHUNK_ELEMENTS // vocabulary)
     return min(rows, CPU_CHUNK_ROWS) if on_cpu else rows
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a matrix product to a total in its dtype; one of 16-bit factors on a GPU as they are."""
-    if left.is_cuda and left.dtype != total.dtype:
-        total += product_in_float32(left, right)
-    else:  # nothing of the total's size is made and freed
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
 def product_in_float32(left: Tensor, right: Tensor) -> Tensor:

@@ -184,7 +184,7 @@ def quickstart_summary(result: Values) -> RenderableType:
     checked = ", ".join(f"{name.replace('_', ' ')} {figure(value)}" for name, value in checks)
     said = [
         "Both splits start from a router fitted to their experts and take "
-        f"{result['steps']} steps and are then repaired alike. Nats are what was lost.",
+        f"{result['steps']} steps; both are then repaired alike. Nats are what was lost.",
         f"Gained: {gained(result)}",
         f"export against masked dense model: {checked}",
     ]
