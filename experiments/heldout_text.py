@@ -14,9 +14,9 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
+from dotmoe.data.sources import stdlib_documents
 from dotmoe.files import write_json
 from dotmoe.provenance import provenance
-from dotmoe.stdlib_text import stdlib_documents
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
-from dotmoe.stdlib_text import stdlib_documents
+from dotmoe.data.sources import stdlib_documents
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = 2048

@@ -7,7 +7,7 @@ import pytest
 
 from dotmoe.align import AlignConfig
 from dotmoe.config import FinetuneRunConfig, RunConfig
-from dotmoe.data import DataConfig
+from dotmoe.data.sources import DataConfig
 from dotmoe.errors import UserError
 from dotmoe.granularity import resolve
 from dotmoe.options import check, from_values, values_of

@@ -3,7 +3,7 @@
 import sysconfig
 from pathlib import Path
 
-from dotmoe.stdlib_text import stdlib_documents, stdlib_files
+from dotmoe.data.sources import stdlib_documents, stdlib_files
 
 
 def test_a_file_is_on_the_same_side_everywhere():

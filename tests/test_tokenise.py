@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dotmoe.data import DataConfig, documents, pack
+from dotmoe.data import pack
+from dotmoe.data.sources import DataConfig, documents
 from dotmoe.errors import UserError
 from dotmoe.options import check
 from dotmoe.progress import Progress
@@ -64,7 +65,7 @@ def test_the_last_blocks_are_kept_apart(text, dense, tokenised):
     assert made.text.heldout.num_blocks == 10
     assert torch.equal(both, expected[: len(both)])
     assert len(expected) - len(both) < 32
-    assert made.record["training"]["boundaries"]["separator"] == "<s> before each"
+    assert made.record["training"]["separator"] == "<s> before each"
     assert made.text.heldout_name == ("blocks of the data kept out of training",)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dotmoe.config import FinetuneRunConfig, RunConfig
-    from dotmoe.data import DataConfig
+    from dotmoe.data.sources import DataConfig
     from dotmoe.errors import UserError
     from dotmoe.finetuning import FinetuneConfig
     from dotmoe.layout import ExpertLayout
@@ -44,7 +44,7 @@ __all__ = [
 
 _HOMES = {
     "config": ("FinetuneRunConfig", "RunConfig"),
-    "data": ("DataConfig",),
+    "data.sources": ("DataConfig",),
     "errors": ("UserError",),
     "finetuning": ("FinetuneConfig",),
     "layout": ("ExpertLayout",),

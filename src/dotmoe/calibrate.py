@@ -17,10 +17,8 @@ from torch import Tensor
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import num_ranks
 from dotmoe.granularity import Granularity, joined, parts_of
-from dotmoe.models.dense import DenseModel
-from dotmoe.models.family import GatedFFN
-from dotmoe.models.stream import Stream
-from dotmoe.models.targets import TARGETS
+from dotmoe.models.dense import DenseModel, Stream
+from dotmoe.models.family import TARGETS, GatedFFN
 from dotmoe.moe.assignment import AlignState
 from dotmoe.moe.masked import watched
 from dotmoe.moe.router import router_logits, top_k_mask

@@ -10,7 +10,7 @@ from tyro.conf import Positional
 from dotmoe.align import AlignConfig
 from dotmoe.baselines import BaselineConfig, MethodName
 from dotmoe.calibrate import CalibrateConfig
-from dotmoe.data import DataConfig
+from dotmoe.data.sources import DataConfig
 from dotmoe.distributed import require_one_process
 from dotmoe.errors import UserError
 from dotmoe.export import ExportConfig

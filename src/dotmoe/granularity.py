@@ -13,14 +13,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from dotmoe.errors import UserError
 from dotmoe.options import above, at_least, at_most
 
-PAPER_EXPERT_SIZE = 128
-"""Neurons in one expert (tab:hyperparams_moefication)."""
-PAPER_ACTIVE = 0.25
-"""Share of experts that run in the paper's main tables."""
-PAPER_HEADS = 2
-"""Query heads in one expert (sec:attention_moe)."""
-PAPER_ACTIVE_ATTENTION = 0.5
-"""Share of the experts made of heads that run (tab:attention_moe_results)."""
+PAPER_EXPERT_SIZE, PAPER_ACTIVE = 128, 0.25
+"""Neurons in one expert (tab:hyperparams_moefication); share of experts that run (main tables)."""
+PAPER_HEADS, PAPER_ACTIVE_ATTENTION = 2, 0.5
+"""The same of query heads (sec:attention_moe, tab:attention_moe_results)."""
 FEWEST_DEFAULT_EXPERTS = 16
 """The default never splits more coarsely than this: few experts leave the router little choice."""
 GROUPED_MATMUL_BYTES = 16
@@ -86,7 +82,7 @@ class Granularity:
     first_dense_layers: int = 0
     """Leading layers that are not split."""
     target: str = "ffn"
-    """What is split, a name of `dotmoe.models.targets.TARGETS`."""
+    """What is split, a name of `dotmoe.models.family.TARGETS`."""
     beside: "Granularity | None" = None
     """The split of attention, where that of FFNs is not all."""
 
@@ -162,22 +158,12 @@ def splits_of(config: ExpertsConfig, ffn_width: int, heads: int) -> Granularity:
 def resolve_heads(config: ExpertsConfig, heads: int) -> Granularity:
     """E_attn = N_h / s_h experts of query heads, and k_attn (sec:attention_moe).
 
-    Raises:
-        UserError: Experts that do not fit the number of heads.
-
-    Example:
-        >>> resolve_heads(ExpertsConfig(), 28)
-        Granularity(num_experts=14, expert_size=2, active_experts=7, ...)
+    Raises a `UserError`: experts that do not fit the number of heads.
     """
-    size, sizes = config.heads_per_expert, _sizes(heads)
+    size, sizes = config.heads_per_expert, fitting_sizes(heads)
     if size is None:
         size = PAPER_HEADS if PAPER_HEADS in sizes else 1
-    if size not in sizes:
-        choose = " or ".join(map(str, _next_to(size, sizes))) or "another model"
-        raise UserError(
-            f"heads_per_expert is {size}, which does not divide the {heads} query heads into 2 or "
-            f"more equal experts. Choose {choose}."
-        )
+    _require("heads_per_expert", size, sizes, f"{heads} query heads")
     share = PAPER_ACTIVE_ATTENTION if config.active_attention is None else config.active_attention
     return Granularity(
         num_experts=heads // size,
@@ -203,21 +189,17 @@ def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
         Granularity(num_experts=86, expert_size=128, active_experts=22, ...)
     """
     size, experts, share = config.expert_size, config.experts, config.active
-    sizes = _sizes(ffn_width)
-    counts = [ffn_width // n for n in reversed(sizes)]
-    for name, value, fitting in (("experts", experts, counts), ("expert_size", size, sizes)):
-        if value is not None and value not in fitting:
-            choose = " or ".join(map(str, _next_to(value, fitting))) or "another model"
-            raise UserError(
-                f"{name} is {value}, which does not divide the FFN width {ffn_width} into 2 or "
-                f"more equal experts. Choose {choose}."
-            )
-    if size and experts and size * experts != ffn_width:
+    sizes, whole = fitting_sizes(ffn_width), f"FFN width {ffn_width}"
+    if experts is not None:
+        _require("experts", experts, [ffn_width // n for n in reversed(sizes)], whole)
+    if size is None:
+        size = ffn_width // experts if experts else default_expert_size(ffn_width)
+    _require("expert_size", size, sizes, whole)
+    if experts not in (None, ffn_width // size):
         raise UserError(
-            f"expert_size {size} and experts {experts} make {size * experts} neurons, but the "
-            f"FFN width is {ffn_width}. Give one of the two."
+            f"expert_size {size} and experts {experts} contradict each other: the FFN width is "
+            f"{ffn_width}. Give one of the two."
         )
-    size = size or (ffn_width // experts if experts else default_expert_size(ffn_width))
     experts, active = ffn_width // size, config.active_experts
     if active is None or share is not None:
         share = PAPER_ACTIVE if share is None else share
@@ -253,35 +235,33 @@ def default_expert_size(ffn_width: int) -> int:
 
     Among the divisors of the width up to 128 (tab:hyperparams_moefication) that leave at least 16
     experts: the largest multiple of 8, else of 4, else the largest. Multiples of 8 can be exported
-    in every dtype, multiples of 4 in float32 (`GROUPED_MATMUL_BYTES`).
-
-    Raises:
-        UserError: The width has fewer than 16 neurons.
+    in every dtype, multiples of 4 in float32 (`GROUPED_MATMUL_BYTES`). Raises a `UserError`: the
+    width has fewer than 16 neurons.
 
     Example:
         >>> [default_expert_size(width) for width in (11_008, 768, 172)]
         [128, 48, 4]
     """
-    if ffn_width < FEWEST_DEFAULT_EXPERTS:
+    largest = min(PAPER_EXPERT_SIZE, ffn_width // FEWEST_DEFAULT_EXPERTS)
+    if not largest:
         raise UserError(
             f"The FFN width is {ffn_width}, but the default split needs at least "
             f"{FEWEST_DEFAULT_EXPERTS} neurons. Set experts or expert_size."
         )
-    largest = min(PAPER_EXPERT_SIZE, ffn_width // FEWEST_DEFAULT_EXPERTS)
-    sizes = [size for size in _sizes(ffn_width) if size <= largest]
+    sizes = [size for size in fitting_sizes(ffn_width) if size <= largest]
     return max(sizes, key=lambda size: (size % 8 == 0, size % 4 == 0, size))
 
 
-def nearest_expert_sizes(size: int, ffn_width: int, *, multiple: int = 1) -> tuple[int, ...]:
-    """Largest size below and smallest above `size` that fit, where there are such.
+def fitting_sizes(units: int, multiple: int = 1) -> list[int]:
+    """Sizes of that multiple that divide the units and leave two experts or more, ascending."""
+    return [n for n in range(multiple, units // 2 + 1, multiple) if units % n == 0]
 
-    They are of the given multiple, divide the width and leave at least two experts.
 
-    Example:
-        >>> nearest_expert_sizes(6, 96, multiple=4)
-        (4, 8)
-    """
-    return _next_to(size, [n for n in _sizes(ffn_width) if n % multiple == 0])
+def next_to(value: int, ascending: list[int]) -> list[int]:
+    """The largest number below a value and the smallest above it, where there are such."""
+    below = [n for n in ascending if n < value]
+    above = [n for n in ascending if n > value]
+    return below[-1:] + above[:1]
 
 
 def _part_of(experts: int, share: float) -> int:
@@ -292,12 +272,10 @@ def _part_of(experts: int, share: float) -> int:
     return max(1, math.floor(Fraction(str(float(share))) * experts + Fraction(1, 2)))
 
 
-def _sizes(ffn_width: int) -> list[int]:
-    """Divisors that leave at least two experts, ascending."""
-    return [n for n in range(1, ffn_width // 2 + 1) if ffn_width % n == 0]
-
-
-def _next_to(value: int, ascending: list[int]) -> tuple[int, ...]:
-    below = [n for n in ascending if n < value]
-    above = [n for n in ascending if n > value]
-    return (*below[-1:], *above[:1])
+def _require(name: str, value: int, ascending: list[int], whole: str) -> None:
+    if value not in ascending:
+        choose = " or ".join(map(str, next_to(value, ascending))) or "another model"
+        raise UserError(
+            f"{name} is {value}, which does not divide the {whole} into 2 or more equal experts. "
+            f"Choose {choose}."
+        )

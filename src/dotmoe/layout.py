@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dotmoe.errors import UserError, one_line
 from dotmoe.granularity import Granularity, joined, parts_of
-from dotmoe.models.targets import TARGETS
+from dotmoe.models.family import TARGETS
 
 ALWAYS_ON = -1
 """In place of an expert's number: the neuron runs for every token."""

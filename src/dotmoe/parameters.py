@@ -1,7 +1,4 @@
-"""Parameter counts of a dense model and of the Mixture-of-Experts it becomes, exact.
-
-Counted on the meta device from the Hugging Face config alone: nothing is downloaded or allocated.
-"""
+"""Exact parameter counts of a dense model and its MoE, from the Hugging Face config alone."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -13,8 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity, parts_of
-from dotmoe.models.family import Family
-from dotmoe.models.targets import TARGETS
+from dotmoe.models.family import TARGETS, Family
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +38,6 @@ class ParameterCounts:
     """FFN parameters that work on one token."""
     heads_total: int
     """Those that belong to one query head each, in W_Q and W_O; 0 where attention is not split."""
-    heads_active: int
-    """Of these, those that work on one token; all keys and values do."""
     routers: int
     """Router rows of all split layers."""
 
@@ -103,9 +97,10 @@ def count_parameters(config: Any, family: Family, granularity: Granularity) -> P
         routers += layers * split.num_experts * width
         dropped += layers * split.dropped_size * of_a_unit[split.target]
         idle[split.target] = layers * (units - split.active_units) * of_a_unit[split.target]
-    ffn_active, split_heads = ffn_total - idle["ffn"], parts_of(granularity)[-1]
-    heads_total = (
-        len(ffns) * split_heads.units * of_a_head if split_heads.target == "attention" else 0
+    heads_total = sum(
+        len(ffns) * split.units * of_a_head
+        for split in parts_of(granularity)
+        if split.target == "attention"
     )
     active = total - sum(idle.values())
     return ParameterCounts(
@@ -119,9 +114,8 @@ def count_parameters(config: Any, family: Family, granularity: Granularity) -> P
         input_embedding=embedding,
         output_head=head,
         ffn_total=ffn_total,
-        ffn_active=ffn_active,
+        ffn_active=ffn_total - idle["ffn"],
         heads_total=heads_total,
-        heads_active=heads_total - idle["attention"],
         routers=routers,
     )
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 from dotmoe.align import AlignConfig
 from dotmoe.calibrate import CalibrateConfig
 from dotmoe.config import AnyRunConfig, FinetuneRunConfig, RunConfig
-from dotmoe.data import DataConfig
+from dotmoe.data.sources import DataConfig
 from dotmoe.errors import UserError, nearest
 from dotmoe.finetuning import FinetuneConfig
 from dotmoe.granularity import ExpertsConfig

@@ -2,7 +2,6 @@
 
 import hashlib
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Self
@@ -12,18 +11,14 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dotmoe.data import (
-    SELF,
-    DataConfig,
     Record,
     TokenBlocks,
     block_writer,
-    boundaries,
-    documents,
     pack_sources,
-    sources_of,
     split_off_tail,
     write_decontaminated,
 )
+from dotmoe.data.sources import SELF, DataConfig, documents, sources_of
 from dotmoe.files import read_json, write_json
 from dotmoe.models.dense import DenseModel
 from dotmoe.options import above, at_least
@@ -70,11 +65,7 @@ class Text:
 
 
 def require_sources(data: DataConfig, eval_text: tuple[str, ...]) -> None:
-    """Refuse texts that are not there, which is known before anything is loaded.
-
-    Raises:
-        UserError: A source of `data` or `eval_text` that cannot be used.
-    """
+    """Refuse sources that are not there by a `UserError`, before anything is loaded."""
     if not samples_itself(data):
         sources_of(data)
     if eval_text:
@@ -105,7 +96,7 @@ def tokenise(
         data: Sources, and the block length; lowered to the model's context.
         sample: How to sample where the source is the model itself.
         dense: Its tokenizer is used, and the model where the text is sampled from it.
-        folder: Where to write.
+        folder: Of the stage.
         blocks: Of training text, at most.
         min_tokens: Of training text that calibration and repair draw evenly from all there is, so
             that more is read, if `blocks` are fewer.
@@ -118,10 +109,9 @@ def tokenise(
     Raises:
         UserError: A source that cannot be read, too little text, or no room.
     """
-    context = dense.widths.context
-    if data.seq_len > context:
-        progress.log(f"seq_len lowered to {context}: the model has no longer context")
-        data = replace(data, seq_len=context)
+    if data.seq_len > dense.widths.context:
+        data = replace(data, seq_len=dense.widths.context)
+        progress.log(f"seq_len lowered to {data.seq_len}: the model has no longer context")
     tokens = max(blocks * data.seq_len, _READ_FOR_ONE * min_tokens)
     origin = "the data"
     if samples_itself(data):
@@ -176,8 +166,7 @@ def write_windows(
 ) -> Record:
     """Write blocks of a text to measure on, the sources of an option, and return their record.
 
-    Raises:
-        UserError: A source that cannot be read, too little text, or no room.
+    Raises as `tokenise`.
     """
     windows = replace(_in_order(data, sources), seq_len=min(2048, dense.widths.context))
     remedy = f"Give more {option} and eval_tokens, or no {option}."
@@ -194,18 +183,16 @@ def _packed(
 ) -> Record:
     with progress.bar("tokenise", tokens=1) as update:
         record = pack_sources(data, dense.tokenizer, path, tokens, update, remedy)
-    if len(record["sources"]) > 1:
-        progress.log("; ".join(map(_share_in_words, record["sources"])))
+    shares = []
+    for source in record["sources"]:
+        words = f"{source['name']} {source['share']:.1%} of the tokens"
+        if source["weight"] is not None:
+            words += f" (asked {source['weight']:.1%})"
+            words += f", ran out after {source['tokens']:,}" * source["ran_out"]
+        shares.append(words)
+    if len(shares) > 1:
+        progress.log("; ".join(shares))
     return record
-
-
-def _share_in_words(source: Record) -> str:
-    words = f"{source['name']} {source['share']:.1%} of the tokens"
-    if source["weight"] is not None:
-        words += f" (asked {source['weight']:.1%})"
-        if source["ran_out"]:
-            words += f", ran out after {source['tokens']:,}"
-    return words
 
 
 def _in_order(data: DataConfig, sources: tuple[str, ...]) -> DataConfig:
@@ -224,20 +211,13 @@ def sample_blocks(
     num_tokens: int,
     on_progress: Update = no_update,
 ) -> Record:
-    """Write `TokenBlocks` of ancestral samples of the dense model.
+    """Write `TokenBlocks` of ancestral samples of the dense model, each block one of its own.
 
-    Each block is a sample of its own; see `sampled_rows`. Finished batches are kept beside `path`
-    until all are done, so that a process that was killed goes on where it was. A batch is a pure
-    function of model, config, seed and its number.
+    Finished batches are kept beside `path` until all are done, so that a process that was killed
+    goes on where it was. A batch is a pure function of model, config, seed and its number.
 
     `data` says `seq_len` of the blocks and `data_seed` of the draws; `num_tokens` is rounded up to
-    whole blocks.
-
-    Returns:
-        A record of how they were made.
-
-    Raises:
-        UserError: The disk is full.
+    whole blocks. Returns and raises as `pack_sources`.
     """
     num_blocks, size = -(-num_tokens // data.seq_len), config.sample_batch_size
     parts = path.with_name(path.name + ".parts")
@@ -251,26 +231,16 @@ def sample_blocks(
                 generator = torch.Generator(dense.device).manual_seed(seed)
                 rows = min(size, num_blocks - first)
                 temperature = config.sample_temperature
-
-                def drawn(tokens: int) -> None:
-                    on_progress(min(writer.num_tokens + tokens, num_tokens), num_tokens)
-
-                tokens_BT = sampled_rows(dense, rows, data.seq_len, temperature, generator, drawn)
+                tokens_BT = sampled_rows(dense, rows, data.seq_len, temperature, generator)
                 TokenBlocks(tokens_BT).save(part)
             writer.append(TokenBlocks.load(part).tokens_BT.flatten())
+            on_progress(min(writer.num_tokens, num_tokens), num_tokens)
     shutil.rmtree(parts)
-    bos = dense.tokenizer.bos_token
     return {
         "tokens": writer.num_tokens,
         "seq_len": data.seq_len,
         "sources": [{"name": SELF, "weight": None, "share": 1.0, "tokens": writer.num_tokens}],
-        "sampling": {
-            "temperature": config.sample_temperature,
-            "first_token": bos or "drawn evenly from the plain tokens",
-            "after_eos": bos if _restarts(dense) else "as the model likes",
-        },
-        "boundaries": boundaries(dense.tokenizer)
-        | {"separator": "as sampled", "blocks": "each is a sample of its own"},
+        "separator": "as sampled; each block is a sample of its own",
     }
 
 
@@ -281,7 +251,6 @@ def sampled_rows(
     seq_len: int,
     temperature: float,
     generator: torch.Generator,
-    on_tokens: Callable[[int], None] = lambda tokens: None,
 ) -> Tensor:
     """Independent samples of the model: int32, [rows, seq_len].
 
@@ -289,7 +258,7 @@ def sampled_rows(
     are not special. Every token after it is drawn from the model's softmax at `temperature`, over
     the tokenizer's own tokens, given all tokens before it. A row goes on after EOS: with BOS where
     that is another token (then a document begins, as in packed text), else as the model likes.
-    The generator of the draws is on the model's device. `on_tokens` is told the tokens so far.
+    The generator of the draws is on the model's device.
     """
     tokenizer = dense.tokenizer
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -301,7 +270,8 @@ def sampled_rows(
         plain = torch.tensor(sorted(set(range(vocabulary)) - set(tokenizer.all_special_ids)))
         draws = torch.randint(len(plain), (rows,), generator=generator, device=generator.device)
         tokens_BT[:, 0] = plain.to(generator.device)[draws]
-    cache, restarts = DynamicCache(config=dense.config), _restarts(dense)
+    cache = DynamicCache(config=dense.config)
+    restarts = bos is not None and eos not in (None, bos)
     for place in range(1, seq_len):
         last_B1 = tokens_BT[:, place - 1 : place]
         output = dense.model(
@@ -312,11 +282,4 @@ def sampled_rows(
         if restarts:
             drawn_B1[last_B1 == eos] = bos
         tokens_BT[:, place] = drawn_B1[:, 0]
-        on_tokens(rows * (place + 1))
     return tokens_BT.int().cpu()
-
-
-def _restarts(dense: DenseModel) -> bool:
-    """Whether BOS goes after EOS: both are there, and are two tokens."""
-    bos, eos = dense.tokenizer.bos_token_id, dense.tokenizer.eos_token_id
-    return bos is not None and eos is not None and bos != eos

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from dotmoe.baselines import METHODS, BaselineConfig
 from dotmoe.compare import CompareConfig, points_of
 from dotmoe.config import PruneRunConfig
-from dotmoe.data import DataConfig
+from dotmoe.data.sources import DataConfig
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.layout import ExpertLayout

@@ -7,9 +7,8 @@ import pytest
 import torch
 from written_text import jsonl, read, write
 
-from dotmoe.data import DataConfig, TokenBlocks, pack, pack_sources
-from dotmoe.data.packing import joined, source_record, tokenised
-from dotmoe.data.sources import DOLMINO_PERCENT, documents, opened, shuffled, sources_of
+from dotmoe.data import TokenBlocks, joined, pack, pack_sources, source_record, tokenised
+from dotmoe.data.sources import DOLMINO_PERCENT, DataConfig, documents, opened, shuffled, sources_of
 from dotmoe.errors import UserError
 
 
@@ -149,8 +148,8 @@ def test_dolmino_on_the_hub_is_its_configurations(three):
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        (("a", "b"), {"data_weights": (1.0,)}, "1 numbers for 2 sources"),
-        (("dolmino", "b"), {}, "dolmino is a mix itself. Give data_weights"),
+        (("a", "b"), {"data_weights": (1.0,)}, "1 numbers, but a, b are a mix of 2 sources"),
+        (("dolmino", "b"), {}, "0 numbers, but dolmino, b are a mix of 2"),
         (("self", "b"), {}, "cannot be mixed"),
         (("nowhere.txt",), {"data_weights": (1.0,)}, "nowhere.txt does not exist"),
         (("{short}",), {}, "has 6 tokens, .* but one block of 16"),

@@ -7,10 +7,17 @@ import pyarrow
 import pytest
 from written_text import TEXTS, jsonl, parquet_bytes, read, refusal_of, write
 
-from dotmoe.data import Continuation, DataConfig, documents
-from dotmoe.data.sources import FIELDS, PIECE_CHARACTERS, cut, opened
+from dotmoe.data.sources import (
+    FIELDS,
+    PIECE_CHARACTERS,
+    Continuation,
+    DataConfig,
+    cut,
+    documents,
+    opened,
+    stdlib_files,
+)
 from dotmoe.errors import UserError
-from dotmoe.stdlib_text import stdlib_files
 
 
 @pytest.mark.parametrize("ending", ["", ".gz"])
@@ -118,8 +125,8 @@ NO_TABLE = parquet_bytes({"text": pyarrow.array([], "string")})
         ("a.jsonl", '{"text": "a"}\n{"body": "c"}', "{} line 2 has no field any of text, content"),
         ("a.parquet", parquet_bytes({"body": ["c"], "n": [1]}), "no field any of text"),
         ("a.parquet", parquet_bytes({"text": [3]}), "row 1 is int, not text"),
-        ("a.parquet", parquet_bytes({"text": TEXTS})[:100], "{} is no whole parquet file"),
-        ("a.parquet", parquet_bytes({"text": TEXTS})[:-20], "{} is no whole parquet file"),
+        ("a.parquet", parquet_bytes({"text": TEXTS})[:100], "{} cannot be read ("),
+        ("a.parquet", parquet_bytes({"text": TEXTS})[:-20], "{} cannot be read ("),
     ],
 )
 def test_refuses_a_file_that_holds_no_text_and_says_where(tmp_path, name, content, words):
@@ -131,7 +138,7 @@ def test_refuses_what_is_no_whole_gzip_file(tmp_path):
     path = write(tmp_path / "a.jsonl.gz", HASHES)
     for content in (path.read_bytes()[:-200], b"plain text"):
         path.write_bytes(content)
-        assert f"{path} is no whole gzip file" in refusal_of(path)
+        assert f"{path} cannot be read (" in refusal_of(path)
 
 
 def test_refuses_what_is_not_there_before_reading_any(tmp_path):

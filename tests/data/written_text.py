@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from dotmoe.data import DataConfig, documents
+from dotmoe.data.sources import DataConfig, documents
 from dotmoe.errors import UserError
 
 TEXTS = ["The cat sat on the mat.\n", "Zwölf Boxkämpfer 🙂", "x = [1, 2]\n\n\ty = 3"]

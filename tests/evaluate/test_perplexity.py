@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dotmoe.data import Continuation, DataConfig, documents
+from dotmoe.data.sources import Continuation, DataConfig, documents
 from dotmoe.errors import UserError
 from dotmoe.evaluate import EvaluateConfig, TextConfig, evaluate, models
 from dotmoe.evaluate.models import row_nats, stock_nats

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dotmoe.data import TokenBlocks, blocks, write_decontaminated
+from dotmoe import data
+from dotmoe.data import TokenBlocks, write_decontaminated
 from dotmoe.errors import UserError
 
 
@@ -24,8 +25,8 @@ def written(training, heldout, folder):
 
 
 def test_exactly_the_blocks_that_share_a_run_are_left_out(monkeypatch, tmp_path):
-    monkeypatch.setattr(blocks, "RUN_TOKENS", 4)
-    monkeypatch.setattr(blocks, "_BLOCKS_AT_ONCE", 7)
+    monkeypatch.setattr(data, "RUN_TOKENS", 4)
+    monkeypatch.setattr(data, "_BLOCKS_AT_ONCE", 7)
     training = torch.randint(0, 4, (40, 12), dtype=torch.int32)
     heldout = torch.randint(0, 4, (9, 9), dtype=torch.int32)
     left, left_out = written(training, heldout[:3], tmp_path)

@@ -1,22 +1,367 @@
-"""Text sources -> documents -> packed, resumable blocks of tokens."""
+"""Documents -> tokens joined end to end -> `TokenBlocks`, of one source or of many by their shares.
 
-from dotmoe.data.blocks import TokenBlocks, block_writer, split_off_tail, write_decontaminated
-from dotmoe.data.packing import Record, boundaries, pack, pack_sources, separator_of
-from dotmoe.data.sources import SELF, Continuation, DataConfig, documents, sources_of
+Every batch of blocks is a pure function of the step.
+"""
 
-__all__ = [
-    "SELF",
-    "Continuation",
-    "DataConfig",
-    "Record",
-    "TokenBlocks",
-    "block_writer",
-    "boundaries",
-    "documents",
-    "pack",
-    "pack_sources",
-    "separator_of",
-    "sources_of",
-    "split_off_tail",
-    "write_decontaminated",
-]
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dotmoe.data.sources import Continuation, DataConfig, cut, opened, sources_of
+from dotmoe.errors import UserError
+from dotmoe.progress import Update, no_update
+
+FORMAT = "dotmoe-blocks-1"
+RUN_TOKENS = 64
+"""Tokens in a row that two texts must share for one to count as part of the other."""
+
+Record = dict[str, Any]
+"""What is written about a text, or about one source of it."""
+
+_HEADER_BYTES = 512
+_TOKENS_AT_ONCE = 1 << 20
+_BLOCKS_AT_ONCE = 256
+_PIECES_AT_ONCE = 64  # since tokenizers work in parallel
+_BASE = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+@dataclass(eq=False)
+class TokenBlocks:
+    """Documents joined end to end and cut into blocks of equal length."""
+
+    tokens_BT: Tensor
+    """int32 token ids, [blocks, seq_len]."""
+
+    def __post_init__(self) -> None:
+        self.num_blocks, self.seq_len = self.tokens_BT.shape
+        self.num_tokens = self.tokens_BT.numel()
+
+    def batch(self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1) -> Tensor:
+        """A rank's blocks of one step: int64, [batch_size / ranks, seq_len].
+
+        Blocks are dealt in seeded permutations, one an epoch, end to end: over any stretch of steps
+        every block is seen equally often to within one. The same arguments give the same blocks, so
+        that the step is all there is to resume. The parts of all `ranks`, which divide
+        `batch_size`, put one after the other are the batch of one rank.
+        """
+        share = batch_size // ranks
+        first = step * batch_size + rank * share
+        rows = []
+        for position in range(first, first + share):
+            epoch, place = divmod(position, self.num_blocks)
+            rows.append(int(_permutation(self.num_blocks, seed, epoch)[place]))
+        return self.tokens_BT[rows].long()
+
+    def drawn(self, num_tokens: int) -> Tensor:
+        """Blocks drawn evenly over the text that hold so many tokens: int64, [B, seq_len]."""
+        rows = min(-(-num_tokens // self.seq_len), self.num_blocks)
+        return self.tokens_BT[torch.arange(rows) * self.num_blocks // rows].long()
+
+    def save(self, path: Path) -> None:
+        """Write as one safetensors file; see `block_writer`."""
+        with block_writer(path, self.seq_len) as writer:
+            for rows in torch.split(self.tokens_BT, max(1, _TOKENS_AT_ONCE // self.seq_len)):
+                writer.append(rows.flatten())
+
+    @classmethod
+    def load(cls, path: Path) -> "TokenBlocks":
+        """Map a file into memory. A `UserError`: it is missing, damaged or not one of blocks."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                if (file.metadata() or {}).get("format") != FORMAT:
+                    raise UserError(f"{path} holds no token blocks. Delete it to tokenise again.")
+                return cls(file.get_tensor("tokens"))
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{path} cannot be read as token blocks ({error}). Delete it to tokenise again."
+            ) from error
+
+
+@dataclass(slots=True)
+class BlockWriter:
+    """A file of blocks under way; see `block_writer`."""
+
+    file: IO[bytes]
+    num_tokens: int = 0
+    """Appended so far; the last of them may fill no block, and are dropped in the end."""
+
+    def append(self, tokens: Sequence[int] | Tensor) -> None:
+        """Write token ids after those before, as int32."""
+        self.num_tokens += len(tokens)
+        self.file.write(torch.as_tensor(tokens, dtype=torch.int32).numpy().tobytes())
+
+
+@contextmanager
+def block_writer(path: Path, seq_len: int) -> Iterator[BlockWriter]:
+    """Inside, tokens are appended to a safetensors file of blocks; memory does not grow with it.
+
+    Room for the header is kept free and filled last. The file has a temporary name until the block
+    ends without an exception: a file of the right name is whole, and one that is there stays until
+    then. Raises a `UserError`: the disk is full, no permission, or no such folder.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb", buffering=4 * _TOKENS_AT_ONCE) as file:
+            file.seek(_HEADER_BYTES)
+            writer = BlockWriter(file)
+            yield writer
+            num_blocks = writer.num_tokens // seq_len
+            end = 4 * num_blocks * seq_len
+            file.truncate(_HEADER_BYTES + end)
+            # A safetensors header is its length and JSON, which may end in blanks.
+            tokens = {"dtype": "I32", "shape": [num_blocks, seq_len], "data_offsets": [0, end]}
+            text = json.dumps({"__metadata__": {"format": FORMAT}, "tokens": tokens}).encode()
+            size = _HEADER_BYTES - 8
+            file.seek(0)
+            file.write(size.to_bytes(8, "little") + text.ljust(size))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror or error}). Make room or choose another "
+            "folder."
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def split_off_tail(path: Path, tail: Path, num_tokens: int) -> None:
+    """Move the blocks that hold the last `num_tokens` of a file, at most half of all, to another.
+
+    Raises a `UserError`: there is only one block, so nothing can be kept apart; or no room.
+    """
+    blocks = TokenBlocks.load(path)
+    if blocks.num_blocks < 2:
+        raise UserError(
+            f"the text gives 1 block of {blocks.seq_len} tokens, and one block or more must be "
+            "kept out of training to measure on. Give more text, or lower seq_len."
+        )
+    head = blocks.num_blocks - min(-(-num_tokens // blocks.seq_len), blocks.num_blocks // 2)
+    TokenBlocks(blocks.tokens_BT[head:]).save(tail)
+    TokenBlocks(blocks.tokens_BT[:head]).save(path)
+
+
+def write_decontaminated(training: TokenBlocks, heldout: TokenBlocks, path: Path) -> int:
+    """Write the training blocks that share no run of tokens with the held-out text, in order.
+
+    The held-out text is cut into runs of `RUN_TOKENS` tokens, and each run is looked for at every
+    place of every training block. So a block that holds twice that many held-out tokens in a row is
+    certain to be found; one that has only a licence header in common may be. A few blocks are in
+    memory at a time, and one number for each run of the held-out text.
+
+    Returns:
+        How many blocks are left out.
+
+    Raises:
+        UserError: No block is left, or there is no room; then there is no file.
+    """
+    run = min(RUN_TOKENS, training.seq_len, heldout.seq_len)
+    parts = torch.split(heldout.tokens_BT, _BLOCKS_AT_ONCE)
+    seen = torch.cat([_hashes(rows, run)[:, ::run].flatten() for rows in parts])
+    with block_writer(path, training.seq_len) as writer:
+        for rows in torch.split(training.tokens_BT, _BLOCKS_AT_ONCE):
+            clean_B = ~torch.isin(_hashes(rows, run), seen).any(dim=1)
+            writer.append(rows[clean_B].flatten())
+        left_out = training.num_blocks - writer.num_tokens // training.seq_len
+        if left_out == training.num_blocks:
+            raise UserError(
+                f"all {left_out} blocks of training text are part of the held-out text, on which "
+                "the result would be measured. Give other data, or other eval_text."
+            )
+    return left_out
+
+
+def _hashes(tokens_BT: Tensor, run: int) -> Tensor:
+    """Hash of the `run` tokens from each place on, modulo 2^64: [B, T - run + 1]."""
+    places = tokens_BT.shape[1] - run + 1
+    result = torch.zeros(len(tokens_BT), places, dtype=torch.int64)
+    for offset in range(run):
+        result.mul_(_BASE).add_(tokens_BT[:, offset : offset + places]).add_(1)
+    return result
+
+
+@lru_cache(maxsize=4)
+def _permutation(num_blocks: int, seed: int, epoch: int) -> Tensor:
+    digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    return torch.randperm(num_blocks, generator=generator)
+
+
+# --- packing -----------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Token ids of a document, or of a part of a long one, and the bytes of its text."""
+
+    ids: list[int]
+    is_start: bool
+    num_bytes: int
+
+
+def pack(
+    documents: Iterable[str], tokenizer: Any, max_tokens: int | None = None
+) -> tuple[Tensor, float]:
+    """Tokenise documents and join them: this packing is used for training and for perplexity.
+
+    Each document is preceded by the BOS token; where the tokenizer has none it is followed by EOS;
+    where it has neither, nothing is put between. A document longer than 64k characters is
+    tokenised in pieces cut at line ends. They are read no further than `max_tokens` needs.
+
+    Returns:
+        Token ids, int32, and tokens a byte of the same text, which turns nats a token into bits a
+        byte. A `UserError`: the documents hold no text.
+    """
+    tokens, num_bytes = array("i"), 0
+    source = (source_record("", None), tokenised(documents, tokenizer))
+    for _, ids, size in joined([source], tokenizer):
+        tokens.extend(ids)
+        num_bytes += size
+        if max_tokens is not None and len(tokens) >= max_tokens:
+            break
+    if not tokens:
+        raise UserError("the data holds no text. Name sources with text in them.")
+    return torch.frombuffer(tokens, dtype=torch.int32)[:max_tokens], len(tokens) / num_bytes
+
+
+def pack_sources(
+    config: DataConfig,
+    tokenizer: Any,
+    path: Path,
+    max_tokens: int,
+    on_progress: Update = no_update,
+    remedy: str = "Give more text, or lower seq_len.",
+) -> Record:
+    """Tokenise, mix, join and cut into blocks of `config.seq_len` tokens, straight to a file.
+
+    Memory does not grow with the text. The same config and tokenizer give the same `TokenBlocks`.
+    Reading stops at `max_tokens`; `remedy` says what to do where there is too little text.
+
+    Returns:
+        A record of the text: tokens, and for each source its weight, its share of the tokens, its
+        documents, how often it was begun (`passes`), and whether it ran out.
+
+    Raises:
+        UserError: The text, or `max_tokens`, is shorter than one block; a source is refused.
+    """
+    records = [source_record(source, weight) for source, weight in sources_of(config)]
+    sources = [(record, _passes(record, config, tokenizer)) for record in records]
+    with block_writer(path, config.seq_len) as writer:
+        for record, ids, _ in joined(sources, tokenizer):
+            excess = max(0, writer.num_tokens + len(ids) - max_tokens)
+            record["tokens"] -= excess
+            writer.append(ids[: len(ids) - excess])
+            on_progress(writer.num_tokens, max_tokens)
+            if writer.num_tokens == max_tokens:
+                break
+        if writer.num_tokens < config.seq_len:
+            raise UserError(
+                f"{', '.join(config.data)} has {writer.num_tokens} tokens, of {max_tokens} at "
+                f"most, but one block of {config.seq_len} must be filled. {remedy}"
+            )
+    for record in records:
+        record["share"] = record["tokens"] / writer.num_tokens
+    return {
+        "tokens": writer.num_tokens,
+        "seq_len": config.seq_len,
+        "sources": records,
+        "separator": separator_of(tokenizer),
+    }
+
+
+def source_record(name: str, weight: float | None) -> Record:
+    """What is known of a source of which nothing is read yet."""
+    counts = {"share": 0.0, "tokens": 0, "documents": 0, "passes": 0, "ran_out": False}
+    return {"name": name, "weight": weight, **counts}
+
+
+def joined(
+    sources: Sequence[tuple[Record, Iterator[Piece]]], tokenizer: Any
+) -> Iterator[tuple[Record, list[int], int]]:
+    """Piece after piece of sources that are read side by side or one after the other.
+
+    With weights, the next piece is always of the source whose tokens, divided by its weight, are
+    fewest. With w_i the weight of source i, s_i its longest piece and T tokens so far, its tokens
+    are then between w_i T - w_i (s_1 + ... + s_n) and w_i T + s_i at every moment while no source
+    has run out. A source that has run out leaves the others in their proportions. Without weights,
+    one source is read after the other.
+
+    A document of more than 64k characters comes in pieces; where those of another source come
+    between, the rest of it counts as a document of its own.
+
+    Yields:
+        Record of the source, which is kept up to date, token ids with their separators, and bytes
+        of text.
+    """
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    start = [] if bos is None else [bos]
+    end = [] if bos is not None or eos is None else [eos]
+    waiting, last = list(sources), None
+    while waiting:
+        source = min(waiting, key=lambda one: one[0]["tokens"] / (one[0]["weight"] or torch.inf))
+        record, pieces = source
+        piece = next(pieces, None)
+        if piece is None:
+            record["ran_out"] = True
+            waiting.remove(source)
+            continue
+        record["documents"] += piece.is_start
+        ids = piece.ids
+        if piece.is_start or last is not record:
+            ids = [*(() if last is None else end), *start, *ids]
+        last = record
+        record["tokens"] += len(ids)
+        yield record, ids, piece.num_bytes
+    if last is not None:
+        last["tokens"] += len(end)
+        yield last, end, 0
+
+
+def tokenised(documents: Iterable[str], tokenizer: Any) -> Iterator[Piece]:
+    """Pieces of documents as token ids, some at a time; empty documents leave no trace."""
+    pieces = (
+        (piece, number == 0 and not isinstance(document, Continuation))
+        for document in documents
+        for number, piece in enumerate(filter(None, cut(document)))
+    )
+    while batch := list(islice(pieces, _PIECES_AT_ONCE)):
+        encoded = tokenizer(
+            [piece for piece, _ in batch],
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,  # a piece may be longer than the model's context
+        )["input_ids"]
+        for ids, (piece, is_start) in zip(encoded, batch, strict=True):
+            yield Piece(ids, is_start, len(piece.encode()))
+
+
+def separator_of(tokenizer: Any) -> str:
+    """How documents are separated by this tokenizer, in words."""
+    if tokenizer.bos_token_id is not None:
+        return f"{tokenizer.bos_token} before each"
+    if tokenizer.eos_token_id is not None:
+        return f"{tokenizer.eos_token} after each"
+    return "nothing between them"
+
+
+def _passes(record: Record, config: DataConfig, tokenizer: Any) -> Iterator[Piece]:
+    """Pieces of a source, read as often as the config allows."""
+    # Read in order, sources are read once: alignment repeats the blocks themselves.
+    allowed = 1 if record["weight"] is None else config.data_epochs
+    while record["passes"] < allowed:
+        texts = opened(record["name"], config, record["passes"])
+        record["passes"] += 1
+        yield from tokenised(texts, tokenizer)

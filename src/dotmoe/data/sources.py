@@ -4,40 +4,34 @@ import gzip
 import io
 import json
 import re
+import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from random import Random
-from typing import IO, Annotated, Any, cast
+from typing import IO, Annotated, Any, Literal, cast
 
 import pyarrow
 import pyarrow.parquet
 
 from dotmoe.errors import UserError, nearest, one_line
 from dotmoe.options import above, at_least
-from dotmoe.stdlib_text import stdlib_documents
 
 SELF = "self"
 """Source name of text sampled from the dense model, which only a conversion can make."""
-
-STDLIB = "python-stdlib"
-STDLIB_HELDOUT = "python-stdlib-heldout"
-
+STDLIB, STDLIB_HELDOUT = "python-stdlib", "python-stdlib-heldout"
 PIECE_CHARACTERS = 1 << 16
 """Longest piece of a document that is tokenised at once."""
-
 FIELDS = ("text", "content", "page", "passage", "document")
 """Fields looked for in a row, in this order, where none is named."""
 FORMATS = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
-
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
-
-DOLMINO = "dolmino"
-DOLMINO_DATASET = "allenai/dolmino-mix-1124"
+DOLMINO, DOLMINO_DATASET = "dolmino", "allenai/dolmino-mix-1124"
 # Quoted from the OLMo 2 report (2 OLMo 2 Furious), its 50B-token mix; not measured by us. The
 # DOT-MoE paper samples "from the larger Dolmino-mix" and gives no proportions of its own.
 DOLMINO_PERCENT = {
@@ -112,11 +106,11 @@ def documents(config: DataConfig) -> Iterator[str]:
     """Stream the documents of all sources, one source after the other.
 
     A long .txt file comes in pieces, those after the first as `Continuation`, so that memory stays
-    bounded. Every named file is known to exist before the first document is asked for.
+    bounded.
 
     Raises:
-        UserError: No source, or weights, which only `pack_sources` can mix; while reading, a source
-            that is empty, damaged or not text, with file and line.
+        UserError: A source that is not there, before any is read, or weights, which only
+            `pack_sources` can mix; while reading, a source that is empty, damaged or not text.
     """
     if config.is_mix:
         raise UserError(
@@ -128,9 +122,7 @@ def documents(config: DataConfig) -> Iterator[str]:
 def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
     """Every source with its share of the tokens, `dolmino` taken apart; None: read in order.
 
-    Raises:
-        UserError: No source, weights that do not fit them, `dolmino` among sources without
-            weights, or a source that is not there.
+    Raises a `UserError`: no source, weights that do not fit them, or a source that is not there.
     """
     names, weights = config.data, config.data_weights
     if not names:
@@ -140,21 +132,16 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
     if SELF in names:
         raise UserError(
             f"{SELF} is text to train on, sampled from the dense model, and cannot be mixed or "
-            f"measured on. Give it to convert alone, or name a text. (A folder: ./{SELF})"
-        )
-    if config.holds_dolmino and not weights:
-        if len(names) > 1:
-            raise UserError(
-                f"{DOLMINO} is a mix itself. Give data_weights to mix it with other sources, or "
-                "give it alone."
-            )
-        weights = (1.0,)
-    if weights and len(weights) != len(names):
-        raise UserError(
-            f"data_weights has {len(weights)} numbers for {len(names)} sources. Give one for each."
+            f"measured on. Give it alone, or name a text. (A folder: ./{SELF})"
         )
     sources: list[tuple[str, float | None]] = [(name, None) for name in names]
-    if weights:
+    if config.is_mix:
+        weights = (1.0,) if len(names) == 1 and not weights else weights
+        if len(weights) != len(names):
+            raise UserError(
+                f"data_weights has {len(weights)} numbers, but {', '.join(names)} are a mix of "
+                f"{len(names)} sources. Give one for each."
+            )
         sources = [
             (part, share * weight / sum(weights))
             for name, weight in zip(names, weights, strict=True)
@@ -168,17 +155,14 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
 def opened(source: str, config: DataConfig, epoch: int = 0) -> Iterator[str]:
     """Stream the documents of one source, whose name may hold a split and a field of its own.
 
-    Shuffled sources have another order in each epoch.
-
-    Raises:
-        UserError: No such source.
+    Shuffled sources have another order in each epoch. Raises a `UserError`: no such source.
     """
     name, split, field = source, "", ""
     if not _is_there(name):
         name, _, field = name.partition("#")
     if not _is_there(name):
         name, _, split = name.partition("@")
-    config = replace(config, split=split or config.split, text_field=field or config.text_field)
+    split, text_field = split or config.split, field or config.text_field
     size = config.shuffle_buffer
     if size is None:  # the files of the mix are sorted by origin
         size = 10_000 if config.holds_dolmino else 0
@@ -188,10 +172,12 @@ def opened(source: str, config: DataConfig, epoch: int = 0) -> Iterator[str]:
         return shuffled(stdlib_documents("train" if name == STDLIB else "heldout"), size, seed)
     path = Path(name).expanduser()
     if path.is_file():
-        return shuffled(file_documents(path, config.text_field), size, seed)
+        return shuffled(file_documents(path, text_field), size, seed)
     if not path.is_dir() and (name.endswith((*FORMATS, ".gz")) or not _HUB_NAME.fullmatch(name)):
-        raise UserError(f"{name} does not exist.{_nearest(path)} Name an existing file.")
-    return _dataset_documents(name, config, size, seed)
+        beside = path.parent.iterdir() if path.parent.is_dir() else ()
+        near = nearest(str(path), map(str, beside))
+        raise UserError(f"{name} does not exist.{near} Name an existing file.")
+    return _dataset_documents(name, split, text_field, size, seed)
 
 
 def shuffled(stream: Iterable[str], size: int, seed: int) -> Iterator[str]:
@@ -216,32 +202,28 @@ def _is_there(name: str) -> bool:
     return Path(name).expanduser().exists()
 
 
-def _nearest(path: Path) -> str:
-    beside = path.parent.iterdir() if path.parent.is_dir() else ()
-    return nearest(str(path), map(str, beside))
-
-
-def _dataset_documents(source: str, config: DataConfig, buffer: int, seed: int) -> Iterator[str]:
+def _dataset_documents(
+    source: str, split: str, text_field: str | None, buffer: int, seed: int
+) -> Iterator[str]:
     # Importing datasets takes seconds, and local files do not need it.
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
     name, _, part = (source, "", "") if _is_there(source) else source.partition(":")
     try:
-        rows = load_dataset(name, part or None, split=config.split, streaming=True)
+        rows = load_dataset(name, part or None, split=split, streaming=True)
         if buffer:
             rows = rows.shuffle(seed=seed, buffer_size=buffer)
         for number, row in enumerate(rows, start=1):
-            yield text_of_row(dict(row), config.text_field, f"row {number} of {source}")
+            yield text_of_row(dict(row), text_field, f"row {number} of {source}")
     except UserError:
         raise
     except (OSError, ValueError, DatasetGenerationError) as error:
-        near = "" if _is_there(source) else _nearest(Path(source))
         cause = one_line(error)[:200].rstrip(".") or type(error).__name__
         package = " Files of .zst need: pip install zstandard." if "zstd" in cause.lower() else ""
         raise UserError(
-            f"{source} ({config.split}) cannot be read by datasets: {cause}. "
-            f"Check the name, the split and the network.{near}{package}"
+            f"{source} ({split}) cannot be read by datasets: {cause}. "
+            f"Check the name, the split and the network.{package}"
         ) from error
 
 
@@ -255,12 +237,14 @@ def _dolmino(name: str) -> list[tuple[str, float]]:
     root, whole = Path(name.partition(":")[2]).expanduser(), sum(DOLMINO_PERCENT.values())
     sources = []
     for part, percent in DOLMINO_PERCENT.items():
-        folder = next((f for f in (root / part, root / "data" / part) if f.is_dir()), None)
-        if ":" in name and folder is None:
-            raise UserError(
-                f"{root} has no folder {part} (nor data/{part}). Name a copy of the whole mix."
-            )
-        source = str(folder) if ":" in name else f"{DOLMINO_DATASET}:{part}"
+        source = f"{DOLMINO_DATASET}:{part}"
+        if ":" in name:
+            folders = [f for f in (root / part, root / "data" / part) if f.is_dir()]
+            if not folders:
+                raise UserError(
+                    f"{root} has no folder {part} (nor data/{part}). Name a copy of the whole mix."
+                )
+            source = str(folders[0])
         sources.append((source, percent / whole))
     return sources
 
@@ -271,32 +255,26 @@ def _dolmino(name: str) -> list[tuple[str, float]]:
 def file_documents(path: Path, text_field: str | None) -> Iterator[str]:
     """Stream the documents of one file; the format is told by its name.
 
-    Raises:
-        UserError: Unknown format, or a file that is unreadable, damaged, empty or not text.
+    Raises a `UserError`: unknown format, or a file that is unreadable, damaged, empty or not text.
     """
     name = path.name.lower()
     if not name.endswith(FORMATS):
         raise UserError(f"{path} is none of {', '.join(FORMATS)}. Convert it to one.")
     readers = {".txt": _text, ".jsonl": _jsonl, ".parquet": _parquet}
     read = readers[Path(name.removesuffix(".gz")).suffix]
+    is_empty = True
     try:
         with cast(IO[bytes], gzip.open(path) if name.endswith(".gz") else path.open("rb")) as file:
-            is_empty = True
             for document in read(path, file, text_field):
                 is_empty = is_empty and not document.strip()
                 yield document
-        if is_empty:
-            raise UserError(f"{path} is empty: it holds no text. Name a file with text in it.")
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
+        cause = getattr(error, "strerror", None) or one_line(error)[:160].rstrip(".")
         raise UserError(
-            f"{path} is no whole gzip file ({one_line(error)}). Get it again, or remove .gz from "
-            "its name."
+            f"{path} cannot be read ({cause}). Get it again, or name it by its format."
         ) from error
-    except pyarrow.ArrowException as error:
-        cause = one_line(error)[:160].rstrip(".")
-        raise UserError(f"{path} is no whole parquet file ({cause}). Get it again.") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
+    if is_empty:
+        raise UserError(f"{path} is empty: it holds no text. Name a file with text in it.")
 
 
 def cut(text: str) -> Iterator[str]:
@@ -320,11 +298,7 @@ def cut(text: str) -> Iterator[str]:
 
 
 def text_of_row(row: dict[str, Any], text_field: str | None, place: str) -> str:
-    """Text of one row of a table; a null counts as empty.
-
-    Raises:
-        UserError: No such field, or one that is not text.
-    """
+    """Text of one row of a table; a null counts as empty. A `UserError`: no such field or text."""
     field = text_field or next((name for name in FIELDS if name in row), None)
     if field is None or field not in row:
         wanted = repr(text_field) if text_field else f"any of {', '.join(FIELDS)}"
@@ -342,25 +316,23 @@ def text_of_row(row: dict[str, Any], text_field: str | None, place: str) -> str:
 
 def _text(path: Path, file: IO[bytes], _field: str | None) -> Iterator[str]:
     """The one document of a .txt file, in pieces."""
+    decoded = io.TextIOWrapper(cast(IO[Any], file), encoding="utf-8-sig", newline="")
     kind: type[str] = str
     pending = ""
-    decoded = io.TextIOWrapper(cast(IO[Any], file), encoding="utf-8-sig", newline="")
-    while True:
-        try:
-            text = decoded.read(4 * PIECE_CHARACTERS)
+    try:
+        while text := decoded.read(4 * PIECE_CHARACTERS):
             if "\0" in text:
                 raise ValueError("a zero byte")
-        except ValueError as error:
-            raise UserError(
-                f"{path} is not UTF-8 text: a bad byte before byte {file.tell():,}. Convert it to "
-                "UTF-8, or name a text file."
-            ) from error
-        *pieces, pending = cut(pending + text) if text else (pending, "")
-        for piece in filter(None, pieces):
-            yield kind(piece)
-            kind = Continuation
-        if not text:
-            return
+            *pieces, pending = cut(pending + text)
+            for piece in pieces:
+                yield kind(piece)
+                kind = Continuation
+    except ValueError as error:
+        raise UserError(
+            f"{path} is not UTF-8 text: a bad byte before byte {file.tell():,}. Convert it to "
+            "UTF-8, or name a text file."
+        ) from error
+    yield kind(pending)
 
 
 def _jsonl(path: Path, file: IO[bytes], text_field: str | None) -> Iterator[str]:
@@ -379,11 +351,50 @@ def _jsonl(path: Path, file: IO[bytes], text_field: str | None) -> Iterator[str]
 
 def _parquet(path: Path, file: IO[bytes], text_field: str | None) -> Iterator[str]:
     table = pyarrow.parquet.ParquetFile(file)
-    names = dict.fromkeys(table.schema_arrow.names)
-    text_of_row(names, text_field, str(path))  # one column is read, so this tells which there are
-    field = text_field or next(name for name in FIELDS if name in names)
-    number = 0
-    for batch in table.iter_batches(batch_size=256, columns=[field]):
-        for row in batch.to_pylist():
-            number += 1
-            yield text_of_row(row, field, f"{path} row {number}")
+    wanted = [text_field] if text_field else FIELDS
+    # Columns of no use are not read; where there is none, the first row says which there are.
+    columns = [name for name in wanted if name in table.schema_arrow.names] or None
+    batches = table.iter_batches(batch_size=256, columns=columns)
+    rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+    for number, row in enumerate(rows, start=1):
+        yield text_of_row(row, text_field, f"{path} row {number}")
+
+
+# --- Python's own library ----------------------------------------------------------------------
+
+Split = Literal["train", "heldout"]
+HELDOUT_SHARE = 16
+"""One file in this many is held out."""
+# Generated character tables and Unicode dumps: long, repetitive, nothing to learn from.
+_TABLES = ("encodings/", "pydoc_data/", "lib2to3/pgen2/", "unicodedata", "html/entities.py")
+_PACKAGES, _TESTS = {"site-packages", "dist-packages"}, {"test", "tests", "idle_test"}
+
+
+def stdlib_files(split: Split, *, include_tests: bool = False) -> list[Path]:
+    """Source files of this Python's standard library, ordered by a hash of the path inside it.
+
+    So the order is the same everywhere, and the first few are as good a sample as any. The hash
+    also says which are held out: the embedded model is trained on the others, and the quickstart
+    measures it on these, on any machine and Python version. With tests, the library's own test
+    suite is among them, which some distributions do not install.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    excluded = _PACKAGES if include_tests else _PACKAGES | _TESTS
+    chosen = {}
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root).as_posix()
+        digest = sha256(name.encode()).digest()
+        own_split = "heldout" if digest[0] % HELDOUT_SHARE == 0 else "train"
+        is_library = not name.startswith(_TABLES) and excluded.isdisjoint(name.split("/")[:-1])
+        if own_split == split and is_library:
+            chosen[digest] = path
+    return [chosen[digest] for digest in sorted(chosen)]
+
+
+def stdlib_documents(split: Split, *, include_tests: bool = False) -> Iterator[str]:
+    """Text of each file of `stdlib_files`; files that are not UTF-8 are passed over."""
+    for path in stdlib_files(split, include_tests=include_tests):
+        with suppress(UnicodeDecodeError, OSError):
+            text = path.read_text(encoding="utf-8")
+            if text.strip():
+                yield text

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from dotmoe.checkpoint.folder import checkpoint_folder
-from dotmoe.data import Continuation, DataConfig, TokenBlocks, documents, pack, separator_of
+from dotmoe.data import TokenBlocks, pack, separator_of
+from dotmoe.data.sources import Continuation, DataConfig, documents
 from dotmoe.errors import UserError
 from dotmoe.evaluate import models
 from dotmoe.evaluate.config import EvaluateConfig, TextConfig

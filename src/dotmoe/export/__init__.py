@@ -22,7 +22,7 @@ from dotmoe.files import complete_folder
 from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.dense import DenseModel
-from dotmoe.models.targets import TARGETS
+from dotmoe.models.family import TARGETS
 from dotmoe.progress import Update, no_update
 
 __all__ = [

@@ -8,7 +8,7 @@ import jinja2
 from huggingface_hub import ModelCardData
 
 from dotmoe.export.record import ExportRecord
-from dotmoe.models.targets import TARGETS
+from dotmoe.models.family import TARGETS
 from dotmoe.tables import Table, figure, percent, table_of, to_markdown
 
 CARD_FILE = "README.md"

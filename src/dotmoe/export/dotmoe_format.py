@@ -22,8 +22,7 @@ from dotmoe.export.transformers_format import TransformersFormat
 from dotmoe.granularity import Granularity, parts_of, targets_of
 from dotmoe.models import modeling_dotmoe
 from dotmoe.models.dense import DenseModel
-from dotmoe.models.family import head_dim
-from dotmoe.models.targets import TARGETS
+from dotmoe.models.family import TARGETS, head_dim
 from dotmoe.parameters import count_parameters
 
 CODE = Path(modeling_dotmoe.__file__)

@@ -22,7 +22,7 @@ from dotmoe.export.routers import MISROUTED, largest_share, outliers_in, shortfa
 from dotmoe.files import read_json
 from dotmoe.granularity import parts_of
 from dotmoe.layout import ExpertLayout
-from dotmoe.models.targets import TARGETS
+from dotmoe.models.family import TARGETS
 from dotmoe.moe.masked import neuron_mask, routed, watched
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 import torch
 
-from dotmoe.granularity import GROUPED_MATMUL_BYTES, nearest_expert_sizes
+from dotmoe.granularity import GROUPED_MATMUL_BYTES, fitting_sizes, next_to
 from dotmoe.inspection.memory import exported_bytes
 from dotmoe.inspection.sizes import EXPORTED, PAPER_TOKENS, InspectConfig, Sizes, dtype_name
 from dotmoe.llama_cpp import most_active_experts_of
@@ -88,7 +88,7 @@ def _refused_widths(sizes: Sizes) -> dict[str, bool]:
     multiple = 1
     for dtype in (torch.float32, sizes.written):  # the written one has the last word
         multiple = GROUPED_MATMUL_BYTES // dtype.itemsize
-        nearest = nearest_expert_sizes(size, sizes.split.units, multiple=multiple)
+        nearest = next_to(size, fitting_sizes(sizes.split.units, multiple))
         fitting = [size] if size % multiple == 0 else nearest
         if width % multiple == 0 and fitting:
             other = " --export-dtype float32" * (dtype is not sizes.written)

@@ -1,13 +1,18 @@
-"""A dense checkpoint, loaded or only described."""
+"""A dense checkpoint, loaded or only described, and a text taken through its layers."""
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dotmoe.models.family import Family, Widths, widths_of
+
+TOKENS_AT_ONCE = 4096
+"""Tokens of a `Stream` whose activations exist at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,3 +45,58 @@ class DenseModel:
     def widths(self) -> Widths:
         """Its sizes."""
         return widths_of(self.config)
+
+
+class Stream:
+    """What goes from one decoder layer to the next, [B, T, D], on the CPU.
+
+    Layers are called as the model's own trunk calls them, and need not be the model's any more.
+    """
+
+    def __init__(
+        self, dense: DenseModel, tokens_BT: Tensor, parts: Sequence[slice] | None = None
+    ) -> None:
+        """Start before the first layer; rows run in `parts`, in order, default 4,096 tokens."""
+        num_rows, seq_len = tokens_BT.shape
+        rows = max(1, TOKENS_AT_ONCE // seq_len)
+        self.parts = parts or [slice(row, row + rows) for row in range(0, num_rows, rows)]
+        self._device, self._layers = dense.device, list(dense.family.layers(dense.model))
+        self._arguments = _arguments(dense, tokens_BT[:1])
+        embed: Any = dense.model.get_input_embeddings()  # type: ignore[operator]
+        factor = dense.family.traits(dense.config).multipliers.embedding
+        parts_BT = [tokens_BT[part].to(self._device) for part in self.parts]
+        self.hidden_BTD = torch.cat([(embed(part_BT) * factor).cpu() for part_BT in parts_BT])
+
+    def after(self, index: int, part: slice) -> Tensor:
+        """Some rows behind a layer, on the model's device; the stream stays before it."""
+        hidden_BTD = self.hidden_BTD[part].to(self._device)
+        output: Tensor = self._layers[index](hidden_BTD, **self._arguments[index])
+        return output
+
+    def advance(self, index: int) -> None:
+        """Take the stream through a layer."""
+        for part in self.parts:
+            self.hidden_BTD[part] = self.after(index, part).cpu()
+
+    def clone(self) -> Self:
+        """Another stream at the same place."""
+        other = copy.copy(self)
+        other.hidden_BTD = self.hidden_BTD.clone()
+        return other
+
+
+def _arguments(dense: DenseModel, tokens_1T: Tensor) -> list[dict[str, Any]]:
+    """What the trunk gives each decoder layer besides the stream: positions and masks."""
+    found: list[dict[str, Any]] = []
+    hooks = [
+        layer.register_forward_pre_hook(
+            lambda layer, args, kwargs: found.append(kwargs), with_kwargs=True
+        )
+        for layer in dense.family.layers(dense.model)
+    ]
+    try:
+        dense.family.trunk(dense.model)(input_ids=tokens_1T.to(dense.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found

@@ -1,4 +1,9 @@
-"""Model families: what a dense architecture must tell to be converted. All are in `FAMILIES`."""
+"""What a dense architecture must tell to be converted: families in `FAMILIES`, parts in `TARGETS`.
+
+A target, the part that is split, ends in one output projection, and a unit is some columns of it:
+an FFN neuron one of `down_proj`, a query head those of `o_proj` that read its output. All else
+treats both alike.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
@@ -14,7 +19,6 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_nu
 MOE = "it is a Mixture-of-Experts already, and only a dense model can be split"
 WRAPPER = "it wraps a language model for more than text, and only a plain one can be split"
 _QK_NORMS: dict[str, Literal["head", "full"]] = {"qwen3": "head", "olmo2": "full"}
-_SLIDING = ("sliding_attention",)
 
 
 class Multipliers(NamedTuple):
@@ -98,7 +102,8 @@ class Family:
         """What an exporter must know of everything but the FFNs."""
         width, has_bias = head_dim(config), bool(getattr(config, "attention_bias", False))
         # Full attention equals that of all layers up to the window.
-        slides = "sliding_attention" in (getattr(config, "layer_types", None) or _SLIDING)
+        kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
+        window = getattr(config, "sliding_window", None)
         attention = getattr(config, "attention_multiplier", None)
         return DecoderTraits(
             head_dim=width,
@@ -106,7 +111,7 @@ class Family:
             output_bias=has_bias and self.model_type != "qwen2",
             qk_norm=_QK_NORMS.get(self.model_type, "none"),
             norms_after=self.model_type == "olmo2",
-            sliding_window=getattr(config, "sliding_window", None) if slides else None,
+            sliding_window=window if "sliding_attention" in kinds else None,
             multipliers=Multipliers(
                 embedding=float(getattr(config, "embedding_multiplier", 1.0)),
                 residual=float(getattr(config, "residual_multiplier", 1.0)),
@@ -121,10 +126,8 @@ class Family:
 
     def ffn(self, layer: nn.Module) -> GatedFFN:
         """The three projections of one layer's FFN."""
-        names = ("gate", "up", "down")
-        return GatedFFN(
-            *(cast(nn.Linear, layer.get_submodule(f"mlp.{name}_proj")) for name in names)
-        )
+        names = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+        return GatedFFN(*(cast(nn.Linear, layer.get_submodule(name)) for name in names))
 
     def trunk(self, model: nn.Module) -> nn.Module:
         """Everything below the head: token ids to the hidden states that the head reads."""
@@ -200,10 +203,12 @@ def family_of(config: Any) -> Family:
     Raises:
         UserError: Unknown model type, or one that cannot be converted, with the reason.
     """
-    model_type, experts = config.model_type, expert_count(config)
+    model_type = config.model_type
+    counts = {key: getattr(config, key, None) for key in EXPERT_COUNTS}
+    experts = [f"{key} is {n}" for key, n in counts.items() if isinstance(n, int) and n > 1]
     if model_type not in FAMILIES:
         why = WRAPPER if hasattr(config, "text_config") else None
-        why = MOE if "moe" in model_type or experts is not None else why
+        why = MOE if "moe" in model_type or experts else why
         # No slip of the pen where Transformers knows the type: olmo3 is not meant to be olmo2.
         is_slip = why is None and model_type not in CONFIG_MAPPING
         raise UserError(
@@ -213,20 +218,11 @@ def family_of(config: Any) -> Family:
         )
     family = FAMILIES[model_type]
     refused = family.refusal(config)
-    if experts is not None:
-        refused = f"{experts[0]} is {experts[1]}: {MOE}. Choose a dense one."
+    if experts:
+        refused = f"{experts[0]}: {MOE}. Choose a dense one."
     if refused is not None:
         raise UserError(f"In this {model_type} config {refused}")
     return family
-
-
-def expert_count(config: Any) -> tuple[str, int] | None:
-    """The key of a config that says that its layers have experts, and how many; None: dense."""
-    for key in EXPERT_COUNTS:
-        count = getattr(config, key, None)
-        if isinstance(count, int) and count > 1:
-            return key, count
-    return None
 
 
 class Widths(NamedTuple):
@@ -248,3 +244,66 @@ def widths_of(config: Any) -> Widths:
         vocabulary=config.vocab_size,
         context=config.max_position_embeddings,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A part of a decoder layer whose units are grouped into experts."""
+
+    name: str
+    units_named: str
+    """What it is made of, for messages."""
+    module: str
+    """Its name in a decoder layer; what it is called with is what its router reads."""
+    output_name: str
+    """Its output projection, which every family has unfused."""
+    norm_after: str
+    """The norm of its output, in families that have one there."""
+
+    def units(self, config: Any) -> int:
+        """Units of a layer (N): neurons of its FFN, or query heads."""
+        heads = self.name == "attention"
+        return int(config.num_attention_heads if heads else config.intermediate_size)
+
+    def unit_width(self, config: Any) -> int:
+        """Columns of the output projection that are one unit's."""
+        return head_dim(config) if self.name == "attention" else 1
+
+    def inputs(self, config: Any) -> int:
+        """Columns of the output projection."""
+        return self.units(config) * self.unit_width(config)
+
+    def block(self, layer: nn.Module) -> nn.Module:
+        """The part itself."""
+        return layer.get_submodule(self.module)
+
+    def output(self, layer: nn.Module) -> nn.Linear:
+        """Its output projection."""
+        return cast(nn.Linear, layer.get_submodule(f"{self.module}.{self.output_name}"))
+
+    def output_tensor(self, layer: int) -> str:
+        """Name of the output projection's weight, in LLaMA's form."""
+        return f"model.layers.{layer}.{self.module}.{self.output_name}.weight"
+
+    def of_columns(self, values_TN: Tensor, config: Any) -> Tensor:
+        """What is said of units, [..., N], said of the output projection's columns."""
+        return values_TN.repeat_interleave(self.unit_width(config), dim=-1)
+
+
+TARGETS = {
+    "ffn": Target(
+        name="ffn",
+        units_named="FFN neurons",
+        module="mlp",
+        output_name="down_proj",
+        norm_after="post_feedforward_layernorm",
+    ),
+    "attention": Target(
+        name="attention",
+        units_named="query heads",
+        module="self_attn",
+        output_name="o_proj",
+        norm_after="post_attention_layernorm",
+    ),
+}
+"""By name; where both are split, in this order."""

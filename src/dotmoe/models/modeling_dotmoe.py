@@ -27,41 +27,26 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
 class DotMoeConfig(PreTrainedConfig):
-    """The dense model's config, and of each layer the heads of every expert.
-
-    Args:
-        dense_model_type: Family of the decoder, whose keys are all here.
-        heads_of_experts: For each layer the query heads of expert 0, of expert 1 and so on, one
-            list; None for a dense layer.
-        head_experts: Experts made of heads a layer.
-        ffn_experts: Experts of an FFN; 0: FFNs are dense.
-        ffn_expert_size: Neurons of one.
-        num_experts_per_tok: Experts of an FFN that run for a token; where FFNs are dense, of heads.
-        head_experts_per_tok: Experts of heads that run for a token, where FFNs have experts, too.
-    """
+    """The dense model's config, and of each layer the heads of every expert."""
 
     model_type = "dotmoe"
     keys_to_ignore_at_inference = ("past_key_values",)
 
-    def __init__(
-        self,
-        dense_model_type: str = "llama",
-        heads_of_experts: Any = (),
-        head_experts: int = 0,
-        ffn_experts: int = 0,
-        ffn_expert_size: int = 0,
-        num_experts_per_tok: int = 0,
-        head_experts_per_tok: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        self.dense_model_type = dense_model_type
-        self.heads_of_experts = heads_of_experts
-        self.head_experts = head_experts
-        self.ffn_experts = ffn_experts
-        self.ffn_expert_size = ffn_expert_size
-        self.num_experts_per_tok = num_experts_per_tok
-        self.head_experts_per_tok = head_experts_per_tok
-        super().__init__(**kwargs)
+    dense_model_type: str = "llama"
+    """Family of the decoder, whose keys are all here."""
+    heads_of_experts: Any = ()
+    """For each layer the query heads of expert 0, of expert 1 and so on, one list; None for a
+    dense layer."""
+    head_experts: int = 0
+    """Experts made of heads a layer."""
+    ffn_experts: int = 0
+    """Experts of an FFN; 0: FFNs are dense."""
+    ffn_expert_size: int = 0
+    """Neurons of one."""
+    num_experts_per_tok: int = 0
+    """Experts of an FFN that run for a token; where FFNs are dense, of heads."""
+    head_experts_per_tok: int = 0
+    """Experts of heads that run for a token, where FFNs have experts, too."""
 
     def dense(self) -> Any:
         """The config of the decoder without experts."""

@@ -25,7 +25,7 @@ from dotmoe.distributed import (
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.layout import ALWAYS_ON, ExpertLayout, in_file
-from dotmoe.models.targets import TARGETS
+from dotmoe.models.family import TARGETS
 from dotmoe.options import above, at_least
 from dotmoe.transport import Capacity, TransportPlan, balanced_plan, greedy_assignment, sinkhorn
 

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from dotmoe.granularity import parts_of
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.models.dense import DenseModel
-from dotmoe.models.family import GatedFFN
-from dotmoe.models.targets import TARGETS, Target
+from dotmoe.models.family import TARGETS, GatedFFN, Target
 from dotmoe.moe.losses import product_in_float32
 from dotmoe.moe.router import Routing, kernels_for, router_logits
 

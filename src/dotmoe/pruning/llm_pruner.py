@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from dotmoe.errors import UserError
-from dotmoe.models.dense import DenseModel
-from dotmoe.models.stream import TOKENS_AT_ONCE
+from dotmoe.models.dense import TOKENS_AT_ONCE, DenseModel
 from dotmoe.moe.masked import recomputing
 from dotmoe.pruning.contract import Pruned, PruneInputs
 

@@ -21,9 +21,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dotmoe.errors import UserError
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.dense import DenseModel, Stream
 from dotmoe.models.family import head_dim
-from dotmoe.models.stream import Stream
 from dotmoe.moe.masked import watched
 from dotmoe.pruning.contract import Pruned, PruneInputs
 from dotmoe.pruning.llm_pruner import grouped, kinds_of

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dotmoe.models.stream import Stream
+from dotmoe.models.dense import Stream
 from dotmoe.parameters import num_parameters
 from dotmoe.pruning.contract import Pruned, PruneInputs
 

@@ -6,7 +6,7 @@ few windows; here it is all calibration tokens, and what comes before the layer 
 """
 
 from dotmoe.evaluate.models import nats_of
-from dotmoe.models.stream import Stream
+from dotmoe.models.dense import Stream
 from dotmoe.pruning.contract import Pruned, PruneInputs
 from dotmoe.pruning.shortgpt import num_to_drop, without_layers
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dotmoe.errors import UserError
-from dotmoe.models.dense import DenseModel
-from dotmoe.models.stream import Stream
+from dotmoe.models.dense import DenseModel, Stream
 from dotmoe.parameters import num_parameters
 from dotmoe.pruning.contract import Pruned, PruneInputs
 

@@ -11,8 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from dotmoe.errors import UserError
-from dotmoe.models.dense import DenseModel
-from dotmoe.models.stream import Stream
+from dotmoe.models.dense import DenseModel, Stream
 from dotmoe.pruning.contract import Pruned, PruneInputs
 
 
