@@ -109,9 +109,3 @@ def test_the_meta_model_counts_as_the_real_model_and_its_parts_add_up(kind, tied
     assert found.ffn_total == ffn
     parts = found.attention_and_norms + found.input_embedding + found.output_head
     assert parts + ffn == found.dense_total
-
-
-def test_a_split_of_another_width_is_refused():
-    granularity = resolve(ExpertsConfig(), 11_008)
-    with pytest.raises(ValueError, match="a split of 11008 units for layers of 14336"):
-        count_parameters(LLAMA_3_8B, family_of(LLAMA_3_8B), granularity)

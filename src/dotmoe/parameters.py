@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity, parts_of
-from dotmoe.models.family import TARGETS, Family
+from dotmoe.models.family import Family
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +48,7 @@ class ParameterCounts:
 
 
 def meta_model(config: Any, dtype: torch.dtype | None = None) -> nn.Module:
-    """The stock model of a config, frozen, without storage: names, shapes and ties only.
-
-    In `dtype`, or that of the config.
-    """
+    """The stock model of a config, frozen, without storage, in `dtype` or that of the config."""
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=dtype or config.dtype
@@ -81,27 +78,20 @@ def count_parameters(config: Any, family: Family, granularity: Granularity) -> P
     """
     model, traits = meta_model(config), family.traits(config)
     total, width = num_parameters(model), config.hidden_size
-    ffns = [family.ffn(layer) for layer in family.layers(model)]
-    ffn_total = sum(part.weight.numel() for ffn in ffns for part in (ffn.gate, ffn.up, ffn.down))
+    ffn_total = 3 * width * config.intermediate_size * config.num_hidden_layers
     embedding = model.get_input_embeddings().weight.numel()  # type: ignore[operator]
     head = total - num_parameters(family.trunk(model))
     of_a_query = 0 if traits.qk_norm == "full" else width + traits.qkv_bias
-    of_a_head = traits.head_dim * (width + of_a_query)
-    of_a_unit = {"ffn": 3 * width, "attention": of_a_head}
-    routers, dropped, idle = 0, 0, dict.fromkeys(TARGETS, 0)
+    of_a_unit = {"ffn": 3 * width, "attention": traits.head_dim * (width + of_a_query)}
+    whole, idle = {"ffn": 0, "attention": 0}, {"ffn": 0, "attention": 0}
+    dropped = routers = 0
     for split in parts_of(granularity):
-        units = TARGETS[split.target].units(config)
-        if split.units != units:
-            raise ValueError(f"a split of {split.units} units for layers of {units}")
-        layers = len(ffns) - split.first_dense_layers
+        layers = config.num_hidden_layers - split.first_dense_layers
+        size = of_a_unit[split.target]
+        whole[split.target] = config.num_hidden_layers * split.units * size
+        idle[split.target] = layers * (split.units - split.active_units) * size
+        dropped += layers * split.dropped_size * size
         routers += layers * split.num_experts * width
-        dropped += layers * split.dropped_size * of_a_unit[split.target]
-        idle[split.target] = layers * (units - split.active_units) * of_a_unit[split.target]
-    heads_total = sum(
-        len(ffns) * split.units * of_a_head
-        for split in parts_of(granularity)
-        if split.target == "attention"
-    )
     active = total - sum(idle.values())
     return ParameterCounts(
         dense_total=total,
@@ -109,13 +99,13 @@ def count_parameters(config: Any, family: Family, granularity: Granularity) -> P
         active=active,
         active_with_routers=active + routers,
         active_without_embeddings=active - embedding - head,
-        floor=total - heads_total - ffn_total * (granularity.target == "ffn"),
+        floor=total - sum(whole.values()),
         attention_and_norms=total - ffn_total - embedding - head,
         input_embedding=embedding,
         output_head=head,
         ffn_total=ffn_total,
         ffn_active=ffn_total - idle["ffn"],
-        heads_total=heads_total,
+        heads_total=whole["attention"],
         routers=routers,
     )
 

@@ -2,6 +2,8 @@
 
 import hashlib
 import re
+import sysconfig
+from pathlib import Path
 
 import pyarrow
 import pytest
@@ -71,6 +73,18 @@ def test_characters_split_between_reads_survive(tmp_path):
     for shift in range(4):
         text = "a" * shift + "🙂" * 200_000
         assert "".join(read(write(tmp_path / "a.txt", text))) == text
+
+
+def test_a_file_is_on_the_same_side_everywhere():
+    root = Path(sysconfig.get_path("stdlib"))
+    heldout, train = set(stdlib_files("heldout")), set(stdlib_files("train"))
+    assert not train & heldout
+    assert 1 / 32 < len(heldout) / len(train) < 1 / 8
+    assert {root / "enum.py", root / "bz2.py", root / "pydoc.py"} <= heldout
+    assert {root / "ast.py", root / "copy.py", root / "json" / "decoder.py"} <= train
+    names = [str(path) for path in train]
+    assert not any("site-packages" in name or "/test/" in name for name in names)
+    assert len(stdlib_files("train", include_tests=True)) >= len(names)
 
 
 @pytest.mark.parametrize(

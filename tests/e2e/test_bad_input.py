@@ -33,18 +33,11 @@ def refused(command, text, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["data", "eval_text"])
-@pytest.mark.parametrize(
-    ("content", "pattern"),
-    [
-        (b"", "bad.txt is empty"),
-        (bytes(range(256)) * 20, "bad.txt is not UTF-8"),
-        (b"short", "bad.txt has"),
-    ],
-)
-def test_a_bad_text_is_named(content, pattern, option, tiny_dense, tmp_path, refused):
+def test_a_bad_text_is_named(option, tiny_dense, tmp_path, refused):
     bad = tmp_path / "bad.txt"
-    bad.write_bytes(content)
-    assert re.search(pattern, refused(tiny_dense("llama"), **{option: bad}))
+    for content, words in ((bytes(range(256)), "bad.txt is not UTF-8"), (b"short", "bad.txt has")):
+        bad.write_bytes(content)
+        assert words in refused(tiny_dense("llama"), **{option: bad})
 
 
 def lose_a_weight(folder):
@@ -83,8 +76,5 @@ def test_an_output_in_the_way_is_left_as_it_was(out, tiny_dense, tmp_path, refus
 
 def test_a_bad_config_file_is_named(tmp_path, command):
     path = tmp_path / "config.json"
-    for content, words in (("{", "not JSON"), ('{"align": 3}', "align"), ("{}", "lacks model")):
-        path.write_text(content)
-        line = command("convert", "--config", path).refusal()
-        assert f"{path}" in line
-        assert words in line
+    path.write_text('{"align": 3}')
+    assert f"align of {path} is 3" in command("convert", "--config", path).refusal()

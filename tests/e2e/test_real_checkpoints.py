@@ -33,6 +33,7 @@ def test_a_training_free_conversion_is_exact(name, dtype, command, request, tmp_
     text, out = tmp_path / "text.txt", tmp_path / "run"
     text.write_text(TEXT * 40)
     assert command("convert", model, out, data=text, **sizes).status == 0
+    assert not (out / "2_align/metrics.jsonl").exists()
     found = json.loads((out / "6_evaluate" / "results.json").read_text())["verification"]
     assert found["dtype"] == dtype
     assert found["largest_block_error"] < (2e-3 if dtype == "float32" else 6e-3)

@@ -113,8 +113,6 @@ def test_repair_is_the_ridge_regression_of_what_attention_lacks(family, dense_of
 
 
 def test_splits_of_heads_and_what_does_not_fit():
-    paper = resolve_heads(ExpertsConfig(targets="attention"), 28)
-    assert (paper.num_experts, paper.expert_size, paper.active_experts) == (14, 2, 7)
     odd = resolve_heads(ExpertsConfig(targets="attention", active_attention=0.5), 9)
     assert (odd.num_experts, odd.expert_size, odd.active_experts) == (9, 1, 5)
     both = splits_of(ExpertsConfig(targets="both"), 768, 6)

@@ -159,14 +159,10 @@ def write_decontaminated(training: TokenBlocks, heldout: TokenBlocks, path: Path
 
     The held-out text is cut into runs of `RUN_TOKENS` tokens, and each run is looked for at every
     place of every training block. So a block that holds twice that many held-out tokens in a row is
-    certain to be found; one that has only a licence header in common may be. A few blocks are in
-    memory at a time, and one number for each run of the held-out text.
+    certain to be found; one that has only a licence header in common may be. Memory does not grow
+    with the training text.
 
-    Returns:
-        How many blocks are left out.
-
-    Raises:
-        UserError: No block is left, or there is no room; then there is no file.
+    Returns how many blocks are left out. A `UserError`: no block is left, or there is no room.
     """
     run = min(RUN_TOKENS, training.seq_len, heldout.seq_len)
     parts = torch.split(heldout.tokens_BT, _BLOCKS_AT_ONCE)
@@ -246,8 +242,8 @@ def pack_sources(
 ) -> Record:
     """Tokenise, mix, join and cut into blocks of `config.seq_len` tokens, straight to a file.
 
-    Memory does not grow with the text. The same config and tokenizer give the same `TokenBlocks`.
-    Reading stops at `max_tokens`; `remedy` says what to do where there is too little text.
+    Memory does not grow with the text, which is read up to `max_tokens`; `remedy` says what to do
+    where there is too little of it.
 
     Returns:
         A record of the text: tokens, and for each source its weight, its share of the tokens, its
@@ -293,17 +289,12 @@ def joined(
     """Piece after piece of sources that are read side by side or one after the other.
 
     With weights, the next piece is always of the source whose tokens, divided by its weight, are
-    fewest. With w_i the weight of source i, s_i its longest piece and T tokens so far, its tokens
-    are then between w_i T - w_i (s_1 + ... + s_n) and w_i T + s_i at every moment while no source
-    has run out. A source that has run out leaves the others in their proportions. Without weights,
-    one source is read after the other.
+    fewest; docs/data.md has the bounds of its share at every moment. Without weights, one source is
+    read after the other. Where pieces of another source come between those of a long document, the
+    rest of it counts as a document of its own.
 
-    A document of more than 64k characters comes in pieces; where those of another source come
-    between, the rest of it counts as a document of its own.
-
-    Yields:
-        Record of the source, which is kept up to date, token ids with their separators, and bytes
-        of text.
+    Yields the record of the source, which is kept up to date, token ids with their separators, and
+    bytes of text.
     """
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     start = [] if bos is None else [bos]

@@ -124,7 +124,7 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
 
     Raises a `UserError`: no source, weights that do not fit them, or a source that is not there.
     """
-    names, weights = config.data, config.data_weights
+    names = config.data
     if not names:
         raise UserError(
             f"data names no source. Give {', '.join(FORMATS)} files, a datasets name or {STDLIB}."
@@ -136,10 +136,10 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
         )
     sources: list[tuple[str, float | None]] = [(name, None) for name in names]
     if config.is_mix:
-        weights = (1.0,) if len(names) == 1 and not weights else weights
+        weights = config.data_weights or (1.0,)
         if len(weights) != len(names):
             raise UserError(
-                f"data_weights has {len(weights)} numbers, but {', '.join(names)} are a mix of "
+                f"data_weights has {len(config.data_weights)} numbers, but {', '.join(names)} are a mix of "
                 f"{len(names)} sources. Give one for each."
             )
         sources = [

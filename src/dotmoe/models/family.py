@@ -246,8 +246,7 @@ def widths_of(config: Any) -> Widths:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """A part of a decoder layer whose units are grouped into experts."""
 
     name: str
@@ -291,19 +290,10 @@ class Target:
 
 
 TARGETS = {
-    "ffn": Target(
-        name="ffn",
-        units_named="FFN neurons",
-        module="mlp",
-        output_name="down_proj",
-        norm_after="post_feedforward_layernorm",
-    ),
-    "attention": Target(
-        name="attention",
-        units_named="query heads",
-        module="self_attn",
-        output_name="o_proj",
-        norm_after="post_attention_layernorm",
-    ),
+    target.name: target
+    for target in (
+        Target("ffn", "FFN neurons", "mlp", "down_proj", "post_feedforward_layernorm"),
+        Target("attention", "query heads", "self_attn", "o_proj", "post_attention_layernorm"),
+    )
 }
 """By name; where both are split, in this order."""
