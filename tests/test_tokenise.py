@@ -1,17 +1,26 @@
-"""Stage tokenise. Oracle: `pack` on the whole text."""
+"""Stage tokenise. Oracles: `pack` on the whole text; of samples, passes without a cache."""
 
 import json
+import math
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dotmoe.data import pack
+from dotmoe.data import TokenBlocks, pack
 from dotmoe.data.sources import DataConfig, documents
 from dotmoe.errors import UserError
 from dotmoe.options import check
 from dotmoe.progress import Progress
-from dotmoe.tokenise import SampleConfig, Text, require_sources, tokenise
+from dotmoe.tokenise import (
+    SampleConfig,
+    Text,
+    require_sources,
+    sample_blocks,
+    sampled_rows,
+    tokenise,
+)
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +119,81 @@ def test_a_lowered_block_length_is_said(text, tokenised):
 def test_sources_that_are_not_mixed_cannot_be_repeated():
     with pytest.raises(UserError, match="only the sources of a mix are repeated"):
         check(DataConfig(data=("a", "b"), data_epochs=3))
+
+
+# --- text of the model itself
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def sampler(request, dense_of):
+    return dense_of(request.param)
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def sampled(dense, path, seed=0):
+    data = DataConfig(seq_len=10, data_seed=seed)
+    record = sample_blocks(dense, SampleConfig(sample_batch_size=3), path, data, 65)
+    assert record["tokens"] == 70
+    return TokenBlocks.load(path).tokens_BT
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_every_token_is_drawn_given_all_before_it(sampler, temperature):
+    rows = sampled_rows(sampler, 3, 24, temperature, generator(5)).long()
+    draws, tokenizer = generator(5), sampler.tokenizer
+    if tokenizer.bos_token_id is None:
+        plain = len(tokenizer) - len(tokenizer.all_special_ids)
+        torch.randint(plain, (3,), generator=draws)
+    for place in range(1, 24):
+        with torch.no_grad():
+            logits = sampler.model(input_ids=rows[:, :place], use_cache=False).logits[:, -1, :258]
+        probabilities = (logits / temperature).softmax(-1)
+        expected = torch.multinomial(probabilities, 1, generator=draws)[:, 0]
+        if tokenizer.bos_token_id is not None:
+            expected[rows[:, place - 1] == tokenizer.eos_token_id] = 0
+        assert torch.equal(rows[:, place], expected)
+
+
+def test_rows_begin_with_bos_or_with_a_plain_token_of_their_own(sampler):
+    first = sampled_rows(sampler, 64, 2, 1.0, generator(0))[:, 0]
+    if sampler.tokenizer.bos_token_id is not None:
+        assert first.unique().tolist() == [0]
+    else:
+        assert not set(first.tolist()) & set(sampler.tokenizer.all_special_ids)
+        assert len(first.unique()) > 40
+
+
+def test_bos_follows_eos_where_both_are_there(dense_of):
+    dense = dense_of("llama")
+    # Infinite temperature: every token is as likely, so EOS comes often.
+    rows = sampled_rows(dense, 40, 60, 1e9, generator(0))
+    after = rows[:, 1:][rows[:, :-1] == 1]
+    assert len(after) > 3
+    assert after.unique().tolist() == [0]
+    assert rows.max() < len(dense.tokenizer) < dense.config.vocab_size
+    assert math.isclose(float((rows[:, 1:] > 129).float().mean()), 0.5, abs_tol=0.05)
+
+
+def test_a_run_that_was_stopped_goes_on_and_ends_the_same(sampler, tmp_path, monkeypatch):
+    expected = sampled(sampler, tmp_path / "a.safetensors")
+    assert expected.shape == (7, 10)
+    assert len(expected.unique(dim=0)) == 7
+    assert not torch.equal(expected, sampled(sampler, tmp_path / "c.safetensors", seed=1))
+    calls = []
+
+    def stopped(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return sampled_rows(*arguments)
+
+    monkeypatch.setattr("dotmoe.tokenise.sampled_rows", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        sampled(sampler, tmp_path / "b.safetensors")
+    assert not (tmp_path / "b.safetensors").exists()
+    assert torch.equal(sampled(sampler, tmp_path / "b.safetensors"), expected)
+    assert len(calls) == 2 + 2  # the first batch was not sampled again
+    assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "b.safetensors", "c.safetensors"]

@@ -355,7 +355,7 @@ class _Run(Generic[Config]):
             is_whole = dense.device.type != "meta" and not is_divided(dense.model)
             samples = samples_itself(converted.data)
             if converted.other_text:
-                asked = ("other_text", converted.other_text, converted.data)
+                asked = (converted.other_text, converted.data)
                 write_windows(*asked, dense, at / OTHER, self.config.eval_tokens, self.progress)
             return tokenise(
                 converted.data,

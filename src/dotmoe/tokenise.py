@@ -123,8 +123,7 @@ def tokenise(
     name: tuple[str, ...] = (f"blocks of {origin} kept out of training",)
     if eval_text:
         name = eval_text
-        asked = ("eval_text", eval_text)
-        record["heldout"] = write_windows(*asked, data, dense, heldout, eval_tokens, progress)
+        record["heldout"] = write_windows(eval_text, data, dense, heldout, eval_tokens, progress)
     elif beside is not None:
         name = beside.heldout_name
         record["heldout"] = "that of the run that is finetuned"
@@ -156,7 +155,6 @@ def tokenise(
 
 
 def write_windows(
-    option: str,
     sources: tuple[str, ...],
     data: DataConfig,
     dense: DenseModel,
@@ -164,25 +162,16 @@ def write_windows(
     tokens: int,
     progress: Progress,
 ) -> Record:
-    """Write blocks of a text to measure on, the sources of an option, and return their record.
-
-    Raises as `tokenise`.
-    """
+    """Write blocks of a text to measure on, and return their record. Raises as `tokenise`."""
     windows = replace(_in_order(data, sources), seq_len=min(2048, dense.widths.context))
-    remedy = f"Give more {option} and eval_tokens, or no {option}."
-    return _packed(windows, dense, path, tokens, progress, remedy)
+    return _packed(windows, dense, path, tokens, progress)
 
 
 def _packed(
-    data: DataConfig,
-    dense: DenseModel,
-    path: Path,
-    tokens: int,
-    progress: Progress,
-    remedy: str = "Give more text, or lower seq_len.",
+    data: DataConfig, dense: DenseModel, path: Path, tokens: int, progress: Progress
 ) -> Record:
     with progress.bar("tokenise", tokens=1) as update:
-        record = pack_sources(data, dense.tokenizer, path, tokens, update, remedy)
+        record = pack_sources(data, dense.tokenizer, path, tokens, update)
     shares = []
     for source in record["sources"]:
         words = f"{source['name']} {source['share']:.1%} of the tokens"

@@ -1,6 +1,10 @@
-"""README and docs: what they name exists, what is generated is current; the map of the paper."""
+"""README and docs: what they name exists, what is generated is current; the map of the paper.
+
+And the examples in docstrings, which give what they say.
+"""
 
 import ast
+import doctest
 import importlib.util
 import pkgutil
 import re
@@ -21,6 +25,9 @@ COVERED_BY_CODE_ALONE = {
     "tab:hyperparams_sft",
     "fig:ablation_overview",
 }
+WITH_EXAMPLES = [
+    path for path in sorted((ROOT / "src").rglob("*.py")) if ">>> " in path.read_text()
+]
 CELLS = [[cell.strip() for cell in line.strip("|").split("|")] for line in MAP.splitlines()]
 ROWS = {
     cells[0].strip("`"): cells[1:]
@@ -81,3 +88,12 @@ def test_tests_and_experiments_of_the_map_exist():
         assert not function or function in names, f"{file}::{function}"
     folders = {file.parent.name for file in (ROOT / "experiments").glob("*/experiment.toml")}
     assert folders <= {Path(name).name for _, code, *_ in ROWS.values() for name in quoted(code)}
+
+
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: path.stem)
+def test_examples_in_docstrings_give_what_they_say(path):
+    parts = path.relative_to(ROOT / "src").with_suffix("").parts
+    module = importlib.import_module(".".join(part for part in parts if part != "__init__"))
+    result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+    assert result.attempted
+    assert not result.failed

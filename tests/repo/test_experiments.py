@@ -1,4 +1,7 @@
-"""experiments/: each says what it must, quoted is told from measured, and its README is current."""
+"""experiments/: each says what it must, quoted is told from measured, and its README is current.
+
+results/: what is measured names the clean commit that it was measured at.
+"""
 
 import importlib
 import json
@@ -21,6 +24,11 @@ specification = importlib.import_module("specification")
 
 EXPERIMENTS = specification.all_experiments()
 RUNS = specification.all_runs()
+FILES = sorted((ROOT / "results").rglob("*.json"))
+OFFENDERS = ROOT / "tests" / "repo" / "results_without_commit.txt"
+KNOWN = {line for line in OFFENDERS.read_text().splitlines() if not line.startswith("#")}
+"""May only shrink: a file that is made again goes from it."""
+MOST = 13
 each_experiment = pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda e: e.label)
 
 
@@ -139,3 +147,27 @@ def test_the_recovery_curve_measures_cross_entropy_over_windows(tiny_dense):
 )
 def test_a_difference_within_the_spread_of_the_seeds_decides_nothing(by_seed, said):
     assert runner.verdict(by_seed) == said
+
+
+def commits(value):
+    """Of every provenance in a result."""
+    if isinstance(value, dict):
+        if "provenance" in value:
+            yield (value["provenance"] or {}).get("commit")
+        value = list(value.values())
+    for each in value if isinstance(value, list) else ():
+        yield from commits(each)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_a_result_names_a_clean_commit(file):
+    found = list(commits(json.loads(file.read_text(encoding="utf-8"))))
+    is_clean = bool(found) and all(commit and "+" not in commit for commit in found)
+    name = str(file.relative_to(ROOT / "results"))
+    assert is_clean == (name not in KNOWN), f"{name}: {found}"
+
+
+def test_the_list_of_offenders_only_shrinks():
+    names = {str(file.relative_to(ROOT / "results")) for file in FILES}
+    assert names >= KNOWN
+    assert len(KNOWN) <= MOST

@@ -238,12 +238,10 @@ def pack_sources(
     path: Path,
     max_tokens: int,
     on_progress: Update = no_update,
-    remedy: str = "Give more text, or lower seq_len.",
 ) -> Record:
     """Tokenise, mix, join and cut into blocks of `config.seq_len` tokens, straight to a file.
 
-    Memory does not grow with the text, which is read up to `max_tokens`; `remedy` says what to do
-    where there is too little of it.
+    Memory does not grow with the text, which is read up to `max_tokens`.
 
     Returns:
         A record of the text: tokens, and for each source its weight, its share of the tokens, its
@@ -265,7 +263,8 @@ def pack_sources(
         if writer.num_tokens < config.seq_len:
             raise UserError(
                 f"{', '.join(config.data)} has {writer.num_tokens} tokens, of {max_tokens} at "
-                f"most, but one block of {config.seq_len} must be filled. {remedy}"
+                f"most, but one block of {config.seq_len} must be filled. Give more text, ask for "
+                "more tokens, or, of training text, lower seq_len."
             )
     for record in records:
         record["share"] = record["tokens"] / writer.num_tokens

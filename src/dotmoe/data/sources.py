@@ -139,8 +139,8 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
         weights = config.data_weights or (1.0,)
         if len(weights) != len(names):
             raise UserError(
-                f"data_weights has {len(config.data_weights)} numbers, but {', '.join(names)} are a mix of "
-                f"{len(names)} sources. Give one for each."
+                f"data_weights has {len(config.data_weights)} numbers, but {', '.join(names)} are "
+                f"a mix of {len(names)} sources. Give one for each."
             )
         sources = [
             (part, share * weight / sum(weights))
