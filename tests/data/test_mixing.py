@@ -22,6 +22,16 @@ def folk(sign, count, longest, seed):
     return [{"text": sign * draws.randint(1, longest)} for _ in range(count)]
 
 
+@pytest.fixture(scope="session")
+def with_bos(dense_of):
+    return dense_of("llama").tokenizer
+
+
+@pytest.fixture(scope="session")
+def without_bos(dense_of):
+    return dense_of("qwen2").tokenizer
+
+
 @pytest.fixture
 def three(tmp_path):
     """Sources a, b and c with documents of quite different lengths."""
