@@ -1,7 +1,6 @@
 """How finely a layer is split: expert size s, experts E and active experts k of so many units.
 
-Units are FFN neurons or query heads. Every layer of a supported model has as many, so one
-`Granularity` holds for all of them.
+Units are FFN neurons or query heads. Every layer has as many: one `Granularity` holds for all.
 """
 
 import math

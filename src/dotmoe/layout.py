@@ -1,8 +1,4 @@
-"""ExpertLayout: the waist of the system.
-
-Every road to a Mixture-of-Experts (DOT-MoE and each baseline) ends in an `ExpertLayout`, and it is
-all that export, evaluation and report know.
-"""
+"""`ExpertLayout`, in which every method ends, and all that export, evaluation and report know."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -170,11 +166,7 @@ class ExpertLayout:
 
     @classmethod
     def load(cls, path: Path) -> "ExpertLayout":
-        """Read a file written by `save`.
-
-        Raises:
-            UserError: The file is missing, truncated or not a layout.
-        """
+        """Read a file written by `save`. A `UserError`: it is missing, truncated or no layout."""
         try:
             with safe_open(path, framework="pt") as file:
                 said = file.metadata() or {}

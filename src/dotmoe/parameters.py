@@ -113,17 +113,10 @@ def count_parameters(config: Any, family: Family, granularity: Granularity) -> P
 def nearest_active_experts(
     share: float, config: Any, family: Family, granularity: Granularity
 ) -> int:
-    """The k at which the parameters that work on one token are nearest to a share of the dense
-    model's, shared experts counted in k.
+    """The k at which about that share of the dense model's parameters works on one token.
 
-    Args:
-        share: Of all parameters, at most 1.
-        config: Of the dense model.
-        family: Of the dense model.
-        granularity: A split of FFNs without a shared expert; its k does not matter.
-
-    Raises:
-        UserError: One expert a layer is more than that.
+    Of a split of FFNs without a shared expert, whose own k does not matter; shared experts that are
+    to be are counted in k. A `UserError`: one expert a layer is more than that.
     """
     experts, one = granularity.num_experts, replace(granularity, active_experts=1)
     least = count_parameters(config, family, one)

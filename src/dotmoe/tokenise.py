@@ -90,21 +90,14 @@ def tokenise(
     progress: Progress,
     beside: Text | None = None,
 ) -> Text:
-    """Write blocks of training and held-out text, and a record of both.
+    """Write blocks of training and held-out text, and a record of both, into the stage's folder.
 
-    Args:
-        data: Sources, and the block length; lowered to the model's context.
-        sample: How to sample where the source is the model itself.
-        dense: Its tokenizer is used, and the model where the text is sampled from it.
-        folder: Of the stage.
-        blocks: Of training text, at most.
-        min_tokens: Of training text that calibration and repair draw evenly from all there is, so
-            that more is read, if `blocks` are fewer.
-        eval_text: Held-out text. Default: that of `beside`, else the last training blocks.
-        eval_tokens: Of the held-out text, at most.
-        progress: Shows bars and, of several sources, the shares reached.
-        beside: Text of the run that is finetuned: blocks that are part of its held-out text are
-            then left out of training.
+    Of training text `blocks` are read; or more, where calibration and repair want `min_tokens` that
+    are drawn evenly from all there is. The block length is lowered to the model's context.
+
+    The held-out text, `eval_tokens` at most, is `eval_text`; else that of `beside`, the text of the
+    run that is finetuned; else the last training blocks. With `beside`, blocks that are part of the
+    held-out text are left out of training.
 
     Raises:
         UserError: A source that cannot be read, too little text, or no room.

@@ -17,7 +17,7 @@ from dotmoe.data.sources import (
     cut,
     documents,
     opened,
-    stdlib_files,
+    stdlib_documents,
 )
 from dotmoe.errors import UserError
 
@@ -75,24 +75,16 @@ def test_characters_split_between_reads_survive(tmp_path):
         assert "".join(read(write(tmp_path / "a.txt", text))) == text
 
 
-def test_a_file_is_on_the_same_side_everywhere():
-    root = Path(sysconfig.get_path("stdlib"))
-    heldout, train = set(stdlib_files("heldout")), set(stdlib_files("train"))
+def test_the_standard_library_is_a_source_in_two_parts_that_are_the_same_everywhere():
+    root, others = Path(sysconfig.get_path("stdlib")), {"site-packages", "test", "tests"}
+    train, heldout = set(read("python-stdlib")), set(read("python-stdlib-heldout"))
     assert not train & heldout
     assert 1 / 32 < len(heldout) / len(train) < 1 / 8
-    assert {root / "enum.py", root / "bz2.py", root / "pydoc.py"} <= heldout
-    assert {root / "ast.py", root / "copy.py", root / "json" / "decoder.py"} <= train
-    names = [str(path) for path in train]
-    assert not any("site-packages" in name or "/test/" in name for name in names)
-    assert len(stdlib_files("train", include_tests=True)) >= len(names)
-
-
-@pytest.mark.parametrize(
-    ("name", "split"), [("python-stdlib", "train"), ("python-stdlib-heldout", "heldout")]
-)
-def test_the_standard_library_is_a_source_in_two_parts(name, split):
-    first = next(documents(DataConfig(data=(name,))))
-    assert first in {path.read_text() for path in stdlib_files(split)[:3]}
+    assert {(root / name).read_text() for name in ("enum.py", "bz2.py", "pydoc.py")} <= heldout
+    assert {(root / name).read_text() for name in ("ast.py", "json/decoder.py")} <= train
+    library = [path for path in root.rglob("*.py") if not others.intersection(path.parts)]
+    assert train | heldout <= {path.read_text(errors="ignore") for path in library}
+    assert train <= set(stdlib_documents("train", include_tests=True))
 
 
 def test_a_folder_is_streamed_by_datasets_and_each_may_have_a_split_and_a_field(

@@ -370,7 +370,7 @@ _TABLES = ("encodings/", "pydoc_data/", "lib2to3/pgen2/", "unicodedata", "html/e
 _PACKAGES, _TESTS = {"site-packages", "dist-packages"}, {"test", "tests", "idle_test"}
 
 
-def stdlib_files(split: Split, *, include_tests: bool = False) -> list[Path]:
+def stdlib_documents(split: Split, *, include_tests: bool = False) -> Iterator[str]:
     """Source files of this Python's standard library, ordered by a hash of the path inside it.
 
     So the order is the same everywhere, and the first few are as good a sample as any. The hash
@@ -388,12 +388,7 @@ def stdlib_files(split: Split, *, include_tests: bool = False) -> list[Path]:
         is_library = not name.startswith(_TABLES) and excluded.isdisjoint(name.split("/")[:-1])
         if own_split == split and is_library:
             chosen[digest] = path
-    return [chosen[digest] for digest in sorted(chosen)]
-
-
-def stdlib_documents(split: Split, *, include_tests: bool = False) -> Iterator[str]:
-    """Text of each file of `stdlib_files`; files that are not UTF-8 are passed over."""
-    for path in stdlib_files(split, include_tests=include_tests):
+    for _, path in sorted(chosen.items()):
         with suppress(UnicodeDecodeError, OSError):
             text = path.read_text(encoding="utf-8")
             if text.strip():

@@ -198,11 +198,7 @@ def head_dim(config: Any) -> int:
 
 
 def family_of(config: Any) -> Family:
-    """The family of a Hugging Face config.
-
-    Raises:
-        UserError: Unknown model type, or one that cannot be converted, with the reason.
-    """
+    """The family of a Hugging Face config. A `UserError`: why it cannot be converted."""
     model_type = config.model_type
     counts = {key: getattr(config, key, None) for key in EXPERT_COUNTS}
     experts = [f"{key} is {n}" for key, n in counts.items() if isinstance(n, int) and n > 1]
