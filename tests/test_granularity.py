@@ -3,10 +3,7 @@ import pytest
 from dotmoe.errors import UserError
 from dotmoe.granularity import (
     ExpertsConfig,
-    Granularity,
     default_expert_size,
-    fitting_sizes,
-    next_to,
     resolve,
 )
 
@@ -36,19 +33,6 @@ def test_the_default_leaves_sixteen_experts_and_prefers_sizes_that_can_be_export
     allowed = [s for s in range(1, width + 1) if width % s == 0 and width // s >= 16 and s <= 128]
     eights, fours = ([s for s in allowed if s % step == 0] for step in (8, 4))
     assert default_expert_size(width) == max(eights or fours or allowed)
-
-
-@pytest.mark.parametrize(
-    ("size", "width", "multiple", "expected"),
-    [
-        (100, 11_008, 1, [86, 128]),
-        (100, 11_008, 8, [64, 128]),
-        (4, 172, 8, []),  # 172 is 4 * 43
-        (86, 172, 4, [4]),  # 172 itself would leave one expert
-    ],
-)
-def test_the_nearest_sizes_that_fit(size, width, multiple, expected):
-    assert next_to(size, fitting_sizes(width, multiple)) == expected
 
 
 @pytest.mark.parametrize(
@@ -102,15 +86,9 @@ def test_what_cannot_be_is_refused_in_one_line_with_a_remedy(width, settings, me
 def test_a_shared_expert_is_part_of_what_runs(settings, expected):
     found = resolve(ExpertsConfig(**{"expert_size": 16, "shared": 0.25} | settings), 1536)
     assert (found.num_experts, found.active_experts, found.shared_size) == expected
-    assert found.active_fraction == 0.5
+    assert (found.units, found.active_units, found.active_fraction) == (1536, 768, 0.5)
     if found.shared_size:
         assert found.capacity == (16,) * found.num_experts + (found.shared_size,)
         assert found.columns == len(found.capacity)
     else:
         assert (found.capacity, found.columns) == (16, 96)
-
-
-def test_derived_figures():
-    found = Granularity(num_experts=84, expert_size=128, active_experts=20, shared_size=256)
-    assert (found.units, found.active_units) == (11_008, 22 * 128)
-    assert found.active_fraction == 22 / 86

@@ -25,14 +25,6 @@ def test_neurons_of_an_expert_are_those_assigned_to_it():
     assert layout().neurons_of_expert(1).tolist() == [[4, 5], [2, 3], [0, 1]]
 
 
-def test_save_and_load_give_the_same_layout(tmp_path):
-    layout().save(tmp_path / "layout.safetensors")
-    loaded = ExpertLayout.load(tmp_path / "layout.safetensors")
-    assert torch.equal(loaded.expert_of_neuron_LN, layout().expert_of_neuron_LN)
-    assert torch.equal(loaded.router_LED, layout().router_LED)
-    assert loaded.active_experts == 2
-
-
 @pytest.mark.parametrize("damage", ["missing", "truncated", "foreign"])
 def test_a_damaged_file_is_refused_in_one_line(damage, tmp_path):
     file = tmp_path / "layout.safetensors"

@@ -23,7 +23,6 @@ from dotmoe.data.sources import Continuation, DataConfig, cut, opened, sources_o
 from dotmoe.errors import UserError
 from dotmoe.progress import Update, no_update
 
-FORMAT = "dotmoe-blocks-1"
 RUN_TOKENS = 64
 """Tokens in a row that two texts must share for one to count as part of the other."""
 
@@ -80,8 +79,6 @@ class TokenBlocks:
         """Map a file into memory. A `UserError`: it is missing, damaged or not one of blocks."""
         try:
             with safe_open(path, framework="pt") as file:
-                if (file.metadata() or {}).get("format") != FORMAT:
-                    raise UserError(f"{path} holds no token blocks. Delete it to tokenise again.")
                 return cls(file.get_tensor("tokens"))
         except (OSError, SafetensorError) as error:
             raise UserError(
@@ -122,10 +119,9 @@ def block_writer(path: Path, seq_len: int) -> Iterator[BlockWriter]:
             file.truncate(_HEADER_BYTES + end)
             # A safetensors header is its length and JSON, which may end in blanks.
             tokens = {"dtype": "I32", "shape": [num_blocks, seq_len], "data_offsets": [0, end]}
-            text = json.dumps({"__metadata__": {"format": FORMAT}, "tokens": tokens}).encode()
-            size = _HEADER_BYTES - 8
+            header, size = json.dumps({"tokens": tokens}).encode(), _HEADER_BYTES - 8
             file.seek(0)
-            file.write(size.to_bytes(8, "little") + text.ljust(size))
+            file.write(size.to_bytes(8, "little") + header.ljust(size))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
