@@ -184,3 +184,9 @@ def test_each_block_is_a_sample_of_its_own_and_of_the_seed(sampler, tmp_path):
     assert torch.equal(found, sampled(sampler, tmp_path / "b.safetensors"))
     assert not torch.equal(found, sampled(sampler, tmp_path / "c.safetensors", seed=1))
     assert len(os.listdir(tmp_path)) == 3
+
+
+def test_every_sampled_place_is_told(sampler):
+    told = []
+    sampled_rows(sampler, 3, 5, 1.0, generator(0), told.append)
+    assert told == [6, 9, 12, 15]

@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Self
@@ -213,10 +214,13 @@ def sample_blocks(
                 generator = torch.Generator(dense.device).manual_seed(seed)
                 rows = min(size, num_blocks - first)
                 temperature = config.sample_temperature
-                tokens_BT = sampled_rows(dense, rows, data.seq_len, temperature, generator)
+
+                def drawn(tokens: int) -> None:
+                    on_progress(min(writer.num_tokens + tokens, num_tokens), num_tokens)
+
+                tokens_BT = sampled_rows(dense, rows, data.seq_len, temperature, generator, drawn)
                 TokenBlocks(tokens_BT).save(part)
             writer.append(TokenBlocks.load(part).tokens_BT.flatten())
-            on_progress(min(writer.num_tokens, num_tokens), num_tokens)
     shutil.rmtree(parts)
     return {
         "tokens": writer.num_tokens,
@@ -233,6 +237,7 @@ def sampled_rows(
     seq_len: int,
     temperature: float,
     generator: torch.Generator,
+    on_tokens: Callable[[int], None] = lambda tokens: None,
 ) -> Tensor:
     """Independent samples of the model: int32, [rows, seq_len].
 
@@ -240,7 +245,7 @@ def sampled_rows(
     are not special. Every token after it is drawn from the model's softmax at `temperature`, over
     the tokenizer's own tokens, given all tokens before it. A row goes on after EOS: with BOS where
     that is another token (then a document begins, as in packed text), else as the model likes.
-    The generator of the draws is on the model's device.
+    The generator of the draws is on the model's device. `on_tokens` is told the tokens so far.
     """
     tokenizer = dense.tokenizer
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -264,4 +269,5 @@ def sampled_rows(
         if restarts:
             drawn_B1[last_B1 == eos] = bos
         tokens_BT[:, place] = drawn_B1[:, 0]
+        on_tokens(rows * (place + 1))
     return tokens_BT.int().cpu()
