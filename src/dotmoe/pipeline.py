@@ -265,7 +265,6 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
                     steps=config.steps,
                     seed=config.seed,
                     on_progress=update,
-                    log=lambda said: run.progress.log(f"{config.method}: {said}"),
                 )
                 return pruning.prune(config.method, inputs, at)
 

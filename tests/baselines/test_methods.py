@@ -20,12 +20,11 @@ from dotmoe.baselines import (
     routed_by_own,
     state_of,
 )
-from dotmoe.baselines.co_activation import co_activation_counts, swapped
 from dotmoe.baselines.contract import balanced_kmeans, optimal_assignment
 from dotmoe.baselines.expert_weaver import by_shared_and_gates
 from dotmoe.baselines.llama_moe_v2 import importance, most_listed
 from dotmoe.baselines.lte import soft_stage
-from dotmoe.baselines.predictor import by_predictor
+from dotmoe.baselines.moefication import by_predictor, co_activation_counts, swapped
 from dotmoe.calibrate import CalibrateConfig, RidgeRouter, block_inputs, contributions
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
@@ -129,8 +128,8 @@ def test_dense_layers_stay_dense_and_what_is_saved_is_loaded(given, tmp_path):
     [
         ("cmoe", 4, 4, r"shared_experts is 4, but of 4 active"),
         ("llama_moe_v2_residual", None, 1, r"of 1 active experts llama_moe_v2_residual needs"),
-        ("random_split", 2, 4, r"random_split is none of .*choose llama_moe_v2_res"),
-        ("dot_moe", 2, 4, r"dot_moe is none of .*dot_moe has shared"),
+        ("random_split", 2, 4, r"random_split does not read shared_experts.*choose llama_moe_v2_r"),
+        ("dot_moe", 2, 4, r"dot_moe does not read shared_experts"),
     ],
 )
 def test_a_shared_expert_that_does_not_fit_is_refused(method, shared, active, said):
@@ -145,9 +144,9 @@ def test_a_split_with_a_shared_expert_goes_to_methods_that_have_one():
     split = SPLIT.with_shared(1)
     for method in ("dot_moe", "cmoe"):
         assert granularity_of(method, split, BaselineConfig()) == split
-    with pytest.raises(UserError, match=r"of \d+ neurons, but random_split has none"):
+    with pytest.raises(UserError, match=r"random_split does not read shared\."):
         granularity_of("random_split", split, BaselineConfig())
-    with pytest.raises(UserError, match=r"shared_experts is 1, but shared says it as well"):
+    with pytest.raises(UserError, match=r"shared_experts and shared say the same"):
         granularity_of("cmoe", split, BaselineConfig(shared_experts=1))
 
 

@@ -13,22 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dotmoe.baselines.by_energy import by_energy
 from dotmoe.baselines.cmoe import by_representatives, cmoe
-from dotmoe.baselines.co_activation import co_activation
 from dotmoe.baselines.contract import BaselineConfig, LayerSplit, Own, SplitInputs
+from dotmoe.baselines.controls import by_energy, contiguous_split, random_split
 from dotmoe.baselines.expert_weaver import by_shared_and_gates, expert_weaver
 from dotmoe.baselines.llama_moe_v2 import llama_moe_v2
 from dotmoe.baselines.lte import above_threshold, lte
-from dotmoe.baselines.predictor import by_predictor
-from dotmoe.baselines.without_data import contiguous_split, random_split, weight_clusters
-from dotmoe.calibrate import (
-    RidgeRouter,
-    affinity_of,
-    expert_sums,
-    log_energy,
-    unit_logits,
-)
+from dotmoe.baselines.moefication import by_predictor, co_activation, weight_clusters
+from dotmoe.calibrate import RidgeRouter, affinity_of, expert_sums, log_energy, unit_logits
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
@@ -124,6 +116,7 @@ def granularity_of(method: str, split: Granularity, config: BaselineConfig) -> G
         ...                BaselineConfig())
         Granularity(num_experts=14, expert_size=8, active_experts=2, shared_size=16, ...)
     """
+    shared, active = config.shared_experts, split.active_experts
     of_heads = any(part.target == "attention" for part in parts_of(split))
     if of_heads and method in METHODS and not METHODS[method].of_any_units:
         able = ", ".join(name for name in METHODS if METHODS[name].of_any_units)
@@ -131,26 +124,18 @@ def granularity_of(method: str, split: Granularity, config: BaselineConfig) -> G
             f"{method} splits FFNs alone, but targets asks for experts of heads, too. Choose "
             f"dot_moe or {able}."
         )
-    shared, active = config.shared_experts, split.active_experts
-    if method not in METHODS or not METHODS[method].has_shared_expert:
-        others = " or ".join(name for name in METHODS if METHODS[name].has_shared_expert)
-        if shared is not None:
+    having = [name for name in METHODS if METHODS[name].has_shared_expert]
+    if method not in having:
+        if shared is not None or (split.shared_size and method != "dot_moe"):
+            name = "shared" if shared is None else "shared_experts"
             raise UserError(
-                f"shared_experts is {shared}, but {method} is none of the methods that read it. "
-                f"Leave it out (dot_moe has shared), or choose {others}."
+                f"{method} does not read {name}. Leave it out, or choose {' or '.join(having)}."
             )
-        if method in METHODS and split.shared_size:
-            raise UserError(
-                f"shared makes a shared expert of {split.shared_size} neurons, but {method} has "
-                f"none. Leave it out, or choose dot_moe or {others}."
-            )
+        return split
+    if split.shared_size and shared is None:
         return split
     if split.shared_size:
-        if shared is not None:
-            raise UserError(
-                f"shared_experts is {shared}, but shared says it as well. Give one of the two."
-            )
-        return split
+        raise UserError("shared_experts and shared say the same. Leave one of the two out.")
     shared = active // 2 if shared is None else shared
     if not 1 <= shared < active:
         raise UserError(

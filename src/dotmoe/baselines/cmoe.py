@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dotmoe.baselines.contract import Layer, LayerSplit, SplitInputs, means, optimal_assignment
-from dotmoe.calibrate import RidgeRouter, activations
+from dotmoe.calibrate import RidgeRouter
 from dotmoe.layout import ALWAYS_ON
 from dotmoe.moe.masked import gated
 from dotmoe.moe.router import top_k_mask
@@ -59,14 +59,11 @@ def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
         representative_E = routed[distance_NE.argmin(dim=0)]
         expert_N = torch.full((split.units,), ALWAYS_ON, device=routed.device)
         expert_N[routed] = cluster_N
-        hidden_TN = activations(layer.ffn, layer.x_TD.to(layer.ffn.down.weight.dtype))
-        score_TE = hidden_TN[:, representative_E].abs()
+        score_TE = F.normalize(layer.hidden()[:, representative_E].abs(), p=1, dim=1)
         yield LayerSplit(
             layer=dense,
             expert_of_neuron_N=expert_N,
-            router_ED=RidgeRouter(layer.x_TD, inputs.calibrate.ridge)(
-                F.normalize(score_TE, p=1, dim=1)
-            ),
+            router_ED=RidgeRouter(layer.x_TD, inputs.calibrate.ridge)(score_TE),
             own={"representative": representative_E},
         )
 

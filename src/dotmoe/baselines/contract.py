@@ -1,4 +1,4 @@
-"""The contract of a method, and what several share: clusters of one size, exact assignment."""
+"""The contract of a method, and what several of them compute."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.calibrate import CalibrateConfig, block_inputs, harden
+from dotmoe.calibrate import CalibrateConfig, activations, block_inputs, harden
 from dotmoe.errors import require_package
 from dotmoe.granularity import Granularity
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import GatedFFN
+from dotmoe.moe.losses import IGNORED, distillation_loss, next_token_labels
+from dotmoe.moe.objective import hidden_states
 from dotmoe.options import at_least
 
 
@@ -60,6 +62,10 @@ class Layer:
     """Square of each unit's contribution to the output; only until the next layer."""
     generator: torch.Generator
     """Source of all randomness in this layer, on the CPU."""
+
+    def hidden(self) -> Float[Tensor, "T N"]:
+        """H of those inputs (eq:ffn_intermediate), float32."""
+        return activations(self.ffn, self.x_TD.to(self.ffn.down.weight.dtype))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +115,15 @@ class SplitInputs:
                 x_TD=x_TD.float(),
                 generator=torch.Generator().manual_seed(self.seed + index),
             )
+
+
+def next_token_loss(dense: DenseModel, tokens_BT: Tensor, *, summed: bool = False) -> Tensor:
+    """Next-token cross-entropy of a batch, the mean or the sum, with its gradient."""
+    tokens_BT = tokens_BT.long().to(dense.device)
+    labels_T = next_token_labels(tokens_BT)
+    weight = float((labels_T != IGNORED).sum()) if summed else 1.0
+    hidden_TD, head_VD = hidden_states(dense, tokens_BT), dense.family.head(dense.model).weight
+    return distillation_loss(hidden_TD, None, head_VD, labels_T, kl_weight=0.0, ce_weight=weight)[0]
 
 
 def optimal_assignment(cost_NE: Float[Tensor, "N E"]) -> Int[Tensor, " N"]:

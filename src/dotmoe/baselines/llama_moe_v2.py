@@ -18,12 +18,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.baselines.contract import LayerSplit, SplitInputs, balanced_kmeans, means
+from dotmoe.baselines.contract import (
+    LayerSplit,
+    SplitInputs,
+    balanced_kmeans,
+    means,
+    next_token_loss,
+)
 from dotmoe.layout import ALWAYS_ON
 from dotmoe.models.dense import DenseModel
-from dotmoe.moe.losses import IGNORED, distillation_loss, next_token_labels
 from dotmoe.moe.masked import watched
-from dotmoe.moe.objective import hidden_states
 from dotmoe.transport import greedy_assignment
 
 
@@ -73,19 +77,12 @@ def importance(
 
     layers = dense.family.layers(dense.model)
     downs = {index: dense.family.ffn(layer).down for index, layer in enumerate(layers)}
-    head_VD, done = dense.family.head(dense.model).weight, 0
     with watched(downs, keep):
-        for batch_BT in torch.split(tokens_BT.long().to(dense.device), rows):
-            labels_T = next_token_labels(batch_BT)
-            weight = float((labels_T != IGNORED).sum())  # the sum instead of the mean
+        for first in range(0, len(tokens_BT), rows):
+            batch_BT = tokens_BT[first : first + rows]
             with torch.enable_grad():
-                hidden_TD = hidden_states(dense, batch_BT)
-                loss = distillation_loss(
-                    hidden_TD, None, head_VD, labels_T, kl_weight=0.0, ce_weight=weight
-                )
-                torch.autograd.backward(loss[0])
-            here = slice(done, done + batch_BT.numel())
-            done = here.stop
+                torch.autograd.backward(next_token_loss(dense, batch_BT, summed=True))
+            here = slice(first * tokens_BT.shape[1], (first + rows) * tokens_BT.shape[1])
             for index, expert_T in enumerate(experts):
                 grad = hidden[index].grad
                 assert grad is not None

@@ -20,13 +20,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from dotmoe.baselines.contract import LayerSplit, SplitInputs
-from dotmoe.baselines.without_data import weight_clusters
+from dotmoe.baselines.contract import LayerSplit, SplitInputs, next_token_loss
+from dotmoe.baselines.moefication import weight_clusters
 from dotmoe.calibrate import unit_logits
 from dotmoe.models.dense import DenseModel
-from dotmoe.moe.losses import distillation_loss, next_token_labels
 from dotmoe.moe.masked import gated
-from dotmoe.moe.objective import hidden_states
 
 THRESHOLD = 0.5
 _SEPARATION = 1e-2
@@ -99,15 +97,6 @@ def soft_stage(
         yield {"ce": float(loss.detach()), "share": reached, "eta": eta}
         integral += _INTEGRAL * (reached / share - 1)
         eta = integral + _PROPORTIONAL * (reached / share - 1)
-
-
-def next_token_loss(dense: DenseModel, tokens_BT: Tensor) -> Tensor:
-    """Mean next-token cross-entropy of a batch, with its gradient."""
-    tokens_BT = tokens_BT.long().to(dense.device)
-    head_VD = dense.family.head(dense.model).weight
-    labels_T = next_token_labels(tokens_BT)
-    hidden_TD = hidden_states(dense, tokens_BT)
-    return distillation_loss(hidden_TD, None, head_VD, labels_T, kl_weight=0.0, ce_weight=1.0)[0]
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -14,22 +14,23 @@ import torch
 from safetensors.torch import save_file
 
 from dotmoe.files import read_json, write_json
-from dotmoe.finetuning.student import MODEL, write_weights
+from dotmoe.finetuning import MODEL, write_weights
 from dotmoe.models.dense import DenseModel
 from dotmoe.parameters import num_parameters
+from dotmoe.pruning.by_curvature import k_obd, llm_surgeon, require_memory
 from dotmoe.pruning.contract import Pruned, PruneInputs
 from dotmoe.pruning.disp_llm import disp_llm
-from dotmoe.pruning.k_obd import k_obd, require_memory
 from dotmoe.pruning.llm_pruner import llm_pruner, require_separate_heads
-from dotmoe.pruning.llm_surgeon import llm_surgeon
 from dotmoe.pruning.modegpt import modegpt, require_plain_heads
-from dotmoe.pruning.pruner_zero import pruner_zero_2_4
-from dotmoe.pruning.shortgpt import shortgpt
-from dotmoe.pruning.sleb import sleb
 from dotmoe.pruning.slicegpt import require_norms_before, sliced, slicegpt
-from dotmoe.pruning.sparsegpt import sparsegpt_2_4
-from dotmoe.pruning.two_of_four import magnitude_2_4, require_fours
-from dotmoe.pruning.wanda import wanda_2_4
+from dotmoe.pruning.two_of_four import (
+    magnitude_2_4,
+    pruner_zero_2_4,
+    require_fours,
+    sparsegpt_2_4,
+    wanda_2_4,
+)
+from dotmoe.pruning.whole_layers import shortgpt, sleb
 
 __all__ = ["FIGURES", "MODEL", "PRUNING", "TENSORS", "PruneInputs", "PruningName", "prune"]
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dotmoe.models.dense import DenseModel
-from dotmoe.moe.masked import recomputing
+from dotmoe.moe.masked import recomputing, watched
 from dotmoe.pruning.contract import Pruned, PruneInputs, threshold
 
 _OPEN, _SOFTNESS, _BUDGET_WEIGHT = 3.0, 0.4, 6.0
@@ -116,11 +116,10 @@ def _gate(logits: Tensor) -> Tensor:
 def gated(dense: DenseModel, gates: Sequence[Tensor]) -> Iterator[None]:
     """Inside, what each selection of each layer chooses from is multiplied by its gate."""
 
-    def entering(gate: Tensor, _: nn.Module, arguments: tuple[Tensor, ...]) -> Any:
-        return arguments[0] * gate.to(arguments[0].dtype), *arguments[1:]
-
-    def leaving(gate: Tensor, _: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-        return output * gate.to(output.dtype)
+    def weigh(gate: Tensor, *called: Any) -> Tensor:
+        """Weigh what a module was called with before it runs, or what it gave behind it."""
+        x: Tensor = called[-1]
+        return x * gate.to(x.dtype)
 
     with ExitStack() as hooks:
         for layer, (reads, writes, ffn_reads, neurons, ffn_writes) in _by_layer(dense, gates):
@@ -128,9 +127,9 @@ def gated(dense: DenseModel, gates: Sequence[Tensor]) -> Iterator[None]:
             ffn, down = layer.get_submodule("mlp"), dense.family.ffn(layer).down
             before = [(linear, reads) for linear in reading] + [(ffn, ffn_reads), (down, neurons)]
             for module, gate in before:
-                hooks.enter_context(module.register_forward_pre_hook(partial(entering, gate)))
+                hooks.enter_context(watched({0: module}, partial(weigh, gate)))
             for module, gate in ((output, writes), (ffn, ffn_writes)):
-                hooks.enter_context(module.register_forward_hook(partial(leaving, gate)))
+                hooks.enter_context(module.register_forward_hook(partial(weigh, gate)))
         yield
 
 

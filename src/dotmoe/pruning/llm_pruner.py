@@ -10,18 +10,15 @@ least one head stays. Layers come to differ in width, which no stock config can 
 holds zeros.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dotmoe.errors import UserError
 from dotmoe.models.dense import DenseModel
-from dotmoe.models.stream import TOKENS_AT_ONCE
-from dotmoe.moe.masked import recomputing
-from dotmoe.pruning.contract import Pruned, PruneInputs
+from dotmoe.pruning.contract import Pruned, PruneInputs, backward
 
 
 class Kind(NamedTuple):
@@ -108,29 +105,3 @@ def grouped(dense: DenseModel, index: int, kind: Kind) -> dict[str, tuple[Tensor
 def _grouped(rows: slice, dimension: int, groups: int, tensor: Tensor) -> Tensor:
     part = tensor[rows].movedim(dimension, 0)
     return part.view(groups, -1, *part.shape[1:])
-
-
-@torch.enable_grad()
-def backward(
-    inputs: PruneInputs,
-    rows: int | None = None,
-    after: Callable[[], None] | None = None,
-    of_weights: bool = True,
-) -> None:
-    """Gradients of the next-token loss of each row of the calibration text, summed; of matrices.
-
-    So many rows run at once; `after` is called behind each such step. Without weights, only what
-    depends on the residual stream has gradients.
-    """
-    model: Any = inputs.dense.model
-    for parameter in inputs.layers.parameters():
-        parameter.requires_grad = of_weights and parameter.dim() == 2
-    rows = rows or max(1, TOKENS_AT_ONCE // inputs.tokens_BT.shape[1])
-    batches = torch.split(inputs.tokens_BT.to(inputs.dense.device), rows)
-    with recomputing(inputs.dense):
-        for done, tokens_BT in enumerate(batches, 1):
-            output = model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False)
-            (output.loss * len(tokens_BT)).backward()
-            if after is not None:
-                after()
-            inputs.on_progress(done, len(batches))

@@ -25,10 +25,9 @@ from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import head_dim
 from dotmoe.models.stream import Stream
 from dotmoe.moe.masked import watched
-from dotmoe.pruning.contract import Pruned, PruneInputs
+from dotmoe.pruning.contract import Pruned, PruneInputs, damped_inverse, made_up
 from dotmoe.pruning.llm_pruner import grouped, kinds_of
-from dotmoe.pruning.shortgpt import block_influence
-from dotmoe.pruning.sparsegpt import damped_inverse, made_up
+from dotmoe.pruning.whole_layers import block_influence
 
 _MOST = 0.8
 """Share of a layer's modules that may go."""

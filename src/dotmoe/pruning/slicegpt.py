@@ -10,7 +10,7 @@ suits LayerNorm alone; that is left out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dotmoe.errors import UserError
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.stream import Stream
+from dotmoe.moe.masked import watched
 from dotmoe.parameters import num_parameters
 from dotmoe.pruning.contract import Pruned, PruneInputs
 
@@ -86,10 +87,9 @@ def sliced(
             see(hidden_BTD)
         return hidden_BTD
 
-    def before(index: int, layer: nn.Module, arguments: Any) -> Any:
-        hidden_BTD = at(0, arguments[0]) if index == 0 else arguments[0]
-        entering[:] = [hidden_BTD]
-        return (hidden_BTD, *arguments[1:])
+    def before(index: int, hidden_BTD: Tensor) -> Tensor:
+        entering[:] = [at(0, hidden_BTD) if index == 0 else hidden_BTD]
+        return entering[0]
 
     def behind_attention(index: int, attention: nn.Module, arguments: Any, output: Any) -> Any:
         (hidden_BTD,) = entering
@@ -99,17 +99,13 @@ def sliced(
     def behind_ffn(index: int, layer: nn.Module, arguments: Any, output: Tensor) -> Tensor:
         return at(2 * index + 2, output) if index + 1 < len(layers) else output
 
-    hooks = []
-    for index, layer in enumerate(layers):
-        attention: Any = layer.self_attn
-        hooks.append(layer.register_forward_pre_hook(partial(before, index)))
-        hooks.append(attention.register_forward_hook(partial(behind_attention, index)))
-        hooks.append(layer.register_forward_hook(partial(behind_ffn, index)))
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(watched(dict(enumerate(layers)), before))
+        for index, layer in enumerate(layers):
+            attention: Any = layer.self_attn
+            hooks.enter_context(attention.register_forward_hook(partial(behind_attention, index)))
+            hooks.enter_context(layer.register_forward_hook(partial(behind_ffn, index)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def sliced_parameters(dense: DenseModel, width: int) -> int:
