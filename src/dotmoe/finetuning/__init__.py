@@ -82,9 +82,8 @@ class Student(nn.Module):
     """A model whose split FFNs are experts, read from the dense model's files under FSDP2.
 
     A rank holds its rows of every tensor (experts are rows), or all of them where it is a group of
-    one. What is trained is float32 as stored, and computed with in the dtype of the model: at the
-    paper's rate most updates of a 16-bit weight would be rounded away. Host memory holds, besides,
-    what one tensor's file maps while it is read.
+    one. What is trained is float32, and computed with in the dtype of the model: at the paper's
+    rate most updates of a 16-bit weight would be rounded away.
     """
 
     def __init__(
@@ -98,8 +97,7 @@ class Student(nn.Module):
     ) -> None:
         """Read this rank's part; a `UserError` names a tensor that is missing or does not fit.
 
-        `dense` is on the meta device, in the dtype to compute in, and becomes the student; `ranks`
-        are a `fsdp_mesh`; the seed is that of adapters.
+        `dense` is on the meta device, in the dtype to compute in, and becomes the student.
         """
         super().__init__()
         device = torch.device(ranks.device_type)
@@ -140,18 +138,14 @@ class Student(nn.Module):
         return compute()
 
     def _divide(self, ranks: DeviceMesh, dtype: torch.dtype) -> None:
-        """Divide all weights by FSDP2; a layer is whole only while it runs.
-
-        Routers have a group of their own, which stays float32. Gradients of the ranks are added up,
-        not averaged: each has its part of a batch.
-        """
+        """Divide all weights by FSDP2; a layer is whole only while it runs."""
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for ffn in self.ffns:
-            fully_shard(ffn.router, mesh=ranks)
+            fully_shard(ffn.router, mesh=ranks)  # a group of its own, which stays float32
         for layer in (*self.dense.family.layers(self.model), self):
             fully_shard(layer, mesh=ranks, mp_policy=policy)
         for module in self.modules():
-            if isinstance(module, FSDPModule):
+            if isinstance(module, FSDPModule):  # ranks have parts of a batch: sums, no means
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo has nothing else
 
@@ -182,15 +176,13 @@ class Student(nn.Module):
 
 
 def _with_adapters(model: nn.Module, config: FinetuneConfig) -> Any:
-    """PEFT's tuner around a model on the meta device, with adapters on experts and attention.
-
-    An expert has one for each of its three projections; PEFT adds their products to the experts'
-    weights once a forward pass, which costs 6 r N D multiplications and additions a layer whatever
-    the number of tokens, and memory for one more copy of the layer's experts. There is no dropout:
-    adapters of stacked experts can have none, and a step must be the same when repeated.
-    """
+    """PEFT's tuner around a model on the meta device, with adapters on experts and attention."""
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel
+
+    # PEFT adds the products of an expert's three adapters to its weights once a forward pass: 6 r N
+    # D multiplications and additions a layer, whatever the number of tokens, and memory for one
+    # more copy of the layer's experts. Adapters of stacked experts can have no dropout.
 
     names = [name for name, _ in model.named_parameters()]
     lora = LoraConfig(
@@ -207,19 +199,15 @@ def _with_adapters(model: nn.Module, config: FinetuneConfig) -> Any:
 
 
 def _start_adapters(model: nn.Module, seed: int) -> None:
-    """Set first factors to uniform random numbers as PEFT does, second ones to zero.
-
-    They are drawn whole, so they are the same on any number of ranks.
-    """
+    """Set first factors to uniform random numbers as PEFT does, second ones to zero."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             local_part(parameter).zero_()
-        elif "lora_A" in name:
-            values = nn.init.kaiming_uniform_(
-                torch.empty(parameter.shape), a=math.sqrt(5), generator=generator
-            )
-            local_part(parameter).copy_(values[own_rows(parameter)])
+        elif "lora_A" in name:  # drawn whole: the same on any number of ranks
+            whole = torch.empty(parameter.shape)
+            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+            local_part(parameter).copy_(whole[own_rows(parameter)])
 
 
 class Finetuning(Objective):
@@ -370,20 +358,24 @@ def write_student(student: Student, layout: ExpertLayout, out: Path) -> ExpertLa
 def write_weights(dense: DenseModel, out: Path) -> None:
     """Write the dense checkpoint of what a model is in memory; all ranks together.
 
-    Tensors that are divided over the ranks are put together one at a time; rank 0 holds those of
-    one layer in main memory, and writes a file for each. What is in `out` is replaced.
+    Rank 0 holds one layer in main memory, and writes a file for each. What is in `out` is replaced.
     """
     if is_rank_zero():
         begin_checkpoint(dense, out)
-    num_files = len(dense.family.layers(dense.model)) + 1
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, tensors in enumerate(_parts(dense), 1):
+    # Not the config's dtype: Transformers sets that to the one in which it loaded the model.
+    dtype, num_files = Tensors.of(dense).dtype, len(dense.family.layers(dense.model)) + 1
+    weight_map, total = dict[str, str](), 0
+    for number, parts in enumerate(_by_layers(dense), 1):
+        file = f"model-{number:05d}-of-{num_files:05d}.safetensors"
+        tensors = dict[str, Tensor]()
+        for name, part in parts.items():
+            whole = full_tensor(part)
+            if is_rank_zero():
+                tensors[name] = whole.to(dtype).cpu().contiguous()
+                total += tensors[name].nbytes
         if is_rank_zero():
-            file = f"model-{number:05d}-of-{num_files:05d}.safetensors"
             save_file(tensors, out / file, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(tensors, file)
-            total += sum(tensor.nbytes for tensor in tensors.values())
     if is_rank_zero():
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(out / "model.safetensors.index.json", index)
@@ -399,39 +391,19 @@ def begin_checkpoint(dense: DenseModel, out: Path) -> None:
     dense.tokenizer.save_pretrained(out)
 
 
-def _parts(dense: DenseModel) -> Iterator[dict[str, Tensor]]:
-    """Stored names and tensors of each layer, then of all that is in none; on rank 0, else {}."""
-    # Not the config's dtype: Transformers sets that to the one in which it loaded the model.
-    dtype = Tensors.of(dense).dtype
+def _by_layers(dense: DenseModel) -> Iterator[dict[str, Tensor]]:
+    """Tensors of each layer by their names in a checkpoint, then all that are in none."""
     rest: dict[str, Tensor] = dict(dense.model.named_parameters())
-
-    def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = {}
-        for name, tensor in tensors.items():
-            full = full_tensor(tensor)
-            if is_rank_zero():
-                found[name] = full.to(dtype).cpu().contiguous()
-        return found
-
     for index, layer in enumerate(dense.family.layers(dense.model)):
         prefix, ffn = f"model.layers.{index}.", layer.get_submodule("mlp")
         own = {name: rest.pop(name) for name in list(rest) if name.startswith(prefix)}
         if isinstance(ffn, SparseFFN):
             own = {name: p for name, p in own.items() if not name.startswith(f"{prefix}mlp.")}
-            yield whole(own | _ffn_tensors(dense, ffn, index))
-        else:
-            yield whole(own)
-    yield whole(rest)
-
-
-def _ffn_tensors(dense: DenseModel, ffn: SparseFFN, layer: int) -> dict[str, Tensor]:
-    """The projections as the checkpoint of the family stores them, some of them fused."""
-    fused: dict[str, list[tuple[int, Tensor]]] = {}
-    for projection, rows_ND in ffn.dense_rows().items():
-        part = dense.family.stored(dense.config, dense.family.ffn_tensor(layer, projection))
-        weight = rows_ND.T if projection == "down" else rows_ND
-        fused.setdefault(part.stored, []).append((part.rows[0] if part.rows else 0, weight))
-    return {
-        name: torch.cat([weight for _, weight in sorted(parts, key=lambda part: part[0])])
-        for name, parts in fused.items()
-    }
+            for projection, rows_ND in ffn.dense_rows().items():
+                part = dense.family.ffn_tensor(index, projection)
+                name = dense.family.stored(dense.config, part).stored
+                weight = rows_ND.T if projection == "down" else rows_ND
+                # Of a fused projection, the gate's rows come first.
+                own[name] = torch.cat([own[name], weight]) if name in own else weight
+        yield own
+    yield rest

@@ -24,7 +24,7 @@ from dotmoe.granularity import Granularity, parts_of
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.stream import TOKENS_AT_ONCE, Stream
-from dotmoe.models.targets import TARGETS
+from dotmoe.models.targets import TARGETS, Target
 from dotmoe.moe.masked import Masking, masked, maskings_of, watched
 from dotmoe.options import at_least
 from dotmoe.progress import Update, no_update
@@ -122,8 +122,7 @@ def refit(
     """Change of a projection, [N, D], from all tokens under the penalty best for held-out ones.
 
     It is zero where no penalty gains anything. Unless `whole`, held-out tokens choose the penalty
-    alone. `fit` is used up. Besides: `ridge`, None for zero, and `heldout_error` as of
-    `NormalEquations.error`.
+    alone. Besides: `ridge`, None for zero, and `heldout_error` as of `NormalEquations.error`.
     """
     errors = {ridge: heldout.error(fit.solved(ridge)) for ridge in RIDGES}
     ridge = min(errors, key=errors.__getitem__)
@@ -153,9 +152,8 @@ def repair(
     by token relative to its size. Every 8th row of text chooses the penalty. With `repair_epochs`
     Adam then trains all projections of an FFN to the same end on the other rows; a layer that gains
     nothing on every 8th keeps its refit. Host memory holds both streams, and while an FFN is
-    trained its inputs and wanted outputs; activations and Gram matrices are those of one
-    projection. Layers that are finished are kept: a process that was stopped goes on after them,
-    with the same result.
+    trained its inputs and wanted outputs. A process that was stopped goes on after the layers that
+    are finished, with the same result.
 
     Args:
         dense: The dense model, whole in memory; it is the same afterwards.
@@ -175,8 +173,7 @@ def repair(
         UserError: Too little text, or a k out of range.
     """
     config.require(layout.granularity)
-    tokens_BT, num_fitted = _drawn(blocks, config.tokens(layout.granularity, dense.config))
-    streams = _Streams(dense, layout, tokens_BT, num_fitted, config)
+    streams = _Streams(dense, layout, blocks, config)
     parameters = dict(dense.model.named_parameters())
     finished, stored = folder / "checkpoints", Tensors.of(dense)
     finished.mkdir(parents=True, exist_ok=True)
@@ -213,10 +210,8 @@ def repair(
         on_progress(index + 1, layout.num_layers, f"error {figures[-1]['heldout_error']:.3f}")
     _write(dense, changed, folder / MODEL)
     layout.save(folder / LAYOUT)
-    served = list(
-        config.repair_active_experts or [part.active_experts for part in parts_of(layout)]
-    )
-    made = {"tokens": tokens_BT.numel(), "active_experts": served, "layers": figures}
+    served = [*config.repair_active_experts] or [part.active_experts for part in parts_of(layout)]
+    made = {"tokens": streams.num_tokens, "active_experts": served, "layers": figures}
     write_json(folder / FIGURES, made)
     return made
 
@@ -225,24 +220,20 @@ class _Streams:
     """The residual streams of a dense model and of its masked one."""
 
     def __init__(
-        self,
-        dense: DenseModel,
-        layout: ExpertLayout,
-        tokens_BT: Tensor,
-        num_fitted: int,
-        config: RepairConfig,
+        self, dense: DenseModel, layout: ExpertLayout, blocks: TokenBlocks, config: RepairConfig
     ) -> None:
         self.maskings = maskings_of(dense, layout)
         self._config, self._device = config, dense.device
         self._traits = dense.family.traits(dense.config)
         self._layers = dense.family.layers(dense.model)
-        rows, ends = max(1, TOKENS_AT_ONCE // tokens_BT.shape[1]), (num_fitted, len(tokens_BT))
-        self._parts = [  # of rows at once; each is of the fit, or held out
-            slice(start, min(start + rows, end))
-            for first, end in zip((0, num_fitted), ends, strict=True)
-            for start in range(first, end, rows)
-        ]
-        self._num_fitted = num_fitted
+        tokens_BT, self._num_fitted = _drawn(
+            blocks, config.tokens(layout.granularity, dense.config)
+        )
+        rows, num = max(1, TOKENS_AT_ONCE // blocks.seq_len), self._num_fitted
+        # Rows that run at once are all of the fit, or all held out.
+        self._parts = [slice(row, min(row + rows, num)) for row in range(0, num, rows)]
+        self._parts += [slice(row, row + rows) for row in range(num, len(tokens_BT), rows)]
+        self.num_tokens = tokens_BT.numel()
         self._dense = Stream(dense, tokens_BT, self._parts)
         self.converted = self._dense
         """That of the masked model."""
@@ -268,12 +259,12 @@ class _Streams:
         target, layer, own_k = TARGETS[masking.target], self._layers[index], masking.active_experts
         is_ffn = target.name == "ffn"
         is_trained = is_ffn and self._config.repair_epochs > 0
+        norm = self._norm(index, target)
         dense_BTD = self._dense.hidden_BTD if is_ffn else self._attended_BTD
         weight_BT = self._token_weights(dense_BTD)
         output = cast(nn.Linear, target.block(layer).get_submodule(f"dense.{target.output_name}"))
-        sums = [
-            NormalEquations(output.in_features, output.out_features, self._device) for _ in range(2)
-        ]
+        sizes = output.in_features, output.out_features, self._device
+        sums = NormalEquations(*sizes), NormalEquations(*sizes)
         inputs, wanted = list[Tensor](), list[Tensor]()  # the same for every k, up to rounding
         tapped, seen = list[tuple[Tensor, Tensor]](), dict[int, Tensor]()
         tap = output.register_forward_hook(
@@ -293,10 +284,8 @@ class _Streams:
                     weight_T = weight_BT[part].flatten()
                     if is_trained:
                         inputs.append(seen[0].flatten(0, 1).cpu())
-                        output_TD = missing_TD + self._normed(index, product_TD)
-                        wanted.append(output_TD.to(self._dense.hidden_BTD))
+                        wanted.append((missing_TD + norm(product_TD)).to(self._dense.hidden_BTD))
                     if self._traits.norms_after:
-                        norm = layer.get_submodule(target.norm_after)
                         missing_TD, scale_T = _before_norm(missing_TD, product_TD, norm)
                         weight_T = weight_T / scale_T.square()
                     sums[part.start >= self._num_fitted].add(hidden_TN, missing_TD, weight_T)
@@ -321,6 +310,7 @@ class _Streams:
         there of the error of the dense weights.
         """
         ffn, own_k = TARGETS["ffn"].block(self._layers[index]), masking.active_experts
+        norm = self._norm(index, TARGETS["ffn"])
         ks = self._config.repair_active_experts or (own_k,)
         own = {n: p.float() for n, p in ffn.get_submodule("dense").named_parameters()}
         start = own | {name: weight.float() for name, weight in refitted.items()}
@@ -329,7 +319,7 @@ class _Streams:
         def error(weights: Mapping[str, Tensor], rows_T: Tensor) -> Tensor:
             inside = {f"dense.{name}": weight for name, weight in weights.items()}
             x = x_TD[rows_T].to(self._device).float()
-            output_TD = self._normed(index, functional_call(ffn, inside, (x,)))
+            output_TD = norm(functional_call(ffn, inside, (x,)))
             square_T = (output_TD - wanted_TD[rows_T].to(output_TD)).square().sum(1)
             return (square_T * weight_T[rows_T.to(self._device)]).sum()
 
@@ -367,12 +357,10 @@ class _Streams:
         left = min(refit_left, trained_left) / (before or 1.0)
         return {name: weight.detach() for name, weight in kept.items()}, left
 
-    def _normed(self, index: int, product_TD: Tensor) -> Tensor:
-        """What an FFN adds to the stream, before a residual multiplier."""
-        if not self._traits.norms_after:
-            return product_TD
-        normed_TD: Tensor = self._layers[index].get_submodule(TARGETS["ffn"].norm_after)(product_TD)
-        return normed_TD
+    def _norm(self, index: int, target: Target) -> nn.Module:
+        """What is between a part and the stream, before a residual multiplier."""
+        norms_after, layer = self._traits.norms_after, self._layers[index]
+        return layer.get_submodule(target.norm_after) if norms_after else nn.Identity()
 
     def _after_attention(self, index: int) -> nn.Module:
         """What is called with the stream between attention and FFN."""
