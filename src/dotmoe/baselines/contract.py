@@ -102,10 +102,7 @@ class SplitInputs:
     def layers(
         self, converted: Callable[[int], AbstractContextManager[None]] | None = None
     ) -> Iterator[Layer]:
-        """Every layer in order, with its inputs in the dense model, or behind layers `converted`.
-
-        See `dotmoe.calibrate.block_inputs`.
-        """
+        """Every layer in order, as of `dotmoe.calibrate.block_inputs`."""
         modules = self.dense.family.layers(self.dense.model)
         inputs = block_inputs(self.dense, self.tokens_BT, self.granularity.target, converted)
         for index, (x_TD, energy) in enumerate(inputs):
@@ -129,12 +126,8 @@ def next_token_loss(dense: DenseModel, tokens_BT: Tensor, *, summed: bool = Fals
 def optimal_assignment(cost_NE: Float[Tensor, "N E"]) -> Int[Tensor, " N"]:
     """Assignment of N items to E experts, N / E each, whose summed cost no other undercuts.
 
-    The rivals assign exactly, by Jonker-Volgenant on a square matrix with every expert's column
-    repeated, or by minimum-cost flow; this is POT's network simplex, with the same optimum. Costs
-    are finite, and N is a multiple of E.
-
-    Raises:
-        UserError: POT is not installed.
+    The rivals do so by Jonker-Volgenant or minimum-cost flow; this is POT's network simplex, with
+    the same optimum. Costs are finite. A `UserError` where POT is not installed.
     """
     require_package("ot", "baselines", "the exact assignment of this method")
     import ot
@@ -142,9 +135,9 @@ def optimal_assignment(cost_NE: Float[Tensor, "N E"]) -> Int[Tensor, " N"]:
     # Integer supplies and demands have an integer optimum, which the simplex method returns.
     supply_N, room_E = (torch.ones(size, dtype=torch.float64) for size in cost_NE.shape)
     room_E *= len(supply_N) // len(room_E)
-    costs = cost_NE.double().cpu().numpy()
-    flow_NE = ot.emd(supply_N.numpy(), room_E.numpy(), costs, numItermax=100_000_000)
-    return torch.from_numpy(flow_NE).argmax(dim=1).to(cost_NE.device)
+    each = supply_N.numpy(), room_E.numpy(), cost_NE.double().cpu().numpy()
+    flow_NE = torch.from_numpy(ot.emd(*each, numItermax=100_000_000))
+    return flow_NE.argmax(dim=1).to(cost_NE.device)
 
 
 def balanced_clusters(

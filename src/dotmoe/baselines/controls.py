@@ -1,19 +1,16 @@
 """Splits that say what the choice of experts is worth: at random, as stored, and by energy.
 
 `random_split` is LLaMA-MoE v1's independent random split: every neuron gets one label, every label
-equally often, in random order; continued pretraining has to do the rest. Different here: the order
-has a seed (the original's has none), each layer its own; the random router is one linear map, not
-the two-layer gate with noise, which no stock architecture holds.
+equally often, in random order. Different here: the order has a seed, each layer its own; the random
+router is one linear map, not the two-layer gate with noise, which no stock architecture holds.
 
 `contiguous_split` takes neurons in the order they are stored, s after s: what LLaMA-MoE v2's
 instructions do by default. Different here: random router entries are normal instead of
-Kaiming-uniform, which changes nothing in distribution, and our plain sum needs no scale factor.
+Kaiming-uniform, and our plain sum needs no scale factor.
 
-`by_energy` is as near to static pruning as equal experts come. The first expert holds the neurons
-that contribute most on average, the last those that contribute least, and a router row is the mean
-energy of its expert, the same for every token as far as a linear router can: the mean input's
-direction. So the same experts run nearly always, which is what pruning to the most energetic
-neurons would leave; what routing adds is seen beside it.
+`by_energy` is as near to static pruning as equal experts come: the first expert holds the neurons
+that contribute most on average, and a router row is the mean energy of its expert times the mean
+input, so that the same experts run nearly always. What routing adds is seen beside it.
 """
 
 from collections.abc import Iterator
@@ -23,21 +20,12 @@ import torch
 from dotmoe.baselines.contract import LayerSplit, SplitInputs, means
 
 
-def random_split(inputs: SplitInputs) -> Iterator[LayerSplit]:
-    """Deal every layer's neurons at random."""
-    return _dealt(inputs, is_random=True)
-
-
-def contiguous_split(inputs: SplitInputs) -> Iterator[LayerSplit]:
-    """Split every layer into runs of neighbouring neurons."""
-    return _dealt(inputs, is_random=False)
-
-
-def _dealt(inputs: SplitInputs, *, is_random: bool) -> Iterator[LayerSplit]:
+def dealt(inputs: SplitInputs, *, at_random: bool) -> Iterator[LayerSplit]:
+    """Deal every layer's neurons at random, or in runs as they are stored."""
     split, width = inputs.granularity, inputs.granularity.units
     for layer in inputs.layers():
         generator = layer.generator
-        order_N = torch.randperm(width, generator=generator) if is_random else torch.arange(width)
+        order_N = torch.randperm(width, generator=generator) if at_random else torch.arange(width)
         # Normal entries; their common scale changes no routing.
         router_ED = torch.randn(split.num_experts, layer.x_TD.shape[1], generator=generator)
         yield LayerSplit(

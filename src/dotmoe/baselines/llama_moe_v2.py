@@ -8,8 +8,7 @@ takes the neurons that stand in most experts' lists of their best.
 Different here: clusters of inputs have one size (the original allows 40 % around it); ties between
 neurons that stand in equally many lists go to the larger summed importance; experts are added with
 weight 1 instead of a renormalised softmax times a constant; the dense weights are not trained
-afterwards. A dot product is not the nearest centre (the centre's own norm is missing): that is
-kept, since it is what the original runs and all that a router without biases can hold.
+afterwards. A dot product is not the nearest centre; it is what the original runs.
 """
 
 from collections.abc import Iterator
@@ -34,16 +33,13 @@ from dotmoe.transport import greedy_assignment
 def llama_moe_v2(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer by importance; with shared neurons in `granularity`, the residual form."""
     split, layers = inputs.granularity, list(inputs.layers())
-    routers = []
+    routers, experts = list[Tensor](), list[Tensor]()
     for layer in layers:
         # The last T mod E tokens are left out.
         whole_TD = layer.x_TD[: len(layer.x_TD) // split.num_experts * split.num_experts]
         cluster_T = balanced_kmeans(whole_TD, split.num_experts, inputs.config, layer.generator)
         routers.append(means(whole_TD, cluster_T, split.num_experts))
-    experts = [
-        (layer.x_TD @ router_ED.T).argmax(dim=1)
-        for layer, router_ED in zip(layers, routers, strict=True)
-    ]
+        experts.append((layer.x_TD @ routers[-1].T).argmax(dim=1))
     scores = importance(inputs.dense, inputs.tokens_BT, experts, split.num_experts)
     for layer, router_ED, score_NE in zip(layers, routers, scores, strict=True):
         expert_N = torch.full((split.units,), ALWAYS_ON, device=score_NE.device)

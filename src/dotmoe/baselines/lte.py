@@ -5,12 +5,11 @@ the others. In the soft stage all experts run, weighted by their gates, and the 
 terms: next token, eta * mean G^2, which makes gates small, and mean 1 / (G - 1/2)^2, which keeps
 them off the threshold. Then an expert runs with weight 1 where its gate is over a half: as many as
 it takes, another number for each token.
-Different here: the dense weights stay as they are, as in every split before it is finetuned (the
-original trains them in both stages: `experiments/lte_stages.py`). eta is not set by hand: a
-controller moves it, below 0 if need be, such that the mean share comes near the budget; what is met
-is reported. The last term is bounded near the threshold, where single tokens
-would be the whole gradient. A gate has no bias, so the k largest of the same rows are the layout's
-router.
+Different here: the dense weights stay as they are (the original trains them in both stages:
+`experiments/lte_stages.py`). eta is not set by hand: a controller moves it, below 0 if need be,
+such that the mean share comes near the budget. The last term is bounded near the threshold, where
+single tokens would be the whole gradient. A gate has no bias, so the k largest of the same rows are
+the layout's router.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,21 +26,17 @@ from dotmoe.models.dense import DenseModel
 from dotmoe.moe.masked import gated
 
 THRESHOLD = 0.5
-_SEPARATION = 1e-2
-"""Weight of the term that keeps gates off the threshold."""
-_BOUND = 1e-2
-"""Added to (G - 1/2)^2."""
+_SEPARATION, _BOUND = 1e-2, 1e-2
+"""Weight of the term that keeps gates off the threshold, and what is added to (G - 1/2)^2."""
 _PROPORTIONAL, _INTEGRAL = 5.0, 0.1
 """Of the controller, on the relative excess of the active share."""
-_RATE = 3e-3
-_TOKENS_A_STEP = 1_024
+_RATE, _TOKENS_A_STEP = 3e-3, 1_024
 
 
 def lte(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer as `weight_clusters`, and train the gates of all together."""
     split, config = inputs.granularity, inputs.config
-    clusters = replace(inputs, config=replace(config, split_router="ridge"))
-    made = list(weight_clusters(clusters))
+    made = list(weight_clusters(replace(inputs, config=replace(config, split_router="ridge"))))
     if config.split_router == "ridge":
         yield from made
         return
@@ -61,8 +56,7 @@ def lte(inputs: SplitInputs) -> Iterator[LayerSplit]:
     for _ in soft_stage(inputs.dense, batches, experts, routers, share, adam):
         pass
     for one, router_ED in zip(made, routers, strict=True):
-        fixed_ED = router_ED.detach()
-        yield replace(one, router_ED=fixed_ED, own={"router": fixed_ED})
+        yield replace(one, router_ED=router_ED.detach(), own={"router": router_ED.detach()})
 
 
 def soft_stage(
@@ -75,8 +69,7 @@ def soft_stage(
 ) -> Iterator[dict[str, float]]:
     """Steps of the soft stage over batches of tokens [B, T], each with its figures.
 
-    `share` of the experts are to be over the threshold in the mean; `optimizer` has what is
-    trained.
+    `share` of the experts are to be over the threshold in the mean.
     """
     eta = integral = 0.0
     for tokens_BT in batches:

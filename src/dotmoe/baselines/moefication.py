@@ -3,28 +3,26 @@
 `weight_clusters` is its parameter clustering and LLaMA-MoE v1's independent clustering: rows of a
 projection of unit length, k-means with clusters of equal size. Different here: rows of the gate
 projection stand for MoEfication's only input projection (v1 takes gate or up; `clustered_rows` has
-both), starts are seeded and the best of a few is kept, and v1's random gate is left out because
-MoEfication's is better.
+both), starts are seeded, and v1's random gate is left out because MoEfication's is better.
 
 `co_activation`: a graph of neurons whose edges count the tokens on which both are active, cut into
 equal parts such that most edge weight stays inside them. Different here: SiLU has no zeros, so a
 neuron counts as active on a token if its |H| is among the share of the token's neurons that the
-budget lets run. The cut is not METIS's: the same objective, edge weight inside equal parts, is
-raised by balanced kernel k-means from several seeded starts, then by swapping pairs of neurons
-(Kernighan and Lin's step) until no swap raises it. No threshold on the counts and no rebalancing at
-random: parts come out equal.
+budget lets run. The cut is not METIS's: edge weight inside is raised by balanced kernel k-means
+from several seeded starts, then by swapping pairs of neurons (Kernighan and Lin's step) until no
+swap raises it. There is no threshold on the counts, and parts come out equal.
 
 Both have its two routers. By similarity: the cosine of the token with the mean of an expert's unit
 rows; the token's own length changes no order, so it is a linear map and can be exported as it is.
 Trained: Linear, tanh, Linear, one output an expert; the first starts as the mean unit rows of the
 experts, the second as the identity. The target of a token is each expert's summed activation over
 the largest one; binary cross-entropy, Adam with rate 0.01; the k experts of largest output run.
-Different here: activations are of SiLU, which has negative ones, so their sizes are summed; of all
-passes the one with the smallest loss on every tenth token, kept out, is taken (the published code
-keeps the second best).
+Different here: SiLU has negative activations, so their sizes are summed; of all passes the one with
+the smallest loss on every tenth token, kept out, is taken (the published code: the second best).
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -44,22 +42,18 @@ from dotmoe.baselines.contract import (
 from dotmoe.calibrate import expert_sums
 from dotmoe.moe.router import top_k_mask
 
-_SCREENED = 256
-"""Neurons that are looked at together for gainful swaps."""
-_TOKENS_A_STEP, _RATE = 512, 0.01
-"""Of the predictor's training."""
+_SCREENED, _TOKENS_A_STEP, _RATE = 256, 512, 0.01
+"""Neurons that are looked at together for gainful swaps; of the predictor's training."""
 
 
 def weight_clusters(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer by balanced clusters of its weights."""
     num_experts = inputs.granularity.num_experts
+    which = inputs.config.clustered_rows
     for layer in inputs.layers():
-        rows = {
-            "gate": F.normalize(layer.ffn.gate.weight.float(), dim=1),
-            "up": F.normalize(layer.ffn.up.weight.float(), dim=1),
-        }
-        rows["both"] = torch.cat([rows["gate"], rows["up"]], dim=1)
-        rows_NF = rows[inputs.config.clustered_rows]
+        named = {"gate": layer.ffn.gate, "up": layer.ffn.up}
+        chosen = named.values() if which == "both" else [named[which]]
+        rows_NF = torch.cat([F.normalize(one.weight.float(), dim=1) for one in chosen], dim=1)
         expert_N = balanced_kmeans(rows_NF, num_experts, inputs.config, layer.generator)
         centre_EF = means(rows_NF, expert_N, num_experts)
         expert_N = optimal_assignment(squared_distance(rows_NF, centre_EF))
@@ -71,13 +65,9 @@ def co_activation(inputs: SplitInputs) -> Iterator[LayerSplit]:
     split = inputs.granularity
     for layer in inputs.layers():
         count_NN = co_activation_counts(layer.hidden(), split.active_units)
-        expert_N = balanced_clusters(
-            lambda members_NE, count_NN=count_NN: _weight_to(count_NN, members_NE),
-            len(count_NN),
-            split.num_experts,
-            inputs.config,
-            layer.generator,
-        )
+        score = partial(_weight_to, count_NN)
+        how = split.num_experts, inputs.config, layer.generator
+        expert_N = balanced_clusters(score, len(count_NN), *how)
         yield _routed(inputs, layer, swapped(count_NN, expert_N, split.num_experts))
 
 
@@ -95,8 +85,7 @@ def co_activation_counts(
     hidden_TN: Float[Tensor, "T N"], active_neurons: int
 ) -> Float[Tensor, "N N"]:
     """Tokens on which both neurons are among the `active_neurons` of largest |H|; diagonal 0."""
-    strongest = hidden_TN.abs().topk(active_neurons, dim=1).indices
-    is_active_TN = torch.zeros_like(hidden_TN).scatter_(1, strongest, 1.0)
+    is_active_TN = top_k_mask(hidden_TN.abs(), active_neurons)
     return (is_active_TN.T @ is_active_TN).fill_diagonal_(0)
 
 

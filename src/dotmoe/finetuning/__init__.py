@@ -289,19 +289,10 @@ def finetune(
     """Train the MoE that the layout makes of a dense model; all ranks together.
 
     Since the experts partition the neurons, the result is a dense checkpoint with other weights,
-    in the original order of the neurons and in the dtype of its source, and a layout.
-
-    Args:
-        dense: The dense model, described: weights are read from its files.
-        layout: Experts, routers and k.
-        blocks: Training text.
-        config: See `FinetuneConfig`.
-        folder: Receives `model/`, `layout.safetensors`, and what `train` writes.
-        seed: Of the data order, and of adapters.
-        load: Device, dtype to compute in, and whether ranks divide the weights.
-        origin: The dense model to learn from, where `dense` is a repaired one; None: `dense`.
-        training: See `train`.
-        on_step: Called after each step with its number and metrics.
+    in the original order of the neurons and in the dtype of its source, and a layout: `folder`
+    receives `model/`, `layout.safetensors`, and what `train` writes. Weights are read from the
+    files of `dense`, which is described; where that is a repaired model, `origin` is the dense one
+    to learn from. `load` says the dtype to compute in, and whether ranks divide the weights.
 
     Returns:
         The same experts with trained routers.

@@ -62,11 +62,7 @@ class RepairConfig:
         return self.repair_tokens or TOKENS_AN_INPUT * max(inputs)
 
     def require(self, split: Granularity) -> None:
-        """Refuse options that mean nothing for these experts.
-
-        Raises:
-            UserError: A k out of range, or one k for two targets.
-        """
+        """Raise a `UserError` for a k out of range, or one k for two targets."""
         ks = self.repair_active_experts
         if ks and split.beside:
             raise UserError(
@@ -155,14 +151,9 @@ def repair(
     trained its inputs and wanted outputs. A process that was stopped goes on after the layers that
     are finished, with the same result.
 
-    Args:
-        dense: The dense model, whole in memory; it is the same afterwards.
-        layout: Experts, routers and k.
-        blocks: Text to fit to, two blocks at least.
-        config: See `RepairConfig`.
-        folder: Receives `model/`, a dense checkpoint with the new projections in the dtypes of
-            its source, `layout.safetensors` and `repair.json`.
-        on_progress: Told layers.
+    `dense` is whole in memory, and the same afterwards. `folder` receives `model/`, a dense
+    checkpoint with the new projections in the dtypes of its source, `layout.safetensors` and
+    `repair.json`.
 
     Returns:
         Contents of `repair.json`: `tokens`, `active_experts`, and of each of `layers` (and with
@@ -306,9 +297,7 @@ class _Streams:
         wanted_TD: Float[Tensor, "T D"],
         weight_T: Float[Tensor, " T"],
     ) -> tuple[dict[str, Tensor], float]:
-        """All weights of an FFN after training, unless held-out tokens lose by it; and what is left
-        there of the error of the dense weights.
-        """
+        """An FFN's weights, trained where held-out tokens gain, and what is left of their error."""
         ffn, own_k = TARGETS["ffn"].block(self._layers[index]), masking.active_experts
         norm = self._norm(index, TARGETS["ffn"])
         ks = self._config.repair_active_experts or (own_k,)
@@ -319,7 +308,7 @@ class _Streams:
         def error(weights: Mapping[str, Tensor], rows_T: Tensor) -> Tensor:
             inside = {f"dense.{name}": weight for name, weight in weights.items()}
             x = x_TD[rows_T].to(self._device).float()
-            output_TD = norm(functional_call(ffn, inside, (x,)))
+            output_TD: Tensor = norm(functional_call(ffn, inside, (x,)))
             square_T = (output_TD - wanted_TD[rows_T].to(output_TD)).square().sum(1)
             return (square_T * weight_T[rows_T.to(self._device)]).sum()
 
@@ -351,7 +340,8 @@ class _Streams:
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-        before, refit_left, trained_left = map(heldout_error, (own, start, trained))
+        weights: list[Mapping[str, Tensor]] = [own, start, trained]
+        before, refit_left, trained_left = map(heldout_error, weights)
         masking.active_experts = own_k
         kept = trained if trained_left < refit_left else start
         left = min(refit_left, trained_left) / (before or 1.0)
@@ -388,13 +378,10 @@ def _drawn(blocks: TokenBlocks, num_tokens: int) -> tuple[Tensor, int]:
 
 
 def _before_norm(missing_TD: Tensor, product_TD: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-    """What a product lacks before a norm, as long as its size is what it is; and its size, [T].
-
-    Where the norm passes next to nothing on, next to nothing is asked for.
-    """
+    """What a product lacks before a norm, as long as its size is what it is; and its size, [T]."""
     scale_T, gain_D = product_TD.square().mean(1).sqrt(), norm.weight.float()
     scale_T = scale_T.clamp_min(float(scale_T.median()) / _LARGEST_WEIGHT + 1e-30)
-    power_D = gain_D.square()
+    power_D = gain_D.square()  # where it is next to nothing, next to nothing is asked for
     return missing_TD * scale_T[:, None] * gain_D / (power_D + 0.01 * power_D.mean()), scale_T
 
 

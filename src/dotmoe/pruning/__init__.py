@@ -14,11 +14,13 @@ import torch
 from safetensors.torch import save_file
 
 from dotmoe.files import read_json, write_json
-from dotmoe.finetuning import MODEL, write_weights
+from dotmoe.finetuning import MODEL as MODEL
+from dotmoe.finetuning import write_weights
 from dotmoe.models.dense import DenseModel
 from dotmoe.parameters import num_parameters
 from dotmoe.pruning.by_curvature import k_obd, llm_surgeon, require_memory
-from dotmoe.pruning.contract import Pruned, PruneInputs
+from dotmoe.pruning.contract import Pruned
+from dotmoe.pruning.contract import PruneInputs as PruneInputs
 from dotmoe.pruning.disp_llm import disp_llm
 from dotmoe.pruning.llm_pruner import llm_pruner, require_separate_heads
 from dotmoe.pruning.modegpt import modegpt, require_plain_heads
@@ -31,8 +33,6 @@ from dotmoe.pruning.two_of_four import (
     wanda_2_4,
 )
 from dotmoe.pruning.whole_layers import shortgpt, sleb
-
-__all__ = ["FIGURES", "MODEL", "PRUNING", "TENSORS", "PruneInputs", "PruningName", "prune"]
 
 FIGURES, TENSORS = "pruning.json", "tensors.safetensors"
 """What `prune` returns, and what is kept in place of a checkpoint, in the stage's folder."""
@@ -106,6 +106,6 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
     else:
         write_weights(inputs.dense, folder / MODEL)
         config = folder / MODEL / "config.json"
-        write_json(config, {**read_json(config), **(made.config or {})})
+        write_json(config, read_json(config) | (made.config or {}))
     write_json(folder / FIGURES, figures)
     return figures

@@ -7,14 +7,12 @@ map on its own, go below one threshold of cost, the highest within the budget, i
 size; before each the curvature is that of the model as it is then. Parameters are counted as if
 every map were cut; the checkpoint holds zeros.
 
-K-OBD (optimal brain damage) is the control of the LLM Surgeon's authors. To remove row r costs
-w_r A w_r^T G_rr / 2, column c w_c^T G w_c A_cc / 2. Nothing changes but to zero.
-
-LLM Surgeon (optimal brain surgeon), without its interleaved low-rank training, damps both factors
-by 1 % of their mean diagonal. To remove row r costs w_r A w_r^T / [G^-1]_rr / 2, column c
-w_c^T G w_c / [A^-1]_cc / 2. The best change of the rest under G x A is, for columns, the
-least-squares fit of what the others read, and for rows the same with G; both are taken from the
-same weight, and added.
+K-OBD (optimal brain damage) is the control of the LLM Surgeon's authors: row r costs
+w_r A w_r^T G_rr / 2, column c w_c^T G w_c A_cc / 2, and nothing changes but to zero. LLM Surgeon
+(optimal brain surgeon), without its interleaved low-rank training, damps both factors by 1 % of
+their mean diagonal: row r costs w_r A w_r^T / [G^-1]_rr / 2, column c w_c^T G w_c / [A^-1]_cc / 2.
+The best change of the rest under G x A is, for columns, the least-squares fit of what the others
+read, and for rows the same with G; both are taken from the same weight, and added.
 """
 
 import math
@@ -37,6 +35,7 @@ from dotmoe.pruning.contract import (
     PruneInputs,
     backward,
     damped_inverse,
+    linears_of,
     made_up,
     threshold,
 )
@@ -54,7 +53,7 @@ def k_obd(inputs: PruneInputs) -> Pruned:
 
 
 def damage(weight_OI: Tensor, factors: Pair) -> Pair:
-    """Cost of each column and of each row, where nothing makes up for them."""
+    """Costs of columns and rows where nothing makes up for them."""
     column_I, row_O = _quadratics(weight_OI, factors)
     return column_I * factors[0].diagonal() / 2, row_O * factors[1].diagonal() / 2
 
@@ -65,7 +64,7 @@ def llm_surgeon(inputs: PruneInputs) -> Pruned:
 
 
 def damage_left(weight_OI: Tensor, factors: Pair) -> Pair:
-    """Cost of each column and of each row, behind the best change of the rest."""
+    """Costs of columns and rows behind the best change of the rest."""
     inverse_I, inverse_O = (damped_inverse(factor).diagonal() for factor in factors)
     column_I, row_O = _quadratics(weight_OI, factors)
     return column_I / inverse_I / 2, row_O / inverse_O / 2
@@ -89,7 +88,7 @@ def _in_shots(
     updated: Callable[[Tensor, Pair, Pair], Tensor],
 ) -> Pruned:
     """Remove rows and columns by their costs; weights have the bias as last column, in float64."""
-    maps = _maps(inputs.dense)
+    maps = linears_of(inputs.layers)
     sizes = [size for each in maps for size in (_reads(each), each.out_features)]
     kept = [torch.ones(size, dtype=torch.bool, device=inputs.dense.device) for size in sizes]
     total = _parameters(kept)
@@ -126,7 +125,8 @@ def _in_shots(
 
 def require_memory(dense: DenseModel) -> None:
     """Refuse a model whose factors this machine cannot hold."""
-    sizes = [size for each in _maps(dense) for size in (each.in_features, each.out_features)]
+    maps = linears_of(dense.family.layers(dense.model))
+    sizes = [size for each in maps for size in (each.in_features, each.out_features)]
     # All factors, one in float64 three times over, and the model.
     weights = sum(each.nbytes for each in dense.model.parameters())
     needed = 4 * sum(size**2 for size in sizes) + 24 * max(sizes) ** 2 + weights
@@ -145,7 +145,7 @@ def curvature(inputs: PruneInputs) -> list[Pair]:
     new = partial(torch.zeros, device=inputs.dense.device)
     sums = {
         each: (new(_reads(each), _reads(each)), new(each.out_features, each.out_features))
-        for each in _maps(inputs.dense)
+        for each in linears_of(inputs.layers)
     }
 
     def see(linear: Any, arguments: tuple[Tensor, ...], output: Any) -> None:
@@ -165,11 +165,6 @@ def curvature(inputs: PruneInputs) -> list[Pair]:
             work.enter_context(each.register_forward_hook(see))
         backward(inputs, rows=1, of_weights=False)
     return list(sums.values())
-
-
-def _maps(dense: DenseModel) -> list[nn.Linear]:
-    layers = dense.family.layers(dense.model)
-    return [each for each in layers.modules() if isinstance(each, nn.Linear)]
 
 
 def _reads(linear: nn.Linear) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dotmoe.errors import UserError
 from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DecoderTraits
 from dotmoe.models.stream import TOKENS_AT_ONCE
 from dotmoe.moe.masked import recomputing
 from dotmoe.parameters import num_parameters
@@ -60,11 +61,26 @@ class Pruned(NamedTuple):
     """That were read, if not those of calibration."""
 
 
+def linears_of(module: nn.Module) -> list[nn.Linear]:
+    """All linear maps of a module, such as the decoder layers."""
+    return [each for each in module.modules() if isinstance(each, nn.Linear)]
+
+
 def threshold(scores: Iterable[Tensor], removed: Callable[[float], int], most: int) -> float:
     """The highest score such that, without it and all below it, at most so many parameters go."""
     order = torch.cat(list(scores)).sort().values.tolist()
     number = bisect_right(order, most, key=removed)
     return float(order[number - 1]) if number else -math.inf
+
+
+def refusing(has: Callable[[DecoderTraits], bool], why: str) -> Callable[[DenseModel], None]:
+    """What raises a `UserError` for a model whose family has such traits, and says why."""
+
+    def require(dense: DenseModel) -> None:
+        if has(dense.family.traits(dense.config)):
+            raise UserError(f"{dense.config.model_type} has {why}. Leave it out.")
+
+    return require
 
 
 @torch.enable_grad()

@@ -16,9 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dotmoe.errors import UserError
 from dotmoe.models.dense import DenseModel
-from dotmoe.pruning.contract import Pruned, PruneInputs, backward
+from dotmoe.pruning.contract import Pruned, PruneInputs, backward, refusing
 
 
 class Kind(NamedTuple):
@@ -54,13 +53,10 @@ def llm_pruner(inputs: PruneInputs) -> Pruned:
     return Pruned(counts[idle], plan)
 
 
-def require_separate_heads(dense: DenseModel) -> None:
-    """Refuse a norm over all heads, which removing some would change."""
-    if dense.family.traits(dense.config).qk_norm == "full":
-        raise UserError(
-            f"{dense.config.model_type} has a norm over all heads at once, so llm_pruner cannot "
-            "remove some of them. Leave it out."
-        )
+require_separate_heads = refusing(
+    lambda traits: traits.qk_norm == "full",
+    "a norm over all heads at once, so llm_pruner cannot remove some of them",
+)
 
 
 def removed_parameters(dense: DenseModel, idle: int) -> int:

@@ -11,7 +11,7 @@ mean diagonal. No stock config holds widths that differ: the checkpoint holds ze
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,12 +20,11 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dotmoe.errors import UserError
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import head_dim
 from dotmoe.models.stream import Stream
 from dotmoe.moe.masked import watched
-from dotmoe.pruning.contract import Pruned, PruneInputs, damped_inverse, made_up
+from dotmoe.pruning.contract import Pruned, PruneInputs, damped_inverse, made_up, refusing
 from dotmoe.pruning.llm_pruner import grouped, kinds_of
 from dotmoe.pruning.whole_layers import block_influence
 
@@ -57,13 +56,10 @@ def modegpt(inputs: PruneInputs) -> Pruned:
     return Pruned(removed, {"neurons_features_ranks": plan})
 
 
-def require_plain_heads(dense: DenseModel) -> None:
-    """Refuse norms of queries and keys, which cutting their features would change."""
-    if dense.family.traits(dense.config).qk_norm != "none":
-        raise UserError(
-            f"{dense.config.model_type} has norms of queries and keys, so modegpt cannot cut their "
-            "features. Leave it out."
-        )
+require_plain_heads = refusing(
+    lambda traits: traits.qk_norm != "none",
+    "norms of queries and keys, so modegpt cannot cut their features",
+)
 
 
 def joint_rank(
@@ -103,14 +99,13 @@ def _moments(dense: DenseModel, index: int) -> Iterator[dict[str, Any]]:
         return sdpa_attention_forward(module, *arguments, **rest)
 
     AttentionInterface.register("moments", attend)
-    with ExitStack() as work:
-        work.callback(setattr, dense.config, "_attn_implementation", before)
-        dense.config._attn_implementation = "moments"
-        down = {index: dense.family.ffn(layer).down}
-        work.enter_context(
-            watched(down, lambda _, hidden: add("activation", hidden.flatten(0, -2)))
-        )
-        yield found
+    down = {index: dense.family.ffn(layer).down}
+    dense.config._attn_implementation = "moments"
+    try:
+        with watched(down, lambda _, hidden: add("activation", hidden.flatten(0, -2))):
+            yield found
+    finally:
+        dense.config._attn_implementation = before
 
 
 def _cut_heads(

@@ -9,7 +9,7 @@ matrices, so there is no checkpoint. The published code takes the mean off each 
 suits LayerNorm alone; that is left out.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dotmoe.errors import UserError
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.stream import Stream
 from dotmoe.moe.masked import watched
 from dotmoe.parameters import num_parameters
-from dotmoe.pruning.contract import Pruned, PruneInputs
+from dotmoe.pruning.contract import Pruned, PruneInputs, refusing
 
 
 def slicegpt(inputs: PruneInputs) -> Pruned:
@@ -32,8 +31,8 @@ def slicegpt(inputs: PruneInputs) -> Pruned:
     width = min(counts, key=lambda width: abs(counts[width] - inputs.wanted))
     stream, axes = Stream(dense, inputs.tokens_BT), list[Tensor]()
 
-    def cut(run: Callable[[slice], Tensor]) -> None:
-        """Axes of what is at the first place that has none, while the rows of the text run."""
+    def cut(index: int) -> None:
+        """Axes of the first place that has none, which that layer comes by."""
         moment_DD = torch.zeros(size, size, dtype=torch.float64, device=dense.device)
 
         def see(hidden_BTD: Tensor) -> None:
@@ -42,14 +41,14 @@ def slicegpt(inputs: PruneInputs) -> Pruned:
 
         with sliced(dense, axes, see):
             for part in stream.parts:
-                run(part)
+                stream.after(index, part)
         axes.append(torch.linalg.eigh(moment_DD).eigenvectors[:, -width:].float())
 
     last = len(inputs.layers) - 1
-    cut(partial(stream.after, 0))
+    cut(0)
     for index in range(last + 1):
         for _ in range(1 if index == last else 2):  # behind attention, behind FFN
-            cut(partial(stream.after, index))
+            cut(index)
         with sliced(dense, axes):
             stream.advance(index)
         inputs.on_progress(index + 1, last + 1)
@@ -57,13 +56,10 @@ def slicegpt(inputs: PruneInputs) -> Pruned:
     return Pruned(removed, {"width": width}, tensors={"axes_SDK": torch.stack(axes).cpu()})
 
 
-def require_norms_before(dense: DenseModel) -> None:
-    """Refuse norms inside the branches."""
-    if dense.family.traits(dense.config).norms_after:
-        raise UserError(
-            f"{dense.config.model_type} has norms behind attention and FFN, and slicegpt needs "
-            "them before. Leave it out."
-        )
+require_norms_before = refusing(
+    lambda traits: traits.norms_after,
+    "norms behind attention and FFN, and slicegpt needs them before",
+)
 
 
 @contextmanager
@@ -97,7 +93,7 @@ def sliced(
         return (added_BTD / factor, *output[1:])
 
     def behind_ffn(index: int, layer: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-        return at(2 * index + 2, output) if index + 1 < len(layers) else output
+        return at(2 * index + 2, output)
 
     with ExitStack() as hooks:
         hooks.enter_context(watched(dict(enumerate(layers)), before))

@@ -26,20 +26,26 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from dotmoe.errors import UserError
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.stream import Stream
 from dotmoe.moe.masked import watched
-from dotmoe.pruning.contract import Pruned, PruneInputs, backward, damped_inverse
+from dotmoe.pruning.contract import (
+    Pruned,
+    PruneInputs,
+    backward,
+    damped_inverse,
+    linears_of,
+)
 
 _COLUMNS_AT_ONCE = 128
 
 
 def magnitude_2_4(inputs: PruneInputs) -> Pruned:
     """Zero the two smallest weights of each four."""
-    for linear in _linears_of(inputs.layers):
+    for linear in linears_of(inputs.layers):
         linear.weight *= kept_of_four(linear.weight.abs())
     return _halved(inputs)
 
@@ -56,7 +62,7 @@ def wanda_2_4(inputs: PruneInputs) -> Pruned:
 
 def pruner_zero_2_4(inputs: PruneInputs) -> Pruned:
     """Prune every linear map by weight and slope."""
-    weights = [linear.weight for linear in _linears_of(inputs.layers)]
+    weights = [linear.weight for linear in linears_of(inputs.layers)]
     squares = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
 
     def add() -> None:
@@ -105,7 +111,12 @@ def correcting(hessian_II: Float[Tensor, "I I"]) -> Callable[[Tensor], Tensor]:
 
 def require_fours(dense: DenseModel) -> None:
     """Refuse widths that are no whole fours."""
-    _linears_of(dense.family.layers(dense.model))
+    for linear in linears_of(dense.family.layers(dense.model)):
+        if linear.in_features % 4:
+            raise UserError(
+                f"a linear map reads {linear.in_features} features, which are not whole fours, so "
+                "2:4 does not fit the model. Leave the 2_4 methods out."
+            )
 
 
 def kept_of_four(score_OI: Float[Tensor, "O I"]) -> Bool[Tensor, "O I"]:
@@ -136,7 +147,7 @@ def _by_layers(
             sums[number] = sums.get(number, 0) + moment(x.flatten(0, -2).double())
 
     for index, layer in enumerate(inputs.layers):
-        linears = dict(enumerate(_linears_of(layer)))
+        linears = dict(enumerate(linears_of(layer)))
         sums.clear()
         with watched(linears, see):
             for part in stream.parts:
@@ -151,17 +162,5 @@ def _by_layers(
 
 
 def _halved(inputs: PruneInputs) -> Pruned:
-    removed = sum(linear.weight.numel() for linear in _linears_of(inputs.layers)) // 2
+    removed = sum(linear.weight.numel() for linear in linears_of(inputs.layers)) // 2
     return Pruned(removed, {"pattern": "2:4"})
-
-
-def _linears_of(module: nn.Module) -> list[nn.Linear]:
-    """All linear maps of a module; a `UserError` where fours do not fit one."""
-    found = [each for each in module.modules() if isinstance(each, nn.Linear)]
-    for linear in found:
-        if linear.in_features % 4:
-            raise UserError(
-                f"a linear map reads {linear.in_features} features, which are not whole fours, so "
-                "2:4 does not fit the model. Leave the 2_4 methods out."
-            )
-    return found
