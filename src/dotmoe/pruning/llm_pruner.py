@@ -10,7 +10,6 @@ least one head stays. Layers come to differ in width, which no stock config can 
 holds zeros.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -39,15 +38,14 @@ def llm_pruner(inputs: PruneInputs) -> Pruned:
     for kind in kinds_of(dense):
         kept.append(_kept(kind, idle, num_neurons))
         for index in touched if idle else ():
-            parts = grouped(dense, index, kind).values()
+            parts = grouped(dense, index, kind)
             scores = [
-                (weight.double() * slope).abs().flatten(1).sum(1)
-                for weight, slope in parts
-                if slope is not None
+                (parts[name].double() * slope).abs().flatten(1).sum(1)
+                for name, slope in grouped(dense, index, kind, slopes=True).items()
             ]
             order_G = torch.stack(scores).sum(0).argsort(stable=True)
-            for weight, _ in parts:
-                weight[order_G[: kind.groups - kept[-1]]] = 0
+            for part in parts.values():
+                part[order_G[: kind.groups - kept[-1]]] = 0
     dense.model.requires_grad_(False).zero_grad()
     plan = {"heads": kept[0], "neurons": kept[1], "layers": [touched.start, touched.stop]}
     return Pruned(counts[idle], plan)
@@ -63,7 +61,7 @@ def removed_parameters(dense: DenseModel, idle: int) -> int:
     """Parameters that go where `idle` of the neurons and as large a share of the heads do."""
     num_neurons, of_a_layer = dense.widths.ffn, 0
     for kind in kinds_of(dense):
-        size = sum(weight.numel() for weight, _ in grouped(dense, 0, kind).values()) // kind.groups
+        size = sum(part.numel() for part in grouped(dense, 0, kind).values()) // kind.groups
         of_a_layer += size * (kind.groups - _kept(kind, idle, num_neurons))
     return of_a_layer * len(_touched(dense))
 
@@ -86,18 +84,16 @@ def _kept(kind: Kind, idle: int, num_neurons: int) -> int:
     return max(1, kind.groups * (num_neurons - idle) // num_neurons)
 
 
-def grouped(dense: DenseModel, index: int, kind: Kind) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """What the groups of a layer have of each of their tensors and of its gradient, [G, ...]."""
-    named, found = dict(dense.model.named_parameters()), {}
+def grouped(
+    dense: DenseModel, index: int, kind: Kind, *, slopes: bool = False
+) -> dict[str, Tensor]:
+    """What the groups of a layer have of each of their tensors, or of its gradient, [G, ...]."""
+    named, found = dict(dense.model.named_parameters()), dict[str, Tensor]()
     for name, dimension in kind.members.items():
         part = dense.family.stored(dense.config, f"model.layers.{index}.{name}")
-        if part.stored in named:  # there may be no bias
-            weight, slope = named[part.stored].data, named[part.stored].grad
-            view = partial(_grouped, slice(*(part.rows or (None,))), dimension, kind.groups)
-            found[name] = view(weight), None if slope is None else view(slope)
+        parameter = named.get(part.stored)
+        tensor = parameter.grad if parameter is not None and slopes else parameter
+        if tensor is not None:  # there may be no bias, and it has no gradient
+            rows = tensor.detach()[slice(*(part.rows or (None,)))].movedim(dimension, 0)
+            found[name] = rows.unflatten(0, (kind.groups, -1))
     return found
-
-
-def _grouped(rows: slice, dimension: int, groups: int, tensor: Tensor) -> Tensor:
-    part = tensor[rows].movedim(dimension, 0)
-    return part.view(groups, -1, *part.shape[1:])

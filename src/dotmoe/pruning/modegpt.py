@@ -115,7 +115,7 @@ def _cut_heads(
     kind, width, size = kinds_of(dense)[0], head_dim(dense.config), dense.widths.model
     query, key = (moments[name].diagonal(dim1=1, dim2=2) for name in ("query", "key"))
     score_GW = (query.view(kind.groups, -1, width).sum(1) * key).sqrt()
-    parts = {name: part for name, (part, _) in grouped(dense, index, kind).items()}
+    parts = grouped(dense, index, kind)
     for group in range(kind.groups):
         kept_W = _largest(score_GW[group].view(2, -1).sum(0), features // 2).repeat(2)
         output_RWD = parts["self_attn.o_proj.weight"][group].double().view(-1, width, size)
