@@ -111,12 +111,10 @@ def granularity_of(method: str, split: Granularity, config: BaselineConfig) -> G
             f"dot_moe or {', '.join(able)}."
         )
     having = [name for name in METHODS if METHODS[name].has_shared_expert]
-    able = having if shared is not None else ["dot_moe", *having]
+    able = ["dot_moe", *having] if shared is None else having
     if method not in able and (shared is not None or split.shared_size):
-        name = "shared" if shared is None else "shared_experts"
-        raise UserError(
-            f"{method} does not read {name}. Leave it out, or choose {' or '.join(able)}."
-        )
+        name, others = "shared" if shared is None else "shared_experts", " or ".join(able)
+        raise UserError(f"{method} does not read {name}. Leave it out, or choose {others}.")
     if method not in having or (split.shared_size and shared is None):
         return split
     if split.shared_size:
@@ -188,10 +186,7 @@ def routed_by_own(
 
 
 def active_share(shares: list[Tensor], layers: int) -> dict[str, Any]:
-    """Mean share of the neurons that run, of all and by layer, and how it differs by token.
-
-    `std` is the standard deviation of each token's mean over the split layers.
-    """
+    """Mean share of the neurons that run, by layer, too, and the deviation of each token's mean."""
     share_LT = torch.stack([torch.cat(shares[layer::layers]) for layer in range(layers)])
     mean, std = float(share_LT.mean()), float(share_LT.mean(dim=0).std())
     return {"mean": mean, "std": std, "layers": share_LT.mean(dim=1).tolist()}

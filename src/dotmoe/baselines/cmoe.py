@@ -30,12 +30,11 @@ from dotmoe.moe.router import top_k_mask
 @torch.no_grad()
 def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer into a shared expert and clusters of markers."""
-    split, config = inputs.granularity, inputs.config
+    split, config, k = inputs.granularity, inputs.config, inputs.granularity.active_experts
 
     def converted(index: int) -> AbstractContextManager[None]:
         if index < split.first_dense_layers:
             return nullcontext()
-        own, k = {"representative": representative_E}, split.active_experts
         return gated(
             inputs.dense,
             {index: expert_N},
@@ -76,7 +75,7 @@ def _l1_distance(marks_NT: Tensor, centre_ET: Tensor) -> Float[Tensor, "N E"]:
 
 
 def by_representatives(
-    own: Mapping[str, Tensor], x_TD: Tensor, hidden_TN: Tensor, active_experts: int
+    own: Mapping[str, Tensor], x_TD: Tensor, hidden_TN: Tensor, k: int
 ) -> Tensor:
     """CMoE's own router: the k experts whose representatives have the largest |H|."""
-    return top_k_mask(hidden_TN[:, own["representative"]].abs().float(), active_experts)
+    return top_k_mask(hidden_TN[:, own["representative"]].abs().float(), k)

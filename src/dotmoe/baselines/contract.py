@@ -150,8 +150,7 @@ def balanced_clusters(
     """Clusters of one size whose items score high, the best of `cluster_starts`.
 
     Each start has random items as centres, and ends where a round makes nothing better. `score`
-    says how well each item fits each cluster, given the items of the clusters: 1 for members, else
-    0. N is a multiple of E.
+    says how well each item fits each cluster, given the clusters: 1 for members, else 0.
     """
     best, best_N = -torch.inf, torch.empty(0)
     for _ in range(config.cluster_starts):
@@ -172,10 +171,7 @@ def balanced_clusters(
 
 
 def balanced_kmeans(
-    features_NF: Float[Tensor, "N F"],
-    num_clusters: int,
-    config: BaselineConfig,
-    generator: torch.Generator,
+    features_NF: Tensor, num_clusters: int, config: BaselineConfig, generator: torch.Generator
 ) -> Int[Tensor, " N"]:
     """Clusters of equal size with small squared distances to their centres."""
 
@@ -186,9 +182,7 @@ def balanced_kmeans(
     return balanced_clusters(score, len(features_NF), num_clusters, config, generator)
 
 
-def means(
-    features_NF: Float[Tensor, "N F"], expert_N: Int[Tensor, " N"], num_clusters: int
-) -> Float[Tensor, "E F"]:
+def means(features_NF: Tensor, expert_N: Tensor, num_clusters: int) -> Float[Tensor, "E F"]:
     """Mean of the features of each cluster's items; clusters are of one size."""
     order = expert_N.argsort(stable=True)
     return features_NF[order].view(num_clusters, -1, features_NF.shape[1]).mean(dim=1)

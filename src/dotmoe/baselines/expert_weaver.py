@@ -34,8 +34,8 @@ def expert_weaver(inputs: SplitInputs) -> Iterator[LayerSplit]:
     split = inputs.granularity
     for layer in inputs.layers():
         gate_TN = F.silu(layer.ffn.gate(layer.x_TD.to(layer.ffn.gate.weight.dtype))).float()
-        profile_BN = gate_TN.view(len(inputs.tokens_BT), -1, split.units).mean(dim=1)
-        profile_NB = profile_BN.T.contiguous()
+        texts_BTN = gate_TN.view(len(inputs.tokens_BT), -1, split.units)
+        profile_NB = texts_BTN.mean(dim=1).T.contiguous()
         size_N = profile_NB.abs().mean(dim=1)
         special = float((profile_NB.std(dim=1) > _SPECIAL * size_N).float().mean())
         share = _MOST - (_MOST - _LEAST) * special
@@ -60,8 +60,8 @@ def expert_weaver(inputs: SplitInputs) -> Iterator[LayerSplit]:
 
 
 def by_shared_and_gates(
-    own: Mapping[str, Tensor], x_TD: Tensor, hidden_TN: Tensor, active_experts: int
+    own: Mapping[str, Tensor], x_TD: Tensor, hidden_TN: Tensor, k: int
 ) -> Tensor:
     """The experts that always run, and those of largest gate row up to k in all."""
     score_TE = x_TD.float() @ own["router"].T
-    return top_k_mask(score_TE.masked_fill(own["always"].bool(), torch.inf), active_experts)
+    return top_k_mask(score_TE.masked_fill(own["always"].bool(), torch.inf), k)

@@ -14,7 +14,7 @@ afterwards. A dot product is not the nearest centre; it is what the original run
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from dotmoe.baselines.contract import (
@@ -50,16 +50,12 @@ def llama_moe_v2(inputs: SplitInputs) -> Iterator[LayerSplit]:
 
 
 def importance(
-    dense: DenseModel,
-    tokens_BT: Tensor,
-    experts: list[Int[Tensor, " T"]],
-    num_experts: int,
-    rows: int = 4,
+    dense: DenseModel, tokens_BT: Tensor, experts: list[Tensor], num_experts: int, rows: int = 4
 ) -> list[Float[Tensor, "N E"]]:
     """Mean |H * dL/dH| of each neuron over the tokens of each expert, a layer each; 0 without any.
 
-    L is the summed next-token loss. `experts` has the expert of each token of the text, for each
-    layer; `rows` sequences go through one forward and backward pass. Weights get no gradient.
+    L is the summed next-token loss. `experts` has the expert of each token of the text, [T], for
+    each layer; `rows` sequences run at once. Weights get no gradient.
     """
     sums = [torch.zeros(num_experts, dense.widths.ffn, device=e.device) for e in experts]
     hidden: dict[int, Tensor] = {}

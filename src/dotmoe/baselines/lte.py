@@ -100,8 +100,6 @@ def stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def above_threshold(
-    own: Mapping[str, Tensor], x_TD: Tensor, hidden_TN: Tensor, active_experts: int
-) -> Tensor:
+def above_threshold(own: Mapping[str, Tensor], x_TD: Tensor, hidden_TN: Tensor, k: int) -> Tensor:
     """The experts whose gates are over the threshold, however many."""
     return (torch.sigmoid(x_TD.float() @ own["router"].T) > THRESHOLD).float()

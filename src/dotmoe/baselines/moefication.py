@@ -81,17 +81,13 @@ def _routed(inputs: SplitInputs, layer: Layer, expert_N: Int[Tensor, " N"]) -> L
     return LayerSplit(layer=layer, expert_of_neuron_N=expert_N, router_ED=router_ED, own=own)
 
 
-def co_activation_counts(
-    hidden_TN: Float[Tensor, "T N"], active_neurons: int
-) -> Float[Tensor, "N N"]:
+def co_activation_counts(hidden_TN: Tensor, active_neurons: int) -> Float[Tensor, "N N"]:
     """Tokens on which both neurons are among the `active_neurons` of largest |H|; diagonal 0."""
     is_active_TN = top_k_mask(hidden_TN.abs(), active_neurons)
     return (is_active_TN.T @ is_active_TN).fill_diagonal_(0)
 
 
-def swapped(
-    count_NN: Float[Tensor, "N N"], expert_N: Int[Tensor, " N"], num_experts: int
-) -> Int[Tensor, " N"]:
+def swapped(count_NN: Tensor, expert_N: Tensor, num_experts: int) -> Int[Tensor, " N"]:
     """The cut after swapping pairs of neurons until no swap raises the weight inside.
 
     Edge weights are symmetric with diagonal 0.
@@ -130,9 +126,7 @@ def _weight_to(count_NN: Tensor, members_NE: Tensor) -> Tensor:
 
 
 @torch.enable_grad()
-def predictor(
-    layer: Layer, expert_N: Int[Tensor, " N"], centre_ED: Float[Tensor, "E D"], epochs: int
-) -> dict[str, Tensor]:
+def predictor(layer: Layer, expert_N: Tensor, centre_ED: Tensor, epochs: int) -> dict[str, Tensor]:
     """Weights of the trained router: `first` [E, D], `second` [E, E]."""
     with torch.no_grad():
         target_TE = expert_sums(layer.hidden().abs(), expert_N, len(centre_ED))
@@ -165,8 +159,6 @@ def _scores(own: Mapping[str, Tensor], x_TD: Tensor) -> Float[Tensor, "T E"]:
     return torch.tanh(x_TD.float() @ own["first"].T) @ own["second"].T
 
 
-def by_predictor(
-    own: Mapping[str, Tensor], x_TD: Tensor, hidden_TN: Tensor, active_experts: int
-) -> Tensor:
+def by_predictor(own: Mapping[str, Tensor], x_TD: Tensor, hidden_TN: Tensor, k: int) -> Tensor:
     """The k experts that the trained router scores highest."""
-    return top_k_mask(_scores(own, x_TD), active_experts)
+    return top_k_mask(_scores(own, x_TD), k)

@@ -48,9 +48,6 @@ from dotmoe.training.loop import DEFAULT_TRAINING, OnStep, ParameterGroup, Train
 MODEL, LAYOUT = "model", "layout.safetensors"
 """What is written into the stage's folder."""
 
-_ATTENTION = r".*\.self_attn\.(q|k|v|o|qkv)_proj"
-_DENSE_FFN = r".*\.mlp\.(gate|up|gate_up|down)_proj"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneConfig(ObjectiveConfig):
@@ -188,7 +185,7 @@ def _with_adapters(model: nn.Module, config: FinetuneConfig) -> Any:
     lora = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
-        target_modules=f"{_ATTENTION}|{_DENSE_FFN}",
+        target_modules=r".*\.(self_attn\.(q|k|v|o|qkv)|mlp\.(gate|up|gate_up|down))_proj",
         target_parameters=[name for name in names if name.rpartition(".")[2] in EXPERT_WEIGHTS],
     )
     tuner = LoraModel(model, lora, "default")
@@ -213,8 +210,7 @@ def _start_adapters(model: nn.Module, seed: int) -> None:
 class Finetuning(Objective):
     """The sparse model as a student of the text, and of the dense model if that is wanted.
 
-    Where its weights are frozen the model is its own teacher: with all experts on, without routers
-    and adapters. Else `teacher` is a second copy, or None.
+    Without a `teacher` the model is its own: with all experts on, without routers and adapters.
     """
 
     config: FinetuneConfig
@@ -331,10 +327,8 @@ def finetune(
 def write_student(student: Student, layout: ExpertLayout, out: Path) -> ExpertLayout:
     """Write a dense checkpoint in the original order of neurons; all ranks together.
 
-    Adapters are merged first; `layout` is what the student was made with.
-
     Returns:
-        The same experts with the trained routers, centred as extraction does.
+        The student's experts with the trained routers, centred as extraction does.
     """
     if student.tuner is not None:
         student.tuner.merge_and_unload()
@@ -347,10 +341,7 @@ def write_student(student: Student, layout: ExpertLayout, out: Path) -> ExpertLa
 
 
 def write_weights(dense: DenseModel, out: Path) -> None:
-    """Write the dense checkpoint of what a model is in memory; all ranks together.
-
-    Rank 0 holds one layer in main memory, and writes a file for each. What is in `out` is replaced.
-    """
+    """Write a dense checkpoint in place of `out`, a file for each layer; all ranks together."""
     if is_rank_zero():
         begin_checkpoint(dense, out)
     # Not the config's dtype: Transformers sets that to the one in which it loaded the model.

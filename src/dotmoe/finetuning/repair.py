@@ -34,9 +34,7 @@ FIGURES = "repair.json"
 """What `repair` returns, in the stage's folder."""
 RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
 """Penalties that are tried, as shares of the mean diagonal of the Gram matrix."""
-TOKENS_AN_INPUT = 40
-_HELD_OUT = 8
-_LARGEST_WEIGHT = 10.0
+_TOKENS_AN_INPUT, _HELD_OUT, _LARGEST_WEIGHT = 40, 8, 10.0
 _BATCH, _RATE, _WARMUP = 256, 0.02, 0.1
 """Of the training: tokens a step, peak rate as a share of a matrix's root mean square, share of the
 steps in which it rises."""
@@ -59,7 +57,7 @@ class RepairConfig:
     def tokens(self, split: Granularity, dense_config: Any) -> int:
         """`repair_tokens`, or the default for the projections of that split."""
         inputs = [TARGETS[part.target].inputs(dense_config) for part in parts_of(split)]
-        return self.repair_tokens or TOKENS_AN_INPUT * max(inputs)
+        return self.repair_tokens or _TOKENS_AN_INPUT * max(inputs)
 
     def require(self, split: Granularity) -> None:
         """Raise a `UserError` for a k out of range, or one k for two targets."""
@@ -85,12 +83,7 @@ class NormalEquations:
         self.cross_ND = zeros(num_neurons, width)
         self.missing = zeros(())
 
-    def add(
-        self,
-        hidden_TN: Float[Tensor, "T N"],
-        missing_TD: Float[Tensor, "T D"],
-        weight_T: Float[Tensor, " T"],
-    ) -> None:
+    def add(self, hidden_TN: Tensor, missing_TD: Tensor, weight_T: Tensor) -> None:
         """Add tokens: masked activations z, what the output lacks r, and weights; float32."""
         weighted_TN = hidden_TN * weight_T[:, None]
         self.gram_NN += weighted_TN.T @ hidden_TN
@@ -237,7 +230,7 @@ class _Streams:
             self.converted = self._dense.clone()
         attended: list[Tensor] = []
         splits_attention = self.maskings[-1].target == "attention"
-        places = {index: self._after_attention(index)} if splits_attention else {}
+        places = {0: self._after_attention(index)} if splits_attention else {}
         with watched(places, lambda _, x: attended.append(x.cpu())):
             self._dense.advance(index)
         if attended:

@@ -1,7 +1,6 @@
 """Other ways to a cheaper model: published methods that prune, each a row beside the conversions.
 
-What is left is a stock dense checkpoint. Each file says what is the rival's and what differs;
-`contract.py` is what a method has to do.
+Each file says what is the rival's and what differs; `contract.py` is what a method has to do.
 """
 
 import time
@@ -18,6 +17,7 @@ from dotmoe.finetuning import MODEL as MODEL
 from dotmoe.finetuning import write_weights
 from dotmoe.models.dense import DenseModel
 from dotmoe.parameters import num_parameters
+from dotmoe.pruning import two_of_four
 from dotmoe.pruning.by_curvature import k_obd, llm_surgeon, require_memory
 from dotmoe.pruning.contract import Pruned
 from dotmoe.pruning.contract import PruneInputs as PruneInputs
@@ -25,13 +25,6 @@ from dotmoe.pruning.disp_llm import disp_llm
 from dotmoe.pruning.llm_pruner import llm_pruner, require_separate_heads
 from dotmoe.pruning.modegpt import modegpt, require_plain_heads
 from dotmoe.pruning.slicegpt import require_norms_before, sliced, slicegpt
-from dotmoe.pruning.two_of_four import (
-    magnitude_2_4,
-    pruner_zero_2_4,
-    require_fours,
-    sparsegpt_2_4,
-    wanda_2_4,
-)
 from dotmoe.pruning.whole_layers import shortgpt, sleb
 
 FIGURES, TENSORS = "pruning.json", "tensors.safetensors"
@@ -50,15 +43,14 @@ class Method(NamedTuple):
     is_trained: bool = False
     """Whether it takes steps on training text, with a seed."""
     applied: Callable[..., AbstractContextManager[None]] | None = None
-    """Where no stock checkpoint can hold the result: inside, the dense model computes it, given the
-    model and `Pruned.tensors` by their names."""
+    """Where no stock checkpoint can hold it: inside, the model computes it by `Pruned.tensors`."""
 
 
 PRUNING = {
-    "magnitude_2_4": Method(magnitude_2_4, require_fours, is_fixed=True),
-    "wanda_2_4": Method(wanda_2_4, require_fours, is_fixed=True),
-    "sparsegpt_2_4": Method(sparsegpt_2_4, require_fours, is_fixed=True),
-    "pruner_zero_2_4": Method(pruner_zero_2_4, require_fours, is_fixed=True),
+    "magnitude_2_4": Method(two_of_four.magnitude, two_of_four.require, is_fixed=True),
+    "wanda_2_4": Method(two_of_four.wanda, two_of_four.require, is_fixed=True),
+    "sparsegpt_2_4": Method(two_of_four.sparsegpt, two_of_four.require, is_fixed=True),
+    "pruner_zero_2_4": Method(two_of_four.pruner_zero, two_of_four.require, is_fixed=True),
     "slicegpt": Method(slicegpt, require_norms_before, applied=sliced),
     "llm_pruner": Method(llm_pruner, require_separate_heads),
     "modegpt": Method(modegpt, require_plain_heads),
@@ -85,8 +77,7 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
 
     Returns:
         Contents of `pruning.json`: `parameters` that work on a token and that are `stored`,
-        `calibration_tokens` read in all, `seconds` without reading and writing models, the method's
-        `plan`.
+        `calibration_tokens` read, `seconds` without reading and writing models, `plan`.
 
     Raises:
         UserError: The method does not fit the model.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dotmoe.errors import UserError
@@ -121,9 +121,7 @@ def damped_inverse(moment_II: Float[Tensor, "I I"]) -> Float[Tensor, "I I"]:
     return torch.cholesky_inverse(factor_II)
 
 
-def made_up(
-    weight_OI: Float[Tensor, "O I"], moment_II: Float[Tensor, "I I"], kept_I: Bool[Tensor, " I"]
-) -> Float[Tensor, "O I"]:
+def made_up(weight_OI: Tensor, moment_II: Tensor, kept_I: Tensor) -> Float[Tensor, "O I"]:
     """Weight whose kept columns make up for the others, which are zero: damped least squares."""
     inverse_CI = damped_inverse(moment_II)[~kept_I]
     lost_CI: Tensor = torch.linalg.solve(inverse_CI[:, ~kept_I], inverse_CI)

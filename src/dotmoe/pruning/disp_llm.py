@@ -134,11 +134,9 @@ def gated(dense: DenseModel, gates: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _by_layer(dense: DenseModel, selections: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Each layer, the maps that attention reads by, that of its output, and the five selections.
-
-    They are: attention reads and writes, FFN reads, neurons, FFN writes.
-    """
+    """Each layer, the maps by which attention reads, that of its output, and five selections."""
     for index, layer in enumerate(dense.family.layers(dense.model)):
         attention: Any = layer.get_submodule("self_attn")
         reading = [each for each in linears_of(attention) if each is not attention.o_proj]
+        # What attention reads and writes, what the FFN reads, its neurons, what it writes.
         yield layer, reading, attention.o_proj, selections[5 * index : 5 * index + 5]

@@ -67,7 +67,6 @@ def removed_parameters(dense: DenseModel, idle: int) -> int:
 
 
 def _touched(dense: DenseModel) -> range:
-    """Layers that lose groups."""
     layers = dense.widths.layers
     return range(layers // 8, layers - layers // 16)
 
@@ -84,9 +83,7 @@ def _kept(kind: Kind, idle: int, num_neurons: int) -> int:
     return max(1, kind.groups * (num_neurons - idle) // num_neurons)
 
 
-def grouped(
-    dense: DenseModel, index: int, kind: Kind, *, slopes: bool = False
-) -> dict[str, Tensor]:
+def grouped(dense: DenseModel, index: int, kind: Kind, slopes: bool = False) -> dict[str, Tensor]:
     """What the groups of a layer have of each of their tensors, or of its gradient, [G, ...]."""
     named, found = dict(dense.model.named_parameters()), dict[str, Tensor]()
     for name, dimension in kind.members.items():
@@ -95,5 +92,5 @@ def grouped(
         tensor = parameter.grad if parameter is not None and slopes else parameter
         if tensor is not None:  # there may be no bias, and it has no gradient
             rows = tensor.detach()[slice(*(part.rows or (None,)))].movedim(dimension, 0)
-            found[name] = rows.unflatten(0, (kind.groups, -1))
+            found[name] = torch.unflatten(rows, 0, (kind.groups, -1))
     return found

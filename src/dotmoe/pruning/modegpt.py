@@ -28,15 +28,12 @@ from dotmoe.pruning.contract import Pruned, PruneInputs, damped_inverse, made_up
 from dotmoe.pruning.llm_pruner import grouped, kinds_of
 from dotmoe.pruning.whole_layers import block_influence
 
-_MOST = 0.8
-"""Share of a layer's modules that may go."""
-
 
 def modegpt(inputs: PruneInputs) -> Pruned:
     """Cut every layer's modules to the shares that come nearest to the budget."""
     dense, weight_L = inputs.dense, (-block_influence(inputs)).softmax(0)
     scale_M1 = torch.linspace(0, 1, 10_001)[:, None] / weight_L.min()
-    share_ML1 = _MOST * (scale_M1 * weight_L).clamp_max(1)[..., None]
+    share_ML1 = 0.8 * (scale_M1 * weight_L).clamp_max(1)[..., None]
     unit_3, width_3, step_3 = _modules(dense)
     kept_ML3 = ((1 - share_ML1) * width_3 / step_3).round().clamp_min(1).long() * step_3
     removed_M = ((width_3 - kept_ML3) * unit_3).sum((1, 2))
@@ -62,9 +59,7 @@ require_plain_heads = refusing(
 )
 
 
-def joint_rank(
-    moment_WW: Float[Tensor, "W W"], output_RWD: Float[Tensor, "R W D"], rank: int
-) -> tuple[Float[Tensor, "K W"], Float[Tensor, "W K"]]:
+def joint_rank(moment_WW: Tensor, output_RWD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Maps of a head's values to K numbers and back that change its R queries' output least."""
     energy_W, axes_WW = torch.linalg.eigh(moment_WW)
     scale_W = energy_W.clamp_min(1e-10 * energy_W[-1].clamp_min(1e-30)).sqrt()

@@ -105,10 +105,7 @@ def sliced(
 
 
 def sliced_parameters(dense: DenseModel, width: int) -> int:
-    """Parameters of the model cut to a width.
-
-    With both matrices of each layer and an uncut head of its own; norms are folded into weights.
-    """
+    """Parameters of the model cut to a width, with each layer's two matrices and an uncut head."""
     size, layers = dense.widths.model, dense.family.layers(dense.model)
     total = (width + size) * dense.widths.vocabulary
     for index, layer in enumerate(layers):
@@ -118,7 +115,7 @@ def sliced_parameters(dense: DenseModel, width: int) -> int:
                 total += parameter.shape[1] * (width if "o_proj" in name else leaving)
             elif parameter.dim() == 2:
                 total += parameter.shape[0] * width
-            elif "layernorm" not in name:
+            elif "layernorm" not in name:  # those are folded into weights
                 total += parameter.numel()
         total += width * width + width * leaving
     return total

@@ -43,14 +43,14 @@ from dotmoe.pruning.contract import (
 _COLUMNS_AT_ONCE = 128
 
 
-def magnitude_2_4(inputs: PruneInputs) -> Pruned:
+def magnitude(inputs: PruneInputs) -> Pruned:
     """Zero the two smallest weights of each four."""
     for linear in linears_of(inputs.layers):
         linear.weight *= kept_of_four(linear.weight.abs())
     return _halved(inputs)
 
 
-def wanda_2_4(inputs: PruneInputs) -> Pruned:
+def wanda(inputs: PruneInputs) -> Pruned:
     """Prune every linear map by weight times input."""
 
     def by_inputs(square_I: Tensor) -> Callable[[Tensor], Tensor]:
@@ -60,7 +60,7 @@ def wanda_2_4(inputs: PruneInputs) -> Pruned:
     return _by_layers(inputs, lambda x_TI: x_TI.square().sum(dim=0), by_inputs)
 
 
-def pruner_zero_2_4(inputs: PruneInputs) -> Pruned:
+def pruner_zero(inputs: PruneInputs) -> Pruned:
     """Prune every linear map by weight and slope."""
     weights = [linear.weight for linear in linears_of(inputs.layers)]
     squares = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
@@ -79,7 +79,7 @@ def pruner_zero_2_4(inputs: PruneInputs) -> Pruned:
     return _halved(inputs)
 
 
-def sparsegpt_2_4(inputs: PruneInputs) -> Pruned:
+def sparsegpt(inputs: PruneInputs) -> Pruned:
     """Prune every linear map and correct the rest of it."""
     return _by_layers(inputs, lambda x_TI: x_TI.T @ x_TI, correcting)
 
@@ -109,7 +109,7 @@ def correcting(hessian_II: Float[Tensor, "I I"]) -> Callable[[Tensor], Tensor]:
     return pruned
 
 
-def require_fours(dense: DenseModel) -> None:
+def require(dense: DenseModel) -> None:
     """Refuse widths that are no whole fours."""
     for linear in linears_of(dense.family.layers(dense.model)):
         if linear.in_features % 4:
@@ -133,9 +133,8 @@ def _by_layers(
 ) -> Pruned:
     """Prune the linear maps of each layer by what they read behind the pruned layers before it.
 
-    `moment` of inputs [T, I] is summed over all tokens; `pruner` makes of that sum what gives a
-    weight [O, I] anew, all in float64 and of the layer as it was. Maps that read the same tensor
-    share it.
+    `moment` of inputs [T, I] is summed over all tokens; `pruner` makes of that sum, once for maps
+    that read the same tensor, what gives a weight [O, I] anew, in float64.
     """
     stream = Stream(inputs.dense, inputs.tokens_BT)
     seen, first, sums = dict[int, Tensor](), dict[int, int](), dict[int, Any]()

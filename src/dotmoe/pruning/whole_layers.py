@@ -88,6 +88,5 @@ def _without(inputs: PruneInputs, dropped: list[int]) -> Pruned:
     changed: dict[str, Any] = {"num_hidden_layers": len(kept)}
     if types := getattr(dense.config, "layer_types", None):
         changed["layer_types"] = [types[old] for old in kept]
-    for key, value in changed.items():
-        setattr(dense.config, key, value)
+    dense.config.update(changed)
     return Pruned(removed, {"layers": dropped}, changed)
