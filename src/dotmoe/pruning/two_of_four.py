@@ -32,13 +32,7 @@ from dotmoe.errors import UserError
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.stream import Stream
 from dotmoe.moe.masked import watched
-from dotmoe.pruning.contract import (
-    Pruned,
-    PruneInputs,
-    backward,
-    damped_inverse,
-    linears_of,
-)
+from dotmoe.pruning.contract import Pruned, PruneInputs, backward, damped_inverse, linears_of
 
 _COLUMNS_AT_ONCE = 128
 
