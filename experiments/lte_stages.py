@@ -21,7 +21,8 @@ from torch import Tensor
 from tyro.conf import Positional
 
 from dotmoe.baselines import Baseline, active_share, routed_by_own
-from dotmoe.baselines.lte import next_token_loss, soft_stage, stepped
+from dotmoe.baselines.contract import next_token_loss
+from dotmoe.baselines.lte import soft_stage, stepped
 from dotmoe.calibrate import block_inputs, unit_logits
 from dotmoe.evaluate import heldout_perplexity
 from dotmoe.files import write_json

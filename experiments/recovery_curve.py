@@ -24,8 +24,7 @@ from dotmoe.distributed import fsdp_mesh
 from dotmoe.evaluate import TextConfig, packed_text, stock_nats
 from dotmoe.evaluate.perplexity import perplexity
 from dotmoe.files import write_json
-from dotmoe.finetuning import Finetuning
-from dotmoe.finetuning.student import Student
+from dotmoe.finetuning import Finetuning, Student
 from dotmoe.finished_run import FinishedRun
 from dotmoe.load import LoadConfig, describe_dense, load_dense
 from dotmoe.models.dense import DenseModel

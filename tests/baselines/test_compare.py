@@ -51,8 +51,6 @@ def test_convert_exports_every_method_verified(method, tiny_dense, text_file, tm
     assert results["verification"]["largest_block_error"] < 0.02
     assert ("moe_own_router" in results) == (METHODS[method].own is not None)
     assert not (out / "2_align").exists()
-    layout = layout_in(out)
-    assert layout.shared_size + layout.active_experts * layout.expert_size == 32
 
 
 def test_a_shared_expert_is_aligned_exported_and_finetuned(
@@ -284,12 +282,9 @@ def test_a_shared_expert_goes_to_the_methods_that_have_one():
     assert having == {"dot_moe", "cmoe", "llama_moe_v2_residual"}
 
 
-def test_a_comparison_without_a_text_of_its_own_is_refused():
+def test_a_comparison_without_a_text_of_its_own_or_steps_for_what_is_trained_is_refused():
     with pytest.raises(UserError, match=r"eval_text names no text.*--eval-text"):
         points_of(config_of(eval_text=()))
-
-
-def test_a_comparison_of_what_is_trained_needs_steps():
     with pytest.raises(UserError, match=r"trained_only is set, but router_steps is 0.*cmoe"):
         points_of(config_of(trained_only=True))
 
@@ -321,11 +316,8 @@ def test_every_method_is_frozen_repaired_and_finetuned_alike(
     assert all(level in table for level in levels)
     assert f"| {sum(read):,} |" in table
 
-    dense, own, layer = (
-        rows[0],
-        rows[7],
-        AutoModelForCausalLM.from_pretrained(model).model.layers[0],
-    )
+    dense, own = rows[0], rows[7]
+    layer = AutoModelForCausalLM.from_pretrained(model).model.layers[0]
     active = results_in(out / "lte-own")["moe_own_router"]["active"]
     assert active["mean"] == pytest.approx(sum(active["layers"]) / 2)
     assert own["active_std"] == active["std"] > 0

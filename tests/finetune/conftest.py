@@ -8,8 +8,7 @@ from two_ranks import unloaded_dense
 
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import fsdp_mesh
-from dotmoe.finetuning import FinetuneConfig
-from dotmoe.finetuning.student import Student
+from dotmoe.finetuning import FinetuneConfig, Student
 
 
 @pytest.fixture

@@ -254,13 +254,8 @@ def test_frozen_repaired_and_finetuned_are_three_rows(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
 def test_a_run_killed_while_it_repairs_ends_as_one_that_was_not(tiny_dense, text_file, tmp_path):
-    options = {
-        **TINY_CONVERT,
-        "data": text_file,
-        "steps": 0,
-        "repair_tokens": 2000,
-        "repair_epochs": 1,
-    }
+    repair = {"repair_tokens": 2000, "repair_epochs": 1}
+    options = {**TINY_CONVERT, "data": text_file, "steps": 0, **repair}
     dense = tiny_dense("llama", num_hidden_layers=4)
     whole = TinyRun("convert", dense, tmp_path / "whole", options)
     assert run([*whole.command(), "--repair"]) == 0

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from dotmoe.distributed import full_tensor, local_part
-from dotmoe.finetuning import FinetuneConfig, Finetuning
-from dotmoe.finetuning.student import write_student
+from dotmoe.finetuning import FinetuneConfig, Finetuning, write_student
 from dotmoe.layout import ALWAYS_ON
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked_by

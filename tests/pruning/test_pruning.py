@@ -1,8 +1,9 @@
 """Methods that prune: each against its definition written out serially, and as rows of a table."""
 
 import copy
-import importlib
 import json
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,17 +16,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import family_of
 from dotmoe.parameters import meta_model
-from dotmoe.pruning import PRUNING, PruneInputs, prune, sparsegpt
-from dotmoe.pruning.contract import threshold
+from dotmoe.pruning import PRUNING, PruneInputs, by_curvature, prune, two_of_four
+from dotmoe.pruning.contract import made_up, threshold
+from dotmoe.pruning.disp_llm import disp_llm, gated, kept_parameters
 from dotmoe.pruning.llm_pruner import removed_parameters
+from dotmoe.pruning.modegpt import joint_rank
 from dotmoe.pruning.slicegpt import sliced, sliced_parameters
-from dotmoe.pruning.two_of_four import kept_of_four
+from dotmoe.pruning.two_of_four import correcting, kept_of_four
 from runs import TINY_CONVERT
 
-k_obd, llm_surgeon, modegpt, disp_llm = (
-    importlib.import_module(f"dotmoe.pruning.{name}")
-    for name in ("k_obd", "llm_surgeon", "modegpt", "disp_llm")
-)
 LAYERS = ("shortgpt", "sleb")
 STOCK = [name for name in PRUNING if PRUNING[name].applied is None]
 TWO_OF_FOUR = [name for name in PRUNING if name.endswith("2_4")]
@@ -44,25 +43,30 @@ def linears_of(dense):
     }
 
 
+def passed(modules, run):
+    """What each module reads and puts out while something runs, by name."""
+    seen = {}
+
+    def see(name, module, args, out):
+        seen[name] = args[0], out
+
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(partial(see, name)))
+        run()
+    return seen
+
+
 @torch.no_grad()
 def inputs_of(dense, tokens_BT):
     """What every linear map of the decoder layers reads, [T, I], by name; stock forward pass."""
-    seen = {}
-    hooks = [
-        module.register_forward_pre_hook(
-            lambda _, args, name=name: seen.update({name: args[0].flatten(0, 1).double().numpy()})
-        )
-        for name, module in linears_of(dense).items()
-    ]
-    dense.model(input_ids=tokens_BT)
-    for hook in hooks:
-        hook.remove()
-    return seen
+    seen = passed(linears_of(dense), lambda: dense.model(input_ids=tokens_BT))
+    return {name: x.flatten(0, 1).double().numpy() for name, (x, _) in seen.items()}
 
 
 @pytest.fixture(autouse=True)
 def _few_shots(monkeypatch):
-    monkeypatch.setattr(k_obd, "SHOTS", 3)
+    monkeypatch.setattr(by_curvature, "SHOTS", 3)
 
 
 @pytest.fixture
@@ -184,16 +188,16 @@ def correlated():
 
 @pytest.mark.parametrize("columns", [4, 8, 128])
 def test_sparsegpt_is_the_surgeon_column_by_column(columns, correlated, monkeypatch):
-    monkeypatch.setattr(sparsegpt, "_COLUMNS_AT_ONCE", columns)
+    monkeypatch.setattr(two_of_four, "_COLUMNS_AT_ONCE", columns)
     weight_OI, x_TI = correlated
-    found = sparsegpt._corrected(weight_OI, sparsegpt._curvature(x_TI.T @ x_TI))
+    found = correcting(x_TI.T @ x_TI)(weight_OI)
     np.testing.assert_allclose(found, serial_obs(weight_OI.numpy(), x_TI.numpy()), atol=1e-9)
 
 
 def test_a_feature_that_is_never_read_is_pruned_first(correlated):
     weight_OI, x_TI = correlated
     x_TI[:, 5] = 0
-    found = sparsegpt._corrected(100 * weight_OI, sparsegpt._curvature(x_TI.T @ x_TI))
+    found = correcting(x_TI.T @ x_TI)(100 * weight_OI)
     assert not found[:, 5].any()
 
 
@@ -203,7 +207,7 @@ def test_wanda_and_sparsegpt_agree_with_llm_compressor():
     weight_OI, x_TI = made["weight_OI"].double(), made["x_BTI"].flatten(0, 1).double()
     wanda_OI = weight_OI * kept_of_four(weight_OI.abs() * x_TI.square().sum(0).sqrt())
     assert torch.equal(wanda_OI.float(), made["wanda_OI"])
-    found = sparsegpt._corrected(weight_OI, sparsegpt._curvature(x_TI.T @ x_TI))
+    found = correcting(x_TI.T @ x_TI)(weight_OI)
     expected = made["sparsegpt_OI"].double()
     assert torch.equal(found == 0, expected == 0)
     assert (found - expected).norm() < 1e-5 * expected.norm()
@@ -228,12 +232,9 @@ def test_sparsegpt_reconstructs_better_than_wanda_and_wanda_better_than_magnitud
 def test_widths_that_are_no_fours_are_refused(dense_of, tokens_BT, tmp_path):
     dense = dense_of("llama", intermediate_size=90)
     before = weights_of(dense)
+    inputs = PruneInputs(dense=dense, tokens_BT=tokens_BT, wanted=0, batch=None)
     with pytest.raises(Exception, match="reads 90 features, which are not whole fours"):
-        prune(
-            "wanda_2_4",
-            PruneInputs(dense=dense, tokens_BT=tokens_BT, wanted=0, batch=None),
-            tmp_path,
-        )
+        prune("wanda_2_4", inputs, tmp_path)
     assert all(torch.equal(before[name], p) for name, p in weights_of(dense).items())
 
 
@@ -296,18 +297,10 @@ def test_dropped_layers_are_in_neither_config_nor_weights(
 
 
 def test_shortgpt_drops_the_layers_of_least_turn(dense_of, pruned_of, tokens_BT):
-    dense = dense_of("llama", num_hidden_layers=5)
-    stream, scores = [], []
-    hooks = [
-        layer.register_forward_hook(lambda _, args, out: stream.append((args[0], out)))
-        for layer in dense.model.model.layers
-    ]
-    with torch.no_grad():
-        dense.model(tokens_BT)
-    for hook in hooks:
-        hook.remove()
-    for before, after in stream:
-        x, y = (each.flatten(0, 1).double().numpy() for each in (before, after))
+    dense, scores = dense_of("llama", num_hidden_layers=5), []
+    layers = dict(enumerate(dense.model.model.layers))
+    for stream in passed(layers, lambda: dense.model(tokens_BT)).values():
+        x, y = (each.flatten(0, 1).detach().double().numpy() for each in stream)
         cosine = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(x, y, strict=True)]
         scores.append(1 - np.mean(cosine))
     for number in (1, 3):
@@ -467,33 +460,6 @@ def scores_of(dense, tokens_BT, layer):
     return heads, neurons
 
 
-@torch.no_grad()
-def really_cut(dense, heads, neurons):
-    """The stock modules with only some key-value heads and neurons in each layer."""
-    model, config = copy.deepcopy(dense.model), dense.config
-    size = config.hidden_size // config.num_attention_heads
-    shared = config.num_attention_heads // config.num_key_value_heads
-
-    def kept_of(linear, rows, dimension):
-        kept = torch.tensor(rows)
-        linear.weight.data = linear.weight.data.index_select(dimension, kept)
-        if dimension == 0 and linear.bias is not None:
-            linear.bias.data = linear.bias.data[kept]
-
-    for index, layer in enumerate(model.model.layers):
-        keys = [head * size + i for head in heads[index] for i in range(size)]
-        width = shared * size
-        queries = [head * width + i for head in heads[index] for i in range(width)]
-        for name, rows, dimension in (
-            *(("q_proj", queries, 0), ("k_proj", keys, 0)),
-            *(("v_proj", keys, 0), ("o_proj", queries, 1)),
-        ):
-            kept_of(getattr(layer.self_attn, name), rows, dimension)
-        for name, dimension in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
-            kept_of(getattr(layer.mlp, name), neurons[index], dimension)
-    return model
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_llm_pruner_is_the_model_without_its_least_important_groups(
     family, dense_of, pruned_of, tokens_BT
@@ -505,17 +471,21 @@ def test_llm_pruner_is_the_model_without_its_least_important_groups(
         "llm_pruner", family, wanted=total - removed_parameters(dense, 40), **options
     )
     assert figures["plan"] == {"heads": 2, "neurons": 56, "layers": [0, 3]}
-    heads, neurons = [], []
-    for layer in range(3):
+    removed, now = 0, weights_of(found)
+    for layer, module in enumerate(dense.model.model.layers):
         dense.model.zero_grad()
-        by_head, by_neuron = scores_of(dense, tokens_BT, layer)
-        heads.append(sorted(np.argsort(by_head)[2:].tolist()))
-        neurons.append(sorted(np.argsort(by_neuron)[40:].tolist()))
-    cut = really_cut(dense, heads, neurons)
-    assert sum(p.numel() for p in cut.parameters()) == figures["parameters"]
-    with torch.no_grad():
-        expected = cut(tokens_BT).logits
-        assert (found.model(tokens_BT).logits - expected).norm() < 1e-5 * expected.norm()
+        heads, neurons = (np.argsort(score) for score in scores_of(dense, tokens_BT, layer))
+        for name, p in module.named_parameters():
+            expected = p.detach().clone()
+            if "norm" not in name:
+                width = 1 if "mlp" in name else 16 if "q_proj" in name or "o_proj" in name else 8
+                least = neurons[:40] if "mlp" in name else heads[:2]
+                rows = [group * width + i for group in least for i in range(width)]
+                writes = "o_proj" in name or "down_proj" in name
+                (expected.T if writes else expected)[rows] = 0
+            assert torch.equal(now[f"model.layers.{layer}.{name}"], expected)
+            removed += int((expected == 0).sum())
+    assert figures["parameters"] == total - removed
     assert not any(p.requires_grad or p.grad is not None for p in found.model.parameters())
     stored = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     assert torch.equal(
@@ -553,68 +523,43 @@ def test_llm_pruner_finds_the_parts_of_fused_projections(pruned_of):
 )
 def test_selections_of_the_published_share_keep_the_published_counts(sizes, share, billions):
     dense, (size, neurons, layers, *_) = described(*sizes), sizes
-    whole = disp_llm.kept_parameters(dense, [size, size, size, neurons, size] * layers)
-    kept = disp_llm.kept_parameters(dense, [*[share * size] * 3, neurons, share * size] * layers)
+    whole = kept_parameters(dense, [size, size, size, neurons, size] * layers)
+    kept = kept_parameters(dense, [*[share * size] * 3, neurons, share * size] * layers)
     total = sum(p.numel() for name, p in dense.model.named_parameters() if "bias" not in name)
     assert round((total - whole + kept) / 1e9, 4) == billions
 
 
-class Chosen(nn.Module):
-    """Maps the chosen inputs to the chosen outputs, by a matrix of just these."""
-
-    def __init__(self, linear, rows, columns):
-        super().__init__()
-        self.weight = nn.Parameter(linear.weight[rows][:, columns])
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias[rows])
-        self.rows, self.columns, self.width = rows, columns, linear.out_features
-
-    def forward(self, x):
-        out = x.new_zeros(*x.shape[:-1], self.width)
-        out[..., self.rows] = nn.functional.linear(x[..., self.columns], self.weight, self.bias)
-        return out
-
-
-@torch.no_grad()
-def really_selected(dense, masks):
-    """A model that gathers what each matrix reads and scatters what it writes."""
-    model = copy.deepcopy(dense.model)
-    for index, layer in enumerate(model.model.layers):
-        chosen = [mask.nonzero()[:, 0] for mask in masks[5 * index : 5 * index + 5]]
-        reads, writes, ffn_reads, neurons, ffn_writes = chosen
-        for block, name, rows, columns in (
-            *((layer.self_attn, name, None, reads) for name in ("q_proj", "k_proj", "v_proj")),
-            (layer.self_attn, "o_proj", writes, None),
-            *((layer.mlp, name, neurons, ffn_reads) for name in ("gate_proj", "up_proj")),
-            (layer.mlp, "down_proj", ffn_writes, neurons),
-        ):
-            linear = getattr(block, name)
-            rows = torch.arange(linear.out_features) if rows is None else rows
-            columns = torch.arange(linear.in_features) if columns is None else columns
-            setattr(block, name, Chosen(linear, rows, columns))
-    return model
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_disp_llm_is_the_model_that_gathers_and_scatters(family, dense_of, pruned_of, tokens_BT):
-    dense = dense_of(family)
-    wanted = 70_000
-    found, _, figures, _ = pruned_of("disp_llm", family, wanted=wanted)
+def test_disp_llm_leaves_zeros_and_is_what_was_trained(family, dense_of, pruned_of, tokens_BT):
+    dense, wanted = dense_of(family), 70_000
+    found, before, figures, _ = pruned_of("disp_llm", family, wanted=wanted)
     assert wanted <= figures["parameters"] < wanted + 300
     assert figures["calibration_tokens"] == 3 * 2 * 96
-    masks = []
-    for layer in found.model.model.layers:
+    masks, gone = [], 0
+    for index, layer in enumerate(found.model.model.layers):
         attention, ffn = layer.self_attn, layer.mlp
-        masks += [attention.v_proj.weight.any(0), attention.o_proj.weight.any(1)]
-        masks += [ffn.up_proj.weight.any(0), ffn.up_proj.weight.any(1), ffn.down_proj.weight.any(1)]
+        reads, writes = attention.v_proj.weight.any(0), attention.o_proj.weight.any(1)
+        ffn_reads, neurons = ffn.up_proj.weight.any(0), ffn.up_proj.weight.any(1)
+        ffn_writes = ffn.down_proj.weight.any(1)
+        masks += [reads, writes, ffn_reads, neurons, ffn_writes]
+        every = torch.tensor([True])
+        for name, rows, columns in (
+            *((f"self_attn.{each}_proj", every, reads) for each in "qkv"),
+            ("self_attn.o_proj", writes, every),
+            *((f"mlp.{each}_proj", neurons, ffn_reads) for each in ("gate", "up")),
+            ("mlp.down_proj", ffn_writes, neurons),
+        ):
+            linear, place = layer.get_submodule(name), f"model.layers.{index}.{name}"
+            kept = (rows[:, None] & columns).expand_as(linear.weight)
+            assert torch.equal(linear.weight, before[f"{place}.weight"] * kept)
+            assert linear.bias is None or torch.equal(linear.bias, before[f"{place}.bias"])
+            gone += int((~kept).sum())
     assert figures["plan"]["selected"] == [int(mask.sum()) for mask in masks]
-    cut = really_selected(dense, masks)
-    assert sum(p.numel() for p in cut.parameters()) == figures["parameters"]
-    with torch.no_grad():
-        expected, logits = cut(tokens_BT).logits, found.model(tokens_BT).logits
-        with disp_llm.gated(dense, [mask.float() for mask in masks]):  # as the training gates
-            trained_as = dense.model(tokens_BT).logits
-    for each in (logits, trained_as):
-        assert (each - expected).norm() < 1e-5 * expected.norm()
+    assert figures["parameters"] == sum(map(torch.numel, before.values())) - gone
+    with torch.no_grad(), gated(dense, [mask.float() for mask in masks]):  # as the training gates
+        expected = dense.model(tokens_BT).logits
+    logits = found.model(tokens_BT).logits
+    assert (logits - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_selections_follow_seed_and_training(dense_of, tokens_BT):
@@ -623,7 +568,7 @@ def test_selections_follow_seed_and_training(dense_of, tokens_BT):
     @torch.no_grad()
     def plan(seed, steps):
         inputs = PruneInputs(dense=dense_of("llama"), **text, steps=steps, seed=seed)
-        return disp_llm.disp_llm(inputs).plan
+        return disp_llm(inputs).plan
 
     assert plan(1, 2) == plan(1, 2)
     assert plan(1, 2) != plan(2, 2)
@@ -640,7 +585,7 @@ def ridge_of(moment_II):
 def test_columns_that_stay_are_the_ridge_regression_on_what_all_did(correlated):
     weight_OI, x_TI = (each.numpy() for each in correlated)
     kept = np.arange(16) % 3 != 0
-    found = sparsegpt.made_up(correlated[0], correlated[1].T @ correlated[1], torch.tensor(kept))
+    found = made_up(correlated[0], correlated[1].T @ correlated[1], torch.tensor(kept))
     root = np.sqrt(ridge_of(x_TI.T @ x_TI)) * np.eye(kept.sum())
     inputs = np.vstack([x_TI[:, kept], root])
     outputs = np.vstack([x_TI @ weight_OI.T, root @ weight_OI[:, kept].T])
@@ -654,18 +599,13 @@ def test_values_and_outputs_become_the_truncated_svd_of_their_product(rank, corr
     generator, x_TD = np.random.default_rng(0), correlated[1].numpy()
     value_VD, output_RDV = generator.normal(size=(4, 16)), generator.normal(size=(2, 16, 4))
     values_TV = torch.tensor(x_TD @ value_VD.T)
-    there, back = modegpt.joint_rank(
+    there, back = joint_rank(
         values_TV.T @ values_TV, torch.tensor(output_RDV).transpose(1, 2), rank
     )
     assert (there.shape, back.shape) == ((rank, 4), (4, rank))
-    found = (
-        x_TD
-        @ value_VD.T
-        @ there.numpy().T
-        @ back.numpy().T
-        @ np.hstack(output_RDV.transpose(0, 2, 1))
-    )
-    u, s, v = np.linalg.svd(x_TD @ value_VD.T @ np.hstack(output_RDV.transpose(0, 2, 1)))
+    outputs = np.hstack(output_RDV.transpose(0, 2, 1))
+    found = x_TD @ value_VD.T @ there.numpy().T @ back.numpy().T @ outputs
+    u, s, v = np.linalg.svd(x_TD @ value_VD.T @ outputs)
     expected = (u[:, :rank] * s[:rank]) @ v[:rank]
     np.testing.assert_allclose(found, expected, atol=1e-8 * s[0])
 
@@ -741,28 +681,23 @@ def test_norms_of_heads_are_refused(dense_of):
 
 @pytest.mark.parametrize("family", ["qwen2", "phi3"])
 def test_curvature_is_summed_over_the_tokens_of_every_window(family, dense_of, tokens_BT):
-    dense, sums = dense_of(family), {}
-    outputs = {}
-    hooks = [
-        module.register_forward_hook(
-            lambda _, args, out, name=name: outputs.update({name: (args[0], out)})
-        )
-        for name, module in linears_of(dense).items()
-    ]
+    dense, sums, losses = dense_of(family), {}, []
     dense.model.requires_grad_(True)
+
+    def run(row):
+        losses.append(dense.model(row[None], labels=row[None]).loss)
+
     for row in tokens_BT:
-        loss = dense.model(row[None], labels=row[None]).loss
-        slopes = torch.autograd.grad(loss, [out for _, out in outputs.values()])
+        outputs = passed(linears_of(dense), partial(run, row))
+        slopes = torch.autograd.grad(losses.pop(), [out for _, out in outputs.values()])
         for (name, (x, _)), slope in zip(outputs.items(), slopes, strict=True):
             x_TI, g_TO = x[0].detach().double().numpy(), slope[0].double().numpy()
             if linears_of(dense)[name].bias is not None:
                 x_TI = np.hstack([x_TI, np.ones((len(x_TI), 1))])
             old = sums.get(name, (0, 0))
             sums[name] = old[0] + x_TI.T @ x_TI, old[1] + g_TO.T @ g_TO
-    for hook in hooks:
-        hook.remove()
     inputs = PruneInputs(dense=dense_of(family), tokens_BT=tokens_BT, wanted=0, batch=None)
-    for found, name in zip(k_obd.curvature(inputs), linears_of(dense), strict=True):
+    for found, name in zip(by_curvature.curvature(inputs), linears_of(dense), strict=True):
         for a, b in zip(found, sums[name], strict=True):
             assert np.linalg.norm(a.numpy() - b) < 1e-4 * np.linalg.norm(b)
 
@@ -788,8 +723,8 @@ def places(shape, rows=(), columns=()):
 def test_costs_are_those_of_the_whole_curvature_matrix(kronecker):
     weight, reads, slopes, damped_reads, damped_slopes = kronecker
     factors = torch.tensor(reads), torch.tensor(slopes)
-    simple = k_obd._costs(torch.tensor(weight), factors)
-    surgeon = llm_surgeon._costs(torch.tensor(weight), factors)
+    simple = by_curvature.damage(torch.tensor(weight), factors)
+    surgeon = by_curvature.damage_left(torch.tensor(weight), factors)
     for kind, by_row in ((1, True), (0, False)):
         # The damped factor is the one that is inverted.
         hessian = np.kron(*((damped_slopes, reads) if by_row else (slopes, damped_reads)))
@@ -812,7 +747,7 @@ def test_the_surgeon_moves_the_rest_to_where_the_loss_is_least(kronecker):
         expected -= (inverse[:, gone] @ solved).reshape(weight.shape)
     kept = torch.tensor([0, 1, 1, 0, 1]).bool(), torch.tensor([1, 0, 0, 1]).bool()
     factors = torch.tensor(reads), torch.tensor(slopes)
-    found = llm_surgeon._updated(torch.tensor(weight), factors, kept)
+    found = by_curvature.moved(torch.tensor(weight), factors, kept)
     there = np.ix_(kept[1].numpy(), kept[0].numpy())
     np.testing.assert_allclose(found.numpy()[there], expected[there], rtol=1e-8)
 
@@ -831,7 +766,7 @@ def test_the_threshold_is_the_highest_within_the_budget(most):
 
 @pytest.mark.parametrize("method", ["k_obd", "llm_surgeon"])
 def test_rows_and_columns_go_until_the_budget_is_met(method, dense_of, pruned_of, monkeypatch):
-    monkeypatch.setattr(k_obd, "SHOTS", 2)
+    monkeypatch.setattr(by_curvature, "SHOTS", 2)
     total = sum(p.numel() for p in dense_of("qwen2").model.parameters())
     found, before, figures, _ = pruned_of(method, "qwen2", wanted=total - 20_000)
     removed = 0
@@ -854,7 +789,7 @@ def test_what_costs_nothing_goes_within_the_budget_too(dense_of, tokens_BT):
         layer.mlp.down_proj.weight.data[:, ::2] = 0  # half of the rows of gate and up cost nothing
     whole = sum(p.numel() for p in dense.model.parameters())
     inputs = PruneInputs(dense=dense, tokens_BT=tokens_BT, wanted=whole - 1_000, batch=None)
-    pruned = k_obd.k_obd(inputs)
+    pruned = by_curvature.k_obd(inputs)
     assert 900 < pruned.removed <= 1_000
     counted = sum(
         each.weight.numel() - int(each.weight.any(0).sum()) * int(each.weight.any(1).sum())
@@ -864,7 +799,7 @@ def test_what_costs_nothing_goes_within_the_budget_too(dense_of, tokens_BT):
 
 
 def test_what_memory_cannot_hold_is_refused_before_it_is_loaded(monkeypatch):
-    monkeypatch.setattr(k_obd.os, "sysconf", lambda name: 1 << 17)
+    monkeypatch.setattr(by_curvature.os, "sysconf", lambda name: 1 << 17)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Exception, match=r"need 93.15 GiB for the curvature .* 16.00 GiB of"):
         PRUNING["k_obd"].require(described(*LLAMA_2_7B))
@@ -901,7 +836,7 @@ def test_pruned_models_are_rows_beside_conversions_and_are_made_once(
     tiny_dense, text_file, tmp_path, command, monkeypatch
 ):
     held, out, model = tmp_path / "held.txt", tmp_path / "compared", tiny_dense("llama")
-    monkeypatch.setattr(k_obd, "SHOTS", 1)
+    monkeypatch.setattr(by_curvature, "SHOTS", 1)
     held.write_text("\n".join(f"Line {i}: the hen ate {i * 7 % 13} figs." for i in range(100)))
     options = TINY_CONVERT | {"data": text_file, "eval_text": held, "active_experts": 6}
     del options["steps"]

@@ -6,6 +6,7 @@ Each file says what is the rival's and what differs; `contract.py` is what a met
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -13,22 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dotmoe.baselines.by_energy import by_energy
 from dotmoe.baselines.cmoe import by_representatives, cmoe
-from dotmoe.baselines.co_activation import co_activation
-from dotmoe.baselines.contract import BaselineConfig, LayerSplit, Own, SplitInputs
+from dotmoe.baselines.contract import BaselineConfig as BaselineConfig
+from dotmoe.baselines.contract import LayerSplit, Own
+from dotmoe.baselines.contract import SplitInputs as SplitInputs
+from dotmoe.baselines.controls import by_energy, dealt
 from dotmoe.baselines.expert_weaver import by_shared_and_gates, expert_weaver
 from dotmoe.baselines.llama_moe_v2 import llama_moe_v2
 from dotmoe.baselines.lte import above_threshold, lte
-from dotmoe.baselines.predictor import by_predictor
-from dotmoe.baselines.without_data import contiguous_split, random_split, weight_clusters
-from dotmoe.calibrate import (
-    RidgeRouter,
-    affinity_of,
-    expert_sums,
-    log_energy,
-    unit_logits,
-)
+from dotmoe.baselines.moefication import by_predictor, co_activation, weight_clusters
+from dotmoe.calibrate import RidgeRouter, affinity_of, expert_sums, log_energy, unit_logits
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
@@ -36,19 +31,6 @@ from dotmoe.models.dense import DenseModel
 from dotmoe.moe.assignment import AlignState
 from dotmoe.moe.masked import gated
 from dotmoe.progress import Update, no_update
-
-__all__ = [
-    "METHODS",
-    "Baseline",
-    "BaselineConfig",
-    "MethodName",
-    "SplitInputs",
-    "active_share",
-    "baseline",
-    "granularity_of",
-    "routed_by_own",
-    "state_of",
-]
 
 
 class Method(NamedTuple):
@@ -64,8 +46,8 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "random_split": Method(random_split, of_any_units=True),
-    "contiguous_split": Method(contiguous_split, of_any_units=True),
+    "random_split": Method(partial(dealt, at_random=True), of_any_units=True),
+    "contiguous_split": Method(partial(dealt, at_random=False), of_any_units=True),
     "by_energy": Method(by_energy),
     "weight_clusters": Method(weight_clusters, own=by_predictor),
     "co_activation": Method(co_activation, own=by_predictor),
@@ -82,7 +64,7 @@ if TYPE_CHECKING:
 else:
     MethodName = Literal[("dot_moe", *METHODS)]
 
-_ROUTERS_FILE = "own_router.safetensors"
+_LAYOUT, _OWN = "layout.safetensors", "own_router.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,18 +77,15 @@ class Baseline:
 
     def save(self, folder: Path) -> None:
         """Write `layout.safetensors`, and `own_router.safetensors` where there is one."""
-        self.layout.save(folder / "layout.safetensors")
+        self.layout.save(folder / _LAYOUT)
         if self.own:
-            save_file(self.own, folder / _ROUTERS_FILE)
+            save_file(self.own, folder / _OWN)
 
     @classmethod
     def load(cls, folder: Path) -> "Baseline":
         """Inverse of `save`."""
-        routers = folder / _ROUTERS_FILE
-        return cls(
-            layout=ExpertLayout.load(folder / "layout.safetensors"),
-            own=load_file(routers) if routers.exists() else {},
-        )
+        own = load_file(folder / _OWN) if (folder / _OWN).exists() else {}
+        return cls(layout=ExpertLayout.load(folder / _LAYOUT), own=own)
 
 
 def granularity_of(method: str, split: Granularity, config: BaselineConfig) -> Granularity:
@@ -116,41 +95,30 @@ def granularity_of(method: str, split: Granularity, config: BaselineConfig) -> G
     `split` has one.
 
     Raises:
-        UserError: A shared expert for a method that has none, or one that leaves no other expert to
-            run.
+        UserError: The method cannot have that split.
 
     Example:
         >>> granularity_of("cmoe", Granularity(num_experts=16, expert_size=8, active_experts=4),
         ...                BaselineConfig())
         Granularity(num_experts=14, expert_size=8, active_experts=2, shared_size=16, ...)
     """
+    shared, active = config.shared_experts, split.active_experts
     of_heads = any(part.target == "attention" for part in parts_of(split))
     if of_heads and method in METHODS and not METHODS[method].of_any_units:
-        able = ", ".join(name for name in METHODS if METHODS[name].of_any_units)
+        able = [name for name in METHODS if METHODS[name].of_any_units]
         raise UserError(
             f"{method} splits FFNs alone, but targets asks for experts of heads, too. Choose "
-            f"dot_moe or {able}."
+            f"dot_moe or {', '.join(able)}."
         )
-    shared, active = config.shared_experts, split.active_experts
-    if method not in METHODS or not METHODS[method].has_shared_expert:
-        others = " or ".join(name for name in METHODS if METHODS[name].has_shared_expert)
-        if shared is not None:
-            raise UserError(
-                f"shared_experts is {shared}, but {method} is none of the methods that read it. "
-                f"Leave it out (dot_moe has shared), or choose {others}."
-            )
-        if method in METHODS and split.shared_size:
-            raise UserError(
-                f"shared makes a shared expert of {split.shared_size} neurons, but {method} has "
-                f"none. Leave it out, or choose dot_moe or {others}."
-            )
+    having = [name for name in METHODS if METHODS[name].has_shared_expert]
+    able = ["dot_moe", *having] if shared is None else having
+    if method not in able and (shared is not None or split.shared_size):
+        name, others = "shared" if shared is None else "shared_experts", " or ".join(able)
+        raise UserError(f"{method} does not read {name}. Leave it out, or choose {others}.")
+    if method not in having or (split.shared_size and shared is None):
         return split
     if split.shared_size:
-        if shared is not None:
-            raise UserError(
-                f"shared_experts is {shared}, but shared says it as well. Give one of the two."
-            )
-        return split
+        raise UserError("shared_experts and shared say the same. Leave one of the two out.")
     shared = active // 2 if shared is None else shared
     if not 1 <= shared < active:
         raise UserError(
@@ -218,14 +186,10 @@ def routed_by_own(
 
 
 def active_share(shares: list[Tensor], layers: int) -> dict[str, Any]:
-    """Mean share of the neurons that run, of all and by layer, and how it differs by token.
-
-    `std` is the standard deviation of each token's mean over the split layers.
-    """
+    """Mean share of the neurons that run, by layer, too, and the deviation of each token's mean."""
     share_LT = torch.stack([torch.cat(shares[layer::layers]) for layer in range(layers)])
-    std = share_LT.mean(dim=0).std()
-    by_layer = share_LT.mean(dim=1).tolist()
-    return {"mean": float(share_LT.mean()), "std": float(std), "layers": by_layer}
+    mean, std = float(share_LT.mean()), float(share_LT.mean(dim=0).std())
+    return {"mean": mean, "std": std, "layers": share_LT.mean(dim=1).tolist()}
 
 
 def state_of(layout: ExpertLayout, device: torch.device) -> AlignState:

@@ -3,15 +3,13 @@
 From the original: activations of unit inputs and unit weight rows; on every token the K_a neurons
 of largest size are marked. Those marked most often make the shared expert. The markers of the most
 marked of the rest are the first centres; neurons go to centres by exact balanced assignment on L1
-distances; centres become means. An expert's representative is the neuron nearest its centre.
-Router: the size of the representative's true activation; the top experts run, with weight 1 at the
-start.
-As in the original each layer is calibrated on what the converted layers before it put out; on all
-calibration tokens (the original reads its first batch only). The published code reads the
-representatives with rows of unit length; the paper's equation, which is kept here, does not.
-Different here: no stock architecture holds that router, which is not linear. The layout's is a
-ridge regression to its scores; `by_representatives` is the true one. The bias that balances loads
-starts at 0 and moves in fine-tuning only, so it is left out.
+distances; centres become means. An expert's representative is the neuron nearest its centre. The
+experts whose representatives' true activations are largest run. Each layer is calibrated behind the
+converted ones.
+Different here: all calibration tokens are read, not the first batch; representatives with rows as
+they are, as in the paper's equation, not of unit length as in the published code. No stock
+architecture holds that router, which is not linear: the layout's is a ridge regression to its
+scores. The bias that balances loads moves in fine-tuning only, so it is left out.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,11 +17,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from dotmoe.baselines.contract import Layer, LayerSplit, SplitInputs, means, optimal_assignment
-from dotmoe.calibrate import RidgeRouter, activations
+from dotmoe.calibrate import RidgeRouter
 from dotmoe.layout import ALWAYS_ON
 from dotmoe.moe.masked import gated
 from dotmoe.moe.router import top_k_mask
@@ -32,63 +30,52 @@ from dotmoe.moe.router import top_k_mask
 @torch.no_grad()
 def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer into a shared expert and clusters of markers."""
-    split, config = inputs.granularity, inputs.config
+    split, config, k = inputs.granularity, inputs.config, inputs.granularity.active_experts
 
     def converted(index: int) -> AbstractContextManager[None]:
         if index < split.first_dense_layers:
             return nullcontext()
-        own, k = {"representative": representative_E}, split.active_experts
-
-        def gate(_: int, x_TD: Tensor, hidden_TN: Tensor) -> Tensor:
-            return by_representatives(own, x_TD, hidden_TN, k)
-
-        return gated(inputs.dense, {index: expert_N}, gate)
+        return gated(
+            inputs.dense,
+            {index: expert_N},
+            lambda _, x_TD, hidden_TN: by_representatives(own, x_TD, hidden_TN, k),
+        )
 
     for layer, dense in zip(inputs.layers(converted), inputs.layers(), strict=True):
-        marks_TN = markers(layer, min(config.marked_neurons, split.units))
+        marks_TN = _markers(layer, min(config.marked_neurons, split.units))
         order_N = marks_TN.sum(dim=0).argsort(descending=True, stable=True)
         routed = order_N[split.shared_size :]
         # Most marked first: the first E are the first centres.
-        marks_NT = marks_TN.T[routed].float()
+        marks_NT = marks_TN.T[routed]
         centre_ET = marks_NT[: split.num_experts]
         for _ in range(config.marker_rounds):
-            cluster_N = optimal_assignment(l1_distance(marks_NT, centre_ET))
+            cluster_N = optimal_assignment(_l1_distance(marks_NT, centre_ET))
             centre_ET = means(marks_NT, cluster_N, split.num_experts)
         others = torch.arange(split.num_experts, device=routed.device) != cluster_N[:, None]
-        distance_NE = l1_distance(marks_NT, centre_ET).masked_fill(others, torch.inf)
+        distance_NE = _l1_distance(marks_NT, centre_ET).masked_fill(others, torch.inf)
         representative_E = routed[distance_NE.argmin(dim=0)]
         expert_N = torch.full((split.units,), ALWAYS_ON, device=routed.device)
         expert_N[routed] = cluster_N
-        hidden_TN = activations(layer.ffn, layer.x_TD.to(layer.ffn.down.weight.dtype))
-        score_TE = hidden_TN[:, representative_E].abs()
-        yield LayerSplit(
-            layer=dense,
-            expert_of_neuron_N=expert_N,
-            router_ED=RidgeRouter(layer.x_TD, inputs.calibrate.ridge)(
-                F.normalize(score_TE, p=1, dim=1)
-            ),
-            own={"representative": representative_E},
-        )
+        score_TE = F.normalize(layer.hidden()[:, representative_E].abs(), p=1, dim=1)
+        router_ED = RidgeRouter(layer.x_TD, inputs.calibrate.ridge)(score_TE)
+        own = {"representative": representative_E}
+        yield LayerSplit(layer=dense, expert_of_neuron_N=expert_N, router_ED=router_ED, own=own)
 
 
-def markers(layer: Layer, marked_neurons: int) -> Bool[Tensor, "T N"]:
-    """Whether a neuron's normalised activation is among the `marked_neurons` largest of a token."""
+def _markers(layer: Layer, marked_neurons: int) -> Float[Tensor, "T N"]:
+    """1 where a normalised activation is among the `marked_neurons` largest of a token, else 0."""
     x_TD = F.normalize(layer.x_TD, dim=1)
-    gate_TN = x_TD @ F.normalize(layer.ffn.gate.weight.float(), dim=1).T
-    up_TN = x_TD @ F.normalize(layer.ffn.up.weight.float(), dim=1).T
-    strongest = (F.silu(gate_TN) * up_TN).abs().topk(marked_neurons, dim=1).indices
-    return torch.zeros_like(gate_TN, dtype=torch.bool).scatter_(1, strongest, True)
+    gate_TN, up_TN = (x_TD @ F.normalize(one.weight.float(), dim=1).T for one in layer.ffn[:2])
+    return top_k_mask((F.silu(gate_TN) * up_TN).abs(), marked_neurons)
 
 
-def l1_distance(
-    marks_NT: Float[Tensor, "N T"], centre_ET: Float[Tensor, "E T"]
-) -> Float[Tensor, "N E"]:
+def _l1_distance(marks_NT: Tensor, centre_ET: Tensor) -> Float[Tensor, "N E"]:
     """Sum of |mark - centre| over tokens, for marks of 0 or 1 and centres between."""
     return marks_NT @ (1 - 2 * centre_ET).T + centre_ET.sum(dim=1)
 
 
 def by_representatives(
-    own: Mapping[str, Tensor], x_TD: Tensor, hidden_TN: Tensor, active_experts: int
+    own: Mapping[str, Tensor], x_TD: Tensor, hidden_TN: Tensor, k: int
 ) -> Tensor:
     """CMoE's own router: the k experts whose representatives have the largest |H|."""
-    return top_k_mask(hidden_TN[:, own["representative"]].abs().float(), active_experts)
+    return top_k_mask(hidden_TN[:, own["representative"]].abs().float(), k)

@@ -1,4 +1,4 @@
-"""The contract of a method, and what several share: clusters of one size, exact assignment."""
+"""The contract of a method, and what several of them compute."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.calibrate import CalibrateConfig, block_inputs, harden
+from dotmoe.calibrate import CalibrateConfig, activations, block_inputs, harden
 from dotmoe.errors import require_package
 from dotmoe.granularity import Granularity
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import GatedFFN
+from dotmoe.moe.losses import IGNORED, distillation_loss, next_token_labels
+from dotmoe.moe.objective import hidden_states
 from dotmoe.options import at_least
 
 
@@ -61,6 +63,10 @@ class Layer:
     generator: torch.Generator
     """Source of all randomness in this layer, on the CPU."""
 
+    def hidden(self) -> Float[Tensor, "T N"]:
+        """H of those inputs (eq:ffn_intermediate), float32."""
+        return activations(self.ffn, self.x_TD.to(self.ffn.down.weight.dtype))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSplit:
@@ -96,10 +102,7 @@ class SplitInputs:
     def layers(
         self, converted: Callable[[int], AbstractContextManager[None]] | None = None
     ) -> Iterator[Layer]:
-        """Every layer in order, with its inputs in the dense model, or behind layers `converted`.
-
-        See `dotmoe.calibrate.block_inputs`.
-        """
+        """Every layer in order, as of `dotmoe.calibrate.block_inputs`."""
         modules = self.dense.family.layers(self.dense.model)
         inputs = block_inputs(self.dense, self.tokens_BT, self.granularity.target, converted)
         for index, (x_TD, energy) in enumerate(inputs):
@@ -111,15 +114,20 @@ class SplitInputs:
             )
 
 
+def next_token_loss(dense: DenseModel, tokens_BT: Tensor, *, summed: bool = False) -> Tensor:
+    """Next-token cross-entropy of a batch, the mean or the sum, with its gradient."""
+    tokens_BT = tokens_BT.long().to(dense.device)
+    labels_T = next_token_labels(tokens_BT)
+    weight = float((labels_T != IGNORED).sum()) if summed else 1.0
+    hidden_TD, head_VD = hidden_states(dense, tokens_BT), dense.family.head(dense.model).weight
+    return distillation_loss(hidden_TD, None, head_VD, labels_T, kl_weight=0.0, ce_weight=weight)[0]
+
+
 def optimal_assignment(cost_NE: Float[Tensor, "N E"]) -> Int[Tensor, " N"]:
     """Assignment of N items to E experts, N / E each, whose summed cost no other undercuts.
 
-    The rivals assign exactly, by Jonker-Volgenant on a square matrix with every expert's column
-    repeated, or by minimum-cost flow; this is POT's network simplex, with the same optimum. Costs
-    are finite, and N is a multiple of E.
-
-    Raises:
-        UserError: POT is not installed.
+    The rivals do so by Jonker-Volgenant or minimum-cost flow; this is POT's network simplex, with
+    the same optimum. Costs are finite. A `UserError` where POT is not installed.
     """
     require_package("ot", "baselines", "the exact assignment of this method")
     import ot
@@ -127,9 +135,9 @@ def optimal_assignment(cost_NE: Float[Tensor, "N E"]) -> Int[Tensor, " N"]:
     # Integer supplies and demands have an integer optimum, which the simplex method returns.
     supply_N, room_E = (torch.ones(size, dtype=torch.float64) for size in cost_NE.shape)
     room_E *= len(supply_N) // len(room_E)
-    costs = cost_NE.double().cpu().numpy()
-    flow_NE = ot.emd(supply_N.numpy(), room_E.numpy(), costs, numItermax=100_000_000)
-    return torch.from_numpy(flow_NE).argmax(dim=1).to(cost_NE.device)
+    each = supply_N.numpy(), room_E.numpy(), cost_NE.double().cpu().numpy()
+    flow_NE = torch.from_numpy(ot.emd(*each, numItermax=100_000_000))
+    return flow_NE.argmax(dim=1).to(cost_NE.device)
 
 
 def balanced_clusters(
@@ -142,8 +150,7 @@ def balanced_clusters(
     """Clusters of one size whose items score high, the best of `cluster_starts`.
 
     Each start has random items as centres, and ends where a round makes nothing better. `score`
-    says how well each item fits each cluster, given the items of the clusters: 1 for members, else
-    0. N is a multiple of E.
+    says how well each item fits each cluster, given the clusters: 1 for members, else 0.
     """
     best, best_N = -torch.inf, torch.empty(0)
     for _ in range(config.cluster_starts):
@@ -164,10 +171,7 @@ def balanced_clusters(
 
 
 def balanced_kmeans(
-    features_NF: Float[Tensor, "N F"],
-    num_clusters: int,
-    config: BaselineConfig,
-    generator: torch.Generator,
+    features_NF: Tensor, num_clusters: int, config: BaselineConfig, generator: torch.Generator
 ) -> Int[Tensor, " N"]:
     """Clusters of equal size with small squared distances to their centres."""
 
@@ -178,9 +182,7 @@ def balanced_kmeans(
     return balanced_clusters(score, len(features_NF), num_clusters, config, generator)
 
 
-def means(
-    features_NF: Float[Tensor, "N F"], expert_N: Int[Tensor, " N"], num_clusters: int
-) -> Float[Tensor, "E F"]:
+def means(features_NF: Tensor, expert_N: Tensor, num_clusters: int) -> Float[Tensor, "E F"]:
     """Mean of the features of each cluster's items; clusters are of one size."""
     order = expert_N.argsort(stable=True)
     return features_NF[order].view(num_clusters, -1, features_NF.shape[1]).mean(dim=1)

@@ -7,10 +7,10 @@ where there are none down to 0.2 where all are. Shared are the neurons of larges
 balanced k-means of the others' profiles makes the experts, whose router rows are their mean gate
 rows.
 Different here: texts are the sequences of the calibration text (the original has 42 tasks). Layers
-may not differ in a layout, so what is shared are whole experts that always run; their number is a
-share of the k active ones, by the same law and such that the original's setting, three quarters
-active, is met, and at least one is left to choose. No router without biases holds that exactly: the
-layout's is a ridge regression to the scores, in which shared experts have the largest one of all.
+may not differ in a layout, so what is shared are whole experts that always run: a share of the k
+active ones, by the same law for three quarters active, the original's setting, and at least one is
+left to choose. The layout's router is a ridge regression to the scores, of which shared experts
+have the largest.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dotmoe.baselines.contract import Layer, LayerSplit, SplitInputs, balanced_kmeans, means
+from dotmoe.baselines.contract import LayerSplit, SplitInputs, balanced_kmeans, means
 from dotmoe.calibrate import RidgeRouter
 from dotmoe.moe.router import top_k_mask
 
@@ -33,7 +33,9 @@ def expert_weaver(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer into experts that always run, and clusters of profiles."""
     split = inputs.granularity
     for layer in inputs.layers():
-        profile_NB = profiles(layer, len(inputs.tokens_BT))
+        gate_TN = F.silu(layer.ffn.gate(layer.x_TD.to(layer.ffn.gate.weight.dtype))).float()
+        texts_BTN = gate_TN.view(len(inputs.tokens_BT), -1, split.units)
+        profile_NB = texts_BTN.mean(dim=1).T.contiguous()
         size_N = profile_NB.abs().mean(dim=1)
         special = float((profile_NB.std(dim=1) > _SPECIAL * size_N).float().mean())
         share = _MOST - (_MOST - _LEAST) * special
@@ -52,23 +54,14 @@ def expert_weaver(inputs: SplitInputs) -> Iterator[LayerSplit]:
         always_E = torch.arange(split.num_experts, device=gate_ED.device) < shared
         score_TE = layer.x_TD @ gate_ED.T
         target_TE = score_TE.masked_fill(always_E, float(score_TE.max()))
-        yield LayerSplit(
-            layer=layer,
-            expert_of_neuron_N=expert_N,
-            router_ED=RidgeRouter(layer.x_TD, inputs.calibrate.ridge)(target_TE),
-            own={"router": gate_ED, "always": always_E},
-        )
-
-
-def profiles(layer: Layer, texts: int) -> Tensor:
-    """Mean SiLU(w_gate x) of each neuron on each of so many texts of one length, [N, B]."""
-    gate_TN = F.silu(layer.ffn.gate(layer.x_TD.to(layer.ffn.gate.weight.dtype))).float()
-    return gate_TN.view(texts, -1, gate_TN.shape[1]).mean(dim=1).T.contiguous()
+        router_ED = RidgeRouter(layer.x_TD, inputs.calibrate.ridge)(target_TE)
+        own = {"router": gate_ED, "always": always_E}
+        yield LayerSplit(layer=layer, expert_of_neuron_N=expert_N, router_ED=router_ED, own=own)
 
 
 def by_shared_and_gates(
-    own: Mapping[str, Tensor], x_TD: Tensor, hidden_TN: Tensor, active_experts: int
+    own: Mapping[str, Tensor], x_TD: Tensor, hidden_TN: Tensor, k: int
 ) -> Tensor:
     """The experts that always run, and those of largest gate row up to k in all."""
     score_TE = x_TD.float() @ own["router"].T
-    return top_k_mask(score_TE.masked_fill(own["always"].bool(), torch.inf), active_experts)
+    return top_k_mask(score_TE.masked_fill(own["always"].bool(), torch.inf), k)

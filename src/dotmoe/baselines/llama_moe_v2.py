@@ -8,38 +8,38 @@ takes the neurons that stand in most experts' lists of their best.
 Different here: clusters of inputs have one size (the original allows 40 % around it); ties between
 neurons that stand in equally many lists go to the larger summed importance; experts are added with
 weight 1 instead of a renormalised softmax times a constant; the dense weights are not trained
-afterwards. A dot product is not the nearest centre (the centre's own norm is missing): that is
-kept, since it is what the original runs and all that a router without biases can hold.
+afterwards. A dot product is not the nearest centre; it is what the original runs.
 """
 
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from dotmoe.baselines.contract import LayerSplit, SplitInputs, balanced_kmeans, means
+from dotmoe.baselines.contract import (
+    LayerSplit,
+    SplitInputs,
+    balanced_kmeans,
+    means,
+    next_token_loss,
+)
 from dotmoe.layout import ALWAYS_ON
 from dotmoe.models.dense import DenseModel
-from dotmoe.moe.losses import IGNORED, distillation_loss, next_token_labels
 from dotmoe.moe.masked import watched
-from dotmoe.moe.objective import hidden_states
 from dotmoe.transport import greedy_assignment
 
 
 def llama_moe_v2(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer by importance; with shared neurons in `granularity`, the residual form."""
     split, layers = inputs.granularity, list(inputs.layers())
-    routers = []
+    routers, experts = list[Tensor](), list[Tensor]()
     for layer in layers:
         # The last T mod E tokens are left out.
         whole_TD = layer.x_TD[: len(layer.x_TD) // split.num_experts * split.num_experts]
         cluster_T = balanced_kmeans(whole_TD, split.num_experts, inputs.config, layer.generator)
         routers.append(means(whole_TD, cluster_T, split.num_experts))
-    experts = [
-        (layer.x_TD @ router_ED.T).argmax(dim=1)
-        for layer, router_ED in zip(layers, routers, strict=True)
-    ]
+        experts.append((layer.x_TD @ routers[-1].T).argmax(dim=1))
     scores = importance(inputs.dense, inputs.tokens_BT, experts, split.num_experts)
     for layer, router_ED, score_NE in zip(layers, routers, scores, strict=True):
         expert_N = torch.full((split.units,), ALWAYS_ON, device=score_NE.device)
@@ -50,16 +50,12 @@ def llama_moe_v2(inputs: SplitInputs) -> Iterator[LayerSplit]:
 
 
 def importance(
-    dense: DenseModel,
-    tokens_BT: Tensor,
-    experts: list[Int[Tensor, " T"]],
-    num_experts: int,
-    rows: int = 4,
+    dense: DenseModel, tokens_BT: Tensor, experts: list[Tensor], num_experts: int, rows: int = 4
 ) -> list[Float[Tensor, "N E"]]:
     """Mean |H * dL/dH| of each neuron over the tokens of each expert, a layer each; 0 without any.
 
-    L is the summed next-token loss. `experts` has the expert of each token of the text, for each
-    layer; `rows` sequences go through one forward and backward pass. Weights get no gradient.
+    L is the summed next-token loss. `experts` has the expert of each token of the text, [T], for
+    each layer; `rows` sequences run at once. Weights get no gradient.
     """
     sums = [torch.zeros(num_experts, dense.widths.ffn, device=e.device) for e in experts]
     hidden: dict[int, Tensor] = {}
@@ -73,19 +69,12 @@ def importance(
 
     layers = dense.family.layers(dense.model)
     downs = {index: dense.family.ffn(layer).down for index, layer in enumerate(layers)}
-    head_VD, done = dense.family.head(dense.model).weight, 0
     with watched(downs, keep):
-        for batch_BT in torch.split(tokens_BT.long().to(dense.device), rows):
-            labels_T = next_token_labels(batch_BT)
-            weight = float((labels_T != IGNORED).sum())  # the sum instead of the mean
+        for first in range(0, len(tokens_BT), rows):
+            batch_BT = tokens_BT[first : first + rows]
             with torch.enable_grad():
-                hidden_TD = hidden_states(dense, batch_BT)
-                loss = distillation_loss(
-                    hidden_TD, None, head_VD, labels_T, kl_weight=0.0, ce_weight=weight
-                )
-                torch.autograd.backward(loss[0])
-            here = slice(done, done + batch_BT.numel())
-            done = here.stop
+                torch.autograd.backward(next_token_loss(dense, batch_BT, summed=True))
+            here = slice(first * tokens_BT.shape[1], (first + rows) * tokens_BT.shape[1])
             for index, expert_T in enumerate(experts):
                 grad = hidden[index].grad
                 assert grad is not None

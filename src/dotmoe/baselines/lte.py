@@ -5,12 +5,11 @@ the others. In the soft stage all experts run, weighted by their gates, and the 
 terms: next token, eta * mean G^2, which makes gates small, and mean 1 / (G - 1/2)^2, which keeps
 them off the threshold. Then an expert runs with weight 1 where its gate is over a half: as many as
 it takes, another number for each token.
-Different here: the dense weights stay as they are, as in every split before it is finetuned (the
-original trains them in both stages: `experiments/lte_stages.py`). eta is not set by hand: a
-controller moves it, below 0 if need be, such that the mean share comes near the budget; what is met
-is reported. The last term is bounded near the threshold, where single tokens
-would be the whole gradient. A gate has no bias, so the k largest of the same rows are the layout's
-router.
+Different here: the dense weights stay as they are (the original trains them in both stages:
+`experiments/lte_stages.py`). eta is not set by hand: a controller moves it, below 0 if need be,
+such that the mean share comes near the budget. The last term is bounded near the threshold, where
+single tokens would be the whole gradient. A gate has no bias, so the k largest of the same rows are
+the layout's router.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,30 +19,24 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from dotmoe.baselines.contract import LayerSplit, SplitInputs
-from dotmoe.baselines.without_data import weight_clusters
+from dotmoe.baselines.contract import LayerSplit, SplitInputs, next_token_loss
+from dotmoe.baselines.moefication import weight_clusters
 from dotmoe.calibrate import unit_logits
 from dotmoe.models.dense import DenseModel
-from dotmoe.moe.losses import distillation_loss, next_token_labels
 from dotmoe.moe.masked import gated
-from dotmoe.moe.objective import hidden_states
 
 THRESHOLD = 0.5
-_SEPARATION = 1e-2
-"""Weight of the term that keeps gates off the threshold."""
-_BOUND = 1e-2
-"""Added to (G - 1/2)^2."""
+_SEPARATION, _BOUND = 1e-2, 1e-2
+"""Weight of the term that keeps gates off the threshold, and what is added to (G - 1/2)^2."""
 _PROPORTIONAL, _INTEGRAL = 5.0, 0.1
 """Of the controller, on the relative excess of the active share."""
-_RATE = 3e-3
-_TOKENS_A_STEP = 1_024
+_RATE, _TOKENS_A_STEP = 3e-3, 1_024
 
 
 def lte(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer as `weight_clusters`, and train the gates of all together."""
     split, config = inputs.granularity, inputs.config
-    clusters = replace(inputs, config=replace(config, split_router="ridge"))
-    made = list(weight_clusters(clusters))
+    made = list(weight_clusters(replace(inputs, config=replace(config, split_router="ridge"))))
     if config.split_router == "ridge":
         yield from made
         return
@@ -63,8 +56,7 @@ def lte(inputs: SplitInputs) -> Iterator[LayerSplit]:
     for _ in soft_stage(inputs.dense, batches, experts, routers, share, adam):
         pass
     for one, router_ED in zip(made, routers, strict=True):
-        fixed_ED = router_ED.detach()
-        yield replace(one, router_ED=fixed_ED, own={"router": fixed_ED})
+        yield replace(one, router_ED=router_ED.detach(), own={"router": router_ED.detach()})
 
 
 def soft_stage(
@@ -77,8 +69,7 @@ def soft_stage(
 ) -> Iterator[dict[str, float]]:
     """Steps of the soft stage over batches of tokens [B, T], each with its figures.
 
-    `share` of the experts are to be over the threshold in the mean; `optimizer` has what is
-    trained.
+    `share` of the experts are to be over the threshold in the mean.
     """
     eta = integral = 0.0
     for tokens_BT in batches:
@@ -101,15 +92,6 @@ def soft_stage(
         eta = integral + _PROPORTIONAL * (reached / share - 1)
 
 
-def next_token_loss(dense: DenseModel, tokens_BT: Tensor) -> Tensor:
-    """Mean next-token cross-entropy of a batch, with its gradient."""
-    tokens_BT = tokens_BT.long().to(dense.device)
-    head_VD = dense.family.head(dense.model).weight
-    labels_T = next_token_labels(tokens_BT)
-    hidden_TD = hidden_states(dense, tokens_BT)
-    return distillation_loss(hidden_TD, None, head_VD, labels_T, kl_weight=0.0, ce_weight=1.0)[0]
-
-
 def stepped(optimizer: torch.optim.Optimizer) -> None:
     """Take a step with gradients of norm 1 at most, and forget them."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -118,8 +100,6 @@ def stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def above_threshold(
-    own: Mapping[str, Tensor], x_TD: Tensor, hidden_TN: Tensor, active_experts: int
-) -> Tensor:
+def above_threshold(own: Mapping[str, Tensor], x_TD: Tensor, hidden_TN: Tensor, k: int) -> Tensor:
     """The experts whose gates are over the threshold, however many."""
     return (torch.sigmoid(x_TD.float() @ own["router"].T) > THRESHOLD).float()

@@ -1,12 +1,18 @@
 """STAGE finetune: recovery training of the converted model, with only the chosen experts run."""
 
-from collections.abc import Sequence
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.data import TokenBlocks
@@ -14,11 +20,13 @@ from dotmoe.distributed import (
     fsdp_mesh,
     full_tensor,
     is_rank_zero,
+    local_part,
     num_ranks,
+    own_rows,
     raise_on_all_ranks,
     resolved_device,
 )
-from dotmoe.finetuning.student import LAYOUT, MODEL, Student, write_student
+from dotmoe.files import write_json
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense, resolved_dtype
 from dotmoe.models.dense import DenseModel
@@ -30,12 +38,15 @@ from dotmoe.moe.objective import (
     hidden_states,
     require_trainable,
 )
+from dotmoe.moe.router import Routing
+from dotmoe.moe.sparse import EXPERT_WEIGHTS, SparseFFN, make_sparse
 from dotmoe.options import above, at_least, between
-from dotmoe.parameters import meta_model
-from dotmoe.sharded_weights import is_sharded
+from dotmoe.parameters import compute_constants, meta_model
+from dotmoe.sharded_weights import fill_own_rows, is_sharded
 from dotmoe.training.loop import DEFAULT_TRAINING, OnStep, ParameterGroup, TrainingConfig, train
 
-__all__ = ["LAYOUT", "MODEL", "FinetuneConfig", "Finetuning", "divides_training", "finetune"]
+MODEL, LAYOUT = "model", "layout.safetensors"
+"""What is written into the stage's folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,11 +75,142 @@ class FinetuneConfig(ObjectiveConfig):
     """Adapters are multiplied by alpha / rank."""
 
 
+class Student(nn.Module):
+    """A model whose split FFNs are experts, read from the dense model's files under FSDP2.
+
+    A rank holds its rows of every tensor (experts are rows), or all of them where it is a group of
+    one. What is trained is float32, and computed with in the dtype of the model: at the paper's
+    rate most updates of a 16-bit weight would be rounded away.
+    """
+
+    def __init__(
+        self,
+        dense: DenseModel,
+        layout: ExpertLayout,
+        config: FinetuneConfig,
+        ranks: DeviceMesh,
+        *,
+        seed: int,
+    ) -> None:
+        """Read this rank's part; a `UserError` names a tensor that is missing or does not fit.
+
+        `dense` is on the meta device, in the dtype to compute in, and becomes the student.
+        """
+        super().__init__()
+        device = torch.device(ranks.device_type)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        dtype = next(dense.model.parameters()).dtype
+        tensors = Tensors.of(dense)
+        tensors.require_shapes(dense.model)
+        stored = {name for name, _ in dense.model.named_parameters()}
+        compute_constants(dense.model, device)
+        self.routing = Routing(
+            active_experts=layout.active_experts,
+            surrogate=config.surrogate,
+            surrogate_temperature=config.surrogate_temperature,
+        )
+        self.dense = dense
+        self.model: Any = dense.model
+        self.ffns = tuple(make_sparse(dense, layout, self.routing))
+        self.model.requires_grad_(config.train == "everything")
+        self.tuner = _with_adapters(self.model, config) if config.train == "lora" else None
+        if config.train == "everything":
+            self.model.float()
+        for ffn in self.ffns:
+            ffn.router.requires_grad_(True)
+        if ranks.size() > 1 or dtype != torch.float32:  # else there is nothing to divide or to cast
+            self._divide(ranks, dtype)
+        self._allocate(device)
+        with torch.no_grad():
+            self._read(tensors, stored, layout)
+            _start_adapters(self.model, seed)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Parameters that are trained, by name."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        """`compute()` as one forward pass of FSDP."""
+        return compute()
+
+    def _divide(self, ranks: DeviceMesh, dtype: torch.dtype) -> None:
+        """Divide all weights by FSDP2; a layer is whole only while it runs."""
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for ffn in self.ffns:
+            fully_shard(ffn.router, mesh=ranks)  # a group of its own, which stays float32
+        for layer in (*self.dense.family.layers(self.model), self):
+            fully_shard(layer, mesh=ranks, mp_policy=policy)
+        for module in self.modules():
+            if isinstance(module, FSDPModule):  # ranks have parts of a batch: sums, no means
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo has nothing else
+
+    def _allocate(self, device: torch.device) -> None:
+        """Make room for this rank's rows of what is on the meta device."""
+        head, embedding = self.dense.family.head(self.model), self.model.get_input_embeddings()
+        is_tied = head.weight is embedding.weight
+        # As nn.Module.to_empty does, which would empty buffers and routers, too.
+        self._apply(  # type: ignore[no-untyped-call]
+            lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+        )
+        if is_tied:
+            head.weight = embedding.weight
+
+    def _read(self, tensors: Tensors, stored: set[str], layout: ExpertLayout) -> None:
+        """Read this rank's rows; of an FFN projection, any neuron of which may be one, all."""
+        for name, parameter in self.model.named_parameters():
+            name = name.replace(".base_layer", "")  # PEFT's, around a module with an adapter
+            if name in stored:
+                fill_own_rows(parameter, tensors, name)
+        for layer, ffn in zip(layout.moe_layers, self.ffns, strict=True):
+            for projection, experts, shared in ffn.weights():
+                weight = tensors.read(self.dense.family.ffn_tensor(layer, projection))
+                rows_ND = weight.T if projection == "down" else weight
+                for part, neurons in ((experts, ffn.neurons_ES), (shared, ffn.shared_M)):
+                    if part is not None:
+                        local_part(part).copy_(rows_ND[neurons[own_rows(part)].cpu()])
+
+
+def _with_adapters(model: nn.Module, config: FinetuneConfig) -> Any:
+    """PEFT's tuner around a model on the meta device, with adapters on experts and attention."""
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraModel
+
+    # PEFT adds the products of an expert's three adapters to its weights once a forward pass: 6 r N
+    # D multiplications and additions a layer, whatever the number of tokens, and memory for one
+    # more copy of the layer's experts. Adapters of stacked experts can have no dropout.
+
+    names = [name for name, _ in model.named_parameters()]
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=r".*\.(self_attn\.(q|k|v|o|qkv)|mlp\.(gate|up|gate_up|down))_proj",
+        target_parameters=[name for name in names if name.rpartition(".")[2] in EXPERT_WEIGHTS],
+    )
+    tuner = LoraModel(model, lora, "default")
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()  # PEFT gives them the dtype of the weights
+    return tuner
+
+
+def _start_adapters(model: nn.Module, seed: int) -> None:
+    """Set first factors to uniform random numbers as PEFT does, second ones to zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            local_part(parameter).zero_()
+        elif "lora_A" in name:  # drawn whole: the same on any number of ranks
+            whole = torch.empty(parameter.shape)
+            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+            local_part(parameter).copy_(whole[own_rows(parameter)])
+
+
 class Finetuning(Objective):
     """The sparse model as a student of the text, and of the dense model if that is wanted.
 
-    Where its weights are frozen the model is its own teacher: with all experts on, without routers
-    and adapters. Else `teacher` is a second copy, or None.
+    Without a `teacher` the model is its own: with all experts on, without routers and adapters.
     """
 
     config: FinetuneConfig
@@ -108,9 +250,12 @@ class Finetuning(Objective):
         """All of it is one call of the student, so that FSDP gathers embedding and head once."""
 
         def forward() -> dict[str, Tensor]:
-            itself = taught
+            itself, tuner = taught, self.model.tuner
             if taught is None and self.config.kl_weight:
-                with self.model.without_adapters():
+                with ExitStack() as without_adapters:
+                    if tuner is not None:
+                        tuner.disable_adapter_layers()
+                        without_adapters.callback(tuner.enable_adapter_layers)
                     itself = super(Finetuning, self).teacher(tokens_BT)
             return super(Finetuning, self).losses(tokens_BT, itself)
 
@@ -119,19 +264,9 @@ class Finetuning(Objective):
 
     def differentiate(self, loss: Tensor, *, is_last: bool) -> None:
         """See `Objective`; replicas add up their gradients after the last micro-batch alone."""
-        self.model.set_requires_all_reduce(is_last)
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_all_reduce(is_last)
         super().differentiate(loss, is_last=is_last)
-
-
-def divides_training(dense: DenseModel, config: FinetuneConfig, load: LoadConfig) -> bool:
-    """Whether several ranks would divide what is trained.
-
-    Weights, gradients and two moments in float32 are 16 bytes for each that is trained.
-    """
-    num_weights = sum(p.numel() for p in dense.model.parameters())
-    dtype = Tensors.of(dense).dtype
-    num_bytes = 16 if config.train == "everything" else dtype.itemsize
-    return is_sharded(load.sharding, num_bytes * num_weights, resolved_device(load.device))
 
 
 def finetune(
@@ -150,19 +285,10 @@ def finetune(
     """Train the MoE that the layout makes of a dense model; all ranks together.
 
     Since the experts partition the neurons, the result is a dense checkpoint with other weights,
-    in the original order of the neurons and in the dtype of its source, and a layout.
-
-    Args:
-        dense: The dense model, described: weights are read from its files.
-        layout: Experts, routers and k.
-        blocks: Training text.
-        config: See `FinetuneConfig`.
-        folder: Receives `model/`, `layout.safetensors`, and what `train` writes.
-        seed: Of the data order, and of adapters.
-        load: Device, dtype to compute in, and whether ranks divide the weights.
-        origin: The dense model to learn from, where `dense` is a repaired one; None: `dense`.
-        training: See `train`.
-        on_step: Called after each step with its number and metrics.
+    in the original order of the neurons and in the dtype of its source, and a layout: `folder`
+    receives `model/`, `layout.safetensors`, and what `train` writes. Weights are read from the
+    files of `dense`, which is described; where that is a repaired model, `origin` is the dense one
+    to learn from. `load` says the dtype to compute in, and whether ranks divide the weights.
 
     Returns:
         The same experts with trained routers.
@@ -175,7 +301,10 @@ def finetune(
     if dtype == "auto":
         dtype = Tensors.of(dense).dtype
     raise_on_all_ranks(lambda: require_trainable(config, dtype))
-    shard = num_ranks() > 1 and divides_training(dense, config, load)
+    # Weights, gradients and two moments in float32 are 16 bytes for each that is trained.
+    num_bytes = 16 if config.train == "everything" else Tensors.of(dense).dtype.itemsize
+    num_bytes *= sum(p.numel() for p in dense.model.parameters())
+    shard = num_ranks() > 1 and is_sharded(load.sharding, num_bytes, device)
     teacher = None
     if config.kl_weight > 0 and (config.train == "everything" or origin is not None):
         sharding: Literal["shard", "replicate"] = "shard" if shard else "replicate"
@@ -192,3 +321,71 @@ def finetune(
     if is_rank_zero():
         trained.save(folder / LAYOUT)
     return trained
+
+
+@torch.no_grad()
+def write_student(student: Student, layout: ExpertLayout, out: Path) -> ExpertLayout:
+    """Write a dense checkpoint in the original order of neurons; all ranks together.
+
+    Returns:
+        The student's experts with the trained routers, centred as extraction does.
+    """
+    if student.tuner is not None:
+        student.tuner.merge_and_unload()
+    write_weights(student.dense, out)
+    router_LED = layout.router_LED.clone()
+    for layer, ffn in zip(layout.moe_layers, student.ffns, strict=True):
+        rows_ED = full_tensor(ffn.router.weight_ED).float().cpu()
+        router_LED[layer] = rows_ED - rows_ED.mean(dim=0, keepdim=True)
+    return replace(layout, router_LED=router_LED)
+
+
+def write_weights(dense: DenseModel, out: Path) -> None:
+    """Write a dense checkpoint in place of `out`, a file for each layer; all ranks together."""
+    if is_rank_zero():
+        begin_checkpoint(dense, out)
+    # Not the config's dtype: Transformers sets that to the one in which it loaded the model.
+    dtype, num_files = Tensors.of(dense).dtype, len(dense.family.layers(dense.model)) + 1
+    weight_map, total = dict[str, str](), 0
+    for number, parts in enumerate(_by_layers(dense), 1):
+        file = f"model-{number:05d}-of-{num_files:05d}.safetensors"
+        tensors = dict[str, Tensor]()
+        for name, part in parts.items():
+            whole = full_tensor(part)
+            if is_rank_zero():
+                tensors[name] = whole.to(dtype).cpu().contiguous()
+                total += tensors[name].nbytes
+        if is_rank_zero():
+            save_file(tensors, out / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, file)
+    if is_rank_zero():
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(out / "model.safetensors.index.json", index)
+
+
+def begin_checkpoint(dense: DenseModel, out: Path) -> None:
+    """Make a folder, in place of what is there, with all of a dense checkpoint but its weights."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    for name in ("config.json", "generation_config.json"):
+        if (dense.folder / name).is_file():
+            shutil.copyfile(dense.folder / name, out / name)
+    dense.tokenizer.save_pretrained(out)
+
+
+def _by_layers(dense: DenseModel) -> Iterator[dict[str, Tensor]]:
+    """Tensors of each layer by their names in a checkpoint, then all that are in none."""
+    rest: dict[str, Tensor] = dict(dense.model.named_parameters())
+    for index, layer in enumerate(dense.family.layers(dense.model)):
+        prefix, ffn = f"model.layers.{index}.", layer.get_submodule("mlp")
+        own = {name: rest.pop(name) for name in list(rest) if name.startswith(prefix)}
+        if isinstance(ffn, SparseFFN):
+            own = {name: p for name, p in own.items() if not name.startswith(f"{prefix}mlp.")}
+            for projection, rows_ND in ffn.dense_rows().items():
+                part = dense.family.ffn_tensor(index, projection)
+                name = dense.family.stored(dense.config, part).stored
+                weight = rows_ND.T if projection == "down" else rows_ND
+                # Of a fused projection, the gate's rows come first.
+                own[name] = torch.cat([own[name], weight]) if name in own else weight
+        yield own
+    yield rest

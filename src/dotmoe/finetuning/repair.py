@@ -1,8 +1,7 @@
 """Repair: W_down and W_O refitted under the masks in closed form, then FFNs trained, by layers."""
 
-import json
 import math
-from collections import deque
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +19,11 @@ from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.data import TokenBlocks
 from dotmoe.errors import UserError
 from dotmoe.files import read_json, write_json
-from dotmoe.finetuning.student import LAYOUT, MODEL, begin_checkpoint
+from dotmoe.finetuning import LAYOUT, MODEL, begin_checkpoint
 from dotmoe.granularity import Granularity, parts_of
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.dense import TOKENS_AT_ONCE, DenseModel, Stream
-from dotmoe.models.family import TARGETS
+from dotmoe.models.family import TARGETS, Target
 from dotmoe.moe.masked import Masking, masked, maskings_of, watched
 from dotmoe.options import at_least
 from dotmoe.progress import Update, no_update
@@ -34,9 +33,7 @@ FIGURES = "repair.json"
 """What `repair` returns, in the stage's folder."""
 RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
 """Penalties that are tried, as shares of the mean diagonal of the Gram matrix."""
-TOKENS_AN_INPUT = 40
-_HELD_OUT = 8
-_LARGEST_WEIGHT = 10.0
+_TOKENS_AN_INPUT, _HELD_OUT, _LARGEST_WEIGHT = 40, 8, 10.0
 _BATCH, _RATE, _WARMUP = 256, 0.02, 0.1
 """Of the training: tokens a step, peak rate as a share of a matrix's root mean square, share of the
 steps in which it rises."""
@@ -59,14 +56,10 @@ class RepairConfig:
     def tokens(self, split: Granularity, dense_config: Any) -> int:
         """`repair_tokens`, or the default for the projections of that split."""
         inputs = [TARGETS[part.target].inputs(dense_config) for part in parts_of(split)]
-        return self.repair_tokens or TOKENS_AN_INPUT * max(inputs)
+        return self.repair_tokens or _TOKENS_AN_INPUT * max(inputs)
 
     def require(self, split: Granularity) -> None:
-        """Refuse options that mean nothing for these experts.
-
-        Raises:
-            UserError: A k out of range, or one k for two targets.
-        """
+        """Raise a `UserError` for a k out of range, or one k for two targets."""
         ks = self.repair_active_experts
         if ks and split.beside:
             raise UserError(
@@ -89,12 +82,7 @@ class NormalEquations:
         self.cross_ND = zeros(num_neurons, width)
         self.missing = zeros(())
 
-    def add(
-        self,
-        hidden_TN: Float[Tensor, "T N"],
-        missing_TD: Float[Tensor, "T D"],
-        weight_T: Float[Tensor, " T"],
-    ) -> None:
+    def add(self, hidden_TN: Tensor, missing_TD: Tensor, weight_T: Tensor) -> None:
         """Add tokens: masked activations z, what the output lacks r, and weights; float32."""
         weighted_TN = hidden_TN * weight_T[:, None]
         self.gram_NN += weighted_TN.T @ hidden_TN
@@ -122,8 +110,7 @@ def refit(
     """Change of a projection, [N, D], from all tokens under the penalty best for held-out ones.
 
     It is zero where no penalty gains anything. Unless `whole`, held-out tokens choose the penalty
-    alone. `fit` is used up. Besides: `ridge`, None for zero, and `heldout_error` as of
-    `NormalEquations.error`.
+    alone. Besides: `ridge`, None for zero, and `heldout_error` as of `NormalEquations.error`.
     """
     errors = {ridge: heldout.error(fit.solved(ridge)) for ridge in RIDGES}
     ridge = min(errors, key=errors.__getitem__)
@@ -153,18 +140,12 @@ def repair(
     by token relative to its size. Every 8th row of text chooses the penalty. With `repair_epochs`
     Adam then trains all projections of an FFN to the same end on the other rows; a layer that gains
     nothing on every 8th keeps its refit. Host memory holds both streams, and while an FFN is
-    trained its inputs and wanted outputs; activations and Gram matrices are those of one
-    projection. Layers that are finished are kept: a process that was stopped goes on after them,
-    with the same result.
+    trained its inputs and wanted outputs. A process that was stopped goes on after the layers that
+    are finished, with the same result.
 
-    Args:
-        dense: The dense model, whole in memory; it is the same afterwards.
-        layout: Experts, routers and k.
-        blocks: Text to fit to, two blocks at least.
-        config: See `RepairConfig`.
-        folder: Receives `model/`, a dense checkpoint with the new projections in the dtypes of
-            its source, `layout.safetensors` and `repair.json`.
-        on_progress: Told layers.
+    `dense` is whole in memory, and the same afterwards. `folder` receives `model/`, a dense
+    checkpoint with the new projections in the dtypes of its source, `layout.safetensors` and
+    `repair.json`.
 
     Returns:
         Contents of `repair.json`: `tokens`, `active_experts`, and of each of `layers` (and with
@@ -175,44 +156,45 @@ def repair(
         UserError: Too little text, or a k out of range.
     """
     config.require(layout.granularity)
-    num_tokens = config.tokens(layout.granularity, dense.config)
-    tokens_BT, num_fitted = _drawn(blocks, num_tokens)
-    streams = _Streams(dense, layout, tokens_BT, num_fitted)
+    streams = _Streams(dense, layout, blocks, config)
+    parameters = dict(dense.model.named_parameters())
     finished, stored = folder / "checkpoints", Tensors.of(dense)
-    changed = dict[str, tuple[Path, str]]()
     finished.mkdir(parents=True, exist_ok=True)
-    figures = []
-    with masked(dense, streams.maskings):
-        for index in range(layout.num_layers):
-            streams.advance_dense(index)
-            if index not in layout.moe_layers:
-                continue
+    changed, figures = dict[str, Path](), list[dict[str, Any]]()
+    for index in range(layout.num_layers):
+        streams.advance_dense(index)
+        if index not in layout.moe_layers:
+            continue
+        own = dict[str, Tensor]()
+        with masked(dense, streams.maskings, only=[index]):
             for masking in reversed(streams.maskings):  # attention is before the FFN
                 target = TARGETS[masking.target]
                 place = f"{index:05d}" + "_attention" * (target.name == "attention")
                 file = finished / f"{place}.safetensors"
                 if not file.is_file():
-                    weights, found = streams.refitted(index, masking, config)
+                    weights, found = streams.refitted(index, masking)
                     which = {} if target.name == "ffn" else {"target": target.name}
                     write_json(file.with_suffix(".json"), {"layer": index, **which, **found})
                     dtype = stored.describe(target.output_tensor(index))[1]
-                    weights = {name: w.to(dtype).cpu().contiguous() for name, w in weights.items()}
-                    save_file(weights, file.with_suffix(".partial"))
+                    prefix = f"model.layers.{index}.{target.module}"
+                    tensors = {
+                        f"{prefix}.{name}": weight.to(dtype).cpu().contiguous()
+                        for name, weight in weights.items()
+                    }
+                    save_file(tensors, file.with_suffix(".partial"))
                     file.with_suffix(".partial").replace(file)
                 figures.append(read_json(file.with_suffix(".json")))
-                weights = load_file(file)
-                streams.put(index, masking, weights)
-                for name in weights:
-                    of_model = f"model.layers.{index}.{target.module}.{name}"
-                    changed[stored.stored_name(of_model)] = file, name
-            streams.advance_converted(index)
-            on_progress(index + 1, layout.num_layers, f"error {figures[-1]['heldout_error']:.3f}")
+                for name, weight in load_file(file).items():
+                    own[name], changed[name] = parameters[name].data, file
+                    parameters[name].data = weight.to(own[name])
+            streams.converted.advance(index)
+        for name, weight in own.items():
+            parameters[name].data = weight
+        on_progress(index + 1, layout.num_layers, f"error {figures[-1]['heldout_error']:.3f}")
     _write(dense, changed, folder / MODEL)
     layout.save(folder / LAYOUT)
-    served = list(
-        config.repair_active_experts or [part.active_experts for part in parts_of(layout)]
-    )
-    made = {"tokens": tokens_BT.numel(), "active_experts": served, "layers": figures}
+    served = [*config.repair_active_experts] or [part.active_experts for part in parts_of(layout)]
+    made = {"tokens": streams.num_tokens, "active_experts": served, "layers": figures}
     write_json(folder / FIGURES, made)
     return made
 
@@ -221,150 +203,122 @@ class _Streams:
     """The residual streams of a dense model and of its masked one."""
 
     def __init__(
-        self, dense: DenseModel, layout: ExpertLayout, tokens_BT: Tensor, num_fitted: int
+        self, dense: DenseModel, layout: ExpertLayout, blocks: TokenBlocks, config: RepairConfig
     ) -> None:
         self.maskings = maskings_of(dense, layout)
-        self._device, self._traits = dense.device, dense.family.traits(dense.config)
-        self._layers = list(dense.family.layers(dense.model))
-        self._blocks = {  # found while no masks are in their place
-            name: [target.block(layer) for layer in self._layers]
-            for name, target in TARGETS.items()
-        }
-        rows, ends = max(1, TOKENS_AT_ONCE // tokens_BT.shape[1]), (num_fitted, len(tokens_BT))
-        self._parts = [  # of rows at once; each is of the fit, or held out
-            slice(start, min(start + rows, end))
-            for first, end in zip((0, num_fitted), ends, strict=True)
-            for start in range(first, end, rows)
-        ]
-        self._num_fitted = num_fitted
+        self._config, self._device = config, dense.device
+        self._traits = dense.family.traits(dense.config)
+        self._layers = dense.family.layers(dense.model)
+        tokens_BT, self._num_fitted = _drawn(
+            blocks, config.tokens(layout.granularity, dense.config)
+        )
+        rows, num = max(1, TOKENS_AT_ONCE // blocks.seq_len), self._num_fitted
+        # Rows that run at once are all of the fit, or all held out.
+        self._parts = [slice(row, min(row + rows, num)) for row in range(0, num, rows)]
+        self._parts += [slice(row, row + rows) for row in range(num, len(tokens_BT), rows)]
+        self.num_tokens = tokens_BT.numel()
         self._dense = Stream(dense, tokens_BT, self._parts)
-        self._converted = self._dense
+        self.converted = self._dense
+        """That of the masked model."""
         self._attended_BTD = torch.empty(0)
         """The dense stream between attention and FFN of the last layer."""
-        self._own = dict[nn.Parameter, Tensor]()
 
     def advance_dense(self, index: int) -> None:
         """Take the dense stream through a layer; the other one is still before it."""
         if index == self.maskings[0].first_layer:
-            self._converted = self._dense.clone()
-        for masking in self.maskings:
-            masking.enabled = False
+            self.converted = self._dense.clone()
         attended: list[Tensor] = []
-        places = {index: self._after_attention(index)} if self._splits_attention else {}
+        splits_attention = self.maskings[-1].target == "attention"
+        places = {0: self._after_attention(index)} if splits_attention else {}
         with watched(places, lambda _, x: attended.append(x.cpu())):
             self._dense.advance(index)
-        for masking in self.maskings:
-            masking.enabled = True
         if attended:
             self._attended_BTD = torch.cat(attended)
 
-    def put(self, index: int, masking: Masking, weights: Mapping[str, Tensor]) -> None:
-        """Give the masked model other weights in a layer, until it has advanced."""
-        block = self._blocks[masking.target][index]
-        for name, weight in weights.items():
-            parameter = block.get_parameter(name)
-            self._own[parameter] = parameter.data
-            parameter.data = weight.to(parameter)
-
-    def advance_converted(self, index: int) -> None:
-        """Take the masked model's stream through a layer, whose own weights are then back."""
-        self._converted.advance(index)
-        for parameter, weight in self._own.items():
-            parameter.data = weight
-        self._own.clear()
-
-    def refitted(
-        self, index: int, masking: Masking, config: RepairConfig
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def refitted(self, index: int, masking: Masking) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Weights of an FFN or attention that bring the masked stream to the dense one, by their
         names in it; and the layer's figures.
         """
-        target, own_k = TARGETS[masking.target], masking.active_experts
-        ks = config.repair_active_experts or (own_k,)
-        block = self._blocks[masking.target][index]
-        output = cast(nn.Linear, block.get_submodule(target.output_name))
-        seen, after = list[tuple[Tensor, Tensor]](), list[Tensor]()
-        # The same for every k; those of the last one stay.
-        inputs, wanted = (deque[Tensor](maxlen=len(self._parts)) for _ in range(2))
-        sums = [
-            NormalEquations(output.in_features, output.out_features, self._device) for _ in range(2)
-        ]
-        is_ffn = masking.target == "ffn"
+        target, layer, own_k = TARGETS[masking.target], self._layers[index], masking.active_experts
+        is_ffn = target.name == "ffn"
+        is_trained = is_ffn and self._config.repair_epochs > 0
+        norm = self._norm(index, target)
         dense_BTD = self._dense.hidden_BTD if is_ffn else self._attended_BTD
         weight_BT = self._token_weights(dense_BTD)
-        is_trained = is_ffn and config.repair_epochs > 0
-        places = {} if is_ffn else {index: self._after_attention(index)}
-        reads = {index: target.block(self._layers[index])} if is_trained else {}
+        output = cast(nn.Linear, target.block(layer).get_submodule(f"dense.{target.output_name}"))
+        sizes = output.in_features, output.out_features, self._device
+        sums = NormalEquations(*sizes), NormalEquations(*sizes)
+        inputs, wanted = list[Tensor](), list[Tensor]()  # the same for every k, up to rounding
+        tapped, seen = list[tuple[Tensor, Tensor]](), dict[int, Tensor]()
         tap = output.register_forward_hook(
-            lambda module, args, output: seen.append((args[0].float(), output.float()))
+            lambda module, args, output: tapped.append((args[0].float(), output.float()))
         )
-        with (
-            tap,
-            watched(places, lambda _, x: after.append(x)),
-            watched(reads, lambda _, x: inputs.append(x.flatten(0, 1).cpu())),
-        ):
-            for masking.active_experts in ks:
+        places = {0: target.block(layer), 1: self._after_attention(index)}
+        with tap, watched(places, seen.__setitem__):
+            for masking.active_experts in self._config.repair_active_experts or (own_k,):
+                inputs.clear()
+                wanted.clear()
                 for part in self._parts:
-                    output_BTD = self._converted.after(index, part)
-                    output_BTD = output_BTD if is_ffn else after.pop()
-                    wanted_BTD = dense_BTD[part].to(self._device)
-                    missing_TD = (wanted_BTD.float() - output_BTD.float()).flatten(0, 1)
-                    missing_TD /= self._traits.multipliers.residual
-                    (hidden, product), weight_T = seen.pop(), weight_BT[part].flatten()
-                    product_TD = product.flatten(0, -2)
+                    behind_BTD = self.converted.after(index, part)
+                    reached_BTD = behind_BTD if is_ffn else seen[1]
+                    missing_BTD = dense_BTD[part].to(self._device).float() - reached_BTD.float()
+                    missing_TD = missing_BTD.flatten(0, 1) / self._traits.multipliers.residual
+                    hidden_TN, product_TD = (each.flatten(0, -2) for each in tapped.pop())
+                    weight_T = weight_BT[part].flatten()
                     if is_trained:
-                        output_TD = missing_TD + self._normed(index, product_TD)
-                        wanted.append(output_TD.to(self._dense.hidden_BTD))
+                        inputs.append(seen[0].flatten(0, 1).cpu())
+                        wanted.append((missing_TD + norm(product_TD)).to(self._dense.hidden_BTD))
                     if self._traits.norms_after:
-                        norm = self._layers[index].get_submodule(target.norm_after)
                         missing_TD, scale_T = _before_norm(missing_TD, product_TD, norm)
                         weight_T = weight_T / scale_T.square()
-                    fitted = sums[part.start >= self._num_fitted]
-                    fitted.add(hidden.flatten(0, -2), missing_TD, weight_T)
+                    sums[part.start >= self._num_fitted].add(hidden_TN, missing_TD, weight_T)
         masking.active_experts = own_k
         change_ND, found = refit(*sums, whole=not is_trained)
         weights = {f"{target.output_name}.weight": output.weight.double() + change_ND.T}
         if is_trained:
-            x_TD, wanted_TD = (torch.cat(tuple(each)) for each in (inputs, wanted))
-            trained = self._trained(index, weights, x_TD, wanted_TD, weight_BT.flatten(), config)
-            weights, found["trained_error"] = trained
+            tokens = torch.cat(inputs), torch.cat(wanted), weight_BT.flatten()
+            weights, found["trained_error"] = self._trained(index, masking, weights, *tokens)
         return weights, found
 
     def _trained(
         self,
         index: int,
+        masking: Masking,
         refitted: Mapping[str, Tensor],
         x_TD: Float[Tensor, "T D"],
         wanted_TD: Float[Tensor, "T D"],
         weight_T: Float[Tensor, " T"],
-        config: RepairConfig,
     ) -> tuple[dict[str, Tensor], float]:
-        """All weights of an FFN after training, unless held-out tokens lose by it; and what is left
-        there of the error of the dense weights.
-        """
-        masked_ffn: Any = TARGETS["ffn"].block(self._layers[index])
-        masking: Masking = masked_ffn.masking
-        own_k, ks = masking.active_experts, config.repair_active_experts
-        ks = ks or (own_k,)
-        own = {name: p.float() for name, p in self._blocks["ffn"][index].named_parameters()}
+        """An FFN's weights, trained where held-out tokens gain, and what is left of their error."""
+        ffn, own_k = TARGETS["ffn"].block(self._layers[index]), masking.active_experts
+        norm = self._norm(index, TARGETS["ffn"])
+        ks = self._config.repair_active_experts or (own_k,)
+        own = {n: p.float() for n, p in ffn.get_submodule("dense").named_parameters()}
         start = own | {name: weight.float() for name, weight in refitted.items()}
+        num = self._num_fitted * self._dense.hidden_BTD.shape[1]
 
         def error(weights: Mapping[str, Tensor], rows_T: Tensor) -> Tensor:
             inside = {f"dense.{name}": weight for name, weight in weights.items()}
             x = x_TD[rows_T].to(self._device).float()
-            output_TD = self._normed(index, functional_call(masked_ffn, inside, (x,)))
+            output_TD: Tensor = norm(functional_call(ffn, inside, (x,)))
             square_T = (output_TD - wanted_TD[rows_T].to(output_TD)).square().sum(1)
             return (square_T * weight_T[rows_T.to(self._device)]).sum()
 
-        num = self._num_fitted * self._dense.hidden_BTD.shape[1]
-        parameters = {name: nn.Parameter(weight.clone()) for name, weight in start.items()}
-        rates = [_RATE * float(p.detach().square().mean().sqrt()) for p in parameters.values()]
-        groups = zip(parameters.values(), rates, strict=True)
-        optimizer = torch.optim.Adam(
-            [{"params": p, "lr": r} for p, r in groups], betas=(0.9, 0.99), fused=True
-        )
+        def heldout_error(weights: Mapping[str, Tensor]) -> float:
+            left = 0.0
+            for masking.active_experts in ks:
+                parts = torch.split(torch.arange(num, len(x_TD)), TOKENS_AT_ONCE)
+                left += sum(float(error(weights, rows_T)) for rows_T in parts)
+            return left
+
+        trained = {name: nn.Parameter(weight.clone()) for name, weight in start.items()}
+        groups = [
+            {"params": p, "lr": _RATE * float(p.detach().square().mean().sqrt())}
+            for p in trained.values()
+        ]
+        optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
         a_pass = math.ceil(num / _BATCH)
-        steps = a_pass * config.repair_epochs
+        steps = a_pass * self._config.repair_epochs
         rate = partial(cosine_with_warmup, total_steps=steps, warmup_steps=round(_WARMUP * steps))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         generator = torch.Generator().manual_seed(index)
@@ -373,33 +327,22 @@ class _Streams:
                 batches = torch.split(torch.randperm(num, generator=generator), _BATCH)
             masking.active_experts = ks[step % len(ks)]
             with torch.enable_grad():
-                loss = error(parameters, batches[step % a_pass]) / _BATCH
+                loss = error(trained, batches[step % a_pass]) / _BATCH
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-        errors = []
-        for weights in (own, start, parameters):
-            left = 0.0
-            for masking.active_experts in ks:
-                heldout = torch.split(torch.arange(num, len(x_TD)), TOKENS_AT_ONCE)
-                left += sum(float(error(weights, rows_T)) for rows_T in heldout)
-            errors.append(left)
+        weights: list[Mapping[str, Tensor]] = [own, start, trained]
+        before, refit_left, trained_left = map(heldout_error, weights)
         masking.active_experts = own_k
-        kept = parameters if errors[2] < errors[1] else start
-        return {name: w.detach() for name, w in kept.items()}, min(errors[1:]) / (errors[0] or 1.0)
+        kept = trained if trained_left < refit_left else start
+        left = min(refit_left, trained_left) / (before or 1.0)
+        return {name: weight.detach() for name, weight in kept.items()}, left
 
-    def _normed(self, index: int, product_TD: Tensor) -> Tensor:
-        """What an FFN adds to the stream, before a residual multiplier."""
-        if not self._traits.norms_after:
-            return product_TD
-        norm = self._layers[index].get_submodule(TARGETS["ffn"].norm_after)
-        normed_TD: Tensor = norm(product_TD)
-        return normed_TD
-
-    @property
-    def _splits_attention(self) -> bool:
-        return self.maskings[-1].target == "attention"
+    def _norm(self, index: int, target: Target) -> nn.Module:
+        """What is between a part and the stream, before a residual multiplier."""
+        norms_after, layer = self._traits.norms_after, self._layers[index]
+        return layer.get_submodule(target.norm_after) if norms_after else nn.Identity()
 
     def _after_attention(self, index: int) -> nn.Module:
         """What is called with the stream between attention and FFN."""
@@ -427,25 +370,21 @@ def _drawn(blocks: TokenBlocks, num_tokens: int) -> tuple[Tensor, int]:
 
 
 def _before_norm(missing_TD: Tensor, product_TD: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-    """What a product lacks before a norm, as long as its size is what it is; and its size, [T].
-
-    Where the norm passes next to nothing on, next to nothing is asked for.
-    """
+    """What a product lacks before a norm, as long as its size is what it is; and its size, [T]."""
     scale_T, gain_D = product_TD.square().mean(1).sqrt(), norm.weight.float()
     scale_T = scale_T.clamp_min(float(scale_T.median()) / _LARGEST_WEIGHT + 1e-30)
-    power_D = gain_D.square()
+    power_D = gain_D.square()  # where it is next to nothing, next to nothing is asked for
     return missing_TD * scale_T[:, None] * gain_D / (power_D + 0.01 * power_D.mean()), scale_T
 
 
-def _write(dense: DenseModel, changed: Mapping[str, tuple[Path, str]], out: Path) -> None:
+def _write(dense: DenseModel, changed: Mapping[str, Path], out: Path) -> None:
     """The files of a dense checkpoint with other values of some stored tensors."""
     begin_checkpoint(dense, out)
     for path in sorted(set(tensor_files(dense.folder).values())):
         tensors = load_file(path)
         for name in tensors.keys() & changed.keys():
-            file, own_name = changed[name]
-            tensors[name] = load_file(file)[own_name]
+            tensors[name] = load_file(changed[name])[name]
         save_file(tensors, out / path.name, metadata={"format": "pt"})
     index = dense.folder / "model.safetensors.index.json"
     if index.is_file():
-        (out / index.name).write_text(json.dumps(read_json(index)))
+        shutil.copyfile(index, out / index.name)

@@ -1,7 +1,6 @@
 """Other ways to a cheaper model: published methods that prune, each a row beside the conversions.
 
-What is left is a stock dense checkpoint. Each file says what is the rival's and what differs;
-`contract.py` is what a method has to do.
+Each file says what is the rival's and what differs; `contract.py` is what a method has to do.
 """
 
 import time
@@ -14,24 +13,19 @@ import torch
 from safetensors.torch import save_file
 
 from dotmoe.files import read_json, write_json
-from dotmoe.finetuning.student import MODEL, write_weights
+from dotmoe.finetuning import MODEL as MODEL
+from dotmoe.finetuning import write_weights
 from dotmoe.models.dense import DenseModel
 from dotmoe.parameters import num_parameters
-from dotmoe.pruning.contract import Pruned, PruneInputs
+from dotmoe.pruning import two_of_four
+from dotmoe.pruning.by_curvature import k_obd, llm_surgeon, require_memory
+from dotmoe.pruning.contract import Pruned
+from dotmoe.pruning.contract import PruneInputs as PruneInputs
 from dotmoe.pruning.disp_llm import disp_llm
-from dotmoe.pruning.k_obd import k_obd, require_memory
 from dotmoe.pruning.llm_pruner import llm_pruner, require_separate_heads
-from dotmoe.pruning.llm_surgeon import llm_surgeon
 from dotmoe.pruning.modegpt import modegpt, require_plain_heads
-from dotmoe.pruning.pruner_zero import pruner_zero_2_4
-from dotmoe.pruning.shortgpt import shortgpt
-from dotmoe.pruning.sleb import sleb
 from dotmoe.pruning.slicegpt import require_norms_before, sliced, slicegpt
-from dotmoe.pruning.sparsegpt import sparsegpt_2_4
-from dotmoe.pruning.two_of_four import magnitude_2_4, require_fours
-from dotmoe.pruning.wanda import wanda_2_4
-
-__all__ = ["FIGURES", "MODEL", "PRUNING", "TENSORS", "PruneInputs", "PruningName", "prune"]
+from dotmoe.pruning.whole_layers import shortgpt, sleb
 
 FIGURES, TENSORS = "pruning.json", "tensors.safetensors"
 """What `prune` returns, and what is kept in place of a checkpoint, in the stage's folder."""
@@ -49,15 +43,14 @@ class Method(NamedTuple):
     is_trained: bool = False
     """Whether it takes steps on training text, with a seed."""
     applied: Callable[..., AbstractContextManager[None]] | None = None
-    """Where no stock checkpoint can hold the result: inside, the dense model computes it, given the
-    model and `Pruned.tensors` by their names."""
+    """Where no stock checkpoint can hold it: inside, the model computes it by `Pruned.tensors`."""
 
 
 PRUNING = {
-    "magnitude_2_4": Method(magnitude_2_4, require_fours, is_fixed=True),
-    "wanda_2_4": Method(wanda_2_4, require_fours, is_fixed=True),
-    "sparsegpt_2_4": Method(sparsegpt_2_4, require_fours, is_fixed=True),
-    "pruner_zero_2_4": Method(pruner_zero_2_4, require_fours, is_fixed=True),
+    "magnitude_2_4": Method(two_of_four.magnitude, two_of_four.require, is_fixed=True),
+    "wanda_2_4": Method(two_of_four.wanda, two_of_four.require, is_fixed=True),
+    "sparsegpt_2_4": Method(two_of_four.sparsegpt, two_of_four.require, is_fixed=True),
+    "pruner_zero_2_4": Method(two_of_four.pruner_zero, two_of_four.require, is_fixed=True),
     "slicegpt": Method(slicegpt, require_norms_before, applied=sliced),
     "llm_pruner": Method(llm_pruner, require_separate_heads),
     "modegpt": Method(modegpt, require_plain_heads),
@@ -84,8 +77,7 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
 
     Returns:
         Contents of `pruning.json`: `parameters` that work on a token and that are `stored`,
-        `calibration_tokens` read in all, `seconds` without reading and writing models, the method's
-        `plan`.
+        `calibration_tokens` read, `seconds` without reading and writing models, `plan`.
 
     Raises:
         UserError: The method does not fit the model.
@@ -105,6 +97,6 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
     else:
         write_weights(inputs.dense, folder / MODEL)
         config = folder / MODEL / "config.json"
-        write_json(config, {**read_json(config), **(made.config or {})})
+        write_json(config, read_json(config) | (made.config or {}))
     write_json(folder / FIGURES, figures)
     return figures

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dotmoe.models.dense import DenseModel
-from dotmoe.moe.masked import recomputing
-from dotmoe.pruning.contract import Pruned, PruneInputs, threshold
+from dotmoe.moe.masked import recomputing, watched
+from dotmoe.pruning.contract import Pruned, PruneInputs, linears_of, threshold
 
 _OPEN, _SOFTNESS, _BUDGET_WEIGHT = 3.0, 0.4, 6.0
 _LR, _WEIGHT_DECAY = 1e-3, 0.05
@@ -63,8 +63,8 @@ def disp_llm(inputs: PruneInputs) -> Pruned:
 
     bound = threshold(logits, removed, inputs.excess)
     masks = above(bound)
-    for layer, (reads, writes, ffn_reads, neurons, ffn_writes) in _by_layer(dense, masks):
-        *reading, output = _attention(layer)
+    for layer, reading, output, selected in _by_layer(dense, masks):
+        reads, writes, ffn_reads, neurons, ffn_writes = selected
         gate, up, down = dense.family.ffn(layer)
         for linear in reading:
             linear.weight.mul_(reads)
@@ -79,12 +79,12 @@ def disp_llm(inputs: PruneInputs) -> Pruned:
 
 def kept_parameters(dense: DenseModel, selected: Sequence[Any]) -> Any:
     """Weights of the layers that work, given how much each selection of each layer keeps."""
-    *reading, output = _attention(dense.family.layers(dense.model)[0])
-    read, written = sum(linear.out_features for linear in reading), output.in_features
-    return sum(
-        reads * read + writes * written + neurons * (2 * ffn_reads + ffn_writes)
-        for _, (reads, writes, ffn_reads, neurons, ffn_writes) in _by_layer(dense, selected)
-    )
+    kept = 0
+    for _, reading, output, five in _by_layer(dense, selected):
+        reads, writes, ffn_reads, neurons, ffn_writes = five
+        attended = reads * sum(linear.out_features for linear in reading)
+        kept += attended + writes * output.in_features + neurons * (2 * ffn_reads + ffn_writes)
+    return kept
 
 
 @torch.enable_grad()
@@ -116,34 +116,27 @@ def _gate(logits: Tensor) -> Tensor:
 def gated(dense: DenseModel, gates: Sequence[Tensor]) -> Iterator[None]:
     """Inside, what each selection of each layer chooses from is multiplied by its gate."""
 
-    def entering(gate: Tensor, _: nn.Module, arguments: tuple[Tensor, ...]) -> Any:
-        return arguments[0] * gate.to(arguments[0].dtype), *arguments[1:]
-
-    def leaving(gate: Tensor, _: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-        return output * gate.to(output.dtype)
+    def weigh(gate: Tensor, *called: Any) -> Tensor:
+        """Weigh what a module was called with before it runs, or what it gave behind it."""
+        x: Tensor = called[-1]
+        return x * gate.to(x.dtype)
 
     with ExitStack() as hooks:
-        for layer, (reads, writes, ffn_reads, neurons, ffn_writes) in _by_layer(dense, gates):
-            *reading, output = _attention(layer)
-            ffn, down = layer.get_submodule("mlp"), dense.family.ffn(layer).down
+        for layer, reading, output, selected in _by_layer(dense, gates):
+            reads, writes, ffn_reads, neurons, ffn_writes = selected
+            ffn, down = layer.mlp, dense.family.ffn(layer).down
             before = [(linear, reads) for linear in reading] + [(ffn, ffn_reads), (down, neurons)]
             for module, gate in before:
-                hooks.enter_context(module.register_forward_pre_hook(partial(entering, gate)))
+                hooks.enter_context(watched({0: module}, partial(weigh, gate)))
             for module, gate in ((output, writes), (ffn, ffn_writes)):
-                hooks.enter_context(module.register_forward_hook(partial(leaving, gate)))
+                hooks.enter_context(module.register_forward_hook(partial(weigh, gate)))
         yield
 
 
-def _by_layer(
-    dense: DenseModel, selections: Sequence[Any]
-) -> Iterator[tuple[nn.Module, Sequence[Any]]]:
-    """Each layer with its five: attention reads and writes, FFN reads, neurons, FFN writes."""
+def _by_layer(dense: DenseModel, selections: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Each layer, the maps by which attention reads, that of its output, and five selections."""
     for index, layer in enumerate(dense.family.layers(dense.model)):
-        yield layer, selections[5 * index : 5 * index + 5]
-
-
-def _attention(layer: nn.Module) -> list[nn.Linear]:
-    """The linear maps of attention, that of its output last."""
-    attention: Any = layer.get_submodule("self_attn")
-    found = [each for each in attention.modules() if isinstance(each, nn.Linear)]
-    return sorted(found, key=lambda each: each is attention.o_proj)
+        attention: Any = layer.get_submodule("self_attn")
+        reading = [each for each in linears_of(attention) if each is not attention.o_proj]
+        # What attention reads and writes, what the FFN reads, its neurons, what it writes.
+        yield layer, reading, attention.o_proj, selections[5 * index : 5 * index + 5]

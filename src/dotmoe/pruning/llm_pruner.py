@@ -10,17 +10,13 @@ least one head stays. Layers come to differ in width, which no stock config can 
 holds zeros.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dotmoe.errors import UserError
-from dotmoe.models.dense import TOKENS_AT_ONCE, DenseModel
-from dotmoe.moe.masked import recomputing
-from dotmoe.pruning.contract import Pruned, PruneInputs
+from dotmoe.models.dense import DenseModel
+from dotmoe.pruning.contract import Pruned, PruneInputs, backward, refusing
 
 
 class Kind(NamedTuple):
@@ -42,40 +38,35 @@ def llm_pruner(inputs: PruneInputs) -> Pruned:
     for kind in kinds_of(dense):
         kept.append(_kept(kind, idle, num_neurons))
         for index in touched if idle else ():
-            parts = grouped(dense, index, kind).values()
+            parts = grouped(dense, index, kind)
             scores = [
-                (weight.double() * slope).abs().flatten(1).sum(1)
-                for weight, slope in parts
-                if slope is not None
+                (parts[name].double() * slope).abs().flatten(1).sum(1)
+                for name, slope in grouped(dense, index, kind, slopes=True).items()
             ]
             order_G = torch.stack(scores).sum(0).argsort(stable=True)
-            for weight, _ in parts:
-                weight[order_G[: kind.groups - kept[-1]]] = 0
+            for part in parts.values():
+                part[order_G[: kind.groups - kept[-1]]] = 0
     dense.model.requires_grad_(False).zero_grad()
     plan = {"heads": kept[0], "neurons": kept[1], "layers": [touched.start, touched.stop]}
     return Pruned(counts[idle], plan)
 
 
-def require_separate_heads(dense: DenseModel) -> None:
-    """Refuse a norm over all heads, which removing some would change."""
-    if dense.family.traits(dense.config).qk_norm == "full":
-        raise UserError(
-            f"{dense.config.model_type} has a norm over all heads at once, so llm_pruner cannot "
-            "remove some of them. Leave it out."
-        )
+require_separate_heads = refusing(
+    lambda traits: traits.qk_norm == "full",
+    "a norm over all heads at once, so llm_pruner cannot remove some of them",
+)
 
 
 def removed_parameters(dense: DenseModel, idle: int) -> int:
     """Parameters that go where `idle` of the neurons and as large a share of the heads do."""
     num_neurons, of_a_layer = dense.widths.ffn, 0
     for kind in kinds_of(dense):
-        size = sum(weight.numel() for weight, _ in grouped(dense, 0, kind).values()) // kind.groups
+        size = sum(part.numel() for part in grouped(dense, 0, kind).values()) // kind.groups
         of_a_layer += size * (kind.groups - _kept(kind, idle, num_neurons))
     return of_a_layer * len(_touched(dense))
 
 
 def _touched(dense: DenseModel) -> range:
-    """Layers that lose groups."""
     layers = dense.widths.layers
     return range(layers // 8, layers - layers // 16)
 
@@ -92,44 +83,14 @@ def _kept(kind: Kind, idle: int, num_neurons: int) -> int:
     return max(1, kind.groups * (num_neurons - idle) // num_neurons)
 
 
-def grouped(dense: DenseModel, index: int, kind: Kind) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """What the groups of a layer have of each of their tensors and of its gradient, [G, ...]."""
-    named, found = dict(dense.model.named_parameters()), {}
+def grouped(dense: DenseModel, index: int, kind: Kind, slopes: bool = False) -> dict[str, Tensor]:
+    """What the groups of a layer have of each of their tensors, or of its gradient, [G, ...]."""
+    named, found = dict(dense.model.named_parameters()), dict[str, Tensor]()
     for name, dimension in kind.members.items():
         part = dense.family.stored(dense.config, f"model.layers.{index}.{name}")
-        if part.stored in named:  # there may be no bias
-            weight, slope = named[part.stored].data, named[part.stored].grad
-            view = partial(_grouped, slice(*(part.rows or (None,))), dimension, kind.groups)
-            found[name] = view(weight), None if slope is None else view(slope)
+        parameter = named.get(part.stored)
+        tensor = parameter.grad if parameter is not None and slopes else parameter
+        if tensor is not None:  # there may be no bias, and it has no gradient
+            rows = tensor.detach()[slice(*(part.rows or (None,)))].movedim(dimension, 0)
+            found[name] = torch.unflatten(rows, 0, (kind.groups, -1))
     return found
-
-
-def _grouped(rows: slice, dimension: int, groups: int, tensor: Tensor) -> Tensor:
-    part = tensor[rows].movedim(dimension, 0)
-    return part.view(groups, -1, *part.shape[1:])
-
-
-@torch.enable_grad()
-def backward(
-    inputs: PruneInputs,
-    rows: int | None = None,
-    after: Callable[[], None] | None = None,
-    of_weights: bool = True,
-) -> None:
-    """Gradients of the next-token loss of each row of the calibration text, summed; of matrices.
-
-    So many rows run at once; `after` is called behind each such step. Without weights, only what
-    depends on the residual stream has gradients.
-    """
-    model: Any = inputs.dense.model
-    for parameter in inputs.layers.parameters():
-        parameter.requires_grad = of_weights and parameter.dim() == 2
-    rows = rows or max(1, TOKENS_AT_ONCE // inputs.tokens_BT.shape[1])
-    batches = torch.split(inputs.tokens_BT.to(inputs.dense.device), rows)
-    with recomputing(inputs.dense):
-        for done, tokens_BT in enumerate(batches, 1):
-            output = model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False)
-            (output.loss * len(tokens_BT)).backward()
-            if after is not None:
-                after()
-            inputs.on_progress(done, len(batches))

@@ -11,7 +11,7 @@ mean diagonal. No stock config holds widths that differ: the checkpoint holds ze
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,24 +20,19 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dotmoe.errors import UserError
 from dotmoe.models.dense import DenseModel, Stream
 from dotmoe.models.family import head_dim
 from dotmoe.moe.masked import watched
-from dotmoe.pruning.contract import Pruned, PruneInputs
+from dotmoe.pruning.contract import Pruned, PruneInputs, damped_inverse, made_up, refusing
 from dotmoe.pruning.llm_pruner import grouped, kinds_of
-from dotmoe.pruning.shortgpt import block_influence
-from dotmoe.pruning.sparsegpt import damped_inverse, made_up
-
-_MOST = 0.8
-"""Share of a layer's modules that may go."""
+from dotmoe.pruning.whole_layers import block_influence
 
 
 def modegpt(inputs: PruneInputs) -> Pruned:
     """Cut every layer's modules to the shares that come nearest to the budget."""
     dense, weight_L = inputs.dense, (-block_influence(inputs)).softmax(0)
     scale_M1 = torch.linspace(0, 1, 10_001)[:, None] / weight_L.min()
-    share_ML1 = _MOST * (scale_M1 * weight_L).clamp_max(1)[..., None]
+    share_ML1 = 0.8 * (scale_M1 * weight_L).clamp_max(1)[..., None]
     unit_3, width_3, step_3 = _modules(dense)
     kept_ML3 = ((1 - share_ML1) * width_3 / step_3).round().clamp_min(1).long() * step_3
     removed_M = ((width_3 - kept_ML3) * unit_3).sum((1, 2))
@@ -57,18 +52,13 @@ def modegpt(inputs: PruneInputs) -> Pruned:
     return Pruned(removed, {"neurons_features_ranks": plan})
 
 
-def require_plain_heads(dense: DenseModel) -> None:
-    """Refuse norms of queries and keys, which cutting their features would change."""
-    if dense.family.traits(dense.config).qk_norm != "none":
-        raise UserError(
-            f"{dense.config.model_type} has norms of queries and keys, so modegpt cannot cut their "
-            "features. Leave it out."
-        )
+require_plain_heads = refusing(
+    lambda traits: traits.qk_norm != "none",
+    "norms of queries and keys, so modegpt cannot cut their features",
+)
 
 
-def joint_rank(
-    moment_WW: Float[Tensor, "W W"], output_RWD: Float[Tensor, "R W D"], rank: int
-) -> tuple[Float[Tensor, "K W"], Float[Tensor, "W K"]]:
+def joint_rank(moment_WW: Tensor, output_RWD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Maps of a head's values to K numbers and back that change its R queries' output least."""
     energy_W, axes_WW = torch.linalg.eigh(moment_WW)
     scale_W = energy_W.clamp_min(1e-10 * energy_W[-1].clamp_min(1e-30)).sqrt()
@@ -103,14 +93,13 @@ def _moments(dense: DenseModel, index: int) -> Iterator[dict[str, Any]]:
         return sdpa_attention_forward(module, *arguments, **rest)
 
     AttentionInterface.register("moments", attend)
-    with ExitStack() as work:
-        work.callback(setattr, dense.config, "_attn_implementation", before)
-        dense.config._attn_implementation = "moments"
-        down = {index: dense.family.ffn(layer).down}
-        work.enter_context(
-            watched(down, lambda _, hidden: add("activation", hidden.flatten(0, -2)))
-        )
-        yield found
+    down = {index: dense.family.ffn(layer).down}
+    dense.config._attn_implementation = "moments"
+    try:
+        with watched(down, lambda _, hidden: add("activation", hidden.flatten(0, -2))):
+            yield found
+    finally:
+        dense.config._attn_implementation = before
 
 
 def _cut_heads(
@@ -120,7 +109,7 @@ def _cut_heads(
     kind, width, size = kinds_of(dense)[0], head_dim(dense.config), dense.widths.model
     query, key = (moments[name].diagonal(dim1=1, dim2=2) for name in ("query", "key"))
     score_GW = (query.view(kind.groups, -1, width).sum(1) * key).sqrt()
-    parts = {name: part for name, (part, _) in grouped(dense, index, kind).items()}
+    parts = grouped(dense, index, kind)
     for group in range(kind.groups):
         kept_W = _largest(score_GW[group].view(2, -1).sum(0), features // 2).repeat(2)
         output_RWD = parts["self_attn.o_proj.weight"][group].double().view(-1, width, size)

@@ -9,18 +9,18 @@ matrices, so there is no checkpoint. The published code takes the mean off each 
 suits LayerNorm alone; that is left out.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dotmoe.errors import UserError
 from dotmoe.models.dense import DenseModel, Stream
+from dotmoe.moe.masked import watched
 from dotmoe.parameters import num_parameters
-from dotmoe.pruning.contract import Pruned, PruneInputs
+from dotmoe.pruning.contract import Pruned, PruneInputs, refusing
 
 
 def slicegpt(inputs: PruneInputs) -> Pruned:
@@ -30,8 +30,8 @@ def slicegpt(inputs: PruneInputs) -> Pruned:
     width = min(counts, key=lambda width: abs(counts[width] - inputs.wanted))
     stream, axes = Stream(dense, inputs.tokens_BT), list[Tensor]()
 
-    def cut(run: Callable[[slice], Tensor]) -> None:
-        """Axes of what is at the first place that has none, while the rows of the text run."""
+    def cut(index: int) -> None:
+        """Axes of the first place that has none, which that layer comes by."""
         moment_DD = torch.zeros(size, size, dtype=torch.float64, device=dense.device)
 
         def see(hidden_BTD: Tensor) -> None:
@@ -40,14 +40,14 @@ def slicegpt(inputs: PruneInputs) -> Pruned:
 
         with sliced(dense, axes, see):
             for part in stream.parts:
-                run(part)
+                stream.after(index, part)
         axes.append(torch.linalg.eigh(moment_DD).eigenvectors[:, -width:].float())
 
     last = len(inputs.layers) - 1
-    cut(partial(stream.after, 0))
+    cut(0)
     for index in range(last + 1):
         for _ in range(1 if index == last else 2):  # behind attention, behind FFN
-            cut(partial(stream.after, index))
+            cut(index)
         with sliced(dense, axes):
             stream.advance(index)
         inputs.on_progress(index + 1, last + 1)
@@ -55,13 +55,10 @@ def slicegpt(inputs: PruneInputs) -> Pruned:
     return Pruned(removed, {"width": width}, tensors={"axes_SDK": torch.stack(axes).cpu()})
 
 
-def require_norms_before(dense: DenseModel) -> None:
-    """Refuse norms inside the branches."""
-    if dense.family.traits(dense.config).norms_after:
-        raise UserError(
-            f"{dense.config.model_type} has norms behind attention and FFN, and slicegpt needs "
-            "them before. Leave it out."
-        )
+require_norms_before = refusing(
+    lambda traits: traits.norms_after,
+    "norms behind attention and FFN, and slicegpt needs them before",
+)
 
 
 @contextmanager
@@ -85,10 +82,9 @@ def sliced(
             see(hidden_BTD)
         return hidden_BTD
 
-    def before(index: int, layer: nn.Module, arguments: Any) -> Any:
-        hidden_BTD = at(0, arguments[0]) if index == 0 else arguments[0]
-        entering[:] = [hidden_BTD]
-        return (hidden_BTD, *arguments[1:])
+    def before(index: int, hidden_BTD: Tensor) -> Tensor:
+        entering[:] = [at(0, hidden_BTD) if index == 0 else hidden_BTD]
+        return entering[0]
 
     def behind_attention(index: int, attention: nn.Module, arguments: Any, output: Any) -> Any:
         (hidden_BTD,) = entering
@@ -96,26 +92,19 @@ def sliced(
         return (added_BTD / factor, *output[1:])
 
     def behind_ffn(index: int, layer: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-        return at(2 * index + 2, output) if index + 1 < len(layers) else output
+        return at(2 * index + 2, output)
 
-    hooks = []
-    for index, layer in enumerate(layers):
-        attention: Any = layer.self_attn
-        hooks.append(layer.register_forward_pre_hook(partial(before, index)))
-        hooks.append(attention.register_forward_hook(partial(behind_attention, index)))
-        hooks.append(layer.register_forward_hook(partial(behind_ffn, index)))
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(watched(dict(enumerate(layers)), before))
+        for index, layer in enumerate(layers):
+            attention: Any = layer.self_attn
+            hooks.enter_context(attention.register_forward_hook(partial(behind_attention, index)))
+            hooks.enter_context(layer.register_forward_hook(partial(behind_ffn, index)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def sliced_parameters(dense: DenseModel, width: int) -> int:
-    """Parameters of the model cut to a width.
-
-    With both matrices of each layer and an uncut head of its own; norms are folded into weights.
-    """
+    """Parameters of the model cut to a width, with each layer's two matrices and an uncut head."""
     size, layers = dense.widths.model, dense.family.layers(dense.model)
     total = (width + size) * dense.widths.vocabulary
     for index, layer in enumerate(layers):
@@ -125,7 +114,7 @@ def sliced_parameters(dense: DenseModel, width: int) -> int:
                 total += parameter.shape[1] * (width if "o_proj" in name else leaving)
             elif parameter.dim() == 2:
                 total += parameter.shape[0] * width
-            elif "layernorm" not in name:
+            elif "layernorm" not in name:  # those are folded into weights
                 total += parameter.numel()
         total += width * width + width * leaving
     return total

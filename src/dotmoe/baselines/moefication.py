@@ -1,0 +1,164 @@
+"""MoEfication: neurons by the directions of their weights, or by when they are active together.
+
+`weight_clusters` is its parameter clustering and LLaMA-MoE v1's independent clustering: rows of a
+projection of unit length, k-means with clusters of equal size. Different here: rows of the gate
+projection stand for MoEfication's only input projection (v1 takes gate or up; `clustered_rows` has
+both), starts are seeded, and v1's random gate is left out because MoEfication's is better.
+
+`co_activation`: a graph of neurons whose edges count the tokens on which both are active, cut into
+equal parts such that most edge weight stays inside them. Different here: SiLU has no zeros, so a
+neuron counts as active on a token if its |H| is among the share of the token's neurons that the
+budget lets run. The cut is not METIS's: edge weight inside is raised by balanced kernel k-means
+from several seeded starts, then by swapping pairs of neurons (Kernighan and Lin's step) until no
+swap raises it. There is no threshold on the counts, and parts come out equal.
+
+Both have its two routers. By similarity: the cosine of the token with the mean of an expert's unit
+rows; the token's own length changes no order, so it is a linear map and can be exported as it is.
+Trained: Linear, tanh, Linear, one output an expert; the first starts as the mean unit rows of the
+experts, the second as the identity. The target of a token is each expert's summed activation over
+the largest one; binary cross-entropy, Adam with rate 0.01; the k experts of largest output run.
+Different here: SiLU has negative activations, so their sizes are summed; of all passes the one with
+the smallest loss on every tenth token, kept out, is taken (the published code: the second best).
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dotmoe.baselines.contract import (
+    Layer,
+    LayerSplit,
+    SplitInputs,
+    balanced_clusters,
+    balanced_kmeans,
+    means,
+    optimal_assignment,
+    squared_distance,
+)
+from dotmoe.calibrate import expert_sums
+from dotmoe.moe.router import top_k_mask
+
+_SCREENED, _TOKENS_A_STEP, _RATE = 256, 512, 0.01
+"""Neurons that are looked at together for gainful swaps; of the predictor's training."""
+
+
+def weight_clusters(inputs: SplitInputs) -> Iterator[LayerSplit]:
+    """Split every layer by balanced clusters of its weights."""
+    num_experts = inputs.granularity.num_experts
+    which = inputs.config.clustered_rows
+    for layer in inputs.layers():
+        named = {"gate": layer.ffn.gate, "up": layer.ffn.up}
+        chosen = named.values() if which == "both" else [named[which]]
+        rows_NF = torch.cat([F.normalize(one.weight.float(), dim=1) for one in chosen], dim=1)
+        expert_N = balanced_kmeans(rows_NF, num_experts, inputs.config, layer.generator)
+        centre_EF = means(rows_NF, expert_N, num_experts)
+        expert_N = optimal_assignment(squared_distance(rows_NF, centre_EF))
+        yield _routed(inputs, layer, expert_N)
+
+
+def co_activation(inputs: SplitInputs) -> Iterator[LayerSplit]:
+    """Split every layer by a balanced cut of its co-activation graph."""
+    split = inputs.granularity
+    for layer in inputs.layers():
+        count_NN = co_activation_counts(layer.hidden(), split.active_units)
+        score = partial(_weight_to, count_NN)
+        how = split.num_experts, inputs.config, layer.generator
+        expert_N = balanced_clusters(score, len(count_NN), *how)
+        yield _routed(inputs, layer, swapped(count_NN, expert_N, split.num_experts))
+
+
+def _routed(inputs: SplitInputs, layer: Layer, expert_N: Int[Tensor, " N"]) -> LayerSplit:
+    """Experts with the router by similarity, and the trained one unless that is not wanted."""
+    rows_ND = F.normalize(layer.ffn.gate.weight.float(), dim=1)
+    router_ED = F.normalize(means(rows_ND, expert_N, inputs.granularity.num_experts), dim=1)
+    own = {}
+    if inputs.config.split_router == "own":
+        own = predictor(layer, expert_N, router_ED, inputs.config.predictor_epochs)
+    return LayerSplit(layer=layer, expert_of_neuron_N=expert_N, router_ED=router_ED, own=own)
+
+
+def co_activation_counts(hidden_TN: Tensor, active_neurons: int) -> Float[Tensor, "N N"]:
+    """Tokens on which both neurons are among the `active_neurons` of largest |H|; diagonal 0."""
+    is_active_TN = top_k_mask(hidden_TN.abs(), active_neurons)
+    return (is_active_TN.T @ is_active_TN).fill_diagonal_(0)
+
+
+def swapped(count_NN: Tensor, expert_N: Tensor, num_experts: int) -> Int[Tensor, " N"]:
+    """The cut after swapping pairs of neurons until no swap raises the weight inside.
+
+    Edge weights are symmetric with diagonal 0.
+    """
+    expert_N = expert_N.clone()
+    to_NE = _weight_to(count_NN, F.one_hot(expert_N, num_experts))
+
+    def gains(rows: Tensor) -> Tensor:
+        """Half of what swapping one of `rows` with any neuron adds to the weight inside, [R, N]."""
+        own_R = expert_N[rows]
+        kept_N = to_NE.gather(1, expert_N[:, None]).squeeze(1)
+        gain_RN = to_NE[:, own_R].T - kept_N + to_NE[rows][:, expert_N] - kept_N[rows, None]
+        gain_RN -= 2 * count_NN[rows]
+        return gain_RN.masked_fill_(own_R[:, None] == expert_N, 0.0)
+
+    every_N = torch.arange(len(expert_N), device=expert_N.device)
+    while True:
+        # Only neurons with a gainful swap are gone through one by one.
+        gainful = [gains(rows).amax(dim=1) > 0 for rows in torch.split(every_N, _SCREENED)]
+        chosen = every_N[torch.cat(gainful)]
+        if not len(chosen):
+            return expert_N
+        for neuron in chosen:
+            gain, other = gains(neuron[None]).squeeze(0).max(dim=0)
+            if float(gain) > 0:
+                own, target = expert_N[neuron].clone(), expert_N[other].clone()
+                change_N = count_NN[:, neuron] - count_NN[:, other]
+                to_NE[:, own] -= change_N
+                to_NE[:, target] += change_N
+                expert_N[neuron], expert_N[other] = target, own
+
+
+def _weight_to(count_NN: Tensor, members_NE: Tensor) -> Tensor:
+    """Edge weight of each neuron to each expert's members."""
+    return count_NN @ members_NE.to(count_NN)
+
+
+@torch.enable_grad()
+def predictor(layer: Layer, expert_N: Tensor, centre_ED: Tensor, epochs: int) -> dict[str, Tensor]:
+    """Weights of the trained router: `first` [E, D], `second` [E, E]."""
+    with torch.no_grad():
+        target_TE = expert_sums(layer.hidden().abs(), expert_N, len(centre_ED))
+        target_TE /= target_TE.amax(dim=1, keepdim=True).clamp_min(1e-30)
+    is_kept_T = torch.arange(len(target_TE), device=target_TE.device) % 10 == 9
+    trained_T = (~is_kept_T).nonzero().squeeze(1)
+    weights = {"first": centre_ED.clone(), "second": torch.eye(len(centre_ED)).to(centre_ED)}
+    adam = torch.optim.Adam([w.requires_grad_() for w in weights.values()], lr=_RATE)
+
+    def loss(tokens_T: Tensor) -> Tensor:
+        logits_TE = _scores(weights, layer.x_TD[tokens_T])
+        return F.binary_cross_entropy_with_logits(logits_TE, target_TE[tokens_T])
+
+    best, least = {}, torch.inf
+    for _ in range(epochs):
+        order = torch.randperm(len(trained_T), generator=layer.generator)
+        for part in torch.split(trained_T[order.to(trained_T.device)], _TOKENS_A_STEP):
+            adam.zero_grad()
+            loss(part).backward()  # type: ignore[no-untyped-call]
+            adam.step()
+        with torch.no_grad():
+            reached = float(loss(is_kept_T))
+        if reached < least:
+            least = reached
+            best = {name: weight.detach().clone() for name, weight in weights.items()}
+    return best
+
+
+def _scores(own: Mapping[str, Tensor], x_TD: Tensor) -> Float[Tensor, "T E"]:
+    return torch.tanh(x_TD.float() @ own["first"].T) @ own["second"].T
+
+
+def by_predictor(own: Mapping[str, Tensor], x_TD: Tensor, hidden_TN: Tensor, k: int) -> Tensor:
+    """The k experts that the trained router scores highest."""
+    return top_k_mask(_scores(own, x_TD), k)
