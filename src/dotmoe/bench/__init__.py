@@ -1,6 +1,6 @@
 """`dotmoe bench`: how fast a dense model and its MoE run, in one run, beside what is possible."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -34,12 +34,6 @@ PROTOCOL = (
     "context is not in it: it costs both models the same, and lowers the share as the context "
     "grows. A share of the ideal above 1 means that something else bounds the dense model."
 )
-
-RUNNERS = (
-    ("transformers", "dotmoe.bench.runners:TransformersRunner"),
-    ("llama.cpp", "dotmoe.bench.runners:LlamaRunner"),
-)
-"""Of checkpoints and of GGUF files."""
 
 Rounds = Sequence[Sequence[float]]
 """Seconds of each step, by round."""
@@ -98,17 +92,14 @@ class BenchConfig:
 def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
     """Measure both models in one run, in turns; both are in memory, each in its own process.
 
-    Args:
-        config: See `BenchConfig`.
-        on_progress: Told rounds done, rounds in all, and the point.
+    `on_progress` is told rounds done, rounds in all, and the point.
 
     Returns:
         JSON values: both models, every point of both, ratios, settings and provenance.
 
     Raises:
-        UserError: Only the MoE is a GGUF file, llama.cpp is not installed, a model is missing,
-            the two are not a dense model and an MoE of the same sizes; or a device or
-            context that there is not, or too little memory.
+        UserError: The two are not a dense model and its MoE, or not for the same software; no such
+            model, device or context, no llama.cpp, or too little memory.
     """
     check(config)
     in_gguf = config.moe.lower().endswith(".gguf")
@@ -124,7 +115,8 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
             f"clock is cpu with {threads} threads on {device}, but it adds up all threads and sees "
             "no GPU. Set threads to 1 and device to cpu, or clock to wall."
         )
-    runtime, runner = RUNNERS[in_gguf]
+    runtime = "llama.cpp" if in_gguf else "transformers"
+    runner = f"dotmoe.bench.runners:{'LlamaRunner' if in_gguf else 'TransformersRunner'}"
     options = config.load.dtype, device, threads, config.clock, config.seed
     remedy = "If memory ran out, lower batch_sizes, prompt_tokens or context_tokens."
     with ExitStack() as stack:
@@ -185,8 +177,7 @@ def _measured(
         for turn in range(config.rounds):
             for side in (0, 1) if turn % 2 == 0 else (1, 0):
                 rounds[side].append(workers[side].ask("run"))
-            done += 1
-            on_progress(done, total, note)
+            on_progress(done := done + 1, total, note)
         dense, moe = [
             _side(point, model["weights"], seconds, config.quantile)
             | {"peak_bytes": worker.ask("peak")}
@@ -194,17 +185,13 @@ def _measured(
         ]
         work = "weight_bytes" if point["steps"] else "products_per_token"
         ideal, ratio = dense[work] / moe[work], moe["tokens_per_s"] / dense["tokens_per_s"]
-        results.append(
-            {
-                "point": point,
-                "dense": dense,
-                "moe": moe,
-                "speed_ratio": ratio,
-                "speed_ratio_quartiles": ratio_quartiles(*rounds),
-                "ideal_ratio": ideal,
-                "share_of_ideal": ratio / ideal,
-            }
-        )
+        ratios = {
+            "speed_ratio": ratio,
+            "speed_ratio_quartiles": ratio_quartiles(*rounds),
+            "ideal_ratio": ideal,
+            "share_of_ideal": ratio / ideal,
+        }
+        results.append({"point": point, "dense": dense, "moe": moe, **ratios})
     return results
 
 
@@ -212,11 +199,10 @@ def _side(point: Values, weights: Values, rounds: Rounds, quantile: float) -> Va
     """One model at one point."""
     head, fixed, expert = weights["head"], weights["fixed"], weights["expert"]
     active, tokens = weights["active_experts"], point["batch" if point["steps"] else "tokens"]
-    best = float(np.quantile(np.concatenate(rounds), quantile))
     touched = expected_experts(weights["experts"], active, tokens)
     products = fixed["products"] + active * expert["products"]
     return {
-        "tokens_per_s": tokens / best,
+        "tokens_per_s": tokens / float(np.quantile(np.concatenate(rounds), quantile)),
         "experts_touched": touched,
         "weight_bytes": head["bytes"] + fixed["bytes"] + touched * expert["bytes"],
         "products_per_token": products + head["products"] * point["batch"] / tokens,
@@ -224,9 +210,7 @@ def _side(point: Values, weights: Values, rounds: Rounds, quantile: float) -> Va
 
 
 def expected_experts(num_experts: int, active_experts: int, tokens: int) -> float:
-    """Distinct experts a layer if tokens were routed independently and evenly.
-
-        E (1 - (1 - k / E)^T)
+    """Distinct experts a layer if tokens were routed independently and evenly: E (1 - (1 - k/E)^T).
 
     Example:
         >>> expected_experts(112, 28, 1), round(expected_experts(112, 28, 4), 1)
@@ -256,21 +240,21 @@ def table(result: Values) -> Table:
         is_prefill = point["name"] == "prefill"
         return f"prefill {point['tokens']}" if is_prefill else f"decode x {point['batch']}"
 
-    columns: dict[str, Callable[[Values], str]] = {
-        "tokens/s" if settings["clock"] == "wall" else "tokens/CPU s": name,
-        "dense": lambda row: f"{row['dense']['tokens_per_s']:,.1f}",
-        "MoE": lambda row: f"{row['moe']['tokens_per_s']:,.1f}",
-        "ratio": lambda row: f"{row['speed_ratio']:.2f}",
-        "quartiles": lambda row: "{:.2f}-{:.2f}".format(*row["speed_ratio_quartiles"]),
-        "ideal": lambda row: f"{row['ideal_ratio']:.2f}",
-        "of ideal": lambda row: percent(row["share_of_ideal"]),
-        "peak memory": lambda row: " / ".join(
-            in_bytes(row[side]["peak_bytes"]) for side in ("dense", "moe")
-        ),
-    }
+    def both(row: Values) -> str:
+        return " / ".join(in_bytes(row[side]["peak_bytes"]) for side in ("dense", "moe"))
+
     return table_of(
         result["points"],
-        columns,
+        {
+            "tokens/s" if settings["clock"] == "wall" else "tokens/CPU s": name,
+            "dense": lambda row: f"{row['dense']['tokens_per_s']:,.1f}",
+            "MoE": lambda row: f"{row['moe']['tokens_per_s']:,.1f}",
+            "ratio": lambda row: f"{row['speed_ratio']:.2f}",
+            "quartiles": lambda row: "{:.2f}-{:.2f}".format(*row["speed_ratio_quartiles"]),
+            "ideal": lambda row: f"{row['ideal_ratio']:.2f}",
+            "of ideal": lambda row: percent(row["share_of_ideal"]),
+            "peak memory": both,
+        },
         title=f"{result['runtime']} on {result['provenance']['hardware']}, {settings['threads']} "
         f"threads, {settings['rounds']} rounds in turns",
         note=f"dense: {models[0]}. MoE: {models[1]}. ratio: of the best steps; quartiles: "

@@ -31,9 +31,8 @@ def weights_of(tensors: Mapping[str, tuple[int, tuple[int, ...]]], active_expert
     Of a Mixture-of-Experts only the chosen experts count. Caches, activations and attention over
     the context are left out: they are the same in both models.
 
-    Args:
-        tensors: Bytes in memory and shape by name, of Transformers or GGUF.
-        active_experts: k; 0 for a dense model.
+    `tensors` are bytes in memory and shape by name, of Transformers or GGUF; `active_experts` is k,
+    0 for a dense model.
 
     Returns:
         Shape of the `embedding`; `stored_bytes` of all tensors; `experts` (E) and `active_experts`

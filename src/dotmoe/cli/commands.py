@@ -137,12 +137,7 @@ def run_edit(line: Line) -> None:
 def run_evaluate(line: Line) -> None:
     """`dotmoe evaluate MODEL`."""
     config = line.config(EvaluateConfig)
-    plot = Path(config.plot) if config.plot else None
-    if plot:
-        plots.require_drawable(plot)
     result = evaluate(config, Progress(), str(line))
-    if plot:
-        plots.draw_curve(result, plot)
     if config.json:
         print(json.dumps(result, indent=2))
     else:
