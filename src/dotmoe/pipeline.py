@@ -40,7 +40,8 @@ from dotmoe.distributed import (
     resolved_device,
 )
 from dotmoe.errors import UserError, require_package
-from dotmoe.evaluate import heldout_perplexity, perplexities, perplexity_table, text_names
+from dotmoe.evaluate import heldout_perplexity
+from dotmoe.evaluate.perplexity import perplexities, perplexity_table, text_names
 from dotmoe.export import (
     ExportRecord,
     export,

@@ -195,7 +195,7 @@ def outputs_tsne(run: AnalysedRun) -> Findings:
     perplexity = min(30.0, (len(outputs) - 1) / 3)
     tsne = TSNE(n_components=2, perplexity=perplexity, init="pca", random_state=asked.seed)
     own, by_chance = (separation(each, expert_P.numpy()) for each in (outputs, random))
-    shown = len(expert_P.unique())
+    shown = len(set(expert_P.tolist()))
     return {
         "layer": layer,
         "points": tsne.fit_transform(reduced.fit_transform(outputs)).tolist(),

@@ -16,7 +16,8 @@ from dotmoe.cli.parse import Line
 from dotmoe.compare import CompareConfig, compare, table
 from dotmoe.config import FinetuneRunConfig, RunConfig
 from dotmoe.errors import UserError
-from dotmoe.evaluate import EvaluateConfig, evaluate, gguf_file
+from dotmoe.evaluate import EvaluateConfig, evaluate
+from dotmoe.evaluate.models import gguf_file
 from dotmoe.export import explained, set_active_experts
 from dotmoe.inspection import InspectConfig, inspect_model, render, stored_dtype
 from dotmoe.load import dense_config

@@ -4,20 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dotmoe.evaluate import fidelity, generation, perplexity, tasks
-from dotmoe.evaluate.models import (
-    SIDES,
-    EvaluateConfig,
-    TextConfig,
-    gguf_file,
-    stock_nats,
-)
-from dotmoe.evaluate.perplexity import (
-    heldout_perplexity,
-    packed_text,
-    perplexities,
-    perplexity_table,
-    text_names,
-)
+from dotmoe.evaluate.models import SIDES, EvaluateConfig, TextConfig, stock_nats
+from dotmoe.evaluate.perplexity import heldout_perplexity, packed_text
 from dotmoe.files import Values, write_json
 from dotmoe.options import check
 from dotmoe.progress import Progress
@@ -28,19 +16,15 @@ __all__ = [
     "EvaluateConfig",
     "TextConfig",
     "evaluate",
-    "gguf_file",
     "heldout_perplexity",
     "packed_text",
-    "perplexities",
-    "perplexity_table",
     "stock_nats",
-    "text_names",
 ]
 
 
 def _shown_perplexity(result: Values) -> list[Table | str]:
     sides = [result[side] for side in SIDES if side in result] or [result]
-    return [perplexity_table({str(side["name"]): side for side in sides})]
+    return [perplexity.perplexity_table({str(side["name"]): side for side in sides})]
 
 
 Measure = Callable[[EvaluateConfig, Progress], Values]

@@ -71,7 +71,7 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
     for layer, (ffn, counterpart) in ffns.items():
         ffn.register_forward_hook(comparing(layer, counterpart))
     with progress.bar("evaluate", tokens=1) as update:
-        for batch in rows.split(config.corpus.windows_at_once):
+        for batch in torch.split(rows, config.corpus.windows_at_once):
             dense_TD = hidden_states(dense.model, batch).flatten(0, 1)
             other_TD = hidden_states(other.model, batch).flatten(0, 1).to(dense_TD.device)
             sums["before"] += _sums(other_TD, dense_TD)
@@ -90,7 +90,6 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
         mse, relative = squares / entries, squares / size
         return {"cosine": cosine / num_tokens, "mse": mse, "relative_mse": relative}
 
-    layers = [{"layer": layer, **closeness(layer)} for layer in ffns]
     return {
         "against": against,
         "dtype": {"model": other.dtype, "against": dense.dtype},
@@ -98,11 +97,8 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
         "after_head": closeness("after"),
         "kl": kl / done,
         "top1_agreement": same / done,
-        "ffn": layers,
-        "mean_ffn_mse": sum(each["mse"] for each in layers) / len(layers) if layers else None,
+        "ffn": [{"layer": layer, **closeness(layer)} for layer in ffns],
         "tokens": done,
-        "active_experts": record.active_experts if record else None,
-        "num_experts": record.num_experts if record else None,
         "ffn_left_out": reason,
         "text": list(config.corpus.text),
         "window": window,

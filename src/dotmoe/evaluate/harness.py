@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError, nearest, one_line, require_package
-from dotmoe.evaluate.models import EvaluateConfig
+from dotmoe.evaluate.models import EvaluateConfig, in_context
 from dotmoe.files import Values, write_json
 from dotmoe.load import resolved_dtype
 
@@ -98,15 +98,10 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
 
     device = resolved_device(config.load.device)
     model = AutoConfig.from_pretrained(folder, local_files_only=True)
-    context = int(model.max_position_embeddings)
-    max_length, batch_size = config.max_length, config.corpus.batch_size
-    if max_length is not None and max_length > context:
-        raise UserError(
-            f"max_length is {max_length}, but must lie in 2 to {context}, the model's context. "
-            "Choose one."
-        )
+    context, batch_size = int(model.max_position_embeddings), config.corpus.batch_size
+    length = in_context("max_length", config.max_length or context, context)
     if batch_size == "auto" and device.type == "cpu":
-        fits = MAX_LOGITS // ((max_length or context) * int(model.vocab_size))
+        fits = MAX_LOGITS // (length * int(model.vocab_size))
         batch_size = min(CPU_BATCH, max(1, fits))
     return HFLM(
         pretrained=str(folder),
@@ -114,7 +109,7 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
         dtype=resolved_dtype(config.load.dtype, device),
         batch_size=batch_size,
         max_batch_size=GPU_BATCH,
-        max_length=max_length,
+        max_length=config.max_length,
     )
 
 

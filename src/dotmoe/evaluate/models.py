@@ -53,13 +53,7 @@ class TextConfig:
 
     def window_in(self, context: int) -> int:
         """Tokens of a window for a model of this context; `UserError` if it is longer."""
-        window = self.window or min(2048, context)
-        if window > context:
-            raise UserError(
-                f"window is {window}, but must lie in 2 to {context}, the model's context. "
-                "Choose one."
-            )
-        return window
+        return in_context("window", self.window or min(2048, context), context)
 
     @property
     def windows_at_once(self) -> int:
@@ -148,6 +142,16 @@ class EvaluateConfig:
         if not self.corpus.text and needs_text.get(self.measurement, True):
             other = ", or --prompts" * (self.measurement == "generation")
             raise UserError(f"--text names no file. Give a text to measure on{other}.")
+
+
+def in_context(name: str, tokens: int, context: int, least: int = 2) -> int:
+    """So many tokens; `UserError` beyond the context of the model."""
+    if tokens > context:
+        raise UserError(
+            f"{name} is {tokens}, but must lie in {least} to {context}, the model's context. "
+            "Choose one."
+        )
+    return tokens
 
 
 class StockModel(NamedTuple):

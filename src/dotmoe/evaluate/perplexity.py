@@ -20,6 +20,7 @@ from dotmoe.evaluate.models import (
     TextConfig,
     TokenNats,
     by_side,
+    in_context,
     loaded,
     model_folder,
     row_nats,
@@ -199,11 +200,7 @@ def measure_words(config: EvaluateConfig, progress: Progress) -> Values:
     def measured(stock: StockModel, update: Update) -> Values:
         fitting = [window for window in PAPER_WINDOWS if window <= stock.context]
         windows = config.word_perplexity or fitting or [stock.context]
-        if max(windows) > stock.context:
-            raise UserError(
-                f"the window is {max(windows)}, but must lie in 1 to {stock.context}, the model's "
-                "context. Choose one."
-            )
+        in_context("the window", max(windows), stock.context, least=1)
         nats = stock_nats(stock.model)
         rows = [rolling_perplexity(nats, stock.tokenizer, texts, w, update) for w in windows]
         return {"windows": rows}
@@ -256,12 +253,7 @@ def rolling_perplexity(
 
 
 def ladder(num_experts: int, active_experts: int) -> tuple[int, ...]:
-    """Values of k for a curve: some shares of E, the model's own k, and E, ascending.
-
-    Example:
-        >>> ladder(48, 10)
-        (6, 10, 12, 18, 24, 36, 48)
-    """
+    """Values of k for a curve: some shares of E, the model's own k, and E, ascending."""
     rungs = {max(1, round(eighths * num_experts / 8)) for eighths in (1, 2, 3, 4, 6, 8)}
     return tuple(sorted(rungs | {active_experts}))
 

@@ -11,7 +11,8 @@ import jinja2
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from dotmoe.evaluate import MEASUREMENTS, perplexity_table
+from dotmoe.evaluate import MEASUREMENTS
+from dotmoe.evaluate.perplexity import perplexity_table
 from dotmoe.files import Values
 from dotmoe.report import RunResults
 from dotmoe.report.plots import NO_PLOTS, as_svg, draw_all, is_installed, save

@@ -10,9 +10,8 @@ from typing import Any
 
 from dotmoe.analyse import ANALYSES
 from dotmoe.bench import table as bench_table
-from dotmoe.evaluate import perplexity_table, text_names
 from dotmoe.evaluate.fidelity import fidelity_table
-from dotmoe.evaluate.perplexity import curve_table, word_table
+from dotmoe.evaluate.perplexity import curve_table, perplexity_table, text_names, word_table
 from dotmoe.evaluate.tasks import differ, scores_table
 from dotmoe.files import Values
 from dotmoe.granularity import Granularity, parts_of, targets_of
@@ -351,12 +350,11 @@ def _speed(bench: Values | None) -> str:
         point = each["point"]
         said.append(f"{each['speed_ratio']:.2f} in {point['name']} at batch {point['batch']}")
         quartiles += each["speed_ratio_quartiles"]
-    faster, slower = min(quartiles) > 1, max(quartiles) < 1
+    after = " It is slower there." if max(quartiles) < 1 else ""
+    after = " It is faster there." if min(quartiles) > 1 else after
     return (
         f"Measured speed over that of the dense model, by {bench['runtime']} on "
-        f"{bench['provenance']['hardware']}: {', '.join(said)}."
-        + " It is faster there." * faster
-        + " It is slower there." * slower
+        f"{bench['provenance']['hardware']}: {', '.join(said)}.{after}"
     )
 
 
