@@ -59,12 +59,6 @@ def test_a_comparison_keeps_its_room_beside_all_methods():
     assert as_svg(draw_comparison(rows)) == as_svg(draw_comparison(rows))
 
 
-def test_the_alignment_keeps_its_width_beside_long_names(measured, figures):
-    steps = RunResults(measured).steps["alignment"]
-    assert {"soft_hard_gap", "moved_fraction", "tau"} <= set(steps[0])
-    assert min(axes.get_position().width for axes in figures["alignment"].axes) > 0.75
-
-
 def test_few_experts_are_marked_among_many(figures):
     axes = figures["expert_outputs_tsne"].axes[0]
     names = [name for name in axes.get_legend_handles_labels()[1] if name.startswith("expert")]

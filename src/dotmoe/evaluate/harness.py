@@ -122,8 +122,7 @@ def run_tasks(
 
     Returns:
         `scores`, a row a metric of each task and member of a group (a filter's name after a comma);
-        `versions` of the definitions; `requests`: texts scored; `truncated`: those longer than the
-        context; `notes`: what sets the scores apart from official ones.
+        `versions` of the definitions; `notes`: what sets the scores apart from official ones.
     """
     from lm_eval import simple_evaluate
 
@@ -151,8 +150,6 @@ def run_tasks(
     return {
         "scores": [row for task in found["results"] for row in _rows(task, found)],
         "versions": dict(found["versions"]),
-        "requests": len(texts),
-        "truncated": truncated,
         "notes": notes,
     }
 
