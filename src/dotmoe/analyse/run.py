@@ -137,10 +137,11 @@ def expert_energies(
     number alone says little: few tokens with massive activations can be most of a layer.
     """
     layers = dense.family.layers(dense.model)
-    sums = {layer: torch.zeros(layout.num_experts) for layer in layout.moe_layers}
+    ffns = {layer: dense.family.ffn(layers[layer]) for layer in layout.moe_layers}  # not masked
+    sums = {layer: torch.zeros(layout.num_experts) for layer in ffns}
 
     def look(layer: int, x_TD: Tensor) -> None:
-        energy_TN = contributions(dense.family.ffn(layers[layer]), x_TD).square_()
+        energy_TN = contributions(ffns[layer], x_TD).square_()
         owner_N = layout.expert_of_neuron_LN[layer].to(x_TD.device)
         energy_TE = expert_sums(energy_TN, owner_N, layout.num_experts)
         runs_TE = torch.zeros_like(energy_TE).scatter_(1, _chosen(layout, layer, x_TD), 1.0)
