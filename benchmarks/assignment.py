@@ -33,7 +33,7 @@ import tyro
 from torch import Tensor
 
 from dotmoe.analyse.overhead import Clock
-from dotmoe.bench.runners import forget_peak, peak_bytes
+from dotmoe.bench import forget_peak, peak_bytes
 from dotmoe.files import read_json
 from dotmoe.transport import TransportPlan, balanced_plan, greedy_assignment
 from rounds import in_turns, keep, medians, ratio_quartiles

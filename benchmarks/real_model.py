@@ -15,7 +15,6 @@ import torch
 import alignment_step
 from dotmoe import DataConfig, LoadConfig, convert, finetune, finetune_recipe, recipe
 from dotmoe.evaluate import EvaluateConfig, TextConfig, evaluate
-from dotmoe.evaluate.config import TasksConfig
 from dotmoe.files import read_json
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.load import load_dense
@@ -161,9 +160,14 @@ class Runs:
     def tasks(self, made: Callable[[], Path]) -> dict[str, Any]:
         """Accuracy of each task, and its standard error."""
         model, real = made(), self.real
-        asked = TasksConfig(tasks=real.tasks, task_data=real.task_data, limit=real.questions)
-        out = str(self.work / "tasks" / model.name)
-        config = EvaluateConfig(model=str(model), benchmark=asked, load=self.load, out=out)
+        config = EvaluateConfig(
+            model=str(model),
+            tasks=real.tasks,
+            task_data=real.task_data,
+            limit=real.questions,
+            load=self.load,
+            out=str(self.work / "tasks" / model.name),
+        )
         rows = evaluate(config)["model"]["tasks"].values()
         scores = [score for row in rows for score in row["scores"] if score["is_main"]]
         found = {"accuracy": "value", "stderr": "stderr", "questions": "questions"}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import tyro
 
-from dotmoe.bench.runners import peak_bytes
+from dotmoe.bench import peak_bytes
 from random_models import Shape, random_layout, write_export, write_random_dense
 from rounds import keep
 

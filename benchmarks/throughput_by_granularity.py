@@ -20,7 +20,7 @@ import tyro
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dotmoe import bench
-from dotmoe.bench import BenchConfig, runners
+from dotmoe.bench import BenchConfig, TransformersRunner
 from dotmoe.export import FORMATS
 from dotmoe.granularity import ExpertsConfig, Granularity, resolve
 from dotmoe.load import LoadConfig
@@ -119,7 +119,7 @@ def measured_at(
         seed=settings.seed,
     )
     with (
-        patch.object(runners, "load_weights", lambda path, dtype: models[path.name]),
+        patch.object(bench, "load_weights", lambda path, dtype: models[path.name]),
         patch.object(bench, "model_folder", Path),
         patch.object(bench, "Worker", Here),
     ):
@@ -142,7 +142,7 @@ class Here:
     """In place of a process of its own: a runner of a model that is in this one."""
 
     def __init__(self, target: str, *arguments: Any, **names: str) -> None:
-        self.runner = runners.TransformersRunner(*arguments)
+        self.runner = TransformersRunner(*arguments)
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """The result of a method."""

@@ -24,11 +24,11 @@ from rich.console import Console
 from transformers import LlamaConfig, Qwen2Config
 
 from dotmoe.compare import over_seeds, spread, table
+from dotmoe.evaluate.perplexity import curve_table
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.inspection import InspectConfig, inspect_model
 from dotmoe.inspection.planner import ON_CPU, Accelerator
 from dotmoe.report.page import quickstart_summary
-from dotmoe.report.tables import curve_table
 from dotmoe.tables import Table, in_bytes, in_time, percent, table_of, to_markdown
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,11 +1,22 @@
 """Tables and numbers as text."""
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from dotmoe.tables import Table, in_bytes, to_latex, to_markdown, to_rich
+from dotmoe.tables import (
+    Table,
+    figure,
+    in_bytes,
+    in_time,
+    millions,
+    percent,
+    to_latex,
+    to_markdown,
+    to_rich,
+)
 
 TABLE = Table(
     title="of [two] models",
@@ -61,7 +72,17 @@ def test_a_narrow_terminal_wraps_and_loses_no_word() -> None:
 
 
 @pytest.mark.parametrize(
-    ("amount", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (2**53, "8192.00 TiB")]
+    ("shown", "value", "text"),
+    [
+        *((in_bytes, *each) for each in ((0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"))),
+        *((in_bytes, *each) for each in ((3 * 2**30, "3.00 GiB"), (2**53, "8192.00 TiB"))),
+        *((in_time, *each) for each in ((0.005, "18 s"), (0.5, "30 min"), (12.345, "12.3 h"))),
+        *((in_time, *each) for each in ((100, "4.2 days"), (20_000, "2 years"))),
+        *((percent, *each) for each in ((0.25, "25 %"), (0.031, "3.1 %"))),
+        *((millions, *each) for each in ((3_144_768, "3.14M"), (7e9, "7.00B"))),
+        *((figure, *each) for each in ((0.123456, "0.1235"), (None, "-"), (1200, "1,200"))),
+        *((figure, *each) for each in (("bfloat16", "bfloat16"), (float("inf"), "-"))),
+    ],
 )
-def test_sizes_at_the_edges(amount: int, text: str) -> None:
-    assert in_bytes(amount) == text
+def test_numbers_are_shown_short(shown: Any, value: Any, text: str) -> None:
+    assert shown(value) == text

@@ -40,7 +40,8 @@ from dotmoe.distributed import (
     resolved_device,
 )
 from dotmoe.errors import UserError, require_package
-from dotmoe.evaluate import heldout_perplexity, perplexities
+from dotmoe.evaluate import heldout_perplexity
+from dotmoe.evaluate.perplexity import perplexities, perplexity_table, text_names
 from dotmoe.export import (
     ExportRecord,
     export,
@@ -64,8 +65,7 @@ from dotmoe.options import checked, values_of
 from dotmoe.parameters import count_parameters, num_parameters
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
-from dotmoe.report.page import report
-from dotmoe.report.tables import perplexity_table, text_names
+from dotmoe.report.page import html_report
 from dotmoe.run_folder import RESULTS, RunFolder
 from dotmoe.sharded_weights import is_divided
 from dotmoe.tokenise import OTHER, Text, require_sources, samples_itself, tokenise, write_windows
@@ -483,7 +483,7 @@ class _Run(Generic[Config]):
         if self.is_first:
             results = read_json(self.folder.verified("evaluate") / RESULTS)
             require_checksums(exported, read_weights=False)
-            page = report(path)
+            page = html_report(path)
         return Conversion(folder=path, export=exported, report=page, results=results)
 
 

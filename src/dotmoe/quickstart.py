@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from dotmoe.checkpoint.folder import EMBEDDED
 from dotmoe.config import RunConfig
 from dotmoe.evaluate import EvaluateConfig, evaluate
-from dotmoe.evaluate.config import GenerateConfig
 from dotmoe.files import write_json
 from dotmoe.options import at_least
 from dotmoe.pipeline import convert
@@ -77,7 +76,7 @@ def run_configs(config: QuickstartConfig) -> dict[str, RunConfig]:
 
 def samples(export: Path) -> dict[str, str]:
     """Greedy continuations of one prompt, by the dense model and by the exported one."""
-    asked = GenerateConfig(generate=60, prompts=(PROMPT,))
-    found = evaluate(EvaluateConfig(model=str(export), against=EMBEDDED, generation=asked))
-    dense, moe = (found[side]["greedy"]["texts"][0] for side in ("against", "model"))
+    asked = EvaluateConfig(model=str(export), against=EMBEDDED, generate=60, prompts=(PROMPT,))
+    found = evaluate(asked)
+    dense, moe = (found[side]["texts"][0] for side in ("against", "model"))
     return {"prompt": PROMPT, "dense": dense, "moe": moe}

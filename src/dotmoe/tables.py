@@ -1,7 +1,4 @@
-"""A table, computed once: for a terminal, for Markdown, for the report's page.
-
-Whoever measures something makes a `Table` of formatted text; whoever prints it chooses the form.
-"""
+"""A table of formatted text, computed once: for a terminal, Markdown, LaTeX, the report's page."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,12 +26,7 @@ class Table:
 def table_of(
     items: Iterable[Any], columns: Mapping[str, Callable[[Any], str | None]], **options: Any
 ) -> Table:
-    """A table with a row for each item; each column says how it shows one.
-
-    Example:
-        >>> table_of([0.5, 0.25], {"share": percent}, words=0).rows
-        [['50 %'], ['25 %']]
-    """
+    """A table with a row for each item; each column says how it shows one."""
     rows = [[show(item) for show in columns.values()] for item in items]
     return Table(columns=tuple(columns), rows=rows, **options)
 
@@ -85,32 +77,17 @@ def to_latex(table: Table) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in percent, with one decimal where it is small.
-
-    Example:
-        >>> percent(0.25), percent(0.031)
-        ('25 %', '3.1 %')
-    """
+    """A share in percent, with one decimal where it is small: 25 %, 3.1 %."""
     return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
 
 
 def millions(number: float) -> str:
-    """A count in millions or billions.
-
-    Example:
-        >>> millions(3_144_768), millions(7e9)
-        ('3.14M', '7.00B')
-    """
+    """A count in millions or billions: 3.14M, 7.00B."""
     return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
 
 
 def in_bytes(amount: float) -> str:
-    """A size in binary units.
-
-    Example:
-        >>> in_bytes(12), in_bytes(3 * 2**30)
-        ('12 B', '3.00 GiB')
-    """
+    """A size in binary units: 12 B, 3.00 GiB."""
     if amount < 1_024:
         return f"{amount:.0f} B"
     power = min(int(math.log2(amount)) // 10, 4)
@@ -118,12 +95,7 @@ def in_bytes(amount: float) -> str:
 
 
 def in_time(hours: float) -> str:
-    """A duration in the unit that keeps its number small.
-
-    Example:
-        >>> [in_time(hours) for hours in (0.005, 0.5, 12.345, 100, 20_000)]
-        ['18 s', '30 min', '12.3 h', '4.2 days', '2 years']
-    """
+    """A duration in the unit that keeps its number small: 18 s, 30 min, 12.3 h, 4.2 days."""
     seconds = 3_600 * hours
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -135,12 +107,7 @@ def in_time(hours: float) -> str:
 
 
 def figure(value: Any, form: str = ".4g") -> str:
-    """A number as a reader wants it, a dash where there is none, other values as text.
-
-    Example:
-        >>> figure(0.123456), figure(None), figure(1200), figure("bfloat16")
-        ('0.1235', '-', '1,200', 'bfloat16')
-    """
+    """A number such as 0.1235 or 1,200, a dash where there is none, other values as text."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "-"
     if isinstance(value, bool | str):

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from dotmoe.analyse import ANALYSES, AnalyseConfig, analyse, sensitivity
+from dotmoe.analyse import ANALYSES, AnalyseConfig, analyse
+from dotmoe.analyse.experts import costs_said
 from dotmoe.errors import UserError
 from dotmoe.finished_run import FinishedRun
 from dotmoe.layout import ALWAYS_ON
@@ -92,8 +93,8 @@ def test_one_layer_split_by_itself_is_a_layout_whose_others_are_dense(folder):
 
 @pytest.mark.parametrize(("first", "advised"), [(0.9, True), (0.2, False)])
 def test_a_first_layer_that_costs_most_is_advised_to_stay_dense(first, advised):
-    values = {"layers": [0, 1, 2, 3, 4, 5], "alone_L": [first, *[0.1] * 5], "at_once": 1.2}
-    assert ("--first-dense-layers 1" in sensitivity.says(values)[0]) == advised
+    said = costs_said([0, 1, 2, 3, 4, 5], [first, *[0.1] * 5], at_once=1.2)
+    assert ("--first-dense-layers 1" in said) == advised
 
 
 def test_parts_of_a_step_make_up_the_step_and_leave_the_run_as_it_was(folder):

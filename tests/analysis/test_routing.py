@@ -11,11 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dotmoe.analyse import overlap, run, utilisation
-from dotmoe.analyse.outputs import sampled_outputs
-from dotmoe.analyse.overlap import matched_overlap
+from dotmoe.analyse import run
+from dotmoe.analyse.experts import (
+    load_statistics,
+    matched_overlap,
+    overlap,
+    sampled_outputs,
+    utilisation,
+    warnings_of,
+)
 from dotmoe.analyse.run import captured_routes, router_inputs
-from dotmoe.analyse.utilisation import load_statistics, warnings_of
 from dotmoe.layout import ALWAYS_ON
 from dotmoe.moe.masked import masked_by
 
@@ -63,7 +68,7 @@ def test_routes_are_the_largest_logits_of_every_token(dense, layout, tokens, mon
     assert done == [(3, 10), (6, 10), (9, 10), (10, 10)]
 
     analysed = SimpleNamespace(layers=layout.moe_layers, routes={"ffn": routes}, layout=layout)
-    used = utilisation.values(analysed)
+    used, _ = utilisation(analysed)
     counted = [(expected_TK == expert).any(axis=1).mean() for expert in range(E)]
     assert used["layers"] == [1]
     assert used["share_LE"][0] == pytest.approx(counted)
@@ -164,7 +169,10 @@ def test_few_tokens_do_not_look_alike_by_the_pairing():
 def test_the_table_of_overlaps_is_symmetric_and_names_its_layers():
     a, b = random_choice(0), random_choice(1)
     routes, layout = torch.stack([a, b, a.flip(1)]), SimpleNamespace(num_experts=E, target="ffn")
-    found = overlap.values(SimpleNamespace(layers=(1, 2, 3), routes={"ffn": routes}, layout=layout))
+    found, (said,) = overlap(
+        SimpleNamespace(layers=(1, 2, 3), routes={"ffn": routes}, layout=layout)
+    )
     assert found["layers"] == [1, 2, 3]
     expected = [[1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0]]
     np.testing.assert_allclose(found["similarity_LL"], expected, atol=0.03)
+    assert said.endswith("most 1.000 (layers 1 and 3)")

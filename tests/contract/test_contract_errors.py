@@ -59,7 +59,6 @@ REFUSED = {
     "evaluate {tmp}/none --text TEXT": "none",
     "evaluate embedded --text {tmp}/none.txt": r"none\.txt",
     "evaluate embedded --text TEXT --fidelity --curve 2": "--fidelity and --curve",
-    "evaluate embedded --text TEXT --plot a.svg": "--plot",
     "inspect {tmp}/none": "none",
     "compare embedded OUT --data TEXT --methods nosuch": "nosuch",
     "sweep embedded OUT --data TEXT": "over",

@@ -128,7 +128,8 @@ def test_each_measurement_is_printed_and_kept(finished, evaluated, tmp_path):
 
     made, said = evaluated(folder, against=model, generate=5, prompts=["The crow", "Line"])
     assert made["model"]["prompts"] == ["The crow", "Line"]
-    assert "rep-2" in said
+    assert f"--- {'Line'!r}" in said
+    assert repr(made["model"]["texts"][1]) in said
 
     both, said = evaluated(folder, against=model, text=text, window=64)
     alone, _ = evaluated(model, text=text, window=64)
@@ -151,7 +152,6 @@ REFUSED = {
     "export RUN OUT --active-experts 13": "Choose 1 to 12",
     "convert MODEL OUT --data TEXT --format gguf": "dotmoe export RUN",
     "evaluate RUN --text TEXT --curve 99": "Choose 1 to 12",
-    "evaluate RUN --text TEXT --curve --plot curve.txt": ".svg",
     "evaluate MODEL --fidelity": "--text names no file",
     "evaluate MODEL --word-perplexity 512 --text TEXT": "must lie in 1 to 256",
     "evaluate MODEL --word-perplexity --text TEXT --max-tokens 9": "--max-tokens cuts",

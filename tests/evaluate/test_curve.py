@@ -2,18 +2,15 @@
 
 import json
 import math
-import sys
 
 import pytest
 import torch
 
 from dotmoe.errors import UserError
 from dotmoe.evaluate import EvaluateConfig, evaluate, stock_nats
-from dotmoe.evaluate.curve import ladder
+from dotmoe.evaluate.perplexity import curve_table, ladder
 from dotmoe.export import set_active_experts
 from dotmoe.moe.masked import masked_by
-from dotmoe.report.plots import draw_curve, require_drawable
-from dotmoe.report.tables import curve_table
 
 
 def curve_of(case, *active_experts, progress=None):
@@ -84,16 +81,3 @@ def test_of_a_finetuned_run_all_experts_are_not_the_dense_model(finished, finetu
     assert curve["all_experts"]["model"] == "other weights"
     assert curve["source"] == str(finished.source)
     assert "dense" not in str(curve_table(curve).rows)
-
-
-def test_a_figure_is_drawn_or_refused_at_once(exported, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    draw_curve(curve_of(exported(), 3), tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UserError, match=r"a\.gif has no known type"):
-        require_drawable(tmp_path / "a.gif")
-    with pytest.raises(UserError, match="its folder does not exist"):
-        require_drawable(tmp_path / "missing" / "a.svg")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match=r"pip install -e '\.\[plots\]'"):
-        require_drawable(tmp_path / "a.svg")

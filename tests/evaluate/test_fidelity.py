@@ -96,7 +96,7 @@ def test_a_model_that_is_no_export_needs_one_to_be_compared_with_that_fits(expor
     dense = case.dense.folder
     itself = measured(dense, case.corpus, against=str(dense))
     assert itself["kl"] == pytest.approx(0, abs=1e-6)
-    assert (itself["before_head"]["mse"], itself["ffn"], itself["mean_ffn_mse"]) == (0, [], None)
+    assert (itself["before_head"]["mse"], itself["ffn"]) == (0, [])
     assert "no export" in itself["ffn_left_out"]
     with pytest.raises(UserError, match="--against"):
         measured(dense, case.corpus)

@@ -18,7 +18,7 @@ from dotmoe.finetuning.repair import RIDGES, RepairConfig, repair
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked_by
-from dotmoe.report.read import read_run
+from dotmoe.report import RunResults
 from runs import TINY_CONVERT, Forked, TinyRun, torchrun
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "phi3")
@@ -232,7 +232,7 @@ def test_frozen_repaired_and_finetuned_are_three_rows(
         kl_weight=1, train="router", scale_tokens=128, verify_tokens=128,
     )  # fmt: skip
     assert tuned.status == 0
-    rows = {name: read_run(tmp_path / name).models for name in ("repaired", "later", "tuned")}
+    rows = {name: RunResults(tmp_path / name).models for name in ("repaired", "later", "tuned")}
     assert list(rows["repaired"]) == list(rows["later"]) == ["dense", "frozen", "repaired"]
     assert list(rows["tuned"]) == ["dense", "frozen", "repaired", "finetuned"]
     assert all(word in tuned.out for word in ("frozen", "repaired", "finetuned"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dotmoe.bench.runners import weights_of
+from dotmoe.bench import weights_of
 from dotmoe.export import ExportConfig, export, set_active_experts
 from dotmoe.moe.masked import masked_by
 from heads.families import FAMILIES, head_layout

@@ -10,9 +10,9 @@ from pages import HOSTILE, ROOT, Page, read_page
 
 from dotmoe.cli import COMMANDS, run
 from dotmoe.errors import UserError
+from dotmoe.report import RunResults
 from dotmoe.report.page import html, html_report, markdown
 from dotmoe.report.plots import NO_PLOTS, draw_all
-from dotmoe.report.read import read_run
 from dotmoe.report.sections import verdict
 from dotmoe.tables import in_bytes
 from runs import weights_of
@@ -38,7 +38,7 @@ def bare(finished, tmp_path):
 @pytest.fixture
 def found(measured):
     """Results that may be changed."""
-    return read_run(measured)
+    return RunResults(measured)
 
 
 def test_the_page_is_whole_html_that_loads_nothing(measured):
@@ -148,7 +148,7 @@ def test_every_proposed_command_can_be_given(kind, request):
     asked = " ".join(page.commands)
     missing = {"--tasks", "--curve", "--fidelity", "--generate", "bench", "analyse"}
     assert {word for word in missing if word in asked} == (set() if kind == "measured" else missing)
-    assert read_run(folder).dense_model in asked
+    assert RunResults(folder).dense_model in asked
 
 
 def test_a_finetuned_run_is_of_the_dense_model(finished, finetuned):
@@ -186,7 +186,9 @@ def test_a_speed_is_judged_by_its_own_spread(found):
 
 def test_the_same_files_give_the_same_page(measured):
     pytest.importorskip("matplotlib")
-    one, two = (html(found, draw_all(found)) for found in (read_run(measured), read_run(measured)))
+    one, two = (
+        html(found, draw_all(found)) for found in (RunResults(measured), RunResults(measured))
+    )
     assert one == two == (measured / "7_report" / "report.html").read_text(encoding="utf-8")
 
 

@@ -1,13 +1,15 @@
 """Stage analyse: what became of the experts of a finished run, `6_evaluate/analysis/NAME.json`."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from dotmoe.analyse import outputs, overhead, overlap, sensitivity, utilisation
-from dotmoe.analyse.run import AnalyseConfig, AnalysedRun
+from dotmoe.analyse.experts import outputs_tsne, overlap, sensitivity, utilisation
+from dotmoe.analyse.overhead import profile
+from dotmoe.analyse.run import AnalyseConfig, AnalysedRun, Findings
 from dotmoe.errors import UserError, nearest
-from dotmoe.files import read_json, sha256_of, write_json
+from dotmoe.files import Values, read_json, sha256_of, write_json
 from dotmoe.granularity import targets_of
 from dotmoe.options import check, values_of
 from dotmoe.progress import Progress
@@ -23,8 +25,7 @@ class Analysis(NamedTuple):
     """One entry of `ANALYSES`."""
 
     title: str
-    module: Any
-    """With `values`, made of a run, and `says`, the same in a few sentences."""
+    make: Callable[[AnalysedRun], Findings]
     package: str | None = None
     """Of the extra that it needs."""
     of_text: bool = True
@@ -38,13 +39,13 @@ ANALYSES = {
     "routing_overlap": Analysis("Similarity of the routing of layers", overlap, "scipy"),
     "expert_outputs_tsne": Analysis(
         "Outputs of the experts of one layer, by t-SNE",
-        outputs,
+        outputs_tsne,
         "sklearn",
         targets=("ffn", "both"),
     ),
     "layer_sensitivity": Analysis("What the split of each layer costs by itself", sensitivity),
     "overhead_profile": Analysis(
-        "Parts of the time of an alignment step", overhead, of_text=False, targets=("ffn",)
+        "Parts of the time of an alignment step", profile, of_text=False, targets=("ffn",)
     ),
 }
 """By name, in the order in which they are made."""
@@ -52,18 +53,17 @@ ANALYSES = {
 
 def analyse(
     config: AnalyseConfig, progress: Progress | None = None, command: str | None = None
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Values]:
     """Make the analyses that the run does not hold yet, for the same inputs, and write each.
 
     `command` is what was typed, for the record.
 
     Returns:
-        Contents of the result files, by name; those the run has nothing for are left out, which
-        `progress` says.
+        Contents of the result files, by name; those the run has nothing for are left out.
 
     Raises:
-        UserError: No finished run there, a number out of range, another process at work in the
-            run folder, or an analysis was asked for by name that cannot be made.
+        UserError: No finished run, a number out of range, another process at work in the run
+            folder, or an analysis that was asked for by name cannot be made.
     """
     check(config)
     for name in config.only:
@@ -72,9 +72,15 @@ def analyse(
                 f"{name} is none of the analyses {', '.join(ANALYSES)}.{nearest(name, ANALYSES)}"
             )
     run = AnalysedRun(config, progress or Progress(quiet=True))
-    results: dict[str, dict[str, Any]] = {}
+    results: dict[str, Values] = {}
     with run.folder.alone():
-        inputs = _inputs(run)
+        inputs: Values = {
+            "form": FORM,
+            **{k: v for k, v in values_of(run.asked).items() if k not in ("run", "only")},
+            "layout": run.fingerprints["layout"],
+            "heldout": sha256_of(run.folder.stage("data") / "heldout.safetensors"),
+            "metrics": run.aligned and sha256_of(run.aligned.stage("align") / "metrics.jsonl"),
+        }
         for name in config.only or ANALYSES:
             lack = _lack(run, ANALYSES[name])
             if lack is None:
@@ -88,10 +94,8 @@ def analyse(
 
 def _lack(run: AnalysedRun, analysis: Analysis) -> str | None:
     if analysis.package is not None and find_spec(analysis.package) is None:
-        return (
-            f"{analysis.package} is not installed; pip install -e '.[analysis]' in the checkout "
-            "brings it"
-        )
+        remedy = "pip install -e '.[analysis]' in the checkout brings it"
+        return f"{analysis.package} is not installed; {remedy}"
     if (targets := targets_of(run.layout.granularity)) not in analysis.targets:
         return f"{run.asked.run} has targets {targets}, and this looks at {analysis.targets[0]}"
     if not analysis.of_text and run.aligned is None:
@@ -99,18 +103,7 @@ def _lack(run: AnalysedRun, analysis: Analysis) -> str | None:
     return None
 
 
-def _inputs(run: AnalysedRun) -> dict[str, Any]:
-    """What results depend on; with the same, they are not made again."""
-    options = {k: v for k, v in values_of(run.asked).items() if k not in ("run", "only")}
-    heldout = sha256_of(run.folder.stage("data") / "heldout.safetensors")
-    metrics = run.aligned and sha256_of(run.aligned.stage("align") / "metrics.jsonl")
-    of = {"layout": run.fingerprints["layout"], "heldout": heldout, "metrics": metrics}
-    return {"form": FORM, **options, **of}
-
-
-def _result(
-    run: AnalysedRun, name: str, inputs: dict[str, Any], command: str | None
-) -> dict[str, Any]:
+def _result(run: AnalysedRun, name: str, inputs: Values, command: str | None) -> Values:
     """The result file of an analysis: from disk where it was made of the same inputs."""
     analysis = ANALYSES[name]
     file = run.folder.stage("evaluate") / "analysis" / f"{name}.json"
@@ -120,7 +113,7 @@ def _result(
             run.progress.log(f"{name} is there already")
             return known
     run.progress.log(f"{name}:")
-    values = analysis.module.values(run)
+    values, said = analysis.make(run)
     result = {
         "analysis": name,
         "origin": "measured",
@@ -128,7 +121,7 @@ def _result(
         "tokens": run.tokens.numel() if analysis.of_text else 0,
         "text": list(run.text.heldout_name) if analysis.of_text else [],
         "values": values,
-        "says": analysis.module.says(values),
+        "says": said,
         "inputs": inputs,
         "command": command,
         "provenance": provenance(run.asked.seed),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dotmoe.align import Alignment
-from dotmoe.analyse.run import AnalysedRun
+from dotmoe.analyse.run import AnalysedRun, Findings
 from dotmoe.config import RunConfig
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import load_dense
@@ -35,19 +35,17 @@ OF_THE_METHOD = (*OF_ASSIGNMENT.values(), STRAIGHT_THROUGH, "optimizer")
 """Parts that a distillation step of the dense model with frozen weights would not have."""
 
 
-def values(run: AnalysedRun) -> dict[str, Any]:
+def profile(run: AnalysedRun) -> Findings:
     """Mean seconds and shares of the parts of a step, from a few steps of the run's own config.
 
     Steps start from what the run has learned; one more is taken first and not counted.
     `straight-through` is what masks, routers and estimators add to the FFNs, measured on one layer
     alone and taken out of `student forward` and `backward`; all parts and `other` make up the step.
 
-    Returns:
-        `step_s`, `seconds` and `shares` by part, `overhead`: time of `OF_THE_METHOD` over that of
-        everything else in the step, `steps`, `tokens_a_step`, `clock`.
+    `overhead` is the time of `OF_THE_METHOD` over that of everything else in the step.
     """
     folder, num_steps = run.aligned, run.asked.profile_steps
-    assert folder is not None  # `Analysis.lack` says otherwise
+    assert folder is not None  # else this analysis is left out
     config = folder.config(RunConfig)
     dense = load_dense(config.model, run.asked.load) if run.has_own_weights else run.dense
     task = Alignment(
@@ -88,27 +86,24 @@ def values(run: AnalysedRun) -> dict[str, Any]:
     seconds["backward"] -= backward
     seconds[STRAIGHT_THROUGH] = forward + backward
     seconds["other"] = max(0.0, step_s - sum(seconds.values()))
-    of_method = sum(seconds.get(part, 0.0) for part in OF_THE_METHOD)
+    of_method = [part for part in OF_THE_METHOD if part in seconds]
+    added_s = sum(seconds[part] for part in of_method)
+    overhead, tokens = added_s / (step_s - added_s), config.align.batch_size * task.blocks.seq_len
+    shares = {part: value / step_s for part, value in seconds.items()}
+    largest_first = sorted(shares.items(), key=lambda item: -item[1])
     return {
         "step_s": step_s,
         "seconds": seconds,
-        "shares": {part: value / step_s for part, value in seconds.items()},
-        "overhead": of_method / (step_s - of_method),
-        "overhead_parts": [part for part in OF_THE_METHOD if part in seconds],
+        "shares": shares,
+        "overhead": overhead,
+        "overhead_parts": of_method,
         "steps": num_steps,
-        "tokens_a_step": config.align.batch_size * task.blocks.seq_len,
+        "tokens_a_step": tokens,
         "clock": clock.kind,
-    }
-
-
-def says(values: dict[str, Any]) -> list[str]:
-    """Shares of a step, largest first, and what the method adds."""
-    shares = sorted(values["shares"].items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{part} {100 * share:.1f} %" for part, share in shares)
-    return [
-        f"{values['step_s']:.3f} s a step of {values['tokens_a_step']:,} tokens "
-        f"({values['clock']}): {parts}",
-        f"{', '.join(values['overhead_parts'])} add {100 * values['overhead']:.1f} % to the rest",
+    }, [
+        f"{step_s:.3f} s a step of {tokens:,} tokens ({clock.kind}): "
+        + ", ".join(f"{part} {100 * share:.1f} %" for part, share in largest_first),
+        f"{', '.join(of_method)} add {100 * overhead:.1f} % to the rest",
     ]
 
 
@@ -135,11 +130,11 @@ def mask_cost(task: Alignment, clock: "Clock") -> tuple[float, float]:
             with clock.part(f"backward {is_masked}"):
                 torch.autograd.backward(outputs, grads)
         rounds.append(clock.seconds())
-    forward, backward = (
-        max(0.0, median(each[f"{way} True"] - each[f"{way} False"] for each in rounds[1:]))
-        for way in ("forward", "backward")
-    )
-    return forward, backward
+
+    def added(way: str) -> float:
+        return max(0.0, median(r[f"{way} True"] - r[f"{way} False"] for r in rounds[1:]))
+
+    return added("forward"), added("backward")
 
 
 class Clock:

@@ -16,6 +16,7 @@ from dotmoe.calibrate import contributions, expert_sums
 from dotmoe.config import FinetuneRunConfig
 from dotmoe.errors import UserError
 from dotmoe.export.routers import at_routers
+from dotmoe.files import Values
 from dotmoe.finished_run import FinishedRun
 from dotmoe.granularity import parts_of
 from dotmoe.layout import ExpertLayout
@@ -28,6 +29,9 @@ from dotmoe.run_folder import RunFolder
 
 FORWARD_TOKENS = 4096
 """Tokens of one forward pass at most, unless one block has more."""
+
+Findings = tuple[Values, list[str]]
+"""Values of an analysis, and what they say in a few sentences."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,31 +106,23 @@ def captured_routes(
     tokens_BT: Int[Tensor, "B T"],
     on_progress: Update = no_update,
 ) -> dict[str, Int[Tensor, "L T K"]]:
-    """Experts that run for each token in each split layer, the largest logit first; int16, CPU.
+    """Experts that run for each token in each split layer, by target; int16, on the CPU.
 
-    The masked model is what the experts compute, so a router sees what it will see in the export
-    (eq:router_topk). Rows of the text do not see each other. `on_progress` is told blocks.
-
-    Returns:
-        Those of each target by its name.
+    The largest logit is first (eq:router_topk). The masked model is what the experts compute, so a
+    router sees what it will see in the export. Rows of the text do not see each other.
+    `on_progress` is told blocks.
     """
-    found = {}
-    for part in parts_of(layout):
+
+    def routes(part: ExpertLayout) -> Int[Tensor, "L T K"]:
         chosen: dict[int, list[Tensor]] = {layer: [] for layer in part.moe_layers}
 
-        def look(
-            layer: int,
-            x_TD: Tensor,
-            part: ExpertLayout = part,
-            chosen: dict[int, list[Tensor]] = chosen,
-        ) -> None:
-            logits_TE = router_logits(x_TD, part.router_LED[layer].to(x_TD.device))
-            chosen_TK = logits_TE.topk(part.active_experts, dim=1).indices
-            chosen[layer].append(chosen_TK.to(torch.int16).cpu())
+        def look(layer: int, x_TD: Tensor) -> None:
+            chosen[layer].append(_chosen(part, layer, x_TD).to(torch.int16).cpu())
 
         _in_passes(dense, layout, tokens_BT, look, on_progress, part.target)
-        found[part.target] = torch.stack([torch.cat(parts) for parts in chosen.values()])
-    return found
+        return torch.stack([torch.cat(parts) for parts in chosen.values()])
+
+    return {part.target: routes(part) for part in parts_of(layout)}
 
 
 def expert_energies(
@@ -141,17 +137,15 @@ def expert_energies(
     number alone says little: few tokens with massive activations can be most of a layer.
     """
     layers = dense.family.layers(dense.model)
-    ffns = {layer: dense.family.ffn(layers[layer]) for layer in layout.moe_layers}
+    ffns = {layer: dense.family.ffn(layers[layer]) for layer in layout.moe_layers}  # not masked
     sums = {layer: torch.zeros(layout.num_experts) for layer in ffns}
 
     def look(layer: int, x_TD: Tensor) -> None:
-        logits_TE = router_logits(x_TD, layout.router_LED[layer].to(x_TD.device))
-        chosen_TK = logits_TE.topk(layout.active_experts, dim=1).indices
         energy_TN = contributions(ffns[layer], x_TD).square_()
         owner_N = layout.expert_of_neuron_LN[layer].to(x_TD.device)
-        energy_TE = expert_sums(energy_TN[:, owner_N >= 0], owner_N[owner_N >= 0], len(sums[layer]))
-        kept_TE = torch.zeros_like(energy_TE).scatter_(1, chosen_TK, 1.0) * energy_TE
-        sums[layer] += kept_TE.sum(dim=0).cpu()
+        energy_TE = expert_sums(energy_TN, owner_N, layout.num_experts)
+        runs_TE = torch.zeros_like(energy_TE).scatter_(1, _chosen(layout, layer, x_TD), 1.0)
+        sums[layer] += (runs_TE * energy_TE).sum(dim=0).cpu()
 
     _in_passes(dense, layout, tokens_BT, look, on_progress)
     return torch.stack(list(sums.values()))
@@ -171,6 +165,11 @@ def router_inputs(
     return torch.cat(kept)
 
 
+def _chosen(layout: ExpertLayout, layer: int, x_TD: Tensor) -> Int[Tensor, "T K"]:
+    logits_TE = router_logits(x_TD, layout.router_LED[layer].to(x_TD.device))
+    return logits_TE.topk(layout.active_experts, dim=1).indices
+
+
 def _in_passes(
     dense: DenseModel,
     layout: ExpertLayout,
@@ -182,5 +181,4 @@ def _in_passes(
     done = 0
     for rows in torch.split(tokens_BT, max(1, FORWARD_TOKENS // tokens_BT.shape[1])):
         at_routers(dense, layout, rows, look, target)
-        done += len(rows)
-        on_progress(done, len(tokens_BT))
+        on_progress(done := done + len(rows), len(tokens_BT))

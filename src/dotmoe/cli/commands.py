@@ -16,7 +16,8 @@ from dotmoe.cli.parse import Line
 from dotmoe.compare import CompareConfig, compare, table
 from dotmoe.config import FinetuneRunConfig, RunConfig
 from dotmoe.errors import UserError
-from dotmoe.evaluate import EvaluateConfig, evaluate, gguf_file
+from dotmoe.evaluate import EvaluateConfig, evaluate
+from dotmoe.evaluate.models import gguf_file
 from dotmoe.export import explained, set_active_experts
 from dotmoe.inspection import InspectConfig, inspect_model, render, stored_dtype
 from dotmoe.load import dense_config
@@ -137,12 +138,7 @@ def run_edit(line: Line) -> None:
 def run_evaluate(line: Line) -> None:
     """`dotmoe evaluate MODEL`."""
     config = line.config(EvaluateConfig)
-    plot = Path(config.plot) if config.plot else None
-    if plot:
-        plots.require_drawable(plot)
     result = evaluate(config, Progress(), str(line))
-    if plot:
-        plots.draw_curve(result, plot)
     if config.json:
         print(json.dumps(result, indent=2))
     else:

@@ -2,70 +2,64 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from dotmoe.evaluate.config import EvaluateConfig, TextConfig
-from dotmoe.evaluate.curve import measure_curve
-from dotmoe.evaluate.fidelity import measure_fidelity
-from dotmoe.evaluate.generation import measure_generation
-from dotmoe.evaluate.models import gguf_file, stock_nats
-from dotmoe.evaluate.perplexity import (
-    heldout_perplexity,
-    measure_perplexity,
-    measure_words,
-    packed_text,
-    perplexities,
-)
-from dotmoe.evaluate.tasks import measure_tasks
-from dotmoe.files import write_json
+from dotmoe.evaluate import fidelity, generation, perplexity, tasks
+from dotmoe.evaluate.models import SIDES, EvaluateConfig, TextConfig, stock_nats
+from dotmoe.evaluate.perplexity import heldout_perplexity, packed_text
+from dotmoe.files import Values, write_json
 from dotmoe.options import check
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
+from dotmoe.tables import Table
 
 __all__ = [
-    "MEASUREMENTS",
     "EvaluateConfig",
     "TextConfig",
     "evaluate",
-    "gguf_file",
     "heldout_perplexity",
     "packed_text",
-    "perplexities",
     "stock_nats",
 ]
 
-MEASUREMENTS: dict[str, Callable[[EvaluateConfig, Progress], dict[str, Any]]] = {
-    "perplexity": measure_perplexity,
-    "tasks": measure_tasks,
-    "word_perplexity": measure_words,
-    "fidelity": measure_fidelity,
-    "generation": measure_generation,
-    "curve": measure_curve,
+
+def _shown_perplexity(result: Values) -> list[Table | str]:
+    sides = [result[side] for side in SIDES if side in result] or [result]
+    return [perplexity.perplexity_table({str(side["name"]): side for side in sides})]
+
+
+Measure = Callable[[EvaluateConfig, Progress], Values]
+Show = Callable[[Values], list[Table | str]]
+
+MEASUREMENTS: dict[str, tuple[Measure, Show]] = {
+    "perplexity": (perplexity.measure_perplexity, _shown_perplexity),
+    "tasks": (tasks.measure_tasks, tasks.shown_tasks),
+    "word_perplexity": (perplexity.measure_words, lambda found: [perplexity.word_table(found)]),
+    "fidelity": (fidelity.measure_fidelity, lambda found: [fidelity.fidelity_table(found)]),
+    "generation": (generation.measure_generation, generation.shown_texts),
+    "curve": (perplexity.measure_curve, lambda found: [perplexity.curve_table(found)]),
 }
-"""By name, which is also that of the result file."""
+"""What measures, and what makes tables and lines of the result, by the name of its file."""
 
 
 def evaluate(
     config: EvaluateConfig, progress: Progress | None = None, command: str | None = None
-) -> dict[str, Any]:
+) -> Values:
     """Make the one measurement that is asked for.
 
-    `config.plot` is left to the caller. `command` is what was typed, for the record.
-
-    Returns:
-        Plain values with `name`, `command` and `provenance`, which also lie in
-        `config.out`/NAME.json if a folder was named.
+    The result has `name`, `command` (what was typed) and `provenance`, and also lies in
+    `config.out`/NAME.json if a folder was named.
 
     Raises:
         UserError: Options out of range, no such model or text, or one that does not fit the other.
     """
     check(config)
+    measure, _ = MEASUREMENTS[config.measurement]
     result = {
         "origin": "measured",
         "name": config.model,
-        **MEASUREMENTS[config.measurement](config, progress or Progress(quiet=True)),
+        **measure(config, progress or Progress(quiet=True)),
         "command": command,
-        "provenance": provenance(config.generation.sampling_seed),
+        "provenance": provenance(seed=0),
     }
     if config.out is not None:
         out = Path(config.out)

@@ -9,28 +9,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dotmoe.errors import UserError
-from dotmoe.evaluate.config import EvaluateConfig
-from dotmoe.evaluate.models import chunks, hidden_states, loaded, logits, model_folder
-from dotmoe.evaluate.perplexity import packed_text
+from dotmoe.evaluate.models import (
+    EvaluateConfig,
+    chunks,
+    hidden_states,
+    loaded,
+    logits,
+    model_folder,
+)
+from dotmoe.evaluate.perplexity import packed_text, text_names
 from dotmoe.export import FORMATS, ExportRecord
 from dotmoe.export.record import RECORD_FILE
+from dotmoe.files import Values
 from dotmoe.models.family import family_of
-from dotmoe.progress import Progress, Update
+from dotmoe.progress import Progress
+from dotmoe.tables import Table, figure, percent, table_of
 
 FFNs = dict[int, tuple[nn.Module, Callable[[Tensor], Tensor]]]
 """For each split layer the dense model's FFN, and what maps its input [B, T, D] to the output of
 the other model's FFN."""
 
 
-def measure_fidelity(config: EvaluateConfig, progress: Progress) -> dict[str, Any]:
+@torch.no_grad()
+def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
     """Compare a model with its dense model, both run on the same windows of `config.corpus.text`.
 
     tab:output_aware_similarity is `before_head` and `after_head`, tab:motivation_mse_combined the
     `mse` of one layer's `ffn`; docs/evaluation.md defines the figures. Tokens that do not fill a
     window are left out, unless all are fewer. `ffn_left_out` says why there is no `ffn`.
-
-    Raises:
-        UserError: No dense model is known, or it has another vocabulary or width.
     """
     folder = model_folder(config.model)
     record = ExportRecord.load(folder) if (folder / RECORD_FILE).is_file() else None
@@ -52,16 +58,47 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> dict[str, An
     window = config.corpus.window_in(min(dense.context, other.context))
     full = tokens[: tokens.numel() // window * window]
     rows = full.view(-1, window) if len(full) else tokens[None]
-    batches = torch.split(rows, config.corpus.windows_at_once)
     ffns, reason = _ffns(dense.model, other.model, record)
+    sums: dict[str | int, Tensor] = defaultdict(lambda: torch.zeros(5, dtype=torch.float64))
+    kl, same, done = 0.0, 0, 0
+
+    def comparing(layer: int, other: Callable[[Tensor], Tensor]) -> Any:
+        def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+            sums[layer] += _sums(other(arguments[0]).flatten(0, 1), output.flatten(0, 1))
+
+        return hook
+
+    for layer, (ffn, counterpart) in ffns.items():
+        ffn.register_forward_hook(comparing(layer, counterpart))
     with progress.bar("evaluate", tokens=1) as update:
-        found = _compared(dense.model, other.model, batches, ffns, update)
+        for batch in torch.split(rows, config.corpus.windows_at_once):
+            dense_TD = hidden_states(dense.model, batch).flatten(0, 1)
+            other_TD = hidden_states(other.model, batch).flatten(0, 1).to(dense_TD.device)
+            sums["before"] += _sums(other_TD, dense_TD)
+            for part in chunks(dense.model, len(dense_TD)):
+                dense_TV = logits(dense.model, dense_TD[part])
+                other_TV = logits(other.model, other_TD[part])
+                sums["after"] += _sums(other_TV, dense_TV)
+                same += int((other_TV.argmax(dim=1) == dense_TV.argmax(dim=1)).sum())
+                dense_log, other_log = dense_TV.log_softmax(dim=1), other_TV.log_softmax(dim=1)
+                kl_TV = F.kl_div(other_log, dense_log, log_target=True, reduction="none")
+                kl += float(kl_TV.sum(dim=1).double().sum())
+            update(done := done + batch.numel(), rows.numel())
+
+    def closeness(place: str | int) -> dict[str, float]:
+        cosine, squares, size, num_tokens, entries = sums[place].tolist()
+        mse, relative = squares / entries, squares / size
+        return {"cosine": cosine / num_tokens, "mse": mse, "relative_mse": relative}
+
     return {
         "against": against,
         "dtype": {"model": other.dtype, "against": dense.dtype},
-        **found,
-        "active_experts": record.active_experts if record else None,
-        "num_experts": record.num_experts if record else None,
+        "before_head": closeness("before"),
+        "after_head": closeness("after"),
+        "kl": kl / done,
+        "top1_agreement": same / done,
+        "ffn": [{"layer": layer, **closeness(layer)} for layer in ffns],
+        "tokens": done,
         "ffn_left_out": reason,
         "text": list(config.corpus.text),
         "window": window,
@@ -82,58 +119,30 @@ def _ffns(dense: Any, other: Any, record: ExportRecord | None) -> tuple[FFNs, st
     return {index: (layers[index].get_submodule("mlp"), blocks[index]) for index in split}, None
 
 
-@torch.no_grad()
-def _compared(
-    dense: Any, model: Any, batches: tuple[Tensor, ...], ffns: FFNs, on_progress: Update
-) -> dict[str, Any]:
-    sums: dict[str | int, Tensor] = defaultdict(lambda: torch.zeros(5, dtype=torch.float64))
-    kl, same, done = 0.0, 0, 0
-    num_tokens = sum(batch.numel() for batch in batches)
-
-    def comparing(layer: int, other: Callable[[Tensor], Tensor]) -> Any:
-        def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
-            sums[layer] += _sums(other(arguments[0]).flatten(0, 1), output.flatten(0, 1))
-
-        return hook
-
-    for batch in batches:
-        hooks = [f.register_forward_hook(comparing(i, other)) for i, (f, other) in ffns.items()]
-        dense_TD = hidden_states(dense, batch).flatten(0, 1)
-        for hook in hooks:
-            hook.remove()
-        actual_TD = hidden_states(model, batch).flatten(0, 1).to(dense_TD.device)
-        sums["before"] += _sums(actual_TD, dense_TD)
-        for part in chunks(dense, len(dense_TD)):
-            dense_TV, actual_TV = logits(dense, dense_TD[part]), logits(model, actual_TD[part])
-            sums["after"] += _sums(actual_TV, dense_TV)
-            same += int((actual_TV.argmax(dim=1) == dense_TV.argmax(dim=1)).sum())
-            dense_log, actual_log = dense_TV.log_softmax(dim=1), actual_TV.log_softmax(dim=1)
-            kl_TV = F.kl_div(actual_log, dense_log, log_target=True, reduction="none")
-            kl += float(kl_TV.sum(dim=1).double().sum())
-        done += batch.numel()
-        on_progress(done, num_tokens)
-    layers = [{"layer": layer, **_closeness(sums[layer])} for layer in ffns]
-    return {
-        "before_head": _closeness(sums["before"]),
-        "after_head": _closeness(sums["after"]),
-        "kl": kl / num_tokens,
-        "top1_agreement": same / num_tokens,
-        "ffn": layers,
-        "mean_ffn_mse": sum(each["mse"] for each in layers) / len(layers) if layers else None,
-        "tokens": num_tokens,
-    }
-
-
-def _sums(actual_TD: Tensor, dense_TD: Tensor) -> Tensor:
+def _sums(other_TD: Tensor, dense_TD: Tensor) -> Tensor:
     """Over tokens: cosine, squared difference, squares of the dense entries, tokens, entries."""
-    actual_TD, dense_TD = actual_TD.float(), dense_TD.float()
-    cosine = F.cosine_similarity(actual_TD, dense_TD, dim=1)
-    squares = (actual_TD - dense_TD).square().sum(dim=1)
+    other_TD, dense_TD = other_TD.float(), dense_TD.float()
+    cosine = F.cosine_similarity(other_TD, dense_TD, dim=1)
+    squares = (other_TD - dense_TD).square().sum(dim=1)
     size = dense_TD.square().sum(dim=1)
     sums = [float(each.double().sum()) for each in (cosine, squares, size)]
     return torch.tensor([*sums, len(dense_TD), dense_TD.numel()], dtype=torch.float64)
 
 
-def _closeness(sums: Tensor) -> dict[str, float]:
-    cosine, squares, size, tokens, entries = sums.tolist()
-    return {"cosine": cosine / tokens, "mse": squares / entries, "relative_mse": squares / size}
+def fidelity_table(result: Values) -> Table:
+    """Closeness to the dense model before and after the head, and of each FFN."""
+    places = {"before the LM head": result["before_head"], "logits": result["after_head"]}
+    places |= {f"FFN output, layer {each['layer']}": each for each in result["ffn"]}
+    return table_of(
+        places.items(),
+        {
+            "place": lambda row: row[0],
+            "cosine": lambda row: f"{row[1]['cosine']:.4f}",
+            "MSE": lambda row: figure(row[1]["mse"]),
+            "MSE / mean square": lambda row: f"{row[1]['relative_mse']:.4f}",
+        },
+        title=f"{result['name']} beside {result['against']}, {result['tokens']:,} tokens",
+        note=f"KL {result['kl']:.4f} nats a token, same most likely token for "
+        f"{percent(result['top1_agreement'])}. FFNs are fed with the dense input. "
+        f"Text: {text_names(result)}.",
+    )

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError, nearest, one_line, require_package
-from dotmoe.evaluate.config import EvaluateConfig
+from dotmoe.evaluate.models import EvaluateConfig, in_context
 from dotmoe.files import Values, write_json
 from dotmoe.load import resolved_dtype
 
@@ -54,9 +54,6 @@ def loaded_tasks(
 
     `local` are tasks whose rows come from files: the harness's own definition, of which nothing
     else is changed, and a file for each split. Without it data come from the hub.
-
-    Raises:
-        UserError: A name that the harness does not know, or data that cannot be read.
     """
     import lm_eval.tasks
 
@@ -75,24 +72,24 @@ def loaded_tasks(
             write_json(Path(folder) / f"{name}.yaml", changed)  # JSON is YAML
         # Reading all of the harness's own tasks takes a quarter of a minute.
         options = {"include_path": folder, "include_defaults": False} if local else {}
-        manager = lm_eval.tasks.TaskManager(**options)
-        return manager, {name: _loaded(manager, name) for name in names}
-
-
-def _loaded(manager: Any, name: str) -> list[Any]:
-    if name not in manager.all_tasks:
-        raise UserError(
-            f"{name} is no task of lm-evaluation-harness.{nearest(name, manager.all_tasks)} "
-            "Name one that `lm_eval ls tasks` lists, or paper or paper-by-k."
-        )
-    try:
-        found = manager.load([name])
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
-        raise UserError(
-            f"the data of {name} cannot be read ({one_line(error)}). Check the network, or "
-            "give a folder with --task-data."
-        ) from error
-    return [found["groups"][name]] if name in found["groups"] else list(found["tasks"].values())
+        manager, found = lm_eval.tasks.TaskManager(**options), {}
+        for name in names:
+            if name not in manager.all_tasks:
+                raise UserError(
+                    f"{name} is no task of lm-evaluation-harness."
+                    f"{nearest(name, manager.all_tasks)} Name one that `lm_eval ls tasks` lists, "
+                    "or paper or paper-by-k."
+                )
+            try:
+                made = manager.load([name])
+            except (OSError, ValueError, ImportError, RuntimeError) as error:
+                raise UserError(
+                    f"the data of {name} cannot be read ({one_line(error)}). Check the network, or "
+                    "give a folder with --task-data."
+                ) from error
+            groups = made["groups"]
+            found[name] = [groups[name]] if name in groups else list(made["tasks"].values())
+        return manager, found
 
 
 def harness_model(folder: Path, config: EvaluateConfig) -> Any:
@@ -101,15 +98,10 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
 
     device = resolved_device(config.load.device)
     model = AutoConfig.from_pretrained(folder, local_files_only=True)
-    context = int(model.max_position_embeddings)
-    max_length, batch_size = config.benchmark.max_length, config.corpus.batch_size
-    if max_length is not None and max_length > context:
-        raise UserError(
-            f"max_length is {max_length}, but must lie in 2 to {context}, the model's context. "
-            "Choose one."
-        )
+    context, batch_size = int(model.max_position_embeddings), config.corpus.batch_size
+    length = in_context("max_length", config.max_length or context, context)
     if batch_size == "auto" and device.type == "cpu":
-        fits = MAX_LOGITS // ((max_length or context) * int(model.vocab_size))
+        fits = MAX_LOGITS // (length * int(model.vocab_size))
         batch_size = min(CPU_BATCH, max(1, fits))
     return HFLM(
         pretrained=str(folder),
@@ -117,7 +109,7 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
         dtype=resolved_dtype(config.load.dtype, device),
         batch_size=batch_size,
         max_batch_size=GPU_BATCH,
-        max_length=max_length,
+        max_length=config.max_length,
     )
 
 
@@ -129,10 +121,8 @@ def run_tasks(
     Without `shots` there are as many solved examples as the task's definition says.
 
     Returns:
-        `scores`: one row a metric of each task and member of a group: `task`, `metric` (a filter's
-        name after a comma), `value`, `stderr`, `shots`, `questions` scored and `chance`, see
-        `chance_of`. `versions` of the definitions. `requests`: texts scored. `truncated`: those
-        longer than the context. `notes`: what sets the scores apart from official ones.
+        `scores`, a row a metric of each task and member of a group (a filter's name after a comma);
+        `versions` of the definitions; `notes`: what sets the scores apart from official ones.
     """
     from lm_eval import simple_evaluate
 
@@ -160,8 +150,6 @@ def run_tasks(
     return {
         "scores": [row for task in found["results"] for row in _rows(task, found)],
         "versions": dict(found["versions"]),
-        "requests": len(texts),
-        "truncated": truncated,
         "notes": notes,
     }
 
@@ -186,11 +174,10 @@ def _rows(task: str, found: Values) -> Iterator[Values]:
 
 
 def chance_of(samples: Sequence[Values]) -> float | None:
-    """Accuracy without knowing anything: of guessing evenly among a question's answers, or of
-    always giving the answer that is right most often, whichever is larger.
+    """Accuracy of guessing evenly, or of always giving the answer that is right most often.
 
-    All questions of BoolQ have the answers "yes" and "no", and always "yes" is right for 62 %.
-    Where answers differ from question to question only guessing counts. None without a choice.
+    The larger counts; the second only where all questions have the same answers, as BoolQ's, of
+    which "yes" is right for 62 %. None without a choice.
     """
     answers = [[each[1] for each in _texts(sample) if len(each) == 2] for sample in samples]
     if not answers or min(map(len, answers)) < 2:

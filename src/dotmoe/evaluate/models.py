@@ -1,21 +1,24 @@
-"""Which model a user means, loaded as stock Transformers loads it, and what scores tokens."""
+"""What to measure, which model is meant, as stock Transformers loads it, and what scores tokens."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+import tyro
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
+from tyro.conf import Positional
 
 from dotmoe.checkpoint.folder import checkpoint_folder, require_checkpoint
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
-from dotmoe.evaluate.config import EvaluateConfig
 from dotmoe.export import require_checksums
 from dotmoe.export.record import RECORD_FILE
 from dotmoe.load import LoadConfig, load_weights, resolved_dtype
+from dotmoe.options import at_least
 from dotmoe.progress import Progress, Update
 from dotmoe.run_folder import export_folder
 
@@ -23,8 +26,132 @@ TokenNats = Callable[[Tensor], Tensor]
 """Token ids [B, T] -> cross-entropy of every token but the first of each row, in nats: float64 on
 the CPU, [B, T - 1]. Rows do not see each other. Perplexity needs no more of a model than this."""
 
+SIDES = ("against", "model")
+"""The two sides of a measurement; the other model first, as in the paper's tables."""
+
 CHUNK_LOGITS = 1 << 25
 """Logits formed at once, in one model: 128 MiB in float32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextConfig:
+    """Text to measure on, and how it is cut into windows."""
+
+    text: tuple[str, ...] = ()
+    """Files or other sources, as `data` takes them."""
+    window: Annotated[int | None, at_least(2)] = None
+    """Tokens of a window, 2 to the model's context. Default: 2048, or the whole context if less."""
+    max_tokens: Annotated[int | None, at_least(2)] = None
+    """Read no more tokens than this, 2 or more. Default: the whole text."""
+    protocol: Literal["packed", "gptq"] = "packed"
+    r"""How text becomes windows. packed: documents joined as for training. gptq: lines joined by
+    "\n\n" and tokenised whole, an unfilled last window dropped, as papers on quantisation and
+    pruning measure WikiText-2."""
+    batch_size: Annotated[int | Literal["auto"], at_least(1)] = "auto"
+    """Texts a forward pass, 1 or more. auto: found for tasks on a GPU; else 8 windows, 16 requests;
+    fewer requests run at once where the vocabulary is large."""
+
+    def window_in(self, context: int) -> int:
+        """Tokens of a window for a model of this context; `UserError` if it is longer."""
+        return in_context("window", self.window or min(2048, context), context)
+
+    @property
+    def windows_at_once(self) -> int:
+        """Windows a forward pass."""
+        return 8 if self.batch_size == "auto" else self.batch_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateConfig:
+    """What to measure: perplexity of --text, unless --tasks, --word-perplexity, --fidelity,
+    --generate or --curve asks for something else.
+    """
+
+    model: Annotated[Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """Dense model (a GGUF file too), exported checkpoint, run folder, or (perplexity only) exported
+    GGUF: the file, or its folder."""
+    against: str | None = None
+    """Measure this model too, side by side. For --fidelity the dense model; default there: the one
+    that MODEL was made from."""
+    out: str | None = None
+    """Folder to keep results in. Default for tasks: `6_evaluate` of a run, else
+    `evaluation-MODEL`; the rest is only printed."""
+    json: bool = False
+    """Print JSON instead of tables."""
+    tasks: tuple[str, ...] = ()
+    """Run these benchmark tasks by lm-evaluation-harness: `paper` (its six), `paper-by-k` (the five
+    of its table over k), or tasks and groups by the harness's names (mmlu, gsm8k). What is finished
+    is not run again."""
+    task_data: str | None = None
+    """Folder with the data of the tasks. Default: the hub."""
+    shots: Annotated[int | None, at_least(0)] = None
+    """Solved examples before each question, for all tasks. Default: the paper's, else the
+    harness's."""
+    limit: Annotated[int | None, at_least(1)] = None
+    """Score only the first so many questions of each task, 1 or more; for trying out."""
+    max_length: Annotated[int | None, at_least(2)] = None
+    """Tokens that the model may see at once in tasks, 2 to its context. Default: its context. Of
+    `wikitext` it is the window of the rolling log-likelihood."""
+    word_perplexity: Annotated[tuple[int, ...] | None, at_least(1)] = None
+    """Measure perplexity a word of --text, by rolling log-likelihood in windows of so many tokens;
+    without numbers in the paper's of 2048, 4096, 8192 and 32768 that the context allows."""
+    fidelity: bool = False
+    """Compare hidden states, logits and FFN outputs with the dense model's on --text."""
+    generate: Annotated[int | None, at_least(1)] = None
+    """Continue prompts by up to this many tokens, the most likely one each time, side by side with
+    --against."""
+    prompts: tuple[str, ...] = ()
+    """Prompts to continue. Default: beginnings cut from --text at equal distances."""
+    num_prompts: Annotated[int, at_least(1)] = 16
+    """Prompts cut from the text."""
+    prompt_tokens: Annotated[int, at_least(1)] = 32
+    """Tokens of a prompt cut from the text."""
+    curve: Annotated[tuple[int, ...] | None, at_least(1)] = None
+    """Measure an export at these k, and at k = E; without numbers at a ladder of them."""
+    tokenizer: str | None = None
+    """Model whose tokenizer cuts the text, for a GGUF to run in llama.cpp. Default: the one that
+    an exported GGUF was made from; any other GGUF is read by Transformers."""
+    corpus: TextConfig = field(default_factory=TextConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Models to measure as the user named them, as `model` and `against`."""
+        return {"model": self.model} | ({"against": self.against} if self.against else {})
+
+    @property
+    def measurement(self) -> str:
+        """Name of the one measurement that is asked for, a key of `MEASUREMENTS`."""
+        given = {
+            "tasks": bool(self.tasks),
+            "word_perplexity": self.word_perplexity is not None,
+            "fidelity": self.fidelity,
+            "generation": self.generate is not None,
+            "curve": self.curve is not None,
+        }
+        asked = [name for name, is_given in given.items() if is_given]
+        if len(asked) > 1:
+            options = " and ".join(f"--{name.replace('_', '-')}" for name in asked)
+            options = options.replace("generation", "generate")
+            raise UserError(f"{options} ask for two measurements. Give one of them at a time.")
+        return asked[0] if asked else "perplexity"
+
+    def check_together(self) -> None:
+        """Raise a `UserError` for two measurements at once, or one without text."""
+        needs_text = {"tasks": False, "generation": not self.prompts}
+        if not self.corpus.text and needs_text.get(self.measurement, True):
+            other = ", or --prompts" * (self.measurement == "generation")
+            raise UserError(f"--text names no file. Give a text to measure on{other}.")
+
+
+def in_context(name: str, tokens: int, context: int, least: int = 2) -> int:
+    """So many tokens; `UserError` beyond the context of the model."""
+    if tokens > context:
+        raise UserError(
+            f"{name} is {tokens}, but must lie in {least} to {context}, the model's context. "
+            "Choose one."
+        )
+    return tokens
 
 
 class StockModel(NamedTuple):
@@ -51,18 +178,16 @@ def model_folder(name: str) -> Path:
     """Folder of a checkpoint that stock Transformers can load.
 
     Raises:
-        UserError: There is none under that name, it is a damaged export, or a GGUF that dotmoe
-            exported.
+        UserError: There is none, it is a damaged export, or a GGUF that dotmoe exported.
     """
     file = gguf_file(Path(name))
-    if file is not None and _is_export(file):
+    if file and (file.parent / RECORD_FILE).is_file():
         raise UserError(
             f"{name} is a GGUF, of which only the perplexity is measured. Name the Transformers "
             "export of the same run."
         )
-    local = export_folder(Path(name))
-    is_folder = file is None and local.is_dir()
-    folder = local if is_folder else checkpoint_folder(str(file or name))
+    local = file or export_folder(Path(name))
+    folder = local if local.is_dir() else checkpoint_folder(str(file or name))
     require_checkpoint(folder)
     require_checksums(folder)
     return folder
@@ -70,33 +195,29 @@ def model_folder(name: str) -> Path:
 
 def gguf_file(path: Path) -> Path | None:
     """The GGUF meant by a path: the file itself, or the only one in a folder; None: none."""
-    if path.is_file() and path.suffix == ".gguf":
-        return path
-    found = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    is_one = path.is_file() and path.suffix == ".gguf"
+    found = [path] if is_one else list(path.glob("*.gguf"))
     return found[0] if len(found) == 1 else None
-
-
-def _is_export(gguf: Path) -> bool:
-    return (gguf.parent / RECORD_FILE).is_file()
 
 
 def by_side(
     config: EvaluateConfig,
     progress: Progress,
     measure: Callable[[StockModel, Update], dict[str, Any]],
-    measure_gguf: Callable[[Path, EvaluateConfig, Update], dict[str, Any]] | None = None,
+    measure_gguf: Callable[[Path, Update], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """What is measured of each model, as `model` and `against`, with its name and dtype.
 
-    A GGUF runs in llama.cpp if dotmoe exported it or a tokenizer is named; any other is a dense
-    model for Transformers.
+    With `measure_gguf` a GGUF runs in llama.cpp if dotmoe exported it or a tokenizer is named; any
+    other is a dense model for Transformers.
     """
     sides = {}
     with progress.bar("evaluate", tokens=1) as update:
         for label, name in config.names.items():
             file = gguf_file(Path(name))
-            if file and measure_gguf and (config.tokenizer or _is_export(file)):
-                found = {"dtype": "gguf", **measure_gguf(file, config, update)}
+            is_ready = file and (config.tokenizer or (file.parent / RECORD_FILE).is_file())
+            if measure_gguf and file and is_ready:
+                found = {"dtype": "gguf", **measure_gguf(file, update)}
             else:
                 stock = loaded(model_folder(name), config.load)
                 found = {"dtype": stock.dtype, **measure(stock, update)}
@@ -119,8 +240,8 @@ def stock_nats(model: Any) -> TokenNats:
 
 def nats_of(model: Any, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
     """Cross-entropy of tokens given what the LM head reads, float64 on the CPU, [B, T]."""
-    hidden_TD, labels_T = hidden_BTD.flatten(0, 1), labels_BT.flatten().long()
-    labels_T = labels_T.to(hidden_TD.device)
+    hidden_TD = hidden_BTD.flatten(0, 1)
+    labels_T = labels_BT.flatten().long().to(hidden_TD.device)
     parts = [
         cross_entropy(logits(model, hidden_TD[part]), labels_T[part], reduction="none")
         for part in chunks(model, len(labels_T))
@@ -130,12 +251,11 @@ def nats_of(model: Any, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
 
 def row_nats(logits_of: Callable[[Tensor], Tensor]) -> TokenNats:
     """Scores by a runtime that gives all logits [T, V] of one text [T], such as llama.cpp."""
-    return lambda tokens_BT: torch.stack(
-        [
-            cross_entropy(logits_of(row[:-1]).double(), row[1:].long(), reduction="none")
-            for row in tokens_BT
-        ]
-    )
+
+    def nats(row: Tensor) -> Tensor:
+        return cross_entropy(logits_of(row[:-1]).double(), row[1:].long(), reduction="none")
+
+    return lambda tokens_BT: torch.stack([nats(row) for row in tokens_BT])
 
 
 def hidden_states(model: Any, tokens_BT: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Perplexity of anything that scores tokens, a token or a word, with its protocol beside it."""
+"""Perplexity of anything that scores tokens: a token, a word, and an export's at several k."""
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,17 +14,33 @@ from dotmoe.checkpoint.folder import checkpoint_folder
 from dotmoe.data import TokenBlocks, pack, separator_of
 from dotmoe.data.sources import Continuation, DataConfig, documents
 from dotmoe.errors import UserError
-from dotmoe.evaluate import models
-from dotmoe.evaluate.config import EvaluateConfig, TextConfig
-from dotmoe.evaluate.models import StockModel, TokenNats, stock_nats
-from dotmoe.export.record import RECORD_FILE, require_checksums
-from dotmoe.files import read_json
+from dotmoe.evaluate.models import (
+    SIDES,
+    EvaluateConfig,
+    StockModel,
+    TextConfig,
+    TokenNats,
+    by_side,
+    in_context,
+    loaded,
+    model_folder,
+    row_nats,
+    stock_nats,
+)
+from dotmoe.export import FORMATS, ExportRecord, require_checksums, require_free_k
+from dotmoe.export.record import RECORD_FILE
+from dotmoe.files import Values, read_json
 from dotmoe.load import load_weights
 from dotmoe.models.dense import DenseModel
 from dotmoe.progress import Progress, Update, no_update
+from dotmoe.tables import Table, figure, percent, table_of
 
 PAPER_WINDOWS = (2048, 4096, 8192, 32768)
 """Windows of tab:seqlen_ppl, in tokens."""
+
+
+Heldout = Mapping[tuple[str, ...], TokenBlocks]
+"""Blocks of held-out text by what to call them."""
 
 
 class Text(NamedTuple):
@@ -42,7 +58,7 @@ class Text(NamedTuple):
 
 def perplexity(
     nats: TokenNats, text: Text, window: int, batch_size: int = 8, on_progress: Update = no_update
-) -> dict[str, Any]:
+) -> Values:
     """Perplexity a token over windows of the text that do not overlap, 2 tokens to the context.
 
     Each token of a window but the first is predicted from those before it in the window. A last,
@@ -51,10 +67,7 @@ def perplexity(
 
     Returns:
         `loss` (mean nats a token), `perplexity`, `bits_per_byte` (comparable between tokenizers),
-        and how it was measured: `window`, `tokens` scored, `unit`, `text`, `protocol`, `origin`.
-
-    Raises:
-        UserError: Nothing to score, or a loss that no working model has.
+        and how it was measured. `UserError` for nothing to score, or a loss that no model has.
     """
     full, rest = divmod(text.tokens.numel(), window)
     batches = list(torch.split(text.tokens[: full * window].view(full, window), batch_size))
@@ -65,13 +78,12 @@ def perplexity(
             f"{text.tokens.numel()} tokens of text fill no window of {window}. Give more text, or "
             "lower --window."
         )
-    total, scored, done = 0.0, 0, 0
+    total, scored, done, num_tokens = 0.0, 0, 0, sum(batch.numel() for batch in batches)
     for batch in filter(len, batches):
         nats_BT = nats(batch)
         total += float(nats_BT.sum())
         scored += nats_BT.numel()
-        done += batch.numel()
-        on_progress(done, sum(each.numel() for each in batches))
+        on_progress(done := done + batch.numel(), num_tokens)
     loss = total / scored
     if not math.isfinite(loss) or loss > 100:
         raise UserError(
@@ -100,8 +112,7 @@ def packed_text(config: TextConfig, tokenizer: Any, pieces: Iterable[str] | None
     own special tokens. There a line keeps its line end, and a blank one is empty: these are the
     rows of the data set `wikitext-2-raw-v1`, made again from the file they were cut from.
 
-    `pieces`, as `dotmoe.data.documents` streams them, are read instead of the sources. Raises a
-    `UserError` for a source that is missing, damaged or empty.
+    `pieces`, as `dotmoe.data.documents` streams them, are read instead of the sources.
     """
     pieces = documents(DataConfig(data=config.text)) if pieces is None else pieces
     if config.protocol == "packed":
@@ -122,84 +133,60 @@ def packed_text(config: TextConfig, tokenizer: Any, pieces: Iterable[str] | None
     )
 
 
-def heldout_text(heldout: TokenBlocks, tokenizer: Any, names: tuple[str, ...]) -> Text:
-    """Blocks that were packed for a run, as text to score; `names` is what to call it."""
-    tokens = heldout.tokens_BT.flatten()
-    num_bytes = len(tokenizer.decode(tokens.tolist(), skip_special_tokens=True).encode())
-    joined = f"Documents joined ({separator_of(tokenizer)})"
-    return Text(tokens, tokens.numel() / max(1, num_bytes), names, joined)
-
-
 def heldout_perplexity(
-    model: Any,
-    tokenizer: Any,
-    texts: Mapping[tuple[str, ...], TokenBlocks],
-    on_progress: Update = no_update,
-) -> dict[str, Any]:
-    """`perplexity` of a stock model on held-out blocks; that on those of a second text as `other`.
-
-    `texts` has the blocks by what to call them.
-    """
-    first, *others = (
-        perplexity(
-            stock_nats(model),
-            heldout_text(blocks, tokenizer, names),
-            blocks.seq_len,
-            on_progress=on_progress,
-        )
-        for names, blocks in texts.items()
-    )
-    return first | ({"other": others[0]} if others else {})
+    model: Any, tokenizer: Any, texts: Heldout, on_progress: Update = no_update
+) -> Values:
+    """`perplexity` of a stock model on the first text; that on a second one as `other`."""
+    found, joined = [], f"Documents joined ({separator_of(tokenizer)})"
+    for names, blocks in texts.items():
+        tokens = blocks.tokens_BT.flatten()
+        num_bytes = len(tokenizer.decode(tokens.tolist(), skip_special_tokens=True).encode())
+        text = Text(tokens, tokens.numel() / max(1, num_bytes), names, joined)
+        found.append(perplexity(stock_nats(model), text, blocks.seq_len, on_progress=on_progress))
+    return found[0] | ({"other": found[1]} if len(found) > 1 else {})
 
 
 def perplexities(
-    dense: DenseModel,
-    exports: Mapping[str, Path],
-    texts: Mapping[tuple[str, ...], TokenBlocks],
-    on_progress: Update = no_update,
-) -> dict[str, Any]:
+    dense: DenseModel, exports: Mapping[str, Path], texts: Heldout, on_progress: Update = no_update
+) -> Values:
     """`heldout_perplexity` of a dense model, as `dense`, and of exports by their names.
 
     Exports run in the dense model's dtype and on its device, one at a time beside it.
     """
-    dtype = next(dense.model.parameters()).dtype
-
-    def measured(model: Any) -> dict[str, Any]:
-        return heldout_perplexity(model, dense.tokenizer, texts, on_progress)
-
-    return {"dense": measured(dense.model)} | {
-        name: measured(load_weights(folder, dtype).to(dense.device))
-        for name, folder in exports.items()
-    }
+    found, dtype = Values(), next(dense.model.parameters()).dtype
+    for name in ("dense", *exports):
+        model: Any = dense.model
+        if name in exports:
+            model = load_weights(exports[name], dtype).to(dense.device)
+        found[name] = heldout_perplexity(model, dense.tokenizer, texts, on_progress)
+    return found
 
 
-def measure_perplexity(config: EvaluateConfig, progress: Progress) -> dict[str, Any]:
-    """Perplexity of the model on `config.corpus`; with --against of both, by `model`, `against`."""
+def measure_perplexity(config: EvaluateConfig, progress: Progress) -> Values:
+    """`perplexity` of `config.corpus` by each model; of a single one its values alone."""
+    corpus = config.corpus
 
-    def measured(stock: StockModel, update: Update) -> dict[str, Any]:
+    def measured(stock: StockModel, update: Update) -> Values:
         text, window = packed_text(corpus, stock.tokenizer), corpus.window_in(stock.context)
         return perplexity(stock_nats(stock.model), text, window, corpus.windows_at_once, update)
 
-    corpus = config.corpus
-    sides = models.by_side(config, progress, measured, _of_gguf)
-    return sides if "against" in sides else sides["model"]
+    def of_gguf(file: Path, update: Update) -> Values:
+        from dotmoe.export.gguf_file import GgufFile  # an extra
+        from dotmoe.llama_cpp import LlamaCppModel
+
+        require_checksums(file.parent)
+        name = config.tokenizer or str(read_json(file.parent / RECORD_FILE)["source"])
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder(name), local_files_only=True)
+        window = corpus.window_in(GgufFile(file).size("context_length"))
+        with LlamaCppModel(file, context=window) as model:
+            text = packed_text(corpus, tokenizer)
+            return perplexity(row_nats(model.logits), text, window, 1, update)
+
+    sides = by_side(config, progress, measured, of_gguf)
+    return sides if config.against else sides["model"]
 
 
-def _of_gguf(file: Path, config: EvaluateConfig, update: Update) -> dict[str, Any]:
-    from dotmoe.export.gguf_file import GgufFile  # an extra
-    from dotmoe.llama_cpp import LlamaCppModel
-
-    require_checksums(file.parent)
-    source = checkpoint_folder(
-        config.tokenizer or str(read_json(file.parent / RECORD_FILE)["source"])
-    )
-    window = config.corpus.window_in(GgufFile(file).size("context_length"))
-    text = packed_text(config.corpus, AutoTokenizer.from_pretrained(source, local_files_only=True))
-    with LlamaCppModel(file, context=window) as model:
-        return perplexity(models.row_nats(model.logits), text, window, 1, update)
-
-
-def measure_words(config: EvaluateConfig, progress: Progress) -> dict[str, Any]:
+def measure_words(config: EvaluateConfig, progress: Progress) -> Values:
     """Perplexity a word of `config.corpus.text` at each window, of each model."""
     if config.corpus.max_tokens is not None:
         raise UserError(
@@ -208,25 +195,19 @@ def measure_words(config: EvaluateConfig, progress: Progress) -> dict[str, Any]:
         )
     texts: list[str] = []
     for piece in documents(DataConfig(data=config.corpus.text)):
-        if isinstance(piece, Continuation):
-            texts[-1] += piece
-        else:
-            texts.append(str(piece))
+        begun = texts.pop() if isinstance(piece, Continuation) else ""
+        texts.append(begun + piece)
 
-    def measured(stock: StockModel, update: Update) -> dict[str, Any]:
+    def measured(stock: StockModel, update: Update) -> Values:
         fitting = [window for window in PAPER_WINDOWS if window <= stock.context]
         windows = config.word_perplexity or fitting or [stock.context]
-        if max(windows) > stock.context:
-            raise UserError(
-                f"the window is {max(windows)}, but must lie in 1 to {stock.context}, the model's "
-                "context. Choose one."
-            )
+        in_context("the window", max(windows), stock.context, least=1)
         nats = stock_nats(stock.model)
         rows = [rolling_perplexity(nats, stock.tokenizer, texts, w, update) for w in windows]
         return {"windows": rows}
 
     return {
-        **models.by_side(config, progress, measured),
+        **by_side(config, progress, measured),
         "unit": "word",
         "text": list(config.corpus.text),
         "protocol": "Rolling log-likelihood: each document tokenised whole, every token scored "
@@ -236,22 +217,15 @@ def measure_words(config: EvaluateConfig, progress: Progress) -> dict[str, Any]:
 
 
 def rolling_perplexity(
-    nats: TokenNats,
-    tokenizer: Any,
-    texts: Sequence[str],
-    window: int,
-    on_progress: Update = no_update,
-) -> dict[str, Any]:
+    nats: TokenNats, tokenizer: Any, texts: Sequence[str], window: int, update: Update = no_update
+) -> Values:
     """Perplexity a word by rolling log-likelihood, as lm-evaluation-harness defines it.
 
     A document is preceded by the BOS token, or EOS where there is none, and tokenised whole with
     the tokenizer's own special tokens: where it adds a BOS itself there are two and the second is
     scored. Documents do not see each other. The model sees `window` tokens at once, 1 to its
     context; a document's last window reaches back so that it is full too, and scores only what no
-    window scored before. `on_progress` is told tokens.
-
-    Returns:
-        `word_perplexity`, `bits_per_byte`, and the counts that they come from.
+    window scored before. `update` is told tokens.
     """
     prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     encoded = [tokenizer(text, verbose=False).input_ids for text in texts]
@@ -265,8 +239,7 @@ def rolling_perplexity(
             end = min(start + window, len(ids))
             nats_T = nats(row[:, max(0, end - window) : end + 1])[0]
             total += float(nats_T[start - end :].sum())
-            done += end - start
-            on_progress(done, num_tokens)
+            update(done := done + end - start, num_tokens)
     words = sum(len(re.split(r"\s+", text)) for text in texts)
     num_bytes = sum(len(text.encode()) for text in texts)
     return {
@@ -278,3 +251,132 @@ def rolling_perplexity(
         "tokens": num_tokens,
         "documents": len(texts),
     }
+
+
+def ladder(num_experts: int, active_experts: int) -> tuple[int, ...]:
+    """Values of k for a curve: some shares of E, the model's own k, and E, ascending."""
+    rungs = {max(1, round(eighths * num_experts / 8)) for eighths in (1, 2, 3, 4, 6, 8)}
+    return tuple(sorted(rungs | {active_experts}))
+
+
+def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
+    """Perplexity of an export on `config.corpus` at several k, and what each k activates.
+
+    k = E is always among them: the computation of the weights that were split, the dense model's
+    unless `all_experts.model` says otherwise. Without `config.curve` the others are `ladder`'s.
+    """
+    folder, corpus = model_folder(config.model), config.corpus
+    record = ExportRecord.load(folder)
+    if not record.active_experts_editable:
+        free = [name for name, output in FORMATS.items() if output.active_experts_editable]
+        raise UserError(
+            f"{folder} is a {record.format}, whose k is fixed at {record.active_experts}, so it "
+            f"has no curve. Export the run as {' or '.join(free)}."
+        )
+    chosen = config.curve or ladder(record.num_experts, record.active_experts)
+    for active in chosen:
+        require_free_k(folder, record, active)
+    ks = sorted({*chosen, record.num_experts})
+    stock = loaded(folder, config.load)
+    text, window = packed_text(corpus, stock.tokenizer), corpus.window_in(stock.context)
+    layers = range(record.first_dense_layers, record.num_layers)
+    nats, points, found = stock_nats(stock.model), list[Values](), Values()
+    with progress.bar("evaluate", tokens=1) as bar:
+
+        def update(done: int, total: int, note: str = "") -> None:
+            bar(len(points) * total + done, len(ks) * total, note)
+
+        for active in ks:
+            FORMATS[record.format].run_active_experts(stock.model, layers, active)
+            found = perplexity(nats, text, window, corpus.windows_at_once, update)
+            changed = record.with_active_experts(active)
+            points.append(
+                {
+                    "active_experts": active,
+                    "active_fraction": changed.active_fraction,
+                    "active_parameters": changed.parameters["active"],
+                    "active_parameters_with_routers": changed.parameters["active_with_routers"],
+                    **{name: found[name] for name in ("loss", "perplexity", "bits_per_byte")},
+                }
+            )
+    for point in points:  # the last is k = E
+        point["loss_above_all_experts"] = point["loss"] - found["loss"]
+    all_experts = "other weights" if record.is_finetuned or record.dropped_size else "dense"
+    return {
+        **{name: getattr(record, name) for name in ("name", "format", "source")},
+        "dtype": stock.dtype,
+        "num_experts": record.num_experts,
+        "active_experts": record.active_experts,
+        "dense_parameters": record.parameters["dense"],
+        "all_experts": {"model": all_experts, "perplexity": found["perplexity"]},
+        "points": points,
+        **{name: found[name] for name in ("text", "window", "tokens", "unit", "protocol")},
+    }
+
+
+def perplexity_table(models: Mapping[str, Values]) -> Table:
+    """Perplexity of models on the same text; the first is what the others are compared with."""
+    reference, first = next(iter(models.items()))
+    unit, above = first["unit"], f"above {Path(reference).name}"
+    columns: dict[str, Callable[[Any], str]] = {
+        "model": lambda row: row[0],
+        "perplexity": lambda row: f"{row[1]['perplexity']:.3f}",
+        f"nats a {unit}": lambda row: f"{row[1]['loss']:.4f}",
+        above: lambda row: f"{row[1]['loss'] - first['loss']:+.4f}",
+        "bits a byte": lambda row: figure(row[1].get("bits_per_byte")),
+    }
+    if len(models) == 1:  # nothing to compare with
+        del columns[above]
+    return table_of(
+        models.items(),
+        columns,
+        title=f"Perplexity per {unit}, windows of {first['window']:,}, {first['tokens']:,} tokens",
+        note=_protocol(first),
+    )
+
+
+def word_table(result: Values) -> Table:
+    """Perplexity a word of one model or two, at each window."""
+    sides = [result[label] for label in SIDES if label in result]
+    return table_of(
+        [{"model": side["name"], **row} for side in sides for row in side["windows"]],
+        {
+            "model": lambda row: str(row["model"]),
+            "window, tokens": lambda row: f"{row['window']:,}",
+            "perplexity a word": lambda row: f"{row['word_perplexity']:.3f}",
+            "words": lambda row: f"{row['words']:,}",
+            "tokens": lambda row: f"{row['tokens']:,}",
+        },
+        title="Perplexity a word, by rolling log-likelihood",
+        note=_protocol(result),
+    )
+
+
+def curve_table(curve: Values) -> Table:
+    """Perplexity of an export at several k."""
+    marks = {curve["active_experts"]: " (now)"}
+    marks[curve["num_experts"]] = f" ({curve['all_experts']['model']})"
+    return table_of(
+        curve["points"],
+        {
+            "k": lambda point: f"{point['active_experts']}{marks.get(point['active_experts'], '')}",
+            "of the FFN": lambda point: percent(point["active_fraction"]),
+            "active parameters": lambda point: f"{point['active_parameters']:,}",
+            "of all": lambda point: percent(point["active_parameters"] / curve["dense_parameters"]),
+            "perplexity": lambda point: f"{point['perplexity']:.3f}",
+            f"nats above k = {curve['num_experts']}": lambda point: (
+                f"{point['loss_above_all_experts']:+.4f}"
+            ),
+        },
+        title=f"Perplexity per {curve['unit']} at several k",
+        note=_protocol(curve),
+    )
+
+
+def text_names(result: Values) -> str:
+    """Names of the texts that were measured on, without their folders."""
+    return ", ".join(Path(str(text)).name for text in result.get("text", ()))
+
+
+def _protocol(result: Values) -> str:
+    return f"Text: {', '.join(map(str, result.get('text', ())))}. {result.get('protocol', '')}"

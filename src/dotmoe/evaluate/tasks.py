@@ -1,6 +1,7 @@
 """Benchmark tasks of one model or of two: the paper's, local data, averages, results kept."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,19 +10,18 @@ from dotmoe.checkpoint.folder import fingerprint
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.evaluate import harness
-from dotmoe.evaluate.config import EvaluateConfig
-from dotmoe.evaluate.models import model_folder
+from dotmoe.evaluate.models import SIDES, EvaluateConfig, model_folder
 from dotmoe.files import Values, read_json, sha256_of, write_json
 from dotmoe.load import resolved_dtype
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
 from dotmoe.run_folder import STAGES
+from dotmoe.tables import Table, figure, table_of
 
 FEWSHOT_SEED = 1234
 """The harness's own, with which solved examples are drawn."""
 FORM = 3
 """Of the result files; a file of another form is refused."""
-SUBFOLDERS = {"model": "tasks", "against": "against"}
 SUFFIXES = (".jsonl.gz", ".jsonl", ".json", ".json.gz")
 
 
@@ -69,6 +69,129 @@ TASK_SETS = {
 """Sets by their names: the metric of each task. `paper-by-k` is the paper's table over k."""
 
 
+def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
+    """Run `config.tasks`: of each model its `tasks`, as in their files, and `averages`.
+
+    A task that is finished already, of the same model with the same settings, is read and not run
+    again; one that was interrupted starts anew.
+
+    Raises:
+        UserError: No harness, model, task or file, or another result where one would be written.
+    """
+    version = harness.require_harness()
+    names = list(dict.fromkeys(t for name in config.tasks for t in TASK_SETS.get(name, [name])))
+    dtype = resolved_dtype(config.load.dtype, resolved_device(config.load.device))
+    local: dict[str, dict[str, Path]] = {}
+    notes: dict[str, list[str]] = {}
+    identities: dict[str, Values] = {}
+    for name in names:
+        shots = TASKS[name].shots if name in TASKS and config.shots is None else config.shots
+        data: Any = "hub"
+        if config.task_data is not None:
+            local[name], notes[name] = local_files(Path(config.task_data), name, shots or 0)
+            data = {
+                split: {"file": f"{file.parent.name}/{file.name}", "sha256": sha256_of(file)}
+                for split, file in local[name].items()
+            }
+        identities[name] = {
+            "form": FORM,
+            "harness": version,
+            "dtype": str(dtype).removeprefix("torch."),
+            "limit": config.limit,
+            "max_length": config.max_length,
+            "shots": shots,
+            "data": data,
+        }
+    run_folder = Path(config.model)
+    is_run = (run_folder / STAGES["export"]).is_dir()
+    default = run_folder / STAGES["evaluate"] if is_run else f"evaluation-{run_folder.name}"
+    out = Path(config.out or default)
+
+    @cache
+    def loaded() -> tuple[Any, dict[str, list[Any]]]:
+        sources = {name: (TASKS[name].definition, files) for name, files in local.items()}
+        return harness.loaded_tasks(names, sources)
+
+    def run(label: str, folder: Path) -> Values:
+        model, runner, results = config.names[label], None, {}
+        for name in names:
+            identity = identities[name] | {"model": fingerprint(folder)}
+            file = out / ("tasks" if label == "model" else label) / f"{name}.json"
+            if file.is_file():
+                results[name] = _finished(file, identity)
+                progress.log(f"{model}: {name} is finished already")
+                continue
+            manager, tasks = loaded()
+            runner = runner or harness.harness_model(folder, config)
+            progress.log(f"{model}: {name}")
+            found = harness.run_tasks(
+                runner, manager, tasks[name], shots=identity["shots"], limit=config.limit
+            )
+            mark(found["scores"], name)
+            found["notes"] = notes.get(name, []) + found["notes"]
+            results[name] = {
+                "origin": "measured",
+                "task": name,
+                "model": {"name": model, "context": runner.max_length},
+                "limit": config.limit,
+                **found,
+                "identity": identity,
+                "provenance": provenance(FEWSHOT_SEED),
+            }
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, results[name])
+        scores = [score for result in results.values() for score in result["scores"]]
+        return {"name": model, "averages": averages(config.tasks, scores), "tasks": results}
+
+    folders = {label: model_folder(name) for label, name in config.names.items()}
+    with harness.quiet_harness():
+        return {label: run(label, folder) for label, folder in folders.items()}
+
+
+def _finished(file: Path, identity: Values) -> Values:
+    """The result that is there already; `UserError` for another model's or other settings."""
+    result = read_json(file)
+    stored = result.get("identity", {})
+    for key, value in identity.items():
+        if stored.get(key) != value:
+            values = "" if key in ("model", "data") else f" ({stored.get(key)}, not {value})"
+            raise UserError(
+                f"{file} holds a result with another {key}{values}. Choose another folder with "
+                "--out, or delete that file."
+            )
+    return result
+
+
+def local_files(folder: Path, name: str, shots: int) -> tuple[dict[str, Path], list[str]]:
+    """Files of one task below a folder, by split, and how they differ from the official data.
+
+    With solved examples (`shots`) a training split is among them. `UserError` for a task that is
+    not in `TASKS`, or a file that it needs and that is not there.
+    """
+    if name not in TASKS:
+        raise UserError(
+            f"{name} has no place in a local folder; {', '.join(TASKS)} have. Leave out "
+            "--task-data to take it from the hub."
+        )
+    files, notes = dict[str, Path](), []
+    scored = TASKS[name].scored
+    train = f"{Path(scored[0]).parent}/train"
+    solved = (train, *(path for path in STAND_INS if path.startswith(train)))
+    for paths in (solved, scored) if shots else (scored,):
+        places = [(path, folder / f"{path}{suffix}") for path in paths for suffix in SUFFIXES]
+        path, file = next((each for each in places if each[1].is_file()), ("", None))
+        if file is None:
+            wanted = " or ".join(f"{path}{SUFFIXES[0]}" for path in paths)
+            raise UserError(
+                f"{name} needs {wanted} below {folder} (also as {', '.join(SUFFIXES[1:])}), and it "
+                "is not there. Put it there, or leave out --task-data to take it from the hub."
+            )
+        files[Path(path).name.split("_")[0]] = file.resolve()
+        if path in STAND_INS:
+            notes.append(STAND_INS[path])
+    return files, notes
+
+
 def mark(scores: Sequence[Values], asked: str) -> None:
     """Say of the scores of a task or group that was asked for which of its metrics count.
 
@@ -99,127 +222,75 @@ def averages(names: Sequence[str], scores: Sequence[Mapping[str, Any]]) -> dict[
     return found
 
 
-def local_files(folder: Path, name: str, shots: int) -> tuple[dict[str, Path], list[str]]:
-    """Files of one task below a folder, by split, and how they differ from the official data.
+def shown_tasks(result: Values) -> list[Table | str]:
+    """The metrics that count; averages of sets, and what must be known of the tasks."""
+    sides = [result[label] for label in SIDES if label in result]
+    scores, averaged, notes = [], [], []
+    for side in sides:
+        rows = [score for task in side["tasks"].values() for score in task["scores"]]
+        scores.append([score for score in rows if score["is_main"] or score["sets"]])
+        for each, value in side["averages"].items():
+            averaged.append(f"{side['name']}: {100 * value:.1f}, average of {each}")
+        for name, task in side["tasks"].items():
+            notes += [f"{name}: {note}." for note in task["notes"]]
+    others = scores[0] if len(sides) > 1 else []
+    table = scores_table(scores[-1], others, (sides[0]["name"], sides[-1]["name"]))
+    return [table, *dict.fromkeys(averaged + notes)]
 
-    With solved examples (`shots`) a training split is among them.
 
-    Raises:
-        UserError: The task is not in `TASKS`, or a file that it needs is not there.
+def scores_table(
+    scores: Iterable[Values], others: Iterable[Values], names: tuple[str, str]
+) -> Table:
+    """Rows of a model's task files, beside those of another one where there are any.
+
+    `names` are those of the other model, and of the model.
     """
-    if name not in TASKS:
-        raise UserError(
-            f"{name} has no place in a local folder; {', '.join(TASKS)} have. Leave out "
-            "--task-data to take it from the hub."
-        )
-    files, notes = dict[str, Path](), []
-    scored = TASKS[name].scored
-    train = f"{Path(scored[0]).parent}/train"
-    solved = (train, *(path for path in STAND_INS if path.startswith(train)))
-    for paths in (solved, scored) if shots else (scored,):
-        places = {folder / f"{path}{suffix}": path for path in paths for suffix in SUFFIXES}
-        file = next((place for place in places if place.is_file()), None)
-        if file is None:
-            wanted = " or ".join(f"{path}{SUFFIXES[0]}" for path in paths)
-            raise UserError(
-                f"{name} needs {wanted} below {folder} (also as {', '.join(SUFFIXES[1:])}), and it "
-                "is not there. Put it there, or leave out --task-data to take it from the hub."
-            )
-        files[Path(places[file]).name.split("_")[0]] = file.resolve()
-        notes += [STAND_INS[path] for path in STAND_INS if path == places[file]]
-    return files, notes
+    by_key = {(each["task"], each["metric"]): each for each in others}
+    rows = [(score, by_key.get((score["task"], score["metric"]))) for score in scores]
+
+    def change(row: tuple[Values, Values | None]) -> str | None:
+        score, other = row
+        if other is None:
+            return None
+        factor = 100 if is_share(score) else 1
+        return f"{factor * (score['value'] - other['value']):+.3g}" + " *" * differ(score, other)
+
+    return table_of(
+        rows,
+        {
+            "task": lambda row: row[0]["task"],
+            "metric": lambda row: row[0]["metric"],
+            "shots": lambda row: str(row[0]["shots"]),
+            "questions": lambda row: f"{row[0]['questions']:,}",
+            "guessing": lambda row: figure(row[0]["chance"] and 100 * row[0]["chance"], ".0f"),
+            **({names[0]: lambda row: _with_error(row[1])} if by_key else {}),
+            names[1]: lambda row: _with_error(row[0]),
+            **({"difference": change} if by_key else {}),
+        },
+        title="Benchmark tasks, per cent ± one standard error",
+        note="guessing: evenly, or always the most frequent answer. *: the difference exceeds two "
+        "standard errors.",
+        words=2,
+    )
 
 
-def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
-    """Run `config.benchmark.tasks`: of each model its `tasks`, as in their files, and `averages`.
+def is_share(score: Values) -> bool:
+    """Whether a score is a share of right answers, 0 to 1."""
+    return score["metric"] in ("acc", "acc_norm", "exact_match")
 
-    A task that is finished already, of the same model with the same settings, is read and not run
-    again; one that was interrupted starts anew.
 
-    Raises:
-        UserError: The harness is not installed, a model, task or file is missing, a setting is out
-            of range, or another result lies where one would be written.
+def differ(score: Values, other: Values) -> bool:
+    """Whether two scores differ by more than two standard errors, as if those were independent.
+
+    Both models answer the same questions, so a difference may be overlooked.
     """
-    version, asked = harness.require_harness(), config.benchmark
-    names = list(dict.fromkeys(t for name in asked.tasks for t in TASK_SETS.get(name, [name])))
-    dtype = resolved_dtype(config.load.dtype, resolved_device(config.load.device))
-    local: dict[str, tuple[dict[str, Path], list[str]]] = {}
-    identities: dict[str, Values] = {}
-    for name in names:
-        shots = TASKS[name].shots if name in TASKS and asked.shots is None else asked.shots
-        if asked.task_data is not None:
-            local[name] = local_files(Path(asked.task_data), name, shots or 0)
-        identities[name] = {
-            "form": FORM,
-            "harness": version,
-            "dtype": str(dtype).removeprefix("torch."),
-            "limit": asked.limit,
-            "max_length": asked.max_length,
-            "shots": shots,
-            "data": {s: _digest(path) for s, path in local[name][0].items()} if local else "hub",
-        }
-
-    run_folder = Path(config.model)
-    default = Path(f"evaluation-{run_folder.name}")
-    if (run_folder / STAGES["export"]).is_dir():
-        default = run_folder / STAGES["evaluate"]
-    kept_in = default if config.out is None else Path(config.out)
-
-    @cache
-    def loaded() -> tuple[Any, dict[str, list[Any]]]:
-        sources = {name: (TASKS[name].definition, local[name][0]) for name in local}
-        return harness.loaded_tasks(names, sources)
-
-    def run(label: str, folder: Path) -> Values:
-        runner, results = None, {}
-        for name in names:
-            identity = identities[name] | {"model": fingerprint(folder)}
-            file = kept_in / SUBFOLDERS[label] / f"{name}.json"
-            if file.is_file():
-                results[name] = _finished(file, identity)
-                progress.log(f"{config.names[label]}: {name} is finished already")
-                continue
-            manager, tasks = loaded()
-            runner = runner or harness.harness_model(folder, config)
-            progress.log(f"{config.names[label]}: {name}")
-            found = harness.run_tasks(
-                runner, manager, tasks[name], shots=identity["shots"], limit=asked.limit
-            )
-            mark(found["scores"], name)
-            found["notes"] = [*(local[name][1] if local else []), *found["notes"]]
-            results[name] = {
-                "origin": "measured",
-                "task": name,
-                "model": {"name": config.names[label], "context": runner.max_length},
-                "limit": asked.limit,
-                **found,
-                "identity": identity,
-                "provenance": provenance(FEWSHOT_SEED),
-            }
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(file, results[name])
-        scores = [score for result in results.values() for score in result["scores"]]
-        means = averages(asked.tasks, scores)
-        return {"name": config.names[label], "averages": means, "tasks": results}
-
-    folders = {label: model_folder(name) for label, name in config.names.items()}
-    with harness.quiet_harness():
-        return {label: run(label, folder) for label, folder in folders.items()}
+    error = math.hypot(score["stderr"] or math.inf, other["stderr"] or math.inf)
+    return bool(abs(score["value"] - other["value"]) > 2 * error)
 
 
-def _finished(file: Path, identity: Values) -> Values:
-    """The result that is there already; `UserError` for another model's or other settings."""
-    result = read_json(file)
-    stored = result.get("identity", {})
-    for key, value in identity.items():
-        if stored.get(key) != value:
-            values = "" if key in ("model", "data") else f" ({stored.get(key)}, not {value})"
-            raise UserError(
-                f"{file} holds a result with another {key}{values}. Choose another folder with "
-                "--out, or delete that file."
-            )
-    return result
-
-
-def _digest(path: Path) -> dict[str, str]:
-    return {"file": f"{path.parent.name}/{path.name}", "sha256": sha256_of(path)}
+def _with_error(score: Values | None) -> str | None:
+    if score is None:
+        return None
+    factor, form = (100, ".1f") if is_share(score) else (1, ".3f")
+    error = "" if score["stderr"] is None else f" ± {factor * score['stderr']:{form}}"
+    return f"{factor * score['value']:{form}}{error}"

@@ -11,28 +11,15 @@ import jinja2
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from dotmoe.evaluate import MEASUREMENTS
+from dotmoe.evaluate.perplexity import perplexity_table
 from dotmoe.files import Values
-from dotmoe.report import tables
+from dotmoe.report import RunResults
 from dotmoe.report.plots import NO_PLOTS, as_svg, draw_all, is_installed, save
-from dotmoe.report.read import RunResults, read_run
 from dotmoe.report.sections import Blocks, gained, sections, tiles, verdict
 from dotmoe.tables import Table, figure, to_markdown, to_rich
 
 _HERE = Path(__file__).parent
-
-
-def report(run: Path) -> Path:
-    """Write `report.md` and `report.html` into `7_report` of a finished run.
-
-    Returns:
-        The second, which has the plots too.
-
-    Raises:
-        UserError: See `html_report`.
-    """
-    page = html_report(run)
-    page.with_name("report.md").write_text(markdown(read_run(run)), encoding="utf-8")
-    return page
 
 
 def html_report(run: Path, page: Path | None = None, plots_folder: Path | None = None) -> Path:
@@ -40,21 +27,22 @@ def html_report(run: Path, page: Path | None = None, plots_folder: Path | None =
 
     Args:
         run: Folder of `dotmoe convert`, `finetune` or `quickstart`.
-        page: File to write. Default: `default_page`.
+        page: File to write, alone. Default: `default_page`, and Markdown beside it.
         plots_folder: Receives each plot as SVG and PNG. Default: plots are in the page only.
 
     Raises:
         UserError: No finished run, or a result file that is damaged.
     """
-    found = read_run(run)
-    page = page or default_page(run)
+    found, file = RunResults(run), page or default_page(run)
     figures = draw_all(found) if is_installed() else {}
     text = html(found, figures)
-    page.parent.mkdir(exist_ok=True)
-    page.write_text(text, encoding="utf-8")
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    if page is None:
+        file.with_suffix(".md").write_text(markdown(found), encoding="utf-8")
     if plots_folder is not None:
         save(figures, plots_folder)
-    return page
+    return file
 
 
 def default_page(run: Path) -> Path:
@@ -64,14 +52,10 @@ def default_page(run: Path) -> Path:
 
 
 def html(found: RunResults, figures: dict[str, Any]) -> str:
-    """One page without scripts that loads nothing; the same results give the same page.
+    """One page without scripts that loads nothing, with `figures` from `draw_all`.
 
-    Args:
-        found: What was measured.
-        figures: Plots by name, from `draw_all`.
-
-    Raises:
-        UserError: A result file lacks what the page shows of it.
+    The same results give the same page. Raises a `UserError` for a result file that lacks what the
+    page shows of it.
     """
     return html_page(**_shown(found), figures=figures)
 
@@ -121,54 +105,17 @@ def _template(name: str) -> jinja2.Template:
 
 def summary(run: Path) -> RenderableType:
     """The end of `dotmoe convert` or `finetune` on a terminal."""
-    found = read_run(run)
+    found = RunResults(run)
     said = "\n\n".join(verdict(found))
     where = f"checkpoint  {run / '5_export'}\nreport      {default_page(run)}"
-    return Group(to_rich(tables.perplexity_table(found.models)), Text(f"\n{said}\n\n{where}"))
+    return Group(to_rich(perplexity_table(found.models)), Text(f"\n{said}\n\n{where}"))
 
 
 def evaluation(name: str, result: Values) -> RenderableType:
-    """The end of `dotmoe evaluate` on a terminal.
-
-    Args:
-        name: Of the measurement.
-        result: What `dotmoe.evaluate.evaluate` gives.
-    """
-    there = [result[side] for side in tables.LABELS if isinstance(result.get(side), dict)]
-    sides = {str(side["name"]): side for side in there}
-    of_result = {
-        "word_perplexity": tables.word_table,
-        "fidelity": tables.fidelity_table,
-        "generation": tables.repetition_table,
-        "curve": tables.curve_table,
-    }
-    after: list[str] = []
-    if name == "tasks":
-        table, after = _tasks(sides)
-    elif name in of_result:
-        table = of_result[name](result)
-    else:
-        table = tables.perplexity_table(sides or {str(result["name"]): result})
-    if name == "generation":
-        for index, prompt in enumerate(result["model"]["prompts"][:4]):
-            after.append(f"--- {prompt!r}")
-            after += [f"{each}: {s['greedy']['texts'][index]!r}" for each, s in sides.items()]
-    return Group(to_rich(table), *map(Text, after))
-
-
-def _tasks(sides: dict[str, Values]) -> tuple[Table, list[str]]:
-    """The metrics that count; averages of sets, and what must be known of the tasks."""
-    scores: list[list[Values]] = [[]]
-    averages, notes = [], []
-    for name, side in sides.items():
-        rows = [score for task in side["tasks"].values() for score in task["scores"]]
-        scores.append([score for score in rows if score["is_main"] or score["sets"]])
-        for each, value in side["averages"].items():
-            averages.append(f"{name}: {100 * value:.1f}, average of {each}")
-        notes += [f"{task}: {n}." for task, found in side["tasks"].items() for n in found["notes"]]
-    names = list(sides)
-    table = tables.scores_table(scores[-1], scores[-2], (names[0], names[-1]))
-    return table, list(dict.fromkeys(averages + notes))
+    """The end of `dotmoe evaluate` on a terminal: `result` of the measurement of this name."""
+    _, show = MEASUREMENTS[name]
+    parts = show(result)
+    return Group(*(to_rich(each) if isinstance(each, Table) else Text(each) for each in parts))
 
 
 def quickstart_summary(result: Values) -> RenderableType:
@@ -192,4 +139,4 @@ def quickstart_summary(result: Values) -> RenderableType:
         text = indent(samples[name], "    ")
         said.append(f"{name} continues {samples['prompt']!r}:\n{text}")
     said.append(f"checkpoint  {result['checkpoint']}\nreport      {result['report']}")
-    return Group(to_rich(tables.perplexity_table(models)), Text("\n" + "\n\n".join(said)))
+    return Group(to_rich(perplexity_table(models)), Text("\n" + "\n\n".join(said)))

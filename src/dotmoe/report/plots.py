@@ -6,18 +6,17 @@ with any kind of colour vision tell apart (Okabe and Ito's); lines differ in das
 
 import io
 from collections.abc import Callable
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dotmoe.errors import UserError
 from dotmoe.files import Values
-from dotmoe.report.read import RunResults
+from dotmoe.report import RunResults
 
 NO_PLOTS = (
     "matplotlib is not installed, so there are no plots: pip install -e '.[plots]' in the checkout."
 )
-FIGURE_TYPES = (".svg", ".png", ".pdf")
 WIDTH = 4.8
 """Inches, of every plot."""
 INK, GRID, QUIET = "#1f2328", "#d3d8de", "#808890"
@@ -45,27 +44,34 @@ def is_installed() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def draw_all(found: RunResults) -> dict[str, Any]:
-    """Every figure that the results of a run allow, by name.
+def _styled(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a function that draws: as it is, but that its figure looks as the page wants it."""
 
-    Raises:
-        UserError: A result file lacks what a plot shows.
-    """
-    figures = {}
+    @wraps(draw)
+    def styled(*args: Any, **options: Any) -> Any:
+        from matplotlib import rc_context
+
+        with rc_context(_STYLE):
+            return draw(*args, **options)
+
+    return styled
+
+
+def draw_all(found: RunResults) -> dict[str, Any]:
+    """Every figure that the results of a run allow, by name."""
+    figures = {name: training_plot(steps) for name, steps in found.steps.items() if steps}
     for name, (file, draw) in PLOTS.items():
         if file in found.files:
             with found.reading(f"6_evaluate/{file}.json"):
-                figures[name] = _styled(draw, found.files[file])
-    for name, steps in found.steps.items():
-        if steps:
-            figures[name] = _styled(training_plot, steps)
+                figures[name] = draw(found.files[file])
     return figures
 
 
+@_styled
 def as_svg(figure: Any) -> bytes:
     """The figure as an SVG file, its text as outlines: it looks the same everywhere."""
     svg = io.BytesIO()
-    _styled(figure.savefig, svg, format="svg", metadata={"Date": None, "Creator": None})
+    figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
     return svg.getvalue()
 
 
@@ -77,33 +83,7 @@ def save(figures: dict[str, Any], folder: Path) -> None:
         figure.savefig(folder / f"{name}.png", dpi=200, metadata={"Software": None})
 
 
-def require_drawable(path: Path) -> None:
-    """Refuse a figure that `draw_curve` could not write, before anything is measured.
-
-    Raises:
-        UserError: Unknown type of file, no such folder, or matplotlib is not installed.
-    """
-    if path.suffix not in FIGURE_TYPES:
-        raise UserError(
-            f"--plot {path} has no known type. Let it end in {', '.join(FIGURE_TYPES)}."
-        )
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"--plot {path}: its folder does not exist. Make it, or choose another.")
-    if not is_installed():
-        raise UserError(f"--plot needs matplotlib. {NO_PLOTS}")
-
-
-def draw_curve(curve: Values, path: Path) -> None:
-    """Draw perplexity against the share of the parameters that work on a token, into a file.
-
-    Raises:
-        UserError: See `require_drawable`.
-    """
-    require_drawable(path)
-    metadata = {"Date": None} if path.suffix == ".svg" else None
-    _styled(_styled(curve_plot, curve).savefig, path, metadata=metadata, dpi=200)
-
-
+@_styled
 def training_plot(steps: list[Values]) -> Any:
     """Losses against steps; below them a panel each for temperature, moves and soft-hard gap."""
     losses = {"loss": "loss", "CE, next token": "ce", "KL to dense": "kl"}
@@ -132,6 +112,7 @@ def training_plot(steps: list[Values]) -> Any:
     return _with_legend(figure, top)
 
 
+@_styled
 def curve_plot(curve: Values) -> Any:
     """Perplexity against the share of the parameters that work on a token, at several k."""
     figure = _figure(3.2)
@@ -153,13 +134,9 @@ def curve_plot(curve: Values) -> Any:
     return _with_legend(figure, axes)
 
 
+@_styled
 def draw_comparison(rows: list[Values]) -> Any:
     """Perplexity against the parameters that work on a token, of each row of a comparison."""
-    return _styled(comparison_plot, rows)
-
-
-def comparison_plot(rows: list[Values]) -> Any:
-    """What `draw_comparison` draws: a method has one colour and one shape."""
     by_method, looks = dict[str, list[Any]](), [(m, c) for m in "os^DvPX*" for c in COLOURS]
     for row in rows:
         by_method.setdefault(row["value"], []).append((row["parameters"] / 1e6, row["perplexity"]))
@@ -172,6 +149,7 @@ def comparison_plot(rows: list[Values]) -> Any:
     return _with_legend(figure, axes, columns=2)
 
 
+@_styled
 def utilisation_plot(analysis: Values) -> Any:
     """Share of the tokens that run each expert, layer by layer, the busiest expert first."""
     values = analysis["values"]
@@ -183,6 +161,7 @@ def utilisation_plot(analysis: Values) -> Any:
     return figure
 
 
+@_styled
 def overlap_plot(analysis: Values) -> Any:
     """How alike the layers route, each with each other; the diagonal, which is 1, is left blank."""
     import numpy as np
@@ -198,6 +177,7 @@ def overlap_plot(analysis: Values) -> Any:
     return figure
 
 
+@_styled
 def scatter_plot(analysis: Values) -> Any:
     """Expert outputs in two dimensions: four experts marked, the others in grey."""
     values, by_expert = analysis["values"], dict[int, list[Any]]()
@@ -225,14 +205,6 @@ PLOTS: dict[str, tuple[str, Callable[[Values], Any]]] = {
     "expert_outputs_tsne": ("analysis/expert_outputs_tsne", scatter_plot),
 }
 """Plots of one file of `6_evaluate`: its path there without `.json`, and what draws it."""
-
-
-def _styled(draw: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What `draw` returns; what it draws looks as the page wants it."""
-    from matplotlib import rc_context
-
-    with rc_context(_STYLE):
-        return draw(*args, **options)
 
 
 def _figure(height: float) -> Any:

@@ -5,26 +5,22 @@ import math
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from dotmoe.analyse import ANALYSES
 from dotmoe.bench import table as bench_table
+from dotmoe.evaluate.fidelity import fidelity_table
+from dotmoe.evaluate.perplexity import curve_table, perplexity_table, text_names, word_table
+from dotmoe.evaluate.tasks import differ, scores_table
 from dotmoe.files import Values
 from dotmoe.granularity import Granularity, parts_of, targets_of
 from dotmoe.inspection.tables import counts_table
-from dotmoe.report import tables
-from dotmoe.report.read import RunResults
+from dotmoe.report import RunResults
 from dotmoe.tables import Table, figure, in_bytes, millions, percent
-
-TEXT = "HELD_OUT.txt"
-"""Stands in a command for a text that the reader must name."""
 
 UNITS = {"ffn": "neurons", "attention": "query heads"}
 """Of each target."""
-
-_SAMPLES_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +46,9 @@ def _tasks(found: RunResults, _: Values) -> Blocks:
     for task in found.tasks("against") + found.tasks("tasks"):
         for note in task["notes"]:
             notes.setdefault(note, []).append(task["task"])
-    near = [score["task"] for score in found.main_scores()[0] if tables.is_near_chance(score)]
-    if near:
-        guess = (
-            "is within two standard errors of guessing, or below: this says nothing of the split"
-        )
-        notes[f"{found.against} {guess}"] = near
     said = [f"{', '.join(dict.fromkeys(names))}: {note}." for note, names in notes.items()]
-    return [
-        tables.scores_table(scores, others, (found.against, found.name)),
-        *(Block("note", note) for note in said),
-    ]
+    table = scores_table(scores, others, (found.against, found.name))
+    return [table, *(Block("note", note) for note in said)]
 
 
 def _curve(found: RunResults, curve: Values) -> Blocks:
@@ -69,79 +57,60 @@ def _curve(found: RunResults, curve: Values) -> Blocks:
         "without any training:",
         Block("command", shlex.join(["dotmoe", "edit", str(found.run), "--active-experts", "K"])),
         Block("plot", "Perplexity against the parameters that work on a token.", "active_experts"),
-        tables.curve_table(curve),
+        curve_table(curve),
     ]
 
 
 def _generation(found: RunResults, _: Values) -> Blocks:
-    result, blocks = found.files.get("generation"), Blocks()
+    blocks, result = Blocks(), found.files.get("generation")
     if found.quickstart:
         own = found.quickstart["samples"]
         texts = {"dense": own["dense"], found.name: own["moe"]}
         blocks.append(Block("sample", own["prompt"], texts))
-    if result is None:
-        return blocks
-    with found.reading("6_evaluate/generation.json"):
-        settings, sides = result["settings"], found.sides(result)
-        drawn = f"temperature {settings['temperature']:g}, top-p {settings['top_p']:g}"
-        for way, how in (("greedy", "the most likely token each time"), ("sampled", drawn)):
-            blocks.append(f"{way.capitalize()}: {how}.")
-            for index, prompt in enumerate(result["model"]["prompts"][:_SAMPLES_SHOWN]):
-                texts = {name: side[way]["texts"][index] for name, side in sides.items()}
+    if result is not None:
+        with found.reading("6_evaluate/generation.json"):
+            for index, prompt in enumerate(result["model"]["prompts"][:3]):
+                sides = found.sides(result).items()
+                texts = {name: side["texts"][index] for name, side in sides}
                 blocks.append(Block("sample", prompt, texts))
-        return [*blocks, tables.repetition_table(result)]
+    return blocks and ["The most likely token each time.", *blocks]
 
 
 def _size(found: RunResults, results: Values) -> Blocks:
-    split, counts, export = results["granularity"], results["parameters"], found.export
-    experts, size, run = (split[key] for key in ("num_experts", "expert_size", "active_experts"))
-    shared, first = split["shared_size"], split["first_dense_layers"]
+    split, counts = Granularity.of(results["granularity"]), results["parameters"]
+    first, export = split.first_dense_layers, found.export
     blocks: Blocks = [
-        *(
-            f"{part.num_experts} experts of {part.expert_size} {UNITS[part.target]} a layer, "
-            f"{part.active_experts} run per token; shared {UNITS[part.target]}: "
-            f"{part.shared_size}; leading layers left dense: {first}."
-            for part in parts_of(Granularity.of(split))
-        ),
-        counts_table({"dense_total": counts["dense"], **counts}, "Parameters, counted"),
+        f"{part.num_experts} experts of {part.expert_size} {UNITS[part.target]} a layer, "
+        f"{part.active_experts} run per token; shared {UNITS[part.target]}: {part.shared_size}; "
+        f"leading layers left dense: {first}."
+        for part in parts_of(split)
     ]
-    if export and split.get("target") == "attention":
-        blocks.append(
-            f"The files hold {in_bytes(export['total_bytes'])} in {export['dtype']}. All keys and "
-            "values are computed; of queries and of the output projection, what belongs to the "
-            "heads that run."
-        )
-    elif export:
+    blocks.append(counts_table({"dense_total": counts["dense"], **counts}, "Parameters, counted"))
+    if export:
+        blocks.append(f"The files hold {in_bytes(export['total_bytes'])} in {export['dtype']}.")
+    if export and split.target != "attention":
         # Three matrices of the model width by neurons each; a product and its sum are two.
         layers, a_neuron = export["num_layers"], 6 * export["model_width"]
-        dense = a_neuron * layers * (whole := experts * size + shared)
-        moe = a_neuron * (first * whole + (layers - first) * (run * size + shared))
-        routers = 2 * export["model_width"] * experts * (layers - first)
-        blocks += [
-            f"The files hold {in_bytes(export['total_bytes'])} in {export['dtype']}, with what the "
-            f"architecture {export['format']} adds: a head written out, experts that never run.",
+        whole = split.units - split.dropped_size
+        dense = a_neuron * layers * whole
+        moe = a_neuron * (first * whole + (layers - first) * split.active_units)
+        routers = 2 * export["model_width"] * split.num_experts * (layers - first)
+        blocks.append(
             f"FFN arithmetic per token: dense {dense:,} FLOP; experts that run {moe:,}, routers "
-            f"{routers:,}, together {percent((moe + routers) / dense)} of dense.",
-        ]
+            f"{routers:,}, together {percent((moe + routers) / dense)} of dense."
+        )
     return blocks
 
 
-def _said(analysis: Values) -> Blocks:
-    return [f"{said[:1].upper()}{said[1:]}." for said in analysis["says"]]
-
-
-def _analysis(plot: str) -> Callable[[RunResults, Values], Blocks]:
-    return lambda _, analysis: [
-        *_said(analysis),
-        Block("plot", f"{analysis['title']}, {analysis['tokens']:,} tokens.", plot),
-    ]
-
-
-def _load(found: RunResults, analysis: Values) -> Blocks:
-    warnings: Blocks = [Block("warning", said) for said in analysis["values"]["warnings"]]
-    none = "No expert is dead or always on, and no layer's load is uneven by the rules of analyse."
-    spread, *_, plot = _analysis("expert_utilisation")(found, analysis)
-    return [*(warnings or [none]), spread, plot]
+def _analysis(_: RunResults, analysis: Values) -> Blocks:
+    blocks: Blocks = []
+    for line in analysis["says"]:
+        said = f"{line[:1].upper()}{line[1:]}."
+        blocks.append(Block("warning", said) if said.startswith("Warning") else said)
+    if analysis["values"].get("warnings") == []:
+        blocks.append("No expert is dead or always on, and no layer's load is uneven.")
+    caption = f"{analysis['title']}, {analysis['tokens']:,} tokens."
+    return [*blocks, Block("plot", caption, analysis["analysis"])]
 
 
 def _training(name: str, found: RunResults) -> Blocks:
@@ -161,24 +130,19 @@ def _training(name: str, found: RunResults) -> Blocks:
     return blocks
 
 
-def _checks(found: RunResults, results: Values) -> Blocks:
+def _checks(_: RunResults, results: Values) -> Blocks:
     checks = [[name.replace("_", " "), figure(v)] for name, v in results["verification"].items()]
     title = "Export against masked dense model"
-    blocks: Blocks = [
+    return [
         "Before it got its name the checkpoint was loaded with stock Transformers and compared "
         "with the dense model with masked FFNs, which is what was trained and measured.",
         Table(title=title, columns=("check", "value"), rows=checks),
     ]
-    if export := found.export:
-        runs = f"Runs in: {', '.join(export['servers'])}."
-        blocks.append(f"Format {export['format']}, {export['dtype']}. {runs}")
-    return blocks
 
 
 def _configuration(found: RunResults, _: Values) -> Blocks:
-    config = str(found.run / "config.json")
-    command = "finetune" if found.is_finetuned else "convert"
-    again = ["dotmoe", command, found.source, "AGAIN", "--config", config]
+    command, config = "finetune" if found.is_finetuned else "convert", found.run / "config.json"
+    again = ["dotmoe", command, found.source, "AGAIN", "--config", str(config)]
     return [
         "This repeats it (the config holds every option, defaults too):",
         Block("command", shlex.join(again)),
@@ -187,20 +151,25 @@ def _configuration(found: RunResults, _: Values) -> Blocks:
 
 
 def _origins(found: RunResults, results: Values) -> Blocks:
+    made = ("time", "commit", "hardware", "seed")
+    rows = [
+        [f"6_evaluate/{name}.json", values.get("origin")]
+        + [figure(values.get("provenance", {}).get(key)) for key in made]
+        for name, values in found.files.items()
+    ]
+    columns = ("file", "origin", "time (UTC)", *made[1:])
     return [
         "Every figure here is read from one of these files and computed nowhere else. measured: "
         "by running the model here; quoted: from a paper or data sheet; estimated: from sizes.",
-        tables.origins_table(found.files),
+        Table(title="Result files", columns=columns, rows=rows, words=6),
         Block("folded", "Versions of the run", json.dumps(results["provenance"], indent=2)),
     ]
 
 
-def _missing(found: RunResults, results: Values) -> Blocks:
+def _missing(found: RunResults, _: Values) -> Blocks:
     """What was not measured, with the command that measures it."""
     run, dense = str(found.run), found.dense_model
-    known = [str(text) for text in results["dense"].get("text", ())]
-    is_named = known and all(Path(text).exists() or " " not in text for text in known)
-    text = ["--text", *(known if is_named else [TEXT]), "--out", f"{run}/6_evaluate"]
+    text = ["--text", "HELD_OUT.txt", "--out", f"{run}/6_evaluate"]
     evaluate = ["dotmoe", "evaluate", run]
     beside = [*evaluate, "--against", dense]
     wanted = {
@@ -227,33 +196,32 @@ def _missing(found: RunResults, results: Values) -> Blocks:
         if name not in there:
             keep = f" > {shlex.quote(f'{run}/6_evaluate/bench.json')}" * (name == "bench")
             blocks += [f"{what}:", Block("command", shlex.join(words) + keep)]
-    after = "Each command adds to the run; then dotmoe report makes this page anew."
-    if TEXT in text:
-        after += f" {TEXT} stands for a text of your own that the model was not trained on."
+    after = "Each command adds to the run; then dotmoe report makes this page anew. HELD_OUT.txt "
+    after += "stands for a text of your own that the model was not trained on."
     return [*blocks, Block("note", after)] if blocks else []
 
 
 SECTIONS: list[tuple[str, str, Callable[[RunResults, Values], Blocks]]] = [
-    ("Perplexity", "results", lambda found, _: [tables.perplexity_table(found.models)]),
+    ("Perplexity", "results", lambda found, _: [perplexity_table(found.models)]),
     (
         "Perplexity on other text",
         "perplexity",
-        lambda found, each: [tables.perplexity_table(found.sides(each) or {found.name: each})],
+        lambda found, each: [perplexity_table(found.sides(each) or {found.name: each})],
     ),
     ("Benchmark tasks", "", _tasks),
     ("Other numbers of active experts", "curve", _curve),
-    ("Perplexity a word", "word_perplexity", lambda _, result: [tables.word_table(result)]),
-    ("Closeness to the dense model", "fidelity", lambda _, r: [tables.fidelity_table(r)]),
+    ("Perplexity a word", "word_perplexity", lambda _, result: [word_table(result)]),
+    ("Closeness to the dense model", "fidelity", lambda _, r: [fidelity_table(r)]),
     ("What the models write", "", _generation),
     ("Size and arithmetic", "results", _size),
     ("Speed", "bench", lambda _, bench: [bench_table(bench)]),
-    ("Load of the experts", "analysis/expert_utilisation", _load),
-    ("Which layers route alike", "analysis/routing_overlap", _analysis("routing_overlap")),
-    ("What the experts write", "analysis/expert_outputs_tsne", _analysis("expert_outputs_tsne")),
-    ("Which layers cost most", "analysis/layer_sensitivity", lambda _, each: _said(each)),
+    ("Load of the experts", "analysis/expert_utilisation", _analysis),
+    ("Which layers route alike", "analysis/routing_overlap", _analysis),
+    ("What the experts write", "analysis/expert_outputs_tsne", _analysis),
+    ("Which layers cost most", "analysis/layer_sensitivity", _analysis),
     ("Alignment", "", lambda found, _: _training("alignment", found)),
     ("Finetuning", "", lambda found, _: _training("finetune", found)),
-    ("Where a step's time goes", "analysis/overhead_profile", lambda _, each: _said(each)),
+    ("Where a step's time goes", "analysis/overhead_profile", _analysis),
     ("Is the checkpoint what was measured?", "results", _checks),
     ("How it was made", "", _configuration),
     ("Where the figures come from", "results", _origins),
@@ -263,11 +231,7 @@ SECTIONS: list[tuple[str, str, Callable[[RunResults, Values], Blocks]]] = [
 
 
 def sections(found: RunResults) -> dict[str, Blocks]:
-    """The sections that the results of a run allow, by title.
-
-    Raises:
-        UserError: A result file lacks what the report shows of it.
-    """
+    """The sections that the results of a run allow, by title."""
     made: dict[str, Blocks] = {}
     for title, file, make in SECTIONS:
         if not file or file in found.files:
@@ -331,7 +295,7 @@ def _lost(found: RunResults) -> str:
     dense, moe = found.results["dense"], found.results["moe"]
     share = moe["perplexity"] / dense["perplexity"] - 1
     said = (
-        f"on {tables.text_names(dense)} ({dense['tokens']:,} tokens scored, in windows of "
+        f"on {text_names(dense)} ({dense['tokens']:,} tokens scored, in windows of "
         f"{dense['window']}) the perplexity per {dense['unit']} goes from "
         f"{dense['perplexity']:.2f} to {moe['perplexity']:.2f}: {moe['loss'] - dense['loss']:+.3f} "
         f"nats a {dense['unit']}, perplexity {100 * share:+.1f} %."
@@ -360,13 +324,11 @@ def _accuracy(found: RunResults) -> str:
         said = f"Mean accuracy over {over}: {after}."
     else:
         before = "{:.1f} ± {:.1f} %".format(*_mean(others))
-        apart = sum(map(tables.differ, own, others)) or "none"
+        apart = sum(map(differ, own, others)) or "none"
         said = (
             f"Over {over} the mean accuracy goes from {before} ({found.against}) to {after} (± one "
             f"standard error); {apart} of them differ by more than two standard errors."
         )
-    if blind := sum(map(tables.is_near_chance, others)):
-        said += f" In {blind} of them {found.against} cannot be told from guessing."
     asked = [f"{task['limit']} of {task['task']}" for task in found.tasks("tasks") if task["limit"]]
     if asked:
         said += f" Only the first questions were asked: {', '.join(asked)}."
@@ -383,15 +345,16 @@ def _mean(scores: list[Values]) -> tuple[float, float]:
 def _speed(bench: Values | None) -> str:
     if bench is None:
         return "Speed was not measured."
-    points = bench["points"]
-    names = [f"{each['point']['name']} at batch {each['point']['batch']}" for each in points]
-    ratios = [f"{each['speed_ratio']:.2f}" for each in points]
-    said = ", ".join(f"{ratio} in {name}" for ratio, name in zip(ratios, names, strict=True))
-    low, high = zip(*(point["speed_ratio_quartiles"] for point in points), strict=True)
-    after = " It is faster there." * (min(low) > 1) + " It is slower there." * (max(high) < 1)
+    said, quartiles = [], []
+    for each in bench["points"]:
+        point = each["point"]
+        said.append(f"{each['speed_ratio']:.2f} in {point['name']} at batch {point['batch']}")
+        quartiles += each["speed_ratio_quartiles"]
+    after = " It is slower there." if max(quartiles) < 1 else ""
+    after = " It is faster there." if min(quartiles) > 1 else after
     return (
         f"Measured speed over that of the dense model, by {bench['runtime']} on "
-        f"{bench['provenance']['hardware']}: {said}.{after}"
+        f"{bench['provenance']['hardware']}: {', '.join(said)}.{after}"
     )
 
 

@@ -1,0 +1,463 @@
+"""`dotmoe bench`: how fast a dense model and its MoE run, in one run, beside what is possible."""
+
+import copy
+import random
+import re
+import resource
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+import tyro
+from transformers import DynamicCache
+from tyro.conf import Positional
+
+from dotmoe.distributed import resolved_device
+from dotmoe.errors import UserError
+from dotmoe.evaluate.models import in_context, model_folder
+from dotmoe.export import require_checksums
+from dotmoe.files import Values
+from dotmoe.llama_cpp import Runtime
+from dotmoe.load import LoadConfig, load_weights, resolved_dtype
+from dotmoe.options import above, at_least, at_most, check
+from dotmoe.progress import Update, no_update
+from dotmoe.provenance import provenance
+from dotmoe.tables import Table, in_bytes, percent, table_of
+from dotmoe.worker import Worker
+
+PROTOCOL = (
+    "Both models are held in processes of their own. At each point they are warmed up, then take "
+    "turns for the rounds, in alternating order; every round starts from the same cache. Tokens "
+    "per second and their ratio are from a low quantile (--quantile) of the times of all steps, "
+    "the spread is the quartiles over rounds of the ratio of median times. Tokens are drawn evenly "
+    "from the vocabulary. Ideal ratio: of the bytes of weights read (decode) or of the multiply-"
+    "adds with weights (prefill), dense / MoE, as the runtime stores the weights; a step of decode "
+    "reads the distinct experts that independent, even routing would choose. Attention over the "
+    "context is not in it: it costs both models the same, and lowers the share as the context "
+    "grows. A share of the ideal above 1 means that something else bounds the dense model."
+)
+
+_CPU = torch.device("cpu")
+
+Rounds = Sequence[Sequence[float]]
+"""Seconds of each step, by round."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchConfig:
+    """Two models, and what to measure on them."""
+
+    dense: Annotated[Positional[str], tyro.conf.arg(metavar="DENSE")]
+    """Dense model: checkpoint folder, hub name or .gguf file."""
+    moe: Annotated[Positional[str], tyro.conf.arg(metavar="MOE")]
+    """What was made of it, of a run folder its export: run by Transformers, as DENSE then is too,
+    or a .gguf file like DENSE, both run by llama.cpp on the CPU."""
+    batch_sizes: tuple[Annotated[int, at_least(1)], ...] = (1, 4, 16)
+    """Sequences that are decoded at once, each at least 1; none to leave decode out."""
+    prompt_tokens: Annotated[int, at_least(0)] = 512
+    """Length of the prompt of prefill; 0 to leave prefill out."""
+    context_tokens: Annotated[int, at_least(1)] = 128
+    """Tokens that each sequence has in its cache when a round of decode starts, at least 1."""
+    decode_steps: Annotated[int, at_least(1)] = 8
+    """Tokens that each sequence decodes in a round, at least 1."""
+    rounds: Annotated[int, at_least(1)] = 10
+    """Turns of each model at each point, at least 1."""
+    quantile: Annotated[float, above(0), at_most(0.5)] = 0.1
+    """Quantile of the seconds of all steps that a speed is taken from: low for a busy machine, 0.5
+    (the median) for a quiet one."""
+    threads: Annotated[int | None, at_least(1)] = None
+    """CPU threads of each model, at least 1. Left out: those that torch uses."""
+    clock: Literal["wall", "cpu"] = "wall"
+    """What times are taken from. cpu: seconds that one thread computed, without those in which
+    other processes had its processor; for a busy machine, with --threads 1 and no GPU."""
+    load: LoadConfig = field(default_factory=LoadConfig)
+    seed: Annotated[int, at_least(0)] = 0
+    """Of the tokens that are fed in."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+    def check_together(self) -> None:
+        """Refuse a benchmark of nothing."""
+        if not self.batch_sizes and not self.prompt_tokens:
+            raise UserError(
+                "batch_sizes is empty and prompt_tokens 0, which leaves nothing to measure. "
+                "Give one of them."
+            )
+
+    @property
+    def points(self) -> list[Values]:
+        """What is measured, in order: `name`, `batch`, `tokens`, and `steps` of decode."""
+        prefill = {"name": "prefill", "batch": 1, "tokens": self.prompt_tokens, "steps": 0}
+        decode = {"name": "decode", "tokens": self.context_tokens, "steps": self.decode_steps}
+        points = [decode | {"batch": batch} for batch in self.batch_sizes]
+        return [prefill, *points] if self.prompt_tokens else points
+
+
+def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
+    """Measure both models in one run, in turns; both are in memory, each in its own process.
+
+    `on_progress` is told rounds done, rounds in all, and the point.
+
+    Returns:
+        JSON values: both models, every point of both, ratios, settings and provenance.
+
+    Raises:
+        UserError: The two are not a dense model and its MoE, or not for the same software; no such
+            model, device or context, no llama.cpp, or too little memory.
+    """
+    check(config)
+    in_gguf = config.moe.lower().endswith(".gguf")
+    if in_gguf and not config.dense.lower().endswith(".gguf"):
+        raise UserError(
+            f"{config.moe} is a GGUF file and {config.dense} is not, but both must run in the same "
+            "software. Give two GGUF files or two checkpoints."
+        )
+    threads = config.threads or torch.get_num_threads()
+    device = "cpu" if in_gguf else str(resolved_device(config.load.device))
+    if config.clock == "cpu" and (threads > 1 or device != "cpu"):
+        raise UserError(
+            f"clock is cpu with {threads} threads on {device}, but it adds up all threads and sees "
+            "no GPU. Set threads to 1 and device to cpu, or clock to wall."
+        )
+    runtime = "llama.cpp" if in_gguf else "transformers"
+    runner = f"dotmoe.bench:{'LlamaRunner' if in_gguf else 'TransformersRunner'}"
+    options = config.load.dtype, device, threads, config.clock, config.seed
+    remedy = "If memory ran out, lower batch_sizes, prompt_tokens or context_tokens."
+    with ExitStack() as stack:
+        workers = []
+        for name in (config.dense, config.moe):
+            path = Path(name).expanduser() if in_gguf else model_folder(name)
+            called = f"{runtime} on {path}"
+            worker = Worker(runner, str(path), *options, name=called, remedy=remedy)
+            workers.append(stack.enter_context(worker))
+        models = [worker.ask("loaded") for worker in workers]
+        _require_a_pair(config, *models)
+        points = _measured(config, workers, models, on_progress)
+    made = provenance(config.seed) | {"threads": threads}
+    if in_gguf:
+        made["versions"]["llama_cpp_python"] = version("llama_cpp_python")
+    return {
+        "origin": "measured",
+        "protocol": PROTOCOL,
+        "runtime": runtime,
+        "dense": {"name": config.dense, **models[0]},
+        "moe": {"name": config.moe, **models[1]},
+        "points": points,
+        "settings": asdict(config) | {"threads": threads, "device": device},
+        "provenance": made,
+    }
+
+
+def _require_a_pair(config: BenchConfig, dense: Values, moe: Values) -> None:
+    experts, sizes = (
+        [each["weights"][what] for each in (dense, moe)] for what in ("experts", "embedding")
+    )
+    if experts[0] or not experts[1] or sizes[0] != sizes[1]:
+        raise UserError(
+            f"{config.dense} has {experts[0]} experts a layer and an embedding {sizes[0]}, "
+            f"{config.moe} {experts[1]} and {sizes[1]}. Give a dense model, then what was made "
+            "of it."
+        )
+    context = min(dense["context"], moe["context"])
+    in_context("prompt_tokens", config.prompt_tokens, context, least=0)
+    decoded = config.context_tokens + config.decode_steps
+    in_context("context_tokens + decode_steps", decoded, context)
+
+
+def _measured(
+    config: BenchConfig, workers: list[Worker], models: list[Values], on_progress: Update
+) -> list[Values]:
+    done, total, results = 0, config.rounds * len(config.points), []
+    for point in config.points:
+        note = f"{point['name']}, batch {point['batch']}"
+        on_progress(done, total, note)
+        for worker in workers:
+            worker.ask("prepare", point["batch"], point["tokens"], point["steps"])
+        rounds: list[list[list[float]]] = [[], []]
+        for turn in range(config.rounds):
+            for side in (0, 1) if turn % 2 == 0 else (1, 0):
+                rounds[side].append(workers[side].ask("run"))
+            on_progress(done := done + 1, total, note)
+        dense, moe = [
+            _side(point, model["weights"], seconds, config.quantile)
+            | {"peak_bytes": worker.ask("peak")}
+            for worker, model, seconds in zip(workers, models, rounds, strict=True)
+        ]
+        work = "weight_bytes" if point["steps"] else "products_per_token"
+        ideal, ratio = dense[work] / moe[work], moe["tokens_per_s"] / dense["tokens_per_s"]
+        ratios = {
+            "speed_ratio": ratio,
+            "speed_ratio_quartiles": ratio_quartiles(*rounds),
+            "ideal_ratio": ideal,
+            "share_of_ideal": ratio / ideal,
+        }
+        results.append({"point": point, "dense": dense, "moe": moe, **ratios})
+    return results
+
+
+def _side(point: Values, weights: Values, rounds: Rounds, quantile: float) -> Values:
+    """One model at one point."""
+    head, fixed, expert = weights["head"], weights["fixed"], weights["expert"]
+    active, tokens = weights["active_experts"], point["batch" if point["steps"] else "tokens"]
+    touched = expected_experts(weights["experts"], active, tokens)
+    products = fixed["products"] + active * expert["products"]
+    return {
+        "tokens_per_s": tokens / float(np.quantile(np.concatenate(rounds), quantile)),
+        "experts_touched": touched,
+        "weight_bytes": head["bytes"] + fixed["bytes"] + touched * expert["bytes"],
+        "products_per_token": products + head["products"] * point["batch"] / tokens,
+    }
+
+
+def expected_experts(num_experts: int, active_experts: int, tokens: int) -> float:
+    """Distinct experts a layer where tokens route independently and evenly: E (1 - (1 - k/E)^T)."""
+    return num_experts * (1 - (1 - active_experts / max(1, num_experts)) ** tokens)
+
+
+def ratio_quartiles(dense: Rounds, moe: Rounds) -> list[float]:
+    """First and third quartile, over rounds, of how many times faster the MoE was in a round."""
+    ratios = [np.median(a) / np.median(b) for a, b in zip(dense, moe, strict=True)]
+    quartiles: list[float] = np.quantile(ratios, [0.25, 0.75]).tolist()
+    return quartiles
+
+
+def table(result: Values) -> Table:
+    """What `bench` measured: a line for each point."""
+    settings, models = result["settings"], []
+    for label in ("dense", "moe"):
+        about = result[label]["weights"]
+        split = f", {about['active_experts']} of {about['experts']} experts" * (label == "moe")
+        size = in_bytes(about["stored_bytes"])
+        models.append(f"{result[label]['name']} ({result[label]['dtype']}, {size}{split})")
+
+    def name(row: Values) -> str:
+        point = row["point"]
+        is_prefill = point["name"] == "prefill"
+        return f"prefill {point['tokens']}" if is_prefill else f"decode x {point['batch']}"
+
+    def both(row: Values) -> str:
+        return " / ".join(in_bytes(row[side]["peak_bytes"]) for side in ("dense", "moe"))
+
+    return table_of(
+        result["points"],
+        {
+            "tokens/s" if settings["clock"] == "wall" else "tokens/CPU s": name,
+            "dense": lambda row: f"{row['dense']['tokens_per_s']:,.1f}",
+            "MoE": lambda row: f"{row['moe']['tokens_per_s']:,.1f}",
+            "ratio": lambda row: f"{row['speed_ratio']:.2f}",
+            "quartiles": lambda row: "{:.2f}-{:.2f}".format(*row["speed_ratio_quartiles"]),
+            "ideal": lambda row: f"{row['ideal_ratio']:.2f}",
+            "of ideal": lambda row: percent(row["share_of_ideal"]),
+            "peak memory": both,
+        },
+        title=f"{result['runtime']} on {result['provenance']['hardware']}, {settings['threads']} "
+        f"threads, {settings['rounds']} rounds in turns",
+        note=f"dense: {models[0]}. MoE: {models[1]}. ratio: of the best steps; quartiles: "
+        "over rounds, median times. ideal: bytes of weights read (decode), multiply-adds (prefill),"
+        " dense / MoE. peak memory: of the process on a CPU, allocated on a GPU.",
+    )
+
+
+def weights_of(tensors: Mapping[str, tuple[int, tuple[int, ...]]], active_experts: int) -> Values:
+    """What a model must read and multiply for a token.
+
+    Of a Mixture-of-Experts only the chosen experts count. Caches, activations and attention over
+    the context are left out: they are the same in both models.
+
+    `tensors` are bytes in memory and shape by name, of Transformers or GGUF; `active_experts` is k,
+    0 for a dense model.
+
+    Returns:
+        Shape of the `embedding`; `stored_bytes` of all tensors; `experts` (E) and `active_experts`
+        (k) a layer; and `bytes` and `products` (multiply-adds a token) of the `head`, of what is
+        `fixed`, and of one `expert` of every layer.
+    """
+    tied = next(name for name in tensors if re.search("embed_tokens|token_embd", name))
+    head = next((name for name in ("lm_head.weight", "output.weight") if name in tensors), tied)
+    routed = {name for name in tensors if re.search(r"\.experts\.|_exps\.", name)}
+    routed |= {name for name, (_, shape) in tensors.items() if len(shape) == 3}  # those of heads
+    experts = max((tensors[name][1][0] for name in routed), default=0)
+
+    def used(names: Iterable[str], dims: int = 2, share: int = 1) -> Values:
+        group = [tensors[name] for name in names]
+        products = sum(prod(shape) for _, shape in group if len(shape) == dims)
+        return {"bytes": sum(size for size, _ in group) // share, "products": products // share}
+
+    return {
+        "embedding": list(tensors[tied][1]),
+        "stored_bytes": sum(size for size, _ in tensors.values()),
+        "experts": experts,
+        "active_experts": active_experts,
+        "head": used([head]),
+        "fixed": used(tensors.keys() - routed - {head, tied}),
+        "expert": used(routed, 3, max(1, experts)),
+    }
+
+
+class Runner(ABC):
+    """One model: `prepare` a point, then `run` it as often as wanted."""
+
+    weights: Values
+    dtype: str
+    context: int
+
+    def __init__(self, device: str, threads: int, clock: str, seed: int) -> None:
+        self._now = time.process_time if clock == "cpu" else time.perf_counter
+        self._device, self._threads, self._seed = torch.device(device), threads, seed
+        self._tokens = self._steps = 0
+        self._ids_BT: torch.Tensor
+
+    def loaded(self) -> Values:
+        """`weights` as `weights_of` gives them, the `dtype` of most, and the longest `context`."""
+        return {"weights": self.weights, "dtype": self.dtype, "context": self.context}
+
+    def prepare(self, batch: int, tokens: int, steps: int) -> None:
+        """Fill the cache with so many tokens of each sequence, to decode `steps` more, and warm up.
+
+        Without steps it is the tokens that are timed. Ids are drawn evenly, for both models alike.
+        """
+        forget_peak(self._device)
+        self._tokens, self._steps = tokens, steps
+        ids, count = range(self.weights["embedding"][0]), batch * (tokens + steps)
+        drawn = random.Random(self._seed).choices(ids, k=count)
+        self._ids_BT = torch.tensor(drawn, device=self._device).view(batch, -1)
+        self._open()
+        if steps:
+            self._call(0, tokens)()
+        for _ in range(2):  # to warm up
+            self.run()
+
+    def run(self) -> list[float]:
+        """One round: seconds of each step. Every round starts from the same cache."""
+        self._rewind(self._tokens if self._steps else 0)
+        starts = range(self._tokens, self._tokens + self._steps)
+        seconds = []
+        for start, end in [(start, start + 1) for start in starts] or [(0, self._tokens)]:
+            compute = self._call(start, end)
+            began = self._now()
+            compute()
+            seconds.append(self._now() - began)
+        return seconds
+
+    def peak(self) -> int:
+        """Largest memory since `prepare`, in bytes."""
+        return peak_bytes(self._device)
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Make an empty cache."""
+
+    @abstractmethod
+    def _rewind(self, start: int) -> None:
+        """Drop from the cache what lies at and after a position."""
+
+    @abstractmethod
+    def _call(self, start: int, end: int) -> Callable[[], None]:
+        """What computes these positions of all sequences, and the logits of the last one."""
+
+
+class TransformersRunner(Runner):
+    """A checkpoint folder in stock Transformers, on a CPU or a GPU."""
+
+    def __init__(self, path: str, dtype: str, *options: Any) -> None:
+        super().__init__(*options)
+        torch.set_num_threads(self._threads)
+        model: Any = load_weights(Path(path), resolved_dtype(dtype, self._device))
+        self._model = model.to(self._device)
+        if getattr(model.config, "head_experts_per_tok", 0):
+            raise UserError(
+                f"{path} has experts of neurons and of heads, and a measurement has one k. "
+                "Measure a run of either alone."
+            )
+        self.context = model.config.max_position_embeddings
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        tensors = {name: (p.nbytes, tuple(p.shape)) for name, p in model.named_parameters()}
+        self.weights = weights_of(tensors, getattr(model.config, "num_experts_per_tok", None) or 0)
+        self._cache: Any = None
+        self._filled: Any = None
+
+    def _open(self) -> None:
+        self._cache = self._filled = DynamicCache(config=self._model.config)
+
+    def _rewind(self, start: int) -> None:
+        if start == 0:
+            self._open()
+            return
+        # A layer of a cache grows by making new tensors, so rounds share what they start from.
+        self._cache = copy.copy(self._filled)
+        self._cache.layers = [copy.copy(layer) for layer in self._filled.layers]
+
+    def _call(self, start: int, end: int) -> Callable[[], None]:
+        options = {"past_key_values": self._cache, "use_cache": True, "logits_to_keep": 1}
+
+        @torch.inference_mode()
+        def compute() -> None:
+            self._model(input_ids=self._ids_BT[:, start:end], **options)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+
+        return compute
+
+
+class LlamaRunner(Runner):
+    """A GGUF file in llama.cpp, on a CPU; its number format is its own."""
+
+    def __init__(self, path: str, dtype: str, *options: Any) -> None:
+        from dotmoe.export.gguf_file import GgufFile  # an extra
+
+        super().__init__(*options)
+        file = GgufFile(Path(path))
+        require_checksums(file.path.parent)
+        self._runtime = Runtime(path, self._threads)
+        tensors = {
+            name: (int(tensor.n_bytes), tuple(int(size) for size in reversed(tensor.shape)))
+            for name, tensor in file.tensors.items()
+        }
+        self.weights = weights_of(tensors, file.size("expert_used_count", 0))
+        self.context = file.size("context_length")
+        self.dtype = max(file.tensors.values(), key=lambda each: each.n_bytes).tensor_type.name
+
+    def _open(self) -> None:
+        self._runtime.open(self._tokens + self._steps, len(self._ids_BT), {})
+
+    def _rewind(self, start: int) -> None:
+        for sequence in range(len(self._ids_BT)):
+            self._runtime.forget(sequence, start)
+
+    def _call(self, start: int, end: int) -> Callable[[], None]:
+        return self._runtime.call(
+            [
+                (token, at, sequence, at == end - 1)
+                for sequence, row in enumerate(self._ids_BT[:, start:end].tolist())
+                for at, token in enumerate(row, start)
+            ]
+        )
+
+
+def peak_bytes(device: torch.device = _CPU) -> int:
+    """Most memory that was held since `forget_peak`, or since the start if it cannot forget."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
+    found = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def forget_peak(device: torch.device = _CPU) -> None:
+    """Let the peak start again from what is held now, where the system allows it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
