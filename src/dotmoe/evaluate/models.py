@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
-from dotmoe.checkpoint.folder import checkpoint_folder, require_checkpoint
+from dotmoe.checkpoint import checkpoint_folder, require_checkpoint
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.evaluate.config import EvaluateConfig

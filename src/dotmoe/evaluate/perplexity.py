@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from dotmoe.checkpoint.folder import checkpoint_folder
+from dotmoe.checkpoint import checkpoint_folder
 from dotmoe.data import Continuation, DataConfig, TokenBlocks, documents, pack, separator_of
 from dotmoe.errors import UserError
 from dotmoe.evaluate import models
@@ -185,7 +185,7 @@ def measure_perplexity(config: EvaluateConfig, progress: Progress) -> dict[str, 
 
 
 def _of_gguf(file: Path, config: EvaluateConfig, update: Update) -> dict[str, Any]:
-    from dotmoe.export.gguf_file import GgufFile  # an extra
+    from dotmoe.checkpoint.from_gguf import GgufFile  # an extra
     from dotmoe.llama_cpp import LlamaCppModel
 
     require_checksums(file.parent)

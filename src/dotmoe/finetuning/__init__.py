@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from dotmoe.checkpoint.tensors import Tensors
+from dotmoe.checkpoint import Tensors
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import (
     fsdp_mesh,
@@ -20,7 +20,7 @@ from dotmoe.distributed import (
 )
 from dotmoe.finetuning.student import LAYOUT, MODEL, Student, write_student
 from dotmoe.layout import ExpertLayout
-from dotmoe.load import LoadConfig, load_dense, resolved_dtype
+from dotmoe.load import LoadConfig, is_sharded, load_dense, resolved_dtype
 from dotmoe.models.dense import DenseModel
 from dotmoe.moe.masked import recomputing
 from dotmoe.moe.objective import (
@@ -32,7 +32,6 @@ from dotmoe.moe.objective import (
 )
 from dotmoe.options import above, at_least, between
 from dotmoe.parameters import meta_model
-from dotmoe.sharded_weights import is_sharded
 from dotmoe.training.loop import DEFAULT_TRAINING, OnStep, ParameterGroup, TrainingConfig, train
 
 __all__ = ["LAYOUT", "MODEL", "FinetuneConfig", "Finetuning", "divides_training", "finetune"]

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from dotmoe.checkpoint.tensors import Tensors
+from dotmoe.checkpoint import Tensors
 from dotmoe.distributed import full_tensor, is_rank_zero, local_part, own_rows
 from dotmoe.files import write_json
 from dotmoe.layout import ExpertLayout
+from dotmoe.load import fill_own_rows
 from dotmoe.models.dense import DenseModel
 from dotmoe.moe.router import Routing
 from dotmoe.moe.sparse import EXPERT_WEIGHTS, SparseFFN, make_sparse
 from dotmoe.parameters import compute_constants
-from dotmoe.sharded_weights import fill_own_rows
 
 if TYPE_CHECKING:
     from dotmoe.finetuning import FinetuneConfig
