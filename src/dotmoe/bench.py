@@ -411,7 +411,7 @@ class LlamaRunner(Runner):
     """A GGUF file in llama.cpp, on a CPU; its number format is its own."""
 
     def __init__(self, path: str, dtype: str, *options: Any) -> None:
-        from dotmoe.export.gguf_file import GgufFile  # an extra
+        from dotmoe.checkpoint.from_gguf import GgufFile  # an extra
 
         super().__init__(*options)
         file = GgufFile(Path(path))

@@ -17,6 +17,7 @@ from torch import Tensor
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import num_ranks
 from dotmoe.granularity import Granularity, joined, parts_of
+from dotmoe.load import whole_weights
 from dotmoe.models.dense import DenseModel, Stream
 from dotmoe.models.family import TARGETS, GatedFFN
 from dotmoe.moe.assignment import AlignState
@@ -24,7 +25,6 @@ from dotmoe.moe.masked import watched
 from dotmoe.moe.router import router_logits, top_k_mask
 from dotmoe.options import above, at_least
 from dotmoe.progress import Update, no_update
-from dotmoe.sharded_weights import whole_weights
 from dotmoe.transport import Capacity, balanced_plan, greedy_assignment
 
 Start = Literal["data", "random"]

@@ -3,7 +3,7 @@
 from functools import cached_property
 from pathlib import Path
 
-from dotmoe.checkpoint.folder import fingerprint
+from dotmoe.checkpoint import fingerprint
 from dotmoe.config import AnyRunConfig, FinetuneRunConfig, RunConfig
 from dotmoe.errors import UserError
 from dotmoe.finetuning import LAYOUT, MODEL

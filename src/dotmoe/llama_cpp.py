@@ -49,39 +49,24 @@ class LlamaCppModel(Worker):
     """A GGUF held by llama.cpp on the CPU, in a process of its own; use it in a `with` block."""
 
     def __init__(self, path: Path, *, context: int) -> None:
-        """Load a file.
-
-        Args:
-            path: The GGUF.
-            context: Tokens of the longest text, at least 1.
-
-        Raises:
-            UserError: llama-cpp-python is not installed, or cannot load the file.
-        """
+        """Load a file, for texts of up to `context` tokens."""
         import torch
 
         name, threads = f"llama.cpp on {path}", torch.get_num_threads()
         target, remedy = "dotmoe.llama_cpp:Runtime", "Export the file again."
         super().__init__(target, str(path), threads, name=name, remedy=remedy)
-        self.context = context
         # Keys and values in float32 and plain attention, as Transformers computes.
         self.ask("open", context, 1, {"type_k": 0, "type_v": 0, "flash_attn_type": 0})
 
     def logits(self, tokens_T: "Int[Tensor, ' T']") -> "Float[Tensor, 'T V']":
-        """Logits of every token of one text, float32; texts do not see each other."""
+        """Logits of every token of one text no longer than the context; texts do not mix."""
         import torch
 
-        if len(tokens_T) > self.context:
-            raise UserError(
-                f"The text has {len(tokens_T)} tokens, but llama.cpp was given a context of "
-                f"{self.context}. Cut the text, or give more context."
-            )
         return torch.from_numpy(self.ask("logits", tokens_T.tolist()))
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text; the names of special tokens in it become those tokens."""
-        ids: list[int] = self.ask("tokenize", text)
-        return ids
+        return list(self.ask("tokenize", text))
 
 
 class Runtime:

@@ -1,6 +1,13 @@
-"""Stage load: a folder, GGUF or hub name -> `DenseModel`, frozen, every weight accounted for."""
+"""Stage load: a folder, GGUF or hub name -> `DenseModel`, frozen, every weight accounted for.
+
+Under torchrun FSDP2 may divide the weights: each rank holds its rows of every tensor. A decoder
+layer is whole only while it runs, so is the embedding; the head's matrix where
+`distributed.full_tensor` asks for it.
+"""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,25 +16,25 @@ from typing import Annotated, Any, Literal
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from dotmoe.checkpoint.folder import (
-    checkpoint_folder,
-    is_local,
-    require_tokenizer,
-    tensor_files,
-)
+from dotmoe import distributed
+from dotmoe.checkpoint import Tensors, checkpoint_folder, is_local, require_tokenizer, tensor_files
 from dotmoe.checkpoint.on_disk import on_disk, quiet_transformers
-from dotmoe.checkpoint.tensors import Tensors
-from dotmoe.distributed import local_part, mesh, num_ranks, raise_on_all_ranks, resolved_device
 from dotmoe.errors import UserError, one_line
 from dotmoe.files import read_json
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import FAMILIES, family_of
 from dotmoe.options import HOW
-from dotmoe.parameters import meta_model
-from dotmoe.sharded_weights import Sharding, is_sharded, load_sharded
+from dotmoe.parameters import compute_constants, meta_model, num_parameters
+
+Sharding = Literal["auto", "replicate", "shard"]
+LARGEST_SHARE = 0.5
+"""Of a GPU's memory, that whole weights may take; activations and what is learned need the rest."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,68 +57,57 @@ def load_dense(source: str, config: LoadConfig) -> DenseModel:
     """A dense checkpoint, frozen, every parameter read and finite; all ranks must come here.
 
     On a GPU, host memory holds one copy of the weights for a moment; where the ranks divide them,
-    only the rank's rows of one tensor.
-
-    Args:
-        source: Local folder, GGUF file, hub name, or `embedded` (the checkpoint that the package
-            carries; a folder of that name is reached as `./embedded`).
-        config: Device, number format, and whether the ranks of torchrun divide the weights.
+    only the rank's rows of one tensor. `source` is a local folder, GGUF file, hub name, or
+    `embedded` (what the package carries; a folder of that name is reached as `./embedded`).
 
     Raises:
         UserError: Nothing usable under that name, a family that cannot be converted (checked before
             any weight is read or downloaded), files missing or damaged, tensors missing, of another
             shape or not finite, or a tokenizer that does not fit. On every rank, if on one.
     """
-    device = resolved_device(config.device)
-    if device.index is not None and num_ranks() > 1:
+    device = distributed.resolved_device(config.device)
+    if device.index is not None and distributed.num_ranks() > 1:
         raise UserError(
             f"device is {config.device!r}, but under torchrun each rank takes a GPU of its own. "
             "Choose cuda or auto."
         )
-    dense = raise_on_all_ranks(lambda: describe_dense(source))
-    dtype, ranks = resolved_dtype(config.dtype, device), mesh(device)
-    divides = False
-    if ranks is not None:
-        own = Tensors.of(dense).dtype if dtype == "auto" else dtype
-        num_bytes = own.itemsize * sum(p.numel() for p in dense.model.parameters())
-        divides = is_sharded(config.sharding, num_bytes, device)
+    dense = distributed.raise_on_all_ranks(lambda: describe_dense(source))
+    dtype, ranks = resolved_dtype(config.dtype, device), distributed.mesh(device)
 
     def read() -> DenseModel:
-        if ranks is not None and divides:
+        own = Tensors.of(dense).dtype if dtype == "auto" else dtype
+        num_bytes = own.itemsize * num_parameters(dense.model)
+        if ranks is not None and is_sharded(config.sharding, num_bytes, device):
             model = load_sharded(dense, ranks, device, own)
         else:
             model = load_weights(dense.folder, dtype).to(device)
         for name, parameter in model.named_parameters():
-            if not bool(torch.isfinite(local_part(parameter)).all()):
+            if not bool(torch.isfinite(distributed.local_part(parameter)).all()):
                 raise UserError(
                     f"{name} in {dense.folder} contains NaN or infinity (as {parameter.dtype}). "
                     "Repair it, or load it with --dtype float32."
                 )
         return replace(dense, model=model)
 
-    return raise_on_all_ranks(read)
+    return distributed.raise_on_all_ranks(read)
 
 
 def load_here(dense: DenseModel, config: LoadConfig) -> DenseModel:
     """A described model with its weights whole, on this rank alone."""
-    device = resolved_device(config.device)
+    device = distributed.resolved_device(config.device)
     model = load_weights(dense.folder, resolved_dtype(config.dtype, device))
     return replace(dense, model=model.to(device))
 
 
 def left_on_disk(dense: DenseModel, config: LoadConfig) -> DenseModel:
     """A described model that can run while its weights stay in its folder, see `on_disk`."""
-    device = resolved_device(config.device)
+    device = distributed.resolved_device(config.device)
     return on_disk(dense, device, resolved_dtype(config.dtype, device))
 
 
 def describe_dense(source: str) -> DenseModel:
-    """A dense checkpoint without its weights: its model is on the meta device and cannot run.
-
-    Raises:
-        UserError: As `load_dense`, except for what only the content of weights can show.
-    """
-    hf_config, _ = dense_config(source)
+    """A dense checkpoint without its weights: on the meta device, refused as by `load_dense`."""
+    config, _ = dense_config(source)
     folder = checkpoint_folder(source)
     tensor_files(folder)
     # Without its files Transformers makes an empty tokenizer for some families, and says nothing.
@@ -126,15 +122,15 @@ def describe_dense(source: str) -> DenseModel:
             f"the tokenizer in {folder} cannot be loaded ({one_line(error)}). Copy it again."
         ) from error
     largest = max(tokenizer.get_vocab().values(), default=-1)
-    if largest >= hf_config.vocab_size:
+    if largest >= config.vocab_size:
         raise UserError(
             f"the tokenizer in {folder} has ids up to {largest}, but the embedding has "
-            f"{hf_config.vocab_size} rows. Copy the tokenizer that belongs to this checkpoint."
+            f"{config.vocab_size} rows. Copy the tokenizer that belongs to this checkpoint."
         )
     return DenseModel(
-        model=meta_model(hf_config),
+        model=meta_model(config),
         tokenizer=tokenizer,
-        family=family_of(hf_config),
+        family=family_of(config),
         folder=folder,
         source=source,
         revision=None if is_local(source) else folder.name,
@@ -142,11 +138,7 @@ def describe_dense(source: str) -> DenseModel:
 
 
 def dense_config(source: str) -> tuple[Any, Path]:
-    """Only the config of a checkpoint, and the local folder that it lies in.
-
-    Raises:
-        UserError: No such checkpoint, or a config that is missing, damaged or of another family.
-    """
+    """Only the config of a checkpoint, and the local folder that it lies in."""
     folder = checkpoint_folder(source, config_only=True)
     path = folder / "config.json"
     if not path.is_file():
@@ -172,11 +164,7 @@ def dense_config(source: str) -> tuple[Any, Path]:
 
 
 def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Module:
-    """A checkpoint as plain Transformers loads it: on the CPU, frozen, in evaluation mode.
-
-    Raises:
-        UserError: Weights are missing or damaged, or do not have the shapes of the config.
-    """
+    """A checkpoint as plain Transformers loads it: on the CPU, frozen, with every weight."""
     try:
         with quiet_transformers():
             model, loaded = AutoModelForCausalLM.from_pretrained(
@@ -209,8 +197,66 @@ def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Modul
 
 
 def resolved_dtype(name: str, device: torch.device) -> torch.dtype | Literal["auto"]:
-    """The dtype that `LoadConfig.dtype` means on that device; `auto` is the checkpoint's own."""
+    """What `LoadConfig.dtype` means on that device; `auto` is the checkpoint's own."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def is_sharded(sharding: Sharding, num_bytes: int, device: torch.device) -> bool:
+    """Whether weights of that size are divided over the ranks, if there are several."""
+    if sharding != "auto" or device.type != "cuda":
+        return sharding == "shard"
+    return num_bytes > LARGEST_SHARE * torch.cuda.get_device_properties(device).total_memory
+
+
+def load_sharded(
+    dense: DenseModel, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype
+) -> nn.Module:
+    """A described model, frozen, with its weights; each rank reads its own rows of every tensor.
+
+    Host memory holds the rows of one tensor besides the shards themselves.
+    """
+    family, model, tensors = dense.family, meta_model(dense.config, dtype), Tensors.of(dense)
+    tensors.require_shapes(model)
+    trunk, head = family.trunk(model), family.head(model)
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    matrix = head.weight
+    is_tied = matrix is embedding.weight
+    for part in (*family.layers(model), embedding, trunk):
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+    trunk.to_empty(device=device)
+    compute_constants(model, device)
+    head.weight = embedding.weight
+    if not is_tied:
+        shard = distribute_tensor(matrix, mesh, [Shard(0)])  # on the meta device: nothing is sent
+        head.weight = nn.Parameter(torch.empty_like(shard, device=device), requires_grad=False)
+    for name, parameter in model.named_parameters():
+        fill_own_rows(parameter, tensors, name)
+    return model
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Whether the ranks hold parts of the weights."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@contextmanager
+def whole_weights(layer: nn.Module) -> Iterator[None]:
+    """Inside, a decoder layer that is divided is whole; every rank must come here."""
+    if not isinstance(layer, FSDPModule):
+        yield
+        return
+    layer.unshard()
+    try:
+        yield
+    finally:
+        layer.reshard()
+
+
+@torch.no_grad()
+def fill_own_rows(parameter: Tensor, tensors: Tensors, name: str) -> None:
+    """Read this rank's rows of one tensor."""
+    rows = distributed.own_rows(parameter)
+    distributed.local_part(parameter).copy_(tensors.read_rows(name, rows))

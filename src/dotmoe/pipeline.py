@@ -26,7 +26,7 @@ from dotmoe.baselines import (
     state_of,
 )
 from dotmoe.calibrate import calibrate
-from dotmoe.checkpoint.folder import checkpoint_folder, fingerprint
+from dotmoe.checkpoint import checkpoint_folder, fingerprint
 from dotmoe.checkpoint.on_disk import on_disk
 from dotmoe.config import AnyRunConfig, FinetuneRunConfig, PruneRunConfig, RunConfig
 from dotmoe.data import TokenBlocks
@@ -56,7 +56,7 @@ from dotmoe.finetuning.repair import FIGURES, repair
 from dotmoe.finished_run import FinishedRun
 from dotmoe.granularity import Granularity, splits_of
 from dotmoe.layout import ExpertLayout
-from dotmoe.load import describe_dense, left_on_disk, load_dense, load_here
+from dotmoe.load import describe_dense, is_divided, left_on_disk, load_dense, load_here
 from dotmoe.models.dense import DenseModel
 from dotmoe.moe.assignment import AlignState, extract
 from dotmoe.moe.masked import masked_by
@@ -67,7 +67,6 @@ from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
 from dotmoe.report.page import html_report
 from dotmoe.run_folder import RESULTS, RunFolder
-from dotmoe.sharded_weights import is_divided
 from dotmoe.tokenise import OTHER, Text, require_sources, samples_itself, tokenise, write_windows
 from dotmoe.training.loggers import Metrics
 from dotmoe.training.loop import OnStep

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from dotmoe.checkpoint.folder import EMBEDDED
+from dotmoe.checkpoint import EMBEDDED
 from dotmoe.config import RunConfig
 from dotmoe.evaluate import EvaluateConfig, evaluate
 from dotmoe.files import write_json

@@ -55,19 +55,12 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
     """Export the experts of a run again; the run itself is not changed.
 
     The dense model's weights stay on disk: memory holds those of one decoder layer, or of the
-    embedding or head, at a time.
-
-    Returns:
-        The record of the export, which also lies in `config.out`.
-
-    Raises:
-        UserError: No finished run there, its model is gone or has changed, or whatever the export
-            refuses. Nothing is left behind.
+    embedding or head, at a time. Nothing is left behind where the run, its model or the export is
+    refused.
     """
     check(config)
     run = FinishedRun(Path(config.run))
-    layout, heldout = run.layout, run.text.heldout
-    described = run.described()
+    layout, described = run.layout, run.described()
     dense = left_on_disk(described, config.load)
     if config.active_experts is not None:
         layout = layout.with_active_experts(config.active_experts)
@@ -78,7 +71,7 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
         layout,
         Path(config.out),
         config.export,
-        heldout.tokens_BT,
+        run.text.heldout.tokens_BT,
         origin=_origin(run, described) if run.has_own_weights else None,
         on_progress=on_progress,
     )

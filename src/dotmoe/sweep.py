@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from dotmoe.calibrate import Start
-from dotmoe.checkpoint.folder import fingerprint
+from dotmoe.checkpoint import fingerprint
 from dotmoe.compare import COLUMNS, Point, Row, moe_row, plain_run, summary_of, write_summary
 from dotmoe.config import RunConfig
 from dotmoe.errors import UserError

@@ -27,16 +27,9 @@ class Worker:
     """Calls the methods of an object in a child process; a context manager that ends the child."""
 
     def __init__(self, target: str, *arguments: Any, name: str, remedy: str = "") -> None:
-        """Start the child and make the object.
+        """Start the child and call `target`, a `package.module:name`, for the object.
 
-        Args:
-            target: What to call for the object, as `package.module:name`.
-            arguments: Its arguments.
-            name: What an error says has ended, such as `llama.cpp on model.gguf`.
-            remedy: A sentence for the user where the end itself does not suggest one.
-
-        Raises:
-            UserError: As `ask`.
+        Errors say that `name` has ended; `remedy` is added where the end itself suggests none.
         """
         self._name, self._remedy = name, remedy
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
@@ -53,12 +46,7 @@ class Worker:
         self.ask(target, *arguments)
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """The result of a method.
-
-        Raises:
-            UserError: The object raised one.
-            WorkerDiedError: The child ended, by a signal or another exception.
-        """
+        """The result of a method; a `UserError` of it, or that the child has died."""
         try:
             self._pipe.send((method, arguments))
             refusal, value = self._pipe.recv()

@@ -16,7 +16,7 @@ pytest.importorskip("gguf")
 from gguf import MODEL_ARCH, GGUFReader, GGUFWriter, dequantize, get_tensor_name_map
 
 from dotmoe import llama_cpp
-from dotmoe.checkpoint.folder import checkpoint_folder
+from dotmoe.checkpoint import checkpoint_folder
 from dotmoe.errors import UserError
 from dotmoe.export import GgufConfig, export
 from dotmoe.load import LoadConfig, dense_config, load_dense

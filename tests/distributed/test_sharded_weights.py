@@ -9,12 +9,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dotmoe.checkpoint.tensors import Tensors
+from dotmoe.checkpoint import Tensors
 from dotmoe.distributed import full_tensor, local_part
 from dotmoe.errors import UserError
-from dotmoe.load import describe_dense
+from dotmoe.load import describe_dense, is_divided, is_sharded, load_sharded
 from dotmoe.models.family import FAMILIES
-from dotmoe.sharded_weights import is_divided, is_sharded, load_sharded
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(2, 50).view(2, 24)

@@ -13,7 +13,7 @@ import torch
 
 from dotmoe.align import AlignConfig, Alignment
 from dotmoe.calibrate import CalibrateConfig, calibrate
-from dotmoe.checkpoint.tensors import Tensors
+from dotmoe.checkpoint import Tensors
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import (
     broadcast_from_rank_zero,

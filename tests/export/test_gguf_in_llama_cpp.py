@@ -88,7 +88,7 @@ def test_every_family_runs_as_the_masked_dense_model(
     ("name", "scaling"),
     [
         *(("gguf_llama", scaling) for scaling in (LLAMA3, rope("linear"), YARN, ODD_YARN)),
-        *(("gguf_glm4moe", scaling) for scaling in (rope("linear"), YARN, THETA)),
+        *(("gguf_glm4moe", scaling) for scaling in (rope("linear"), THETA)),
     ],
 )
 def test_scaled_rotary_embeddings_run_as_in_transformers(
@@ -157,15 +157,10 @@ def test_k_of_all_experts_is_not_checked_where_llama_cpp_would_abort(dense_of, l
     assert run["logits_error"] < 1e-5
 
 
-def test_a_long_text_and_a_death_of_llama_cpp_are_one_line(dense_of, layout_of, write, tmp_path):
+def test_a_death_of_llama_cpp_is_one_line(dense_of, layout_of, write, tmp_path):
     dense = dense_of("llama")
     write(dense, layout_of(dense), "gguf_dense")
     file = tmp_path / "gguf_dense/model-f32.gguf"
-    with (
-        LlamaCppModel(file, context=96) as model,
-        pytest.raises(UserError, match=r"97 tokens.*context of 96"),
-    ):
-        model.logits(torch.zeros(97, dtype=torch.long))
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match=r"ended with status 1 \(llama_model_load: error") as caught:

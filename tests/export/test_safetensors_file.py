@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from dotmoe.errors import UserError
 from dotmoe.export.format import STORED, TensorSpec
-from dotmoe.export.safetensors_file import write_checkpoint
+from dotmoe.export.transformers_format import write_checkpoint
 from dotmoe.files import complete_folder
 
 

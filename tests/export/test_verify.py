@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dotmoe.checkpoint.tensors import Tensors
+from dotmoe.checkpoint import Tensors
 from dotmoe.cli import run
 from dotmoe.errors import VerificationError
 from dotmoe.export import FORMATS, ExportConfig, ExportRecord, GgufConfig, export

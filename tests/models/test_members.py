@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
-from dotmoe.checkpoint.tensors import EMBEDDING, HEAD, NORM, Tensors
+from dotmoe.checkpoint import EMBEDDING, HEAD, NORM, Tensors
 from dotmoe.errors import UserError
 from dotmoe.export import ExportConfig, export
-from dotmoe.export.tensors import PROJECTIONS, carried_names
+from dotmoe.export.format import layer_names
 from dotmoe.models.family import FAMILIES, MOE, WRAPPER, family_of
 from dotmoe.moe.masked import masked_by
 from runs import GRANITE_FACTORS
@@ -139,8 +139,7 @@ def test_the_names_in_llamas_form_reach_every_stored_row_once(case, dense_of):
     tensors = Tensors.of(dense)
     names = [EMBEDDING, NORM] + [HEAD] * (not dense.config.tie_word_embeddings)
     for layer in range(dense.widths.layers):
-        names += carried_names(dense, layer)
-        names += [dense.family.ffn_tensor(layer, projection) for projection in PROJECTIONS]
+        names += layer_names(dense, layer)
     reached = {name: torch.zeros(len(tensor)) for name, tensor in stored.items()}
     for name in names:
         part = dense.family.stored(dense.config, name)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from safetensors.torch import load_file, save_file
 
-from dotmoe.checkpoint.folder import fingerprint
+from dotmoe.checkpoint import fingerprint
 from dotmoe.config import FinetuneRunConfig, RunConfig
 from dotmoe.errors import UserError
 from dotmoe.options import identity

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dotmoe.export import FORMATS, ExportConfig, export
-from dotmoe.export.server_limits import limits_met
+from dotmoe.export.transformers_format import limits_met
 from runs import weights_of
 
 HERE = Path(__file__).parent

@@ -1,1 +1,264 @@
-"""A dense or exported checkpoint as files: found, described, read, and run from disk."""
+"""A checkpoint folder: found by its name, downloaded if need be, checked, its tensors read."""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib import resources
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from dotmoe.errors import UserError, nearest, one_line
+from dotmoe.files import read_json
+from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import TensorPart
+
+EMBEDDED = "embedded"
+"""Name of the checkpoint that the package carries."""
+GGUF = ".gguf"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""One of these is in every folder with a tokenizer."""
+# Some hubs hold the weights twice, the second time as consolidated* or in a subfolder.
+_WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
+_UNWANTED = ["consolidated*", "*/*"]
+_END_BYTES = 1 << 20
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Floating-point dtypes by their name in a safetensors header."""
+EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
+
+def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
+    """Local folder of a checkpoint: a folder, hub name, GGUF file, or `embedded`.
+
+    What a hub name lacks is downloaded; with `config_only` no more than config.json.
+    """
+    if source == EMBEDDED:
+        return Path(str(resources.files("dotmoe"))) / "embedded"
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if folder.is_file():
+        if folder.suffix != GGUF:
+            raise UserError(f"{source} is a file. Name the folder with config.json, or a *{GGUF}.")
+        from dotmoe.checkpoint.from_gguf import gguf_checkpoint
+
+        return gguf_checkpoint(folder, config_only=config_only)
+    beside = [str(item) for item in folder.parent.iterdir()] if folder.parent.is_dir() else []
+    meant = nearest(str(folder), beside)
+    if is_local(source):
+        raise UserError(f"{source} does not exist.{meant} Name a checkpoint folder.")
+    wanted = ["config.json"] if config_only else _WANTED
+    try:
+        found = snapshot_download(source, allow_patterns=wanted, ignore_patterns=_UNWANTED)
+    except GatedRepoError as error:
+        raise UserError(
+            f"{source} is gated on the hub. Accept its terms there, then run `hf auth login`."
+        ) from error
+    except (OSError, HFValidationError) as error:
+        raise UserError(
+            f"{source} is no folder here and cannot be fetched from the hub ({one_line(error)}). "
+            f"Check the name and the network.{meant}"
+        ) from error
+    return Path(found).resolve()
+
+
+def is_local(source: str) -> bool:
+    """Whether `source` means something on this machine rather than on the hub."""
+    is_path = source.startswith((".", "/", "~")) or source.endswith(GGUF)
+    return is_path or source == EMBEDDED or not _HUB_NAME.fullmatch(source) or Path(source).exists()
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Checkpoint tensor name -> safetensors file, from the headers of files that must be whole."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return dict.fromkeys(_tensor_names(single), single)
+    if not index.is_file():
+        old = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
+        if old:
+            raise UserError(
+                f"{folder} holds weights only as {old[0].name}, and pickles are not read. Load "
+                "them with Transformers, then model.save_pretrained(folder)."
+            )
+        raise UserError(f"{folder} holds no {single.name} and no {index.name}. Fetch them.")
+    shard_of = read_json(index).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of:
+        raise UserError(f"{index} has no weight_map. Download it again.")
+    shards = {folder / shard for shard in shard_of.values()}
+    files = {name: shard for shard in sorted(shards) for name in _tensor_names(shard)}
+    for name, shard in shard_of.items():
+        if files.get(name) != folder / shard:
+            raise UserError(f"{name} is not in {folder / shard}, where {index.name} puts it.")
+    return files
+
+
+def _tensor_names(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as raw:
+            is_pointer = raw.read(40).startswith(b"version https://git-lfs")
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}). Get it again.") from error
+    except SafetensorError as error:
+        cause = "a Git LFS pointer; git lfs pull gets the file" if is_pointer else one_line(error)
+        raise UserError(f"{path} is no whole safetensors file ({cause}). Get it again.") from error
+
+
+def require_tokenizer(folder: Path) -> list[str]:
+    """Refuse a folder without tokenizer files; returns their names."""
+    present = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if not present:
+        raise UserError(f"{folder} holds no {' or '.join(TOKENIZER_FILES)}. Copy the tokenizer.")
+    return present
+
+
+def require_checkpoint(folder: Path) -> None:
+    """Refuse a folder whose config, weights or tokenizer are missing or damaged."""
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds no config.json. Name a model folder or a finished run.")
+    if not read_json(folder / "config.json").get("model_type"):
+        raise UserError(f"{folder / 'config.json'} names no model_type. Name a model folder.")
+    tensor_files(folder)
+    require_tokenizer(folder)
+
+
+def fingerprint(folder: Path) -> str:
+    """Tells checkpoints apart: config, tokenizer, size and both ends of each weight file; cheap."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            digest.update(name.encode() + (folder / name).read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_END_BYTES))
+            file.seek(max(0, size - _END_BYTES))
+            digest.update(file.read(_END_BYTES))
+    return digest.hexdigest()
+
+
+class Tensors:
+    """Named tensors of a safetensors checkpoint; nothing is read until it is asked for.
+
+    Every family answers to the names of LLaMA's form, and to its own. A tied matrix answers to both
+    its names, whichever of the two is stored. The tensor read last is kept, so that slices of one
+    matrix taken in a row cost one read.
+    """
+
+    def __init__(
+        self, folder: Path, *, tied: bool, part_of: Callable[[str], TensorPart] = TensorPart
+    ) -> None:
+        """List the tensors of `folder`; raises as `tensor_files`."""
+        self.folder = folder
+        self._part_of = part_of
+        self._file_of = tensor_files(folder)
+        stored = EMBEDDING if EMBEDDING in self._file_of else HEAD
+        self._alias = {EMBEDDING: stored, HEAD: stored} if tied else {}
+        self._last: tuple[str, Tensor] | None = None
+
+    @classmethod
+    def of(cls, dense: DenseModel) -> "Tensors":
+        """The files of a dense model."""
+        config, family = dense.config, dense.family
+        return cls(
+            dense.folder,
+            tied=bool(config.tie_word_embeddings),
+            part_of=lambda name: family.stored(config, name),
+        )
+
+    @property
+    def names(self) -> set[str]:
+        """Names as stored, without aliases."""
+        return set(self._file_of)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the FFNs, which are most of a checkpoint."""
+        return self.describe("model.layers.0.mlp.gate_proj.weight")[1]
+
+    def stored_name(self, name: str) -> str:
+        """Name in the files of the tensor that holds `name`, which must be there."""
+        part = self._part_of(name).stored
+        stored = self._alias.get(part, part)
+        if stored not in self._file_of:
+            raise UserError(
+                f"{name} is missing from the safetensors files of {self.folder}. Fetch them again."
+            )
+        return stored
+
+    def describe(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype, from the file's header alone."""
+        stored = self.stored_name(name)
+        with self._opened(stored) as file:
+            view = file.get_slice(stored)
+            shape, dtype = tuple(view.get_shape()), view.get_dtype()
+        if dtype not in DTYPES:
+            raise UserError(
+                f"{name} in {self.folder} is stored as {dtype}, but weights must be one of "
+                f"{', '.join(DTYPES)}. Choose a checkpoint that is not quantised."
+            )
+        rows = self._part_of(name).rows
+        return shape if rows is None else (rows[1] - rows[0], *shape[1:]), DTYPES[dtype]
+
+    def read(self, name: str) -> Tensor:
+        """The tensor on the CPU, in the dtype it is stored in."""
+        stored, rows = self.stored_name(name), self._part_of(name).rows
+        if self._last is None or self._last[0] != stored:
+            self._last = None  # free the old tensor before the new one is read
+            with self._opened(stored) as file:
+                self._last = (stored, file.get_tensor(stored))
+        whole = self._last[1]
+        return whole if rows is None else whole[slice(*rows)]
+
+    def read_all(self, stored: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors by their names in the files, each of which is opened once."""
+        file_of = self._file_of.__getitem__
+        for path, names in groupby(sorted(stored, key=file_of), file_of):
+            with safe_open(path, framework="pt") as file:
+                for name in names:
+                    yield name, file.get_tensor(name)
+
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        """Rows of a tensor that is stored under its own name or alias; no others are read."""
+        stored = self.stored_name(name)
+        with self._opened(stored) as file:
+            part: Tensor = file.get_slice(stored)[rows]
+        return part
+
+    def forget(self) -> None:
+        """Let go of the tensor read last."""
+        self._last = None
+
+    def require_shapes(self, model: nn.Module) -> None:
+        """Refuse a checkpoint that lacks a parameter of a model, or has it in another shape."""
+        for name, parameter in model.named_parameters():
+            shape, _ = self.describe(name)
+            if shape != tuple(parameter.shape):
+                raise UserError(
+                    f"{name} has shape {shape} in {self.folder}, but its config.json asks for "
+                    f"{tuple(parameter.shape)}. Mend the config."
+                )
+
+    @contextmanager
+    def _opened(self, stored: str) -> Iterator[Any]:
+        """The file of a tensor, opened anew: what a mapped one has read counts as memory."""
+        path = self._file_of[stored]
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield file
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{path} cannot be read ({one_line(error)}). Fetch the checkpoint again."
+            ) from error

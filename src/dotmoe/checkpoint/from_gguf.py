@@ -1,4 +1,4 @@
-"""A GGUF file of a dense model, read once by Transformers into an ordinary checkpoint folder.
+"""A GGUF file, and that of a dense model read by Transformers into an ordinary checkpoint folder.
 
 The folder lies in a cache under the SHA-256 of the file, since commands without a run folder read
 models too, and several runs of one model share it. All that follows reads it as any checkpoint.
@@ -10,22 +10,27 @@ from contextlib import redirect_stderr
 from functools import lru_cache
 from io import StringIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from filelock import FileLock
 from tokenizers import Tokenizer
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from dotmoe.checkpoint.on_disk import quiet_transformers
 from dotmoe.errors import UserError, one_line, require_package
 from dotmoe.files import complete_folder, require_free, sha256_of
 from dotmoe.progress import Progress
+
+try:
+    import gguf
+except ImportError as error:
+    raise UserError(
+        "the gguf package is not installed, and GGUF files are read and written with it. "
+        "Run pip install -e '.[gguf]' in the checkout."
+    ) from error
 
 SPLIT_AS_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"}
 """Rules by which llama.cpp cuts text before merging that Transformers follows by default."""
@@ -35,22 +40,53 @@ SPLIT_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exao
 _ANOTHER = "Name the model's own checkpoint folder."
 
 
+class GgufFile:
+    """A file, mapped into memory."""
+
+    def __init__(self, path: Path, *, writable: bool = False) -> None:
+        """Open a file; refuses what is not there, or no GGUF."""
+        if not path.is_file():
+            raise UserError(f"{path} does not exist. Name a .gguf file.")
+        try:
+            self.reader = gguf.GGUFReader(path, "r+" if writable else "r")
+        except Exception as error:
+            raise UserError(
+                f"{path} is no whole GGUF file ({one_line(error)}). Get it again."
+            ) from error
+        self.path = path
+        self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
+        """By name; `data` is as stored, mapped: writing to it changes a writable file."""
+        self.keys = {key for key in self.reader.fields if not key.startswith("GGUF.")}
+        self.arch = str(self.metadata("general.architecture"))
+
+    def metadata(self, key: str) -> Any:
+        """A plain value; None where the key is missing."""
+        field = self.reader.fields.get(key)
+        return None if field is None else field.contents()
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A whole number of the architecture, by its key without the prefix; there must be one."""
+        found = self.metadata(f"{self.arch}.{key}")
+        found = default if found is None else found
+        if found is None:
+            raise UserError(f"{self.path} is no decoder: it lacks {key}. Name a model's GGUF file.")
+        return int(found)
+
+    def tensor(self, name: str) -> Tensor:
+        """Values, float32."""
+        stored = self.tensors[name]
+        values = gguf.quants.dequantize(stored.data, stored.tensor_type)
+        return torch.from_numpy(np.array(values, dtype=np.float32))
+
+
 def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
-    """The folder that holds a GGUF file's model, written at the first call.
+    """The folder that holds a GGUF file's dense model, or its config alone, made at the first call.
 
     Weights are dequantised, and stored in bfloat16 where that holds all of them exactly, else in
-    float32. Reading needs memory for them in float32 about twice.
-
-    Args:
-        file: A GGUF of a dense model.
-        config_only: The folder need hold no more than config.json.
-
-    Raises:
-        UserError: A package is missing, Transformers cannot read the file or would leave out a part
-            of it, or it holds no dense model with a tokenizer.
+    float32. Reading needs memory for them in float32 about twice. What Transformers cannot read, or
+    not as a whole, is refused.
     """
-    for package in ("gguf", "accelerate"):
-        require_package(package, "gguf", f"{file}, a GGUF,")
+    require_package("accelerate", "gguf", f"{file}, a GGUF,")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dotmoe"
     stat = file.stat()
     name = _sha256(file.resolve(), stat.st_size, stat.st_mtime_ns)
@@ -63,7 +99,8 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
                 _config(file).save_pretrained(partial)
         if not wanted.is_dir():
             Progress().log(f"{file}: read into {whole}, from where later commands take it")
-            require_free(cache, 4 * _header(file).entries)
+            entries = sum(int(each.n_elements) for each in _opened(file).tensors.values())
+            require_free(cache, 4 * entries)
             with complete_folder(whole) as partial, quiet_transformers():
                 _tokenizer(file).save_pretrained(partial)
                 plain = AutoConfig.from_pretrained(config, local_files_only=True)
@@ -76,62 +113,29 @@ def _sha256(file: Path, size: int, mtime_ns: int) -> str:
     return sha256_of(file)
 
 
-class _Header(NamedTuple):
-    """What is read of a file beside Transformers."""
-
-    experts: int
-    scaling: str
-    tokenizer: str
-    split: str
-    tokens: int
-    names: list[str]
-    types: set[str]
-    entries: int
-
-
-@lru_cache(maxsize=1)  # parsing takes seconds
-def _header(file: Path) -> _Header:
-    from gguf import GGUFReader
-
-    try:
-        reader = GGUFReader(file)
-    except Exception as error:
-        raise UserError(f"{file} is no whole GGUF ({one_line(error)}). Get it again.") from error
-
-    def value(key: str) -> Any:
-        return reader.fields[key].contents() if key in reader.fields else None
-
-    kind, tokens = value("general.architecture"), reader.fields.get("tokenizer.ggml.tokens")
-    return _Header(
-        experts=value(f"{kind}.expert_count") or 0,
-        scaling=value(f"{kind}.rope.scaling.type") or "none",
-        tokenizer=value("tokenizer.ggml.model"),
-        split=value("tokenizer.ggml.pre") or "default",
-        tokens=len(tokens.data) if tokens else 0,
-        names=[tensor.name for tensor in reader.tensors],
-        types={tensor.tensor_type.name for tensor in reader.tensors},
-        entries=sum(int(tensor.n_elements) for tensor in reader.tensors),
-    )
+_opened = lru_cache(maxsize=1)(GgufFile)  # parsing takes seconds
 
 
 def _config(file: Path) -> Any:
     """Transformers' config; what it would read as something else than it is is refused."""
-    header = _header(file)
-    if header.experts:
+    opened = _opened(file)
+    if experts := opened.size("expert_count", 0):
         raise UserError(
-            f"{file} is a mixture of {header.experts} experts already. Name the dense model that "
-            "it was made of."
+            f"{file} is a mixture of {experts} experts already. Name the dense model that it was "
+            "made of."
         )
-    if not header.tokens:
+    if "tokenizer.ggml.tokens" not in opened.keys:
         raise UserError(f"{file} holds no tokenizer. {_ANOTHER}")
-    if header.scaling != "none" or any(name.startswith("rope_") for name in header.names):
+    is_scaled = opened.metadata(f"{opened.arch}.rope.scaling.type") not in (None, "none")
+    if is_scaled or any(name.startswith("rope_") for name in opened.tensors):
         raise UserError(
             f"{file} has scaled rotary frequencies, which Transformers does not read from a GGUF. "
             f"{_ANOTHER}"
         )
     config = _read(AutoConfig, file)
+    types = {tensor.tensor_type.name for tensor in opened.tensors.values()}
     # What the weights will be stored in; norms beside bfloat16 matrices are float32 in a GGUF.
-    is_narrow = "BF16" in header.types and header.types <= {"F32", "BF16"}
+    is_narrow = "BF16" in types and types <= {"F32", "BF16"}
     config.dtype = torch.bfloat16 if is_narrow else torch.float32
     return config
 
@@ -150,7 +154,7 @@ def _weights(file: Path, config: Any) -> Any:
     model, loaded = _read(
         AutoModelForCausalLM, file, config=config, dtype=torch.float32, output_loading_info=True
     )
-    found, own = len(_header(file).names), len(list(model.parameters()))
+    found, own = len(_opened(file).tensors), len(list(model.parameters()))
     lacking = sorted(loaded["missing_keys"]) + sorted(map(str, loaded["mismatched_keys"]))
     if lacking or found != own:
         what = lacking[0] if lacking else f"{found} tensors, but the model has {own}"
@@ -165,19 +169,22 @@ def _weights(file: Path, config: Any) -> Any:
 
 def _tokenizer(file: Path) -> PreTrainedTokenizerFast:
     """Transformers' tokenizer without what its classes add to the file, which cuts as this says."""
-    read, header = _read(AutoTokenizer, file), _header(file)
+    read = _read(AutoTokenizer, file)
     parts = json.loads(read.backend_tokenizer.to_str())
+    cut, value = parts["pre_tokenizer"], _opened(file).metadata
+    rule = value("tokenizer.ggml.pre") or "default"
     # Transformers leaves the rule of GPT-2 where it knows none.
-    if header.tokenizer == "gpt2" and parts["pre_tokenizer"]["type"] == "ByteLevel":
-        if header.split in SPLIT_DIGITS:
-            cuts = [{"type": "Digits", "individual_digits": True}, parts["pre_tokenizer"]]
+    if value("tokenizer.ggml.model") == "gpt2" and cut["type"] == "ByteLevel":
+        if rule in SPLIT_DIGITS:
+            cuts = [{"type": "Digits", "individual_digits": True}, cut]
             parts["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cuts}
-        elif header.split not in SPLIT_AS_GPT2:
+        elif rule not in SPLIT_AS_GPT2:
             raise UserError(
-                f"The tokenizer in {file} cuts text by the rule {header.split!r}, which "
-                f"Transformers does not know. {_ANOTHER}"
+                f"The tokenizer in {file} cuts text by the rule {rule!r}, which Transformers does "
+                f"not know. {_ANOTHER}"
             )
-    added = [token for token in parts["added_tokens"] if token["id"] < header.tokens]
+    num_tokens = len(value("tokenizer.ggml.tokens"))
+    added = [token for token in parts["added_tokens"] if token["id"] < num_tokens]
     special = {
         name: token
         for name, token in read.special_tokens_map.items()

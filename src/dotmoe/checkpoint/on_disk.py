@@ -1,8 +1,7 @@
 """A Transformers model whose weights stay on disk: each part is read when it runs, then let go.
 
 Parts are the decoder layers, and outside them each module with weights of its own: the embedding,
-the last norm and the head. Memory never holds the weights of more than one part, except of models
-so small that reading them once and keeping them is the better bargain.
+the last norm and the head. Memory never holds more than one, except of small models.
 """
 
 import math
@@ -18,11 +17,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from dotmoe.checkpoint.tensors import Tensors
+from dotmoe.checkpoint import Tensors
 from dotmoe.errors import UserError, VerificationError, one_line
 from dotmoe.files import read_json
 from dotmoe.models.dense import DenseModel
-from dotmoe.models.modeling_dotmoe import DotMoeForCausalLM
 from dotmoe.parameters import compute_constants, meta_model
 
 KEPT_BYTES = 2**28
@@ -42,19 +40,12 @@ def on_disk(
 ) -> DenseModel:
     """The same dense model, loaded or only described, with its weights left in its folder.
 
-    Args:
-        dense: The model.
-        device: Where to compute.
-        dtype: In which dtype to compute; auto: that of the stored FFNs.
-        rounded_to: Dtype to round weights to before that.
-
-    Raises:
-        UserError: The folder lacks a tensor, or has one of another shape; when a part runs, that a
-            weight is not finite.
+    It computes in `dtype` (auto: that of the stored FFNs), with weights that are rounded to
+    `rounded_to` first. A tensor that is missing or of another shape is refused at once, a weight
+    that is not finite when its part runs.
     """
     tensors = Tensors.of(dense)
-    if dtype == "auto":
-        dtype = tensors.dtype
+    dtype = tensors.dtype if dtype == "auto" else dtype
     model = empty_model(dense.config, device, dtype)
     tensors.require_shapes(model)
 
@@ -74,19 +65,15 @@ def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> 
     """The exported model in the class that Transformers has for it, weights on disk.
 
     Transformers gets each layer, when it runs, as a checkpoint of everything outside the layers and
-    the one layer: the naming, stacking and checking of a layer's tensors are all its work.
-
-    Raises:
-        VerificationError: Transformers misses a tensor, or does not know one.
+    the one layer: naming, stacking and checking of tensors are its work. A `VerificationError` says
+    that it misses one or does not know one.
     """
     plain = read_json(folder / "config.json")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     tensors = Tensors(folder, tied=False)
     model = empty_model(config, device, dtype)
-    ours = type(model) is DotMoeForCausalLM
-    assert ours or type(model).__module__.startswith("transformers."), type(model)
 
-    def state(layer: int | None) -> dict[str, Tensor]:
+    def load(layer: int | None) -> nn.Module:
         names = {}
         for name in tensors.names:
             number = _layer_of(name)
@@ -94,12 +81,25 @@ def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> 
                 names[name] = _LAYER.sub("model.layers.0", name)
             elif number is None or number >= config.num_hidden_layers:
                 names[name] = name
-        return {names[name]: tensor for name, tensor in tensors.read_all(names)}
-
-    def load(layer: int | None) -> nn.Module:
-        one_layer = type(config).from_dict(_with_one_layer(plain, layer))
+        state = {names[name]: tensor for name, tensor in tensors.read_all(names)}
+        options = {"config": type(config).from_dict(_with_one_layer(plain, layer)), "dtype": dtype}
         place = str(folder) if layer is None else f"layer {layer} of {folder}"
-        return _loaded(type(model), one_layer, state(layer), dtype, place)
+        try:
+            with quiet_transformers():
+                made, report = cast(Any, type(model)).from_pretrained(
+                    None, state_dict=state, output_loading_info=True, **options
+                )
+        except RuntimeError as error:
+            raise VerificationError(
+                f"Transformers cannot load {place} ({one_line(error)}). Export again."
+            ) from error
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if report[problem]:
+                raise VerificationError(
+                    f"Transformers reports {problem} in {place}: {sorted(report[problem])[:3]}. "
+                    "Update transformers, or choose another export format."
+                )
+        return cast(nn.Module, made)
 
     def read(part: str, names: Iterable[str]) -> dict[str, Tensor]:
         layer = _layer_of(part)
@@ -116,28 +116,6 @@ def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> 
     return model
 
 
-def _loaded(
-    model_class: Any, config: Any, state: dict[str, Tensor], dtype: torch.dtype, place: str
-) -> nn.Module:
-    """A model as stock Transformers makes it of these tensors, with nothing missing or left."""
-    with quiet_transformers():
-        try:
-            model, report = model_class.from_pretrained(
-                None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
-            )
-        except RuntimeError as error:
-            raise VerificationError(
-                f"Transformers cannot load {place} ({one_line(error)}). Export again."
-            ) from error
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if report[problem]:
-            raise VerificationError(
-                f"Transformers reports {problem} in {place}: {sorted(report[problem])[:3]}. "
-                "Update transformers, or choose another export format."
-            )
-    return cast(nn.Module, model)
-
-
 def _layer_of(name: str) -> int | None:
     match = _LAYER.match(name)
     return None if match is None else int(match[1])
@@ -147,10 +125,9 @@ def _with_one_layer(plain: dict[str, Any], layer: int | None) -> dict[str, Any]:
     """Config of a model whose only layer is of the kind of that one; None: without layers."""
     kept = [] if layer is None else [layer]
     changed: dict[str, Any] = {"num_hidden_layers": len(kept)}
-    if plain.get("layer_types"):
-        changed["layer_types"] = [plain["layer_types"][index] for index in kept]
-    if plain.get("heads_of_experts"):
-        changed["heads_of_experts"] = [plain["heads_of_experts"][index] for index in kept]
+    for key in ("layer_types", "heads_of_experts"):
+        if plain.get(key):
+            changed[key] = [plain[key][index] for index in kept]
     leading = plain.get("first_k_dense_replace", 0)
     if leading:
         changed["first_k_dense_replace"] = sum(index < leading for index in kept)
@@ -162,26 +139,19 @@ def _with_one_layer(plain: dict[str, Any], layer: int | None) -> dict[str, Any]:
 def empty_model(config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The stock model of a config, with a placeholder for each weight.
 
-    A placeholder has the shape, dtype and device of the weight, no storage, and NaN as its value:
-    what is computed with a weight that was not read cannot pass for a result.
+    It has the shape, dtype and device of the weight, no storage, and NaN as its value: what is
+    computed with a weight that was not read cannot pass for a result.
     """
-    model = meta_model(config, dtype)
+    model: Any = meta_model(config, dtype)
     compute_constants(model, device)
-    made: dict[Tensor, nn.Parameter] = {}  # tied weights stay tied
-    for module in list(model.modules()):
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in made:
-                empty = _placeholder(parameter, device)
-                made[parameter] = nn.Parameter(empty, requires_grad=False)
-            setattr(module, name, made[parameter])
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.is_meta:
-                setattr(module, name, _placeholder(buffer, device))
-    return model
 
+    def placeholder(tensor: Tensor) -> Tensor:
+        nan = torch.full((), math.nan, dtype=tensor.dtype, device=device)
+        return nan.expand(tensor.shape) if tensor.is_meta else tensor
 
-def _placeholder(tensor: Tensor, device: torch.device) -> Tensor:
-    return torch.full((), math.nan, dtype=tensor.dtype, device=device).expand(tensor.shape)
+    model._apply(placeholder)
+    model.tie_weights()
+    return cast(nn.Module, model)
 
 
 def parts_of(model: nn.Module) -> dict[str, nn.Module]:

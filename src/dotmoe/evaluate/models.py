@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 from tyro.conf import Positional
 
-from dotmoe.checkpoint.folder import checkpoint_folder, require_checkpoint
+from dotmoe.checkpoint import checkpoint_folder, require_checkpoint
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.export import require_checksums

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from dotmoe.checkpoint.folder import checkpoint_folder
+from dotmoe.checkpoint import checkpoint_folder
 from dotmoe.data import TokenBlocks, pack, separator_of
 from dotmoe.data.sources import Continuation, DataConfig, documents
 from dotmoe.errors import UserError
@@ -171,7 +171,7 @@ def measure_perplexity(config: EvaluateConfig, progress: Progress) -> Values:
         return perplexity(stock_nats(stock.model), text, window, corpus.windows_at_once, update)
 
     def of_gguf(file: Path, update: Update) -> Values:
-        from dotmoe.export.gguf_file import GgufFile  # an extra
+        from dotmoe.checkpoint.from_gguf import GgufFile  # an extra
         from dotmoe.llama_cpp import LlamaCppModel
 
         require_checksums(file.parent)

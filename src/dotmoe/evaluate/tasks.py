@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dotmoe.checkpoint.folder import fingerprint
+from dotmoe.checkpoint import fingerprint
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.evaluate import harness

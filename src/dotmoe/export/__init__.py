@@ -8,14 +8,20 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from dotmoe.checkpoint import Tensors
 from dotmoe.checkpoint.on_disk import on_disk
-from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.export.architectures import FORMATS, GGUF_NAMES, explained, format_for
-from dotmoe.export.card import write_model_card
-from dotmoe.export.edit import require_free_k, set_active_experts
 from dotmoe.export.format import Conversion, ExportConfig, GgufConfig
-from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of, require_checksums
+from dotmoe.export.record import (
+    RECORD_FILE,
+    ExportRecord,
+    record_of,
+    require_checksums,
+    require_free_k,
+    set_active_experts,
+    write_model_card,
+)
 from dotmoe.export.routers import routing_notes, routing_problems, scale_routers
 from dotmoe.export.verify import sample_tokens
 from dotmoe.files import complete_folder
@@ -33,7 +39,6 @@ __all__ = [
     "GgufConfig",
     "explained",
     "export",
-    "format_for",
     "require_checksums",
     "require_exportable",
     "require_free_k",
@@ -41,16 +46,9 @@ __all__ = [
     "write_model_card",
 ]
 
-UNVERIFIED = "_unverified"
-"""Ending of the folder of an export that failed its verification."""
-
 
 def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
-    """Dtype of routers and experts, from the checkpoint's files.
-
-    Raises:
-        UserError: The checkpoint's dtype cannot be kept.
-    """
+    """Dtype of routers and experts, from the files; refuses one that cannot be kept."""
     if config.format in GGUF_NAMES:
         return torch.float32
     if config.export_dtype != "source":
@@ -64,24 +62,15 @@ def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
     return stored
 
 
-def require_exportable(
-    dense: DenseModel, granularity: Granularity, config: ExportConfig
-) -> torch.dtype:
-    """Refuse what export would refuse, before anything is trained; cheap.
-
-    Returns:
-        `export_dtype`.
-
-    Raises:
-        UserError: Unknown format, or a model, split or dtype that it cannot hold exactly.
-    """
+def require_exportable(dense: DenseModel, split: Granularity, config: ExportConfig) -> torch.dtype:
+    """Refuse what export would refuse, before anything is trained; cheap. Gives `export_dtype`."""
     if config.format in GGUF_NAMES:
         raise UserError(
             f"export format {config.format} is written from a finished run: convert to a "
             f"Transformers format first, then dotmoe export RUN OUT --format {config.format}."
         )
     dtype = export_dtype(dense, config)
-    format_for(dense, granularity, config.format, dtype)
+    format_for(dense, split, config.format, dtype)
     return dtype
 
 
@@ -106,8 +95,7 @@ def export(
         out: Folder to create; must not exist, or be empty.
         config: See `ExportConfig`; for a GGUF format it may be a `GgufConfig`.
         token_ids: Real text, to scale the routers and to verify with.
-        origin: The dense model that the work began with, where `dense` is what training made of
-            it; None: `dense`.
+        origin: The dense model that the work began with, where `dense` is what training made of it.
         on_progress: Told tensors written, then layers verified.
 
     Returns:
@@ -117,7 +105,6 @@ def export(
         UserError: The pair cannot be exported, the folder exists, or the disk is full.
         VerificationError: A runtime would route otherwise than the layout, or the written model
             computes something else. It lies in `OUT_unverified` then, with the reason on record.
-        On any other exception nothing is left behind.
     """
     widths = dense.widths
     for part in parts_of(layout):
@@ -129,9 +116,6 @@ def export(
                 f"The layout is for {found} layers, {target.units_named} and model width, but "
                 f"{dense.source} has {expected}. Use the layout of this model."
             )
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} exists already. Remove it, or export to another folder.")
-    unverified = out.with_name(out.name + UNVERIFIED)
     dtype = export_dtype(dense, config)
     form = format_for(dense, layout.granularity, config.format, dtype)
     layout = joined(
@@ -139,26 +123,26 @@ def export(
     )
     device = dense.device if dense.device.type != "meta" else torch.device("cpu")
     exact = on_disk(dense, device, torch.float32)
-    sample_BT = sample_tokens(token_ids, config.scale_tokens, form.context(dense))
-    routers = []
-    if form.splits and form.scales_routers:
-        gating = form.gating(layout.granularity)
-        routers = scale_routers(exact, layout, sample_BT, gating, dtype, form.exponent)
-    conversion = Conversion(
-        dense=exact,
-        tensors=Tensors.of(dense),
-        layout=layout,
-        exponents={scale["layer"]: scale["exponent"] for scale in routers},
-        dtype=dtype,
-        config=config if isinstance(config, GgufConfig) else GgufConfig(**asdict(config)),
-        source=(origin or dense).source,
-        on_progress=on_progress,
-    )
-    problems = routing_problems(routers, sample_BT.numel())
-    verification = None
-    if (unverified / RECORD_FILE).is_file():  # left by an earlier try
-        shutil.rmtree(unverified)
-    with complete_folder(unverified) as folder:
+    unverified = out.with_name(out.name + "_unverified")
+    with complete_folder(out) as folder:
+        if (unverified / RECORD_FILE).is_file():  # left by an earlier try
+            shutil.rmtree(unverified)
+        sample_BT = sample_tokens(token_ids, config.scale_tokens, form.context(dense))
+        routers = []
+        if form.splits and form.scales_routers:
+            gating = form.gating(layout.granularity)
+            routers = scale_routers(exact, layout, sample_BT, gating, dtype, form.exponent)
+        conversion = Conversion(
+            dense=exact,
+            tensors=Tensors.of(dense),
+            layout=layout,
+            exponents={scale["layer"]: scale["exponent"] for scale in routers},
+            dtype=dtype,
+            config=config if isinstance(config, GgufConfig) else GgufConfig(**asdict(config)),
+            source=(origin or dense).source,
+            on_progress=on_progress,
+        )
+        problems, verification = routing_problems(routers, sample_BT.numel()), None
         files = form.write(conversion, folder)
         try:
             tokens_BT = sample_tokens(token_ids, config.verify_tokens, form.context(dense))
@@ -180,10 +164,10 @@ def export(
         )
         (folder / RECORD_FILE).write_text(record.to_json())
         write_model_card(folder, record)
-    if problems:
-        more = f" ({len(problems)} such figures)" if len(problems) > 1 else ""
-        raise VerificationError(
-            f"{problems[0]}{more} The export is kept, unverified, as {unverified}."
-        )
-    unverified.rename(out)
+        if problems:
+            folder.rename(unverified)
+            more = f" ({len(problems)} such figures)" if len(problems) > 1 else ""
+            raise VerificationError(
+                f"{problems[0]}{more} The export is kept, unverified, as {unverified}."
+            )
     return record

@@ -1,24 +1,31 @@
-"""The stock MoE architectures of Transformers, and which format a model is exported to."""
+"""The MoE architectures of Transformers, and which format a model is exported to."""
 
+import shutil
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, cast
 
 import torch
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-from dotmoe.errors import UserError, nearest
-from dotmoe.export import tensors as specs
-from dotmoe.export.dotmoe_format import DotMoe
-from dotmoe.export.format import Conversion, Format, Gating, Holds, TensorSpec
+from dotmoe.errors import UserError, nearest, require_package
+from dotmoe.export.format import Conversion, Format, Gating, Holds, TensorSpec, layer_names
 from dotmoe.export.transformers_format import TransformersFormat
-from dotmoe.granularity import Granularity
+from dotmoe.granularity import Granularity, parts_of, targets_of
+from dotmoe.models import modeling_dotmoe
 from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import TARGETS, head_dim
+from dotmoe.parameters import count_parameters
 
 SHARED_GATE = 2.0**-20
 """Entry of the gate of Qwen2-MoE's shared expert: its sigmoid is 1/2. A gate of zero would do in
 Transformers, but llama.cpp divides by it."""
 EMPTY_SHARED_SIZE = 128
 """Neurons of a shared expert of zeros; servers fail on one without neurons."""
+CODE = Path(modeling_dotmoe.__file__)
 _EVERYWHERE = ("Transformers", "vLLM", "SGLang", "llama.cpp's converter")
 
 
@@ -30,16 +37,22 @@ class _Glm4Moe(TransformersFormat):
     """
 
     name = "glm4_moe"
-    class_name = "Glm4MoeForCausalLM"
-    servers = ("Transformers", "vLLM", "SGLang")
     holds = Holds(
         biases=("none", "qkv"), qk_norm=("none", "head"), shared_expert=True, dense_layers=True
     )
     experts_key = "n_routed_experts"
     active_experts_editable = True
     folds = False
+    constants: ClassVar = {
+        "partial_rotary_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 0,
+    }
 
-    def gating(self, granularity: Granularity) -> Gating:
+    def gating(self, split: Granularity) -> Gating:
         return Gating(score="sigmoid", renormalised=False, constant=2.0)
 
     def exactness(self, conversion: Conversion) -> str:
@@ -49,205 +62,284 @@ class _Glm4Moe(TransformersFormat):
             f"{self.gates}"
         )
 
-    def moe_config(self, dense: DenseModel, split: Granularity) -> dict[str, Any]:
-        traits = dense.family.traits(dense.config)
-        return {
-            "partial_rotary_factor": 1.0,
-            "attention_bias": traits.qkv_bias,
-            "use_qk_norm": traits.qk_norm == "head",
-            "moe_intermediate_size": split.expert_size,
-            "n_shared_experts": specs.shared_experts(split),
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": False,
-            "routed_scaling_factor": 1.0,
-            "first_k_dense_replace": split.first_dense_layers,
-            "num_nextn_predict_layers": 0,
-        }
-
     def header(self, conversion: Conversion) -> dict[str, Any]:
-        config = super().header(conversion)
+        config, dense = super().header(conversion), conversion.dense
         # Read from rope_parameters by 5.x and from the top level by 4.5x; the default is 0.5.
         config["rope_parameters"]["partial_rotary_factor"] = 1.0
-        return config
+        return config | {
+            "use_qk_norm": dense.family.traits(dense.config).qk_norm == "head",
+            "n_shared_experts": conversion.shared_experts,
+            "first_k_dense_replace": conversion.granularity.first_dense_layers,
+        }
 
-    def expert_tensors(
-        self, conversion: Conversion, layer: int, prefix: str
-    ) -> Iterator[TensorSpec]:
-        yield from super().expert_tensors(conversion, layer, prefix)
+    def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
+        yield from super().experts(conversion, layer, prefix)
         split = conversion.granularity
         bias = f"{prefix}.gate.e_score_correction_bias"
-        yield specs.constant(bias, (split.num_experts,), torch.float32, 0.0)
-        size = specs.shared_experts(split) * split.expert_size
+        yield conversion.constant(bias, (split.num_experts,), torch.float32, 0.0)
+        size = conversion.shared_experts * split.expert_size
         name = f"{prefix}.shared_experts.{{}}_proj.weight"
-        yield from specs.shared(conversion, layer, name, size)
+        yield from conversion.shared(layer, name, size)
 
 
 class _Mixtral(TransformersFormat):
     """Mixtral, the native twin of LLaMA, Mistral and Phi-3; in every runtime."""
 
     name = "mixtral"
-    class_name = "MixtralForCausalLM"
     servers = _EVERYWHERE
     holds = Holds(sliding_window=True)
     experts_key = "num_local_experts"
+    size_key = "intermediate_size"
     stored_block = "block_sparse_moe"
     parts = ("w1", "w3", "w2")
     casts_weights = False
-
-    def moe_config(self, dense: DenseModel, split: Granularity) -> dict[str, Any]:
-        return {
-            "intermediate_size": split.expert_size,
-            "sliding_window": dense.family.traits(dense.config).sliding_window,
-            "router_jitter_noise": 0.0,
-        }
-
-
-class _Qwen2Moe(TransformersFormat):
-    """Qwen2-MoE, the native twin of Qwen2: softmax over all experts, not renormalised; k is free.
-
-    llama.cpp never renormalises here, whatever the config says.
-    """
-
-    name = "qwen2_moe"
-    class_name = "Qwen2MoeForCausalLM"
-    servers = _EVERYWHERE
-    gates = "gates 1 but for about 2^-10"
-    holds = Holds(biases=("qkv",), any_head_dim=False, shared_expert=True, dense_layers=True)
-    active_experts_editable = True
-    block_error = 8e-3
-
-    def gating(self, granularity: Granularity) -> Gating:
-        constant = float(granularity.num_experts)
-        return replace(super().gating(granularity), renormalised=False, constant=constant)
-
-    def moe_config(self, dense: DenseModel, split: Granularity) -> dict[str, Any]:
-        return {
-            "moe_intermediate_size": split.expert_size,
-            "shared_expert_intermediate_size": split.shared_size or EMPTY_SHARED_SIZE,
-            "norm_topk_prob": False,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": list(range(split.first_dense_layers)),
-            "use_sliding_window": False,
-            "qkv_bias": True,
-        }
-
-    def expert_tensors(
-        self, conversion: Conversion, layer: int, prefix: str
-    ) -> Iterator[TensorSpec]:
-        yield from super().expert_tensors(conversion, layer, prefix)
-        gate, width = f"{prefix}.shared_expert_gate.weight", conversion.dense.widths.model
-        yield specs.constant(gate, (1, width), conversion.dtype, SHARED_GATE)
-        size = conversion.layout.shared_size or EMPTY_SHARED_SIZE
-        name = f"{prefix}.shared_expert.{{}}_proj.weight"
-        yield from specs.shared(conversion, layer, name, size, down_factor=2.0)
+    constants: ClassVar = {"router_jitter_noise": 0.0}
 
 
 class _Qwen3Moe(TransformersFormat):
     """Qwen3-MoE, the native twin of Qwen3."""
 
     name = "qwen3_moe"
-    class_name = "Qwen3MoeForCausalLM"
     servers = _EVERYWHERE
     holds = Holds(biases=("none", "qkvo"), qk_norm=("head",), dense_layers=True)
+    constants: ClassVar = {
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "use_sliding_window": False,
+    }
 
-    def moe_config(self, dense: DenseModel, split: Granularity) -> dict[str, Any]:
-        return {
-            "moe_intermediate_size": split.expert_size,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": list(range(split.first_dense_layers)),
-            "use_sliding_window": False,
-            "attention_bias": dense.family.traits(dense.config).qkv_bias,
-        }
+    def header(self, conversion: Conversion) -> dict[str, Any]:
+        dense_layers = list(range(conversion.granularity.first_dense_layers))
+        return super().header(conversion) | {"mlp_only_layers": dense_layers}
+
+
+class _Qwen2Moe(_Qwen3Moe):
+    """Qwen2-MoE, the native twin of Qwen2: softmax over all experts, not renormalised; k is free.
+
+    llama.cpp never renormalises here, whatever the config says.
+    """
+
+    name = "qwen2_moe"
+    gates = "gates 1 but for about 2^-10"
+    holds = Holds(biases=("qkv",), any_head_dim=False, shared_expert=True, dense_layers=True)
+    active_experts_editable = True
+    block_error = 8e-3
+    constants: ClassVar = {**_Qwen3Moe.constants, "norm_topk_prob": False, "qkv_bias": True}
+
+    def gating(self, split: Granularity) -> Gating:
+        return replace(super().gating(split), renormalised=False, constant=float(split.num_experts))
+
+    def header(self, conversion: Conversion) -> dict[str, Any]:
+        size = conversion.layout.shared_size or EMPTY_SHARED_SIZE
+        return super().header(conversion) | {"shared_expert_intermediate_size": size}
+
+    def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
+        yield from super().experts(conversion, layer, prefix)
+        gate, width = f"{prefix}.shared_expert_gate.weight", conversion.dense.widths.model
+        yield conversion.constant(gate, (1, width), conversion.dtype, SHARED_GATE)
+        size = conversion.layout.shared_size or EMPTY_SHARED_SIZE
+        name = f"{prefix}.shared_expert.{{}}_proj.weight"
+        yield from conversion.shared(layer, name, size, down=2.0)
 
 
 class _GraniteMoe(TransformersFormat):
     """GraniteMoe, the native twin of Granite 3; with a shared expert GraniteMoeShared.
 
-    Experts are chosen by their logits and weighted by a softmax over the chosen. The experts of a
-    layer are stored together, in two tensors.
+    Experts are chosen by their logits and weighted by a softmax over the chosen.
     """
 
     name = "granitemoe"
-    class_name = "GraniteMoeForCausalLM"
-    servers = ("Transformers", "vLLM", "SGLang")
     score = "softmax_of_chosen"
     gates = "experts are chosen by exact logits"
-    holds = Holds(biases=("none", "qkvo"), multipliers=True, any_head_dim=False, shared_expert=True)
+    holds = Holds(
+        biases=("none", "qkvo"),
+        multipliers=("none", "constant"),
+        any_head_dim=False,
+        shared_expert=True,
+    )
     experts_key = "num_local_experts"
+    size_key = "intermediate_size"
     block_name = stored_block = "block_sparse_moe"
     router_name = "router"
     router_weight = "layer.weight"
     block_has_shared = False
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
-        config = super().header(conversion)
-        if conversion.layout.shared_size:
-            config["architectures"] = ["GraniteMoeSharedForCausalLM"]
-            config["model_type"] = "granitemoeshared"
-            config["shared_intermediate_size"] = conversion.layout.shared_size
-        return config
-
-    def moe_config(self, dense: DenseModel, split: Granularity) -> dict[str, Any]:
-        traits = dense.family.traits(dense.config)
-        multipliers = traits.multipliers
+        traits = conversion.dense.family.traits(conversion.dense.config)
+        multipliers, size = traits.multipliers, conversion.layout.shared_size
         attention = multipliers.attention
-        return {
-            "intermediate_size": split.expert_size,
-            "attention_bias": traits.qkv_bias,
+        config = super().header(conversion) | {
             "embedding_multiplier": multipliers.embedding,
             "residual_multiplier": multipliers.residual,
             "attention_multiplier": traits.head_dim**-0.5 if attention is None else attention,
             "logits_scaling": multipliers.logits_divisor,
         }
+        shared = {
+            "architectures": [CLASSES["granitemoeshared"]],
+            "model_type": "granitemoeshared",
+            "shared_intermediate_size": size,
+        }
+        return config | shared if size else config
 
-    def expert_tensors(
-        self, conversion: Conversion, layer: int, prefix: str
-    ) -> Iterator[TensorSpec]:
+    def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
         factor = self.gating(conversion.granularity).constant
         neurons_ES = conversion.layout.neurons_of_expert(layer)
-        yield from specs.linears(conversion, layer, neurons_ES, prefix, factor)
-        shared_S = conversion.layout.shared_neurons(layer)
-        if len(shared_S):
-            prefix = prefix.replace(self.block_name, "shared_mlp")
-            yield from map(_only, specs.linears(conversion, layer, shared_S[None], prefix, 1.0))
-
-
-def _only(spec: TensorSpec) -> TensorSpec:
-    return replace(spec, shape=spec.shape[1:], make=lambda: spec.make()[0])
+        names = (f"{prefix}.input_linear.weight", f"{prefix}.output_linear.weight")
+        yield from conversion.linears(layer, neurons_ES, names, factor)
+        shared_1S = conversion.layout.shared_neurons(layer)[None]
+        if shared_1S.numel():
+            for spec in conversion.linears(layer, shared_1S, names):
+                name = spec.name.replace(self.block_name, "shared_mlp")
+                make = partial(lambda of: of.make()[0], spec)
+                yield replace(spec, name=name, shape=spec.shape[1:], make=make)
 
 
 class _FlexOlmo(TransformersFormat):
     """FlexOlmo, the native twin of OLMo 2; in Transformers and vLLM."""
 
     name = "flex_olmo"
-    class_name = "FlexOlmoForCausalLM"
-    servers = ("Transformers", "vLLM", "SGLang")
-    holds = Holds(biases=("none", "qkvo"), qk_norm=("full",), norms_after=True, any_head_dim=False)
+    holds = Holds(biases=("none", "qkvo"), qk_norm=("full",), norms="after", any_head_dim=False)
+    size_key = "intermediate_size"
+    constants: ClassVar = {"norm_topk_prob": True}
 
-    def moe_config(self, dense: DenseModel, split: Granularity) -> dict[str, Any]:
-        return {
-            "intermediate_size": split.expert_size,
-            "norm_topk_prob": True,
-            "attention_bias": dense.family.traits(dense.config).qkv_bias,
+
+class _DotMoe(TransformersFormat):
+    """Our own: the dense decoder with experts of heads, and of neurons; its code lies beside it."""
+
+    name = "dotmoe"
+    servers = ("Transformers with dotmoe imported or trust_remote_code=True",)
+    holds = Holds(sliding_window=True)  # and all else: the decoder is the dense model's
+    active_experts_editable = True
+    scales_routers = folds = False
+
+    def refusal(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
+        if targets_of(split) == "ffn":
+            return f"{self.name} is for experts made of heads. Set targets to attention or both."
+        if split.target == "attention":  # whose sizes no stock implementation limits
+            return None
+        return self.no_kernel(dense, split, dtype)
+
+    def exactness(self, conversion: Conversion) -> str:
+        return "all weights are those that were split, and gates are 1 (exact)"
+
+    def notes(self, conversion: Conversion) -> list[str]:
+        return [
+            "Served by Transformers alone: vLLM, SGLang and llama.cpp have no attention of which "
+            "some heads run, and cannot load it. `import dotmoe` makes Transformers know it; "
+            "without dotmoe, give from_pretrained trust_remote_code=True, which runs "
+            f"{CODE.name} of this folder.",
+            "All keys and values are computed, so the KV cache is as large as the dense model's.",
+        ]
+
+    def header(self, conversion: Conversion) -> dict[str, Any]:
+        dense, heads = conversion.dense, conversion.layout.of_target("attention")
+        assert heads is not None  # `refusal` says otherwise
+        values: dict[str, Any] = dense.config.to_dict()
+        for key in ("transformers_version", "_name_or_path", "id2label", "label2id"):
+            values.pop(key, None)
+        family = values.pop("model_type")
+        ffn = conversion.layout.of_target("ffn")
+        return values | {
+            "architectures": ["DotMoeForCausalLM"],
+            "model_type": self.name,
+            "auto_map": {
+                "AutoConfig": f"{CODE.stem}.DotMoeConfig",
+                "AutoModelForCausalLM": f"{CODE.stem}.DotMoeForCausalLM",
+            },
+            # Phi-3 is Mistral's decoder with its projections fused, which are written apart.
+            "dense_model_type": "mistral" if family == "phi3" else family,
+            "head_dim": head_dim(dense.config),
+            "tie_word_embeddings": False,
+            "dtype": str(conversion.dtype).removeprefix("torch."),
+            "heads_of_experts": [
+                heads.neurons_of_expert(layer).flatten().tolist()
+                if layer in heads.moe_layers
+                else None
+                for layer in range(heads.num_layers)
+            ],
+            "head_experts": heads.num_experts,
+            "ffn_experts": ffn.num_experts if ffn else 0,
+            "ffn_expert_size": ffn.expert_size if ffn else 0,
+            self.active_experts_key: conversion.layout.active_experts,
+            "head_experts_per_tok": heads.active_experts if ffn else 0,
         }
 
+    def details(self, conversion: Conversion) -> dict[str, Any]:
+        dense, split = conversion.dense, conversion.granularity
+        fewer = replace(split, active_experts=split.active_experts - 1)
+        at_k, below = (count_parameters(dense.config, dense.family, of) for of in (split, fewer))
+        layers = dense.widths.layers - split.first_dense_layers
+        return {
+            "splits": [asdict(part) for part in parts_of(split)],
+            "parameters_of_an_expert": (at_k.active - below.active) // layers,
+        }
 
-FORMATS: dict[str, TransformersFormat] = {
-    form.name: form
-    for form in (
-        _Glm4Moe(),
-        _Mixtral(),
-        _Qwen2Moe(),
-        _Qwen3Moe(),
-        _GraniteMoe(),
-        _FlexOlmo(),
-        DotMoe(),
-    )
-}
+    def run_active_experts(self, model: nn.Module, layers: range, active_experts: int) -> None:
+        has_ffns = cast(Any, model).config.ffn_experts
+        cast(Any, model).config.num_experts_per_tok = active_experts
+        for layer in layers:
+            router = f"model.layers.{layer}." + ("mlp" if has_ffns else "self_attn.q_proj")
+            cast(Any, model.get_submodule(f"{router}.router")).active = active_experts
+
+    def layer_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
+        dense, layout = conversion.dense, conversion.layout
+        if layer not in layout.moe_layers:
+            yield from super().layer_tensors(conversion, layer)
+            return
+        ffn, place = layout.of_target("ffn"), f"model.layers.{layer}."
+        for name in layer_names(dense, layer, ffn=ffn is None):
+            if not name.endswith(("q_proj.weight", "q_proj.bias", "o_proj.weight")):
+                yield conversion.carried(name)
+        yield from self._heads(conversion, layer, f"{place}self_attn.")
+        if ffn:
+            yield conversion.router(layer, f"{place}mlp.router.weight", ffn)
+            names = (f"{place}mlp.experts.gate_up_proj", f"{place}mlp.experts.down_proj")
+            yield from conversion.linears(layer, ffn.neurons_of_expert(layer), names)
+
+    def _heads(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
+        """Router, queries and outputs of the experts of a layer's attention."""
+        dense, heads = conversion.dense, conversion.layout.of_target("attention")
+        assert heads is not None
+        traits, experts = dense.family.traits(dense.config), heads.num_experts
+        yield conversion.router(layer, f"{prefix}q_proj.router.weight", heads)
+        numbers_N = heads.neurons_of_expert(layer).flatten()
+
+        def of_experts(name: str, axis: int, shape: tuple[int, ...]) -> TensorSpec:
+            """A dense tensor with its heads along one axis, expert after expert: [E, ...]."""
+
+            def make() -> Tensor:
+                parts = conversion.tensors.read(name).chunk(len(numbers_N), dim=axis)
+                ordered = torch.cat([parts[number] for number in numbers_N], dim=axis)
+                return torch.stack(ordered.chunk(experts, dim=axis))
+
+            return TensorSpec(name=name, shape=shape, stored=conversion.stored(name), make=make)
+
+        width, rows = dense.widths.model, TARGETS["attention"].inputs(dense.config) // experts
+        for kind in ["weight", *(["bias"] if traits.qkv_bias else [])]:
+            name, tail = f"{prefix}q_proj.{kind}", (width,) * (kind == "weight")
+            if traits.qk_norm == "full":
+                yield conversion.carried(name)
+            else:
+                yield of_experts(name, 0, (experts, rows, *tail))
+        yield of_experts(f"{prefix}o_proj.weight", 1, (experts, width, rows))
+
+    def write(self, conversion: Conversion, folder: Path) -> list[str]:
+        shutil.copyfile(CODE, folder / CODE.name)
+        return super().write(conversion, folder)
+
+    def routed(self, model: nn.Module, target: str) -> list[tuple[nn.Module, nn.Module]]:
+        layers = cast(Any, model).model.layers
+        if target == "ffn":
+            return [(layer.mlp, layer.mlp) for layer in layers]
+        return [(layer.self_attn.q_proj, layer.self_attn.o_proj) for layer in layers]
+
+    def chosen_experts(self, block: nn.Module, x_TD: Tensor) -> Tensor:
+        return cast(Tensor, block.get_submodule("router")(x_TD))
+
+
+_MADE = (_Glm4Moe(), _Mixtral(), _Qwen2Moe(), _Qwen3Moe(), _GraniteMoe(), _FlexOlmo(), _DotMoe())
+FORMATS: dict[str, TransformersFormat] = {form.name: form for form in _MADE}
 """In order of preference: the first that can hold a model is its default."""
-AUTO = "auto"
 GGUF_NAMES = ("gguf", "gguf_glm4moe", "gguf_llama", "gguf_dense")
 """`gguf` is the first of the next two that can hold the model; `gguf_dense` is the dense model."""
 
@@ -262,19 +354,15 @@ def explained() -> str:
 
 
 def formats_like(name: str) -> dict[str, Format]:
-    """The formats of the container that a name asks for, in order of preference.
-
-    Raises:
-        UserError: There is no such format; the nearest name is given. Or gguf is not installed.
-    """
-    if name == AUTO or name in FORMATS:
+    """The formats of the container that a name asks for, in order of preference."""
+    if name == "auto" or name in FORMATS:
         return dict(FORMATS)
     if name in GGUF_NAMES:
-        from dotmoe.export import gguf_file, gguf_format  # an extra; the first says so
+        require_package("gguf", "gguf", f"export format {name}")
+        from dotmoe.export.gguf_format import GGUF_FORMATS
 
-        assert gguf_file
-        return {form.name: form for form in gguf_format.GGUF_FORMATS}
-    names = [AUTO, *FORMATS, *GGUF_NAMES]
+        return {form.name: form for form in GGUF_FORMATS}
+    names = ["auto", *FORMATS, *GGUF_NAMES]
     raise UserError(
         f"export format is {name!r}, which dotmoe cannot write. "
         f"Formats: {', '.join(names)}.{nearest(name, names)}"
@@ -284,14 +372,13 @@ def formats_like(name: str) -> dict[str, Format]:
 def format_for(dense: DenseModel, split: Granularity, name: str, dtype: torch.dtype) -> Format:
     """The format of that name, or for `auto` the first that can hold the model.
 
-    Raises:
-        UserError: None can; or that one cannot, and then those that can are named.
+    A refusal names those that can.
     """
-    if not 0 <= split.first_dense_layers < dense.widths.layers:
+    leading, layers = split.first_dense_layers, dense.widths.layers
+    if leading >= layers:
         raise UserError(
-            f"first_dense_layers is {split.first_dense_layers}, but the model has "
-            f"{dense.widths.layers} layers, of which at least one must be split. "
-            f"Choose 0 to {dense.widths.layers - 1}."
+            f"first_dense_layers is {leading}, but the model has {layers} layers, of which at "
+            f"least one must be split. Choose 0 to {layers - 1}."
         )
     forms = formats_like(name)
     refusals = {each: form.refusal(dense, split, dtype) for each, form in forms.items()}

@@ -1,28 +1,29 @@
-"""GGUF, the container of llama.cpp: written tensor by tensor, read back, given another k."""
+"""GGUF, the container of llama.cpp: written tensor by tensor, compared, run."""
 
 import shutil
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, quants
+from jaxtyping import Int
 from torch import Tensor
 
-from dotmoe.errors import UserError
-from dotmoe.export.format import TensorSpec
+from dotmoe import llama_cpp
+from dotmoe.checkpoint.from_gguf import GgufFile
+from dotmoe.checkpoint.on_disk import on_disk
+from dotmoe.errors import UserError, VerificationError
+from dotmoe.export.format import Conversion, TensorSpec
+from dotmoe.export.verify import logits_error, logits_of, top1_agreement
 from dotmoe.files import require_free
-from dotmoe.llama_cpp import most_active_experts
+from dotmoe.moe.masked import masked_by
 from dotmoe.progress import Update, no_update
 
-try:
-    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quants
-except ImportError as error:
-    raise UserError(
-        "the gguf package is not installed, and GGUF files are written with it. "
-        "Run pip install -e '.[gguf]' in the checkout."
-    ) from error
+if TYPE_CHECKING:
+    from dotmoe.export.gguf_format import GgufFormat
 
 _KINDS = {
     bool: GGUFValueType.BOOL,
@@ -31,6 +32,22 @@ _KINDS = {
     str: GGUFValueType.STRING,
     list: GGUFValueType.ARRAY,
 }
+EXACT_GATES_ERROR, SOFTMAX_GATES_ERROR = 1e-4, 5e-3
+"""Largest logits error in float32, of exactly binary gates and of those after a softmax."""
+STORED_ERROR = {"f32": 0.0, "f16": 1e-2, "bf16": 5e-2, "q8_0": 0.1, "q4_0": 0.6}
+"""What number formats add to that where nothing is routed; 4 bits were seen to add 0.3."""
+ROUTED_ERROR = 0.5
+"""Largest logits error where rounding decides at near-ties of the k-th place; another
+computation comes to 0.8 and more."""
+_REPORT = "Report this as a defect of dotmoe."
+PROBES = (
+    "Once upon a time, there was a little girl named Lily.",
+    "def f(x):\n\treturn x ** 2  # 1234567890, 3.14\n\n\nprint(f(12))  ",
+    "  two  spaces,   three;\n \n trailing \t tab",
+    "Grüße, café, naïve — “quotes” … 日本語 中文 한국어 Привет мир 🙂🚀 ½ ² ٣",
+    "I'm, you're, he'LL, don't; WE'VE 'tis 100,000.00 x=1e-5 {}[]()<>@#$%^&*",
+)
+"""Texts on which the tokenizers are compared: letters of many scripts, digits, spaces, lines."""
 
 
 def write_gguf(
@@ -40,17 +57,10 @@ def write_gguf(
     specs: Sequence[TensorSpec],
     on_progress: Update = no_update,
 ) -> None:
-    """Write a file; no more than one tensor is in memory.
+    """Write a file; no more than one tensor is in memory, and they are made in their order.
 
-    Args:
-        path: File to write, in an existing folder.
-        arch: `general.architecture`.
-        keys: Metadata in full; whole numbers become uint32, in lists int32.
-        specs: In the order in which to make them; names must differ, sizes be positive.
-        on_progress: Told tensors.
-
-    Raises:
-        UserError: The disk has too little room, or a weight does not fit into its number format.
+    `arch` is `general.architecture`, `keys` are all others; whole numbers become uint32, in lists
+    int32. A weight that does not fit into its number format is refused.
     """
     require_free(path.parent, sum(spec.num_bytes for spec in specs))
     with closing(GGUFWriter(path, arch)) as writer:
@@ -80,63 +90,12 @@ def encoded(spec: TensorSpec, made: Tensor) -> np.ndarray:
     return stored
 
 
-class GgufFile:
-    """A file, mapped into memory."""
-
-    def __init__(self, path: Path, *, writable: bool = False) -> None:
-        """Open a file.
-
-        Raises:
-            UserError: It is not there, or no GGUF.
-        """
-        if not path.is_file():
-            raise UserError(f"{path} does not exist. Name a .gguf file.")
-        try:
-            self.reader = GGUFReader(path, "r+" if writable else "r")
-        except (ValueError, KeyError, IndexError) as error:
-            raise UserError(f"{path} is no whole GGUF file ({error}). Export it again.") from error
-        except OSError as error:
-            raise UserError(f"{path} cannot be opened ({error.strerror}).") from error
-        self.path = path
-        self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
-        """By name; `data` is as stored, mapped: writing to it changes a writable file."""
-        self.keys = {key for key in self.reader.fields if not key.startswith("GGUF.")}
-        self.arch = str(self.metadata("general.architecture"))
-
-    def metadata(self, key: str) -> Any:
-        """A plain value; None where the key is missing."""
-        field = self.reader.fields.get(key)
-        return None if field is None else field.contents()
-
-    def size(self, key: str, default: int | None = None) -> int:
-        """A whole number of the architecture, by its key without the prefix.
-
-        Raises:
-            UserError: There is none, and no default.
-        """
-        found = self.metadata(f"{self.arch}.{key}")
-        found = default if found is None else found
-        if found is None:
-            raise UserError(f"{self.path} is no decoder: it lacks {key}. Name a model's GGUF file.")
-        return int(found)
-
-    def tensor(self, name: str) -> Tensor:
-        """Values, float32."""
-        stored = self.tensors[name]
-        values = quants.dequantize(stored.data, stored.tensor_type)
-        return torch.from_numpy(np.array(values, dtype=np.float32))
-
-
 def write_with_active_experts(path: Path, active_experts: int, out: Path) -> None:
-    """Copy a file that dotmoe exported, with another k; it is then what an export with it writes.
-
-    Raises:
-        UserError: llama.cpp cannot run so many experts.
-    """
+    """Copy a file with another k that llama.cpp can run; it is then what an export writes."""
     file = GgufFile(path)
     layers = file.size("block_count")
     moe_layers = layers - file.size("leading_dense_block_count", 0)
-    most = most_active_experts(len(file.tensors), layers, moe_layers)
+    most = llama_cpp.most_active_experts(len(file.tensors), layers, moe_layers)
     if active_experts > most:
         raise UserError(
             f"active_experts is {active_experts}, but llama.cpp's graph has room for {most} in "
@@ -152,3 +111,112 @@ def write_with_active_experts(path: Path, active_experts: int, out: Path) -> Non
         if name.endswith(".ffn_down_exps.scale"):
             tensor.data[:] = active_experts
     copy.reader.data.flush()
+
+
+def check_gguf(
+    form: "GgufFormat", conversion: Conversion, folder: Path, tokens_BT: Int[Tensor, "B T"]
+) -> tuple[dict[str, Any], list[str]]:
+    """Compare every key and byte of a file, and run it where llama-cpp-python is installed.
+
+    Needs memory for a few dense tensors; running, for the file and one decoder layer in float32.
+
+    Returns:
+        `tensors`, their number; `storing_error`, the largest root mean square error of one in root
+        mean squares of it; `run`, see `_run`, None where it was not run. And a sentence for each
+        limit exceeded; a difference in a key, byte or tokenised text is a `VerificationError`.
+    """
+    (path,) = folder.glob("*.gguf")
+    file, header, worst = GgufFile(path), form.header(conversion), 0.0
+    specs = {spec.name: spec for spec in form.tensors(conversion)}
+    for key in sorted((file.keys | header.keys()) - {"general.architecture"}):
+        wanted, value = header.get(key), file.metadata(key)
+        if value != (float(np.float32(wanted)) if isinstance(wanted, float) else wanted):
+            found = f"{str(value)[:40]!r} instead of {str(wanted)[:40]!r}"
+            raise VerificationError(f"{key} in {path} is {found}. {_REPORT}")
+    for name in sorted(file.tensors.keys() ^ specs.keys()):
+        raise VerificationError(f"{name} in {path} is missing or too much. {_REPORT}")
+    for name, spec in specs.items():
+        exact = spec.make().float()
+        if encoded(spec, exact).tobytes() != file.tensors[name].data.tobytes():
+            raise VerificationError(f"{name} in {path} is not what was written. {_REPORT}")
+        error, size = (float(x.square().mean().sqrt()) for x in (file.tensor(name) - exact, exact))
+        worst = max(worst, error / size if size else 0.0)
+    conversion.tensors.forget()
+    run = _run(form, conversion, file, tokens_BT) if llama_cpp.is_installed() else None
+    problems = [] if run is None else _problems(run, form, conversion.config.gguf_type)
+    return {"tensors": len(specs), "storing_error": worst, "run": run}, problems
+
+
+@torch.no_grad()
+def _run(
+    form: "GgufFormat", conversion: Conversion, file: GgufFile, tokens_BT: Int[Tensor, "B T"]
+) -> dict[str, Any]:
+    """llama.cpp beside float32 Transformers with the weights as stored, each routing for itself.
+
+    Errors are mean |differences| of a token's logits, in standard deviations of all logits.
+    """
+    dense, layout = conversion.dense, conversion.layout
+
+    def run(path: Path) -> tuple[Tensor, str, int]:
+        with llama_cpp.LlamaCppModel(path, context=tokens_BT.shape[1]) as model:
+            logits_TV = torch.cat([model.logits(row) for row in tokens_BT.cpu()])
+            return logits_TV, model.ask("version"), _compare_tokens(model, file, dense.tokenizer)
+
+    actual_TV, version, texts = run(file.path)
+    twin = on_disk(dense, dense.device, torch.float32)
+    expected_TV = dense_TV = logits_of(twin.model, tokens_BT)
+    all_experts_error = None
+    if form.splits:
+        with masked_by(twin, layout):
+            expected_TV = logits_of(twin.model, tokens_BT)
+    if form.splits and not layout.dropped_size:
+        copy = file.path.with_name(".all_experts.gguf")
+        try:
+            with suppress(UserError):  # llama.cpp has no room for so many experts
+                write_with_active_experts(file.path, layout.num_experts, copy)
+                all_experts_error = float(logits_error(run(copy)[0], dense_TV).median())
+        finally:
+            copy.unlink(missing_ok=True)
+    error_T = logits_error(actual_TV, expected_TV)
+    return {
+        "runtime": version,
+        "tokens": tokens_BT.numel(),
+        "logits_error": float(error_T.median()),
+        "largest_error": float(error_T.max()),
+        "top1_agreement": top1_agreement(actual_TV, expected_TV),
+        "all_experts_error": all_experts_error,
+        "tokenized_texts": texts,
+    }
+
+
+def _compare_tokens(model: llama_cpp.LlamaCppModel, file: GgufFile, stock: Any) -> int:
+    """How many texts were cut alike."""
+    kind = file.metadata("tokenizer.ggml.model")
+    if kind == "none":
+        return 0
+    for probe in PROBES:
+        # SentencePiece may put a space before a text that begins with one; Transformers may not.
+        text = probe.lstrip() if kind == "llama" else probe
+        expected, found = list(stock(text)["input_ids"]), model.tokenize(text)
+        if found != expected:
+            raise VerificationError(
+                f"llama.cpp tokenises {text[:24]!r} into {found[:12]}, but Transformers into "
+                f"{expected[:12]}. Export with --gguf-tokenizer none, and report this."
+            )
+    return len(PROBES)
+
+
+def _problems(run: dict[str, Any], form: "GgufFormat", gguf_type: str) -> list[str]:
+    is_exact = form.exponent is not None or not form.splits
+    limit = (EXACT_GATES_ERROR if is_exact else SOFTMAX_GATES_ERROR) + STORED_ERROR[gguf_type]
+    is_routed = form.splits and not (is_exact and gguf_type == "f32")
+    figures = [
+        ("masked dense model", run["logits_error"], max(limit, ROUTED_ERROR * is_routed)),
+        ("dense model, all experts on,", run["all_experts_error"] or 0.0, limit),
+    ]
+    return [
+        f"llama.cpp runs the file otherwise than the {what} is computed: logits of the median "
+        f"token differ by {value:.3g} standard deviations, limit {most:.3g}."
+        for what, value, most in figures
+        if not value <= most  # so that NaN fails too
+    ]

@@ -18,22 +18,13 @@ from typing import Any, Literal
 
 import torch
 from gguf import GGML_QUANT_VERSION, MODEL_ARCH_NAMES, LlamaFileType, get_tensor_name_map
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dotmoe.checkpoint.tensors import EMBEDDING, HEAD, NORM
-from dotmoe.errors import UserError
-from dotmoe.export import tensors as specs
-from dotmoe.export.format import (
-    BLOCKS,
-    Conversion,
-    Format,
-    Gating,
-    Holds,
-    TensorSpec,
-    unsupported_reason,
-)
-from dotmoe.export.gguf_check import check_gguf
-from dotmoe.export.gguf_file import write_gguf, write_with_active_experts
-from dotmoe.export.rope import frequency_factors, pairwise_order, scaling_keys, scaling_refusal
+from dotmoe.checkpoint import EMBEDDING, HEAD, NORM
+from dotmoe.export.format import BLOCKS, Conversion, Format, Gating, Holds, TensorSpec, layer_names
+from dotmoe.export.gguf_file import check_gguf, write_gguf
 from dotmoe.export.tokenizer import tokenizer_keys, tokenizer_name
 from dotmoe.granularity import Granularity
 from dotmoe.llama_cpp import most_active_experts_of
@@ -51,7 +42,7 @@ class GgufFormat(Format):
     """A decoder in LLaMA's form under llama.cpp's names; the dense model itself, in `gguf_dense`.
 
     Architecture `llama` rotates neighbouring entries of a head and reads frequency factors; the
-    others rotate halves, as Transformers does.
+    others rotate halves, as Transformers does, and know no scaling but a linear one.
     """
 
     name = "gguf_dense"
@@ -75,32 +66,34 @@ class GgufFormat(Format):
         """`general.architecture`."""
         return "qwen3" if dense.family.traits(dense.config).qk_norm == "head" else "llama"
 
-    def gating(self, granularity: Granularity) -> Gating:
-        active = float(granularity.active_experts)
+    def gating(self, split: Granularity) -> Gating:
+        active = float(split.active_experts)
         return Gating(score=self.score, renormalised=True, constant=active, only_in="llama.cpp")
 
-    def refusal(
-        self, dense: DenseModel, granularity: Granularity, dtype: torch.dtype
-    ) -> str | None:
-        reason = unsupported_reason(self, dense, granularity)
-        if reason is None and self.arch(dense) != "llama":
-            reason = scaling_refusal(dense.config, self.name)
+    def refusal(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
+        reason, kind = self.no_place(dense, split), dense.config.rope_parameters["rope_type"]
+        if reason is None and self.arch(dense) != "llama" and kind not in ("default", "linear"):
+            return (
+                f"rope_type is {kind!r}, but llama.cpp reads no frequency factors for {self.name} "
+                "and would silently rotate wrongly. Choose --format gguf_llama, which takes no "
+                "shared expert and no leading dense layers."
+            )
         if reason is not None or not self.splits:
             return reason
-        if not 2 <= granularity.num_experts <= MOST_EXPERTS:
-            return (
-                f"The layout has {granularity.num_experts} experts a layer, but llama.cpp takes 2 "
-                f"to {MOST_EXPERTS}. Choose another expert_size."
-            )
         traits, layers = dense.family.traits(dense.config), dense.widths.layers
-        most = most_active_experts_of(traits, granularity, layers, self.moe_tensors)
-        if granularity.active_experts <= most:
-            return None
-        return (
-            f"{granularity.active_experts} experts run per token, but llama.cpp's graph has room "
-            f"for {most} in a model of this form, and it aborts beyond. Choose --active-experts "
-            f"{most} or fewer, or larger experts."
-        )
+        most = most_active_experts_of(traits, split, layers, self.moe_tensors)
+        if not 2 <= split.num_experts <= MOST_EXPERTS:
+            reason = (
+                f"The layout has {split.num_experts} experts a layer, but llama.cpp takes 2 to "
+                f"{MOST_EXPERTS}. Choose another expert_size."
+            )
+        elif split.active_experts > most:
+            reason = (
+                f"{split.active_experts} experts run per token, but llama.cpp's graph has room for "
+                f"{most} in a model of this form, and it aborts beyond. Choose --active-experts "
+                f"{most} or fewer, or larger experts."
+            )
+        return reason
 
     def exactness(self, conversion: Conversion) -> str:
         return f"expert weights are those that were split, stored as {conversion.config.gguf_type}"
@@ -123,12 +116,13 @@ class GgufFormat(Format):
     def header(self, conversion: Conversion) -> dict[str, Any]:
         """All keys of the file but `general.architecture`, in full."""
         dense, config = conversion.dense, conversion.dense.config
-        head_dim = dense.family.traits(config).head_dim
+        head_dim, rope = dense.family.traits(config).head_dim, config.rope_parameters
+        scaling: dict[str, Any] = {}
         if self.arch(dense) == "llama":
             _, attention = frequency_factors(config)
-            scaling = {} if attention == 1.0 else {"scaling.attn_factor": attention}
-        else:
-            scaling = scaling_keys(config)
+            scaling = {} if attention == 1.0 else {"attn_factor": attention}
+        elif rope["rope_type"] == "linear":
+            scaling = {"type": "linear", "factor": float(rope["factor"])}
         keys = {
             "vocab_size": int(config.vocab_size),
             "context_length": self.context(dense),
@@ -140,9 +134,9 @@ class GgufFormat(Format):
             "attention.value_length": head_dim,
             "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
             "rope.dimension_count": head_dim,
-            "rope.freq_base": float(config.rope_parameters["rope_theta"]),
-            **{f"rope.{key}": value for key, value in scaling.items()},
-            **self._ffn_keys(conversion.granularity),
+            "rope.freq_base": float(rope["rope_theta"]),
+            **{f"rope.scaling.{key}": value for key, value in scaling.items()},
+            **self._ffn_keys(conversion),
         }
         stored = conversion.config.gguf_type.upper()
         file_type = LlamaFileType[f"{'ALL' if stored == 'F32' else 'MOSTLY'}_{stored}"]
@@ -154,33 +148,29 @@ class GgufFormat(Format):
             **self._tokenizer(conversion)[0],
         }
 
-    def _ffn_keys(self, split: Granularity) -> dict[str, Any]:
-        return {"feed_forward_length": split.units}
+    def _ffn_keys(self, conversion: Conversion) -> dict[str, Any]:
+        return {"feed_forward_length": conversion.granularity.units}
 
     def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
-        """See `Format.tensors`. A tied head is left out: llama.cpp then takes the embedding."""
-        specs.require_no_others(conversion, self.name)
+        """A tied head is left out: llama.cpp then takes the embedding."""
+        conversion.require_no_others(self.name)
         dense = conversion.dense
-        outside = [EMBEDDING, NORM] + [HEAD] * (not dense.config.tie_word_embeddings)
-        yield from (self._carried(conversion, name) for name in outside)
+        for name in [EMBEDDING, NORM] + [HEAD] * (not dense.config.tie_word_embeddings):
+            yield self._carried(conversion, name)
         factors = frequency_factors(dense.config)[0] if self.arch(dense) == "llama" else None
         if factors is not None:
-            shape = tuple(factors.shape)
-            yield TensorSpec(
-                name="rope_freqs.weight", shape=shape, stored="F32", make=lambda: factors
-            )
+            name, shape = "rope_freqs.weight", tuple(factors.shape)
+            yield TensorSpec(name=name, shape=shape, stored="F32", make=lambda: factors)
         for layer in range(dense.widths.layers):
-            names = specs.carried_names(dense, layer)
             is_split = self.splits and layer in conversion.layout.moe_layers
-            if not is_split:
-                names += [dense.family.ffn_tensor(layer, part) for part in specs.PROJECTIONS]
-            yield from (self._carried(conversion, name) for name in names)
+            for name in layer_names(dense, layer, ffn=not is_split):
+                yield self._carried(conversion, name)
             if is_split:
                 yield from self._moe_tensors(conversion, layer)
 
     def _carried(self, conversion: Conversion, name: str) -> TensorSpec:
         """A dense tensor; where neighbours are rotated, its heads in that order."""
-        dense, spec = conversion.dense, specs.carried(conversion, name)
+        dense, spec = conversion.dense, conversion.carried(name)
         config, arch = dense.config, self.arch(dense)
         rotated = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         heads = rotated.get(name.split(".")[-2], 0)
@@ -207,31 +197,19 @@ class GgufFormat(Format):
 
     def _moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
         """Router and experts of a split layer; experts are the dense neurons, stacked."""
-        router = specs.router(conversion, layer, f"blk.{layer}.ffn_gate_inp.weight")
+        router = conversion.router(layer, f"blk.{layer}.ffn_gate_inp.weight")
         yield replace(router, stored="F32")
         neurons_ES = conversion.layout.neurons_of_expert(layer).cpu()
-        for projection in specs.PROJECTIONS:
-            spec = specs.stacked_experts(conversion, layer, projection, neurons_ES)
+        for projection in ("gate", "up", "down"):
+            spec = conversion.stacked(layer, projection, neurons_ES)
             yield self._stored(conversion, spec, f"blk.{layer}.ffn_{projection}_exps.weight")
 
     def write(self, conversion: Conversion, folder: Path) -> list[str]:
         path = folder / f"model-{conversion.config.gguf_type}.gguf"
-        arch = self.arch(conversion.dense)
-        specs = list(self.tensors(conversion))
-        write_gguf(path, arch, self.header(conversion), specs, conversion.on_progress)
+        arch, made = self.arch(conversion.dense), list(self.tensors(conversion))
+        write_gguf(path, arch, self.header(conversion), made, conversion.on_progress)
         conversion.tensors.forget()
         return [path.name]
-
-    def with_active_experts(self, folder: Path, active_experts: int) -> tuple[Path, Path]:
-        found = sorted(folder.glob("*.gguf"))
-        if len(found) != 1:
-            raise UserError(
-                f"{folder} has {len(found)} GGUF files, but an export has one. "
-                "Move the others away."
-            )
-        changed = folder / f".{found[0].name}.new"
-        write_with_active_experts(found[0], active_experts, changed)
-        return changed, found[0]
 
 
 class GgufGlm4Moe(GgufFormat):
@@ -251,12 +229,13 @@ class GgufGlm4Moe(GgufFormat):
     def arch(self, dense: DenseModel) -> str:
         return "glm4moe"
 
-    def _ffn_keys(self, split: Granularity) -> dict[str, Any]:
+    def _ffn_keys(self, conversion: Conversion) -> dict[str, Any]:
+        split = conversion.granularity
         return {
             "feed_forward_length": split.units,
             "expert_feed_forward_length": split.expert_size,
             "expert_count": split.num_experts,
-            "expert_shared_count": specs.shared_experts(split),
+            "expert_shared_count": conversion.shared_experts,
             "leading_dense_block_count": split.first_dense_layers,
             "expert_gating_func": SOFTMAX_OF_CHOSEN,
             "expert_weights_norm": False,
@@ -268,9 +247,9 @@ class GgufGlm4Moe(GgufFormat):
         yield from super()._moe_tensors(conversion, layer)
         split = conversion.granularity
         bias = f"blk.{layer}.exp_probs_b.bias"
-        yield specs.constant(bias, (split.num_experts,), torch.float32, 0.0)
-        size = specs.shared_experts(split) * split.expert_size
-        for spec in specs.shared(conversion, layer, f"blk.{layer}.ffn_{{}}_shexp.weight", size):
+        yield conversion.constant(bias, (split.num_experts,), torch.float32, 0.0)
+        size = conversion.shared_experts * split.expert_size
+        for spec in conversion.shared(layer, f"blk.{layer}.ffn_{{}}_shexp.weight", size):
             yield self._stored(conversion, spec, spec.name)
 
 
@@ -290,7 +269,8 @@ class GgufLlama(GgufFormat):
         "that of llama-cpp-python 0.3.36.",
     )
 
-    def _ffn_keys(self, split: Granularity) -> dict[str, Any]:
+    def _ffn_keys(self, conversion: Conversion) -> dict[str, Any]:
+        split = conversion.granularity
         return {
             "feed_forward_length": split.expert_size,
             "expert_count": split.num_experts,
@@ -301,7 +281,7 @@ class GgufLlama(GgufFormat):
         yield from super()._moe_tensors(conversion, layer)
         split = conversion.granularity
         shape, value = (split.num_experts,), float(split.active_experts)
-        yield specs.constant(f"blk.{layer}.ffn_down_exps.scale", shape, torch.float32, value)
+        yield conversion.constant(f"blk.{layer}.ffn_down_exps.scale", shape, torch.float32, value)
 
 
 GGUF_FORMATS = (GgufGlm4Moe(), GgufLlama(), GgufFormat())
@@ -313,3 +293,32 @@ def _names(arch: str, num_layers: int) -> Any:
     """llama.cpp's names of an architecture's tensors."""
     (member,) = [each for each, name in MODEL_ARCH_NAMES.items() if name == arch]
     return get_tensor_name_map(member, num_layers)
+
+
+def pairwise_order(num_heads: int, head_dim: int) -> Int[Tensor, " R"]:
+    """Rows of a query or key projection in the order that arch `llama` rotates them in.
+
+    Transformers rotates entry i of a head with entry i + head_dim / 2; arch `llama` rotates
+    neighbours. Row 2 i of the result is row i, and row 2 i + 1 is row i + head_dim / 2.
+
+    Example:
+        >>> pairwise_order(1, 6)
+        tensor([0, 3, 1, 4, 2, 5])
+    """
+    rows = torch.arange(num_heads * head_dim).view(num_heads, 2, head_dim // 2)
+    return rows.transpose(1, 2).flatten()
+
+
+def frequency_factors(config: Any) -> tuple[Float[Tensor, " F"] | None, float]:
+    """What arch `llama` divides the plain frequencies by, and multiplies sine and cosine by.
+
+    Any static scaling (llama3, linear, yarn) is such a division, so one tensor [head_dim / 2] of
+    float32 states it exactly, from the frequencies of Transformers; None where nothing is scaled.
+    """
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
+        return None, 1.0
+    scaled, attention = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+    exponents = torch.arange(len(scaled), dtype=torch.float64) / len(scaled)
+    factors = float(rope["rope_theta"]) ** -exponents / scaled.double()
+    return factors.float(), float(attention)

@@ -1,4 +1,4 @@
-"""What an export leaves on record beside the weights, and whether its files are as written."""
+"""The record and the card of an export, whether its files are as written, and k changed in them."""
 
 import hashlib
 import json
@@ -7,27 +7,38 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import jinja2
+from huggingface_hub import ModelCardData
+
 from dotmoe import __version__
-from dotmoe.errors import UserError
+from dotmoe.errors import UserError, require_package
 from dotmoe.export.format import Conversion, Format
 from dotmoe.files import (
     Checksum,
-    DamagedError,
     checksums,
     damage_in,
     read_json,
     read_with_checksum,
     with_checksum,
+    write_json,
+    write_text,
 )
 from dotmoe.granularity import Granularity
 from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import TARGETS
 from dotmoe.parameters import count_parameters
+from dotmoe.tables import Table, figure, percent, table_of, to_markdown
 
 RECORD_FILE = "dotmoe.json"
-"""Where the record lies in an exported folder."""
 CONFIG_FILE = "config.json"
+CARD_FILE = "README.md"
+_TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _REMEDY = "Export the run again: dotmoe export RUN OUT."
 _EDITED = "k was changed after export"
+_SIZES = (
+    *("num_experts", "expert_size", "active_experts"),
+    *("shared_size", "dropped_size", "first_dense_layers"),
+)
 _COUNTS = ("stored", "active", "active_with_routers", "active_without_embeddings")
 
 
@@ -36,11 +47,9 @@ class ExportRecord:
     """Content of `dotmoe.json`."""
 
     name: str
-    """Name of the exported folder."""
     format: str
     servers: list[str]
     exactness: str
-    """What is exact and what is not, in a clause."""
     source: str
     """Dense model that the conversion began with: hub name or folder."""
     revision: str | None
@@ -60,14 +69,13 @@ class ExportRecord:
     active_fraction: float
     """Share of a split layer's FFN neurons in the dense model that run per token."""
     verified_active_experts: int
-    """The k of the export, at which `routers` and `verification` were measured."""
+    """The k at which `routers` and `verification` were measured."""
     active_experts_key: str
     active_experts_editable: bool
     parameters: dict[str, int]
     """Exact counts: `dense`, of a MoE `_COUNTS`, and `written`: of all numbers in the files, with a
     tied head written out and what only the architecture wants, such as zeros."""
     files: list[str]
-    """Weight files."""
     total_bytes: int
     routers: list[dict[str, Any]]
     """Scale of each split layer's router; see `routers.scale_routers`."""
@@ -87,17 +95,13 @@ class ExportRecord:
 
     @classmethod
     def load(cls, folder: Path) -> "ExportRecord":
-        """The record of an exported folder.
-
-        Raises:
-            UserError: There is none, it is damaged, or it is not one of this version.
-        """
+        """The record of an exported folder; there must be one, whole and of this version."""
         path = folder / RECORD_FILE
         if not path.is_file():
             raise UserError(f"{folder} holds no {RECORD_FILE}. Name an export of dotmoe.")
         try:
             return cls(**read_with_checksum(path))
-        except DamagedError as error:
+        except UserError as error:
             raise UserError(f"{error}. {_REMEDY}") from error
         except TypeError as error:
             raise UserError(
@@ -105,13 +109,9 @@ class ExportRecord:
             ) from error
 
     def with_active_experts(self, active_experts: int) -> "ExportRecord":
-        """The record of the same weights run with another k, 1 to E.
-
-        What was measured stays, and a note says at which k.
-        """
-        expert = self.details.get(
-            "parameters_of_an_expert", 3 * self.model_width * self.expert_size
-        )
+        """The record of the same weights with another k; what was measured stays, with a note."""
+        expert = 3 * self.model_width * self.expert_size
+        expert = self.details.get("parameters_of_an_expert", expert)
         layers = self.num_layers - self.first_dense_layers
         more = (active_experts - self.active_experts) * expert * layers
         neurons = self.dropped_size + self.shared_size + self.num_experts * self.expert_size
@@ -151,15 +151,9 @@ class ExportRecord:
 def record_of(
     conversion: Conversion, form: Format, folder: Path, origin: DenseModel, **found: Any
 ) -> ExportRecord:
-    """The record of a written folder, whose files are read for their checksums.
-
-    `found` has the fields name, files, routers, verification, problems and notes.
-    """
+    """The record of a written folder; `found` has all that follows from nothing else."""
     dense, split = conversion.dense, conversion.granularity
-    names = ("num_experts", "expert_size", "active_experts", "shared_size", "dropped_size")
-    sizes: dict[str, Any] = {
-        name: getattr(split, name) if form.splits else 0 for name in (*names, "first_dense_layers")
-    }
+    sizes: dict[str, Any] = {name: getattr(split, name) if form.splits else 0 for name in _SIZES}
     whole = Granularity(num_experts=1, expert_size=dense.widths.ffn, active_experts=1)
     counts = asdict(count_parameters(dense.config, dense.family, split if form.splits else whole))
     details, specs = form.details(conversion), list(form.tensors(conversion))
@@ -189,19 +183,15 @@ def record_of(
         total_bytes=sum(spec.num_bytes for spec in specs),
         details=details,
         checksums=checksums(folder, [path.relative_to(folder).as_posix() for path in paths]),
-        config_sha256=_config_sha256(folder, form.active_experts_key) if has_config else None,
+        config_sha256=_config_and_k(folder, form.active_experts_key)[0] if has_config else None,
     )
 
 
 def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
-    """Refuse an exported folder of which a file is not as the export left it.
+    """Refuse an exported folder of which a file, or k, is not as the export or an edit left it.
 
-    A folder without a record passes: it is not ours. The cost is that of SHA-256 over the
-    checkpoint; wrong sizes are found first. `read_weights` False compares only the size of weight
-    files, for who does not use them.
-
-    Raises:
-        UserError: A file is missing, truncated or altered, or k is not that of the record.
+    A folder without a record passes: it is not ours. Wrong sizes are found first. `read_weights`
+    False compares only the size of weight files, for who does not use them.
     """
     if not (folder / RECORD_FILE).is_file():
         if folder.name == "5_export":
@@ -216,8 +206,7 @@ def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
         raise UserError(f"{damage}. {_REMEDY}")
     if record.config_sha256 is None:
         return
-    require_config(folder, record)
-    active_experts = read_json(folder / CONFIG_FILE).get(record.active_experts_key)
+    active_experts = _require_config(folder, record)
     if active_experts != record.active_experts:
         raise UserError(
             f"{folder / CONFIG_FILE} runs {active_experts} experts per token, but {RECORD_FILE} "
@@ -226,22 +215,165 @@ def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
         )
 
 
-def require_config(folder: Path, record: ExportRecord) -> None:
-    """Refuse an exported folder whose config is another than the export wrote, but for k.
-
-    Raises:
-        UserError: It is missing, truncated or altered.
-    """
-    if _config_sha256(folder, record.active_experts_key) != record.config_sha256:
+def _require_config(folder: Path, record: ExportRecord) -> Any:
+    """The k of an exported folder's config, which must be what the export wrote but for that."""
+    sha256, active_experts = _config_and_k(folder, record.active_experts_key)
+    if sha256 != record.config_sha256:
         raise UserError(
             f"{folder / CONFIG_FILE} has been altered: its SHA-256 without "
             f"{record.active_experts_key} is not that of what was written. {_REMEDY}"
         )
+    return active_experts
 
 
-def _config_sha256(folder: Path, active_experts_key: str) -> str:
-    """SHA-256 of what an exported folder's config says besides k."""
+def _config_and_k(folder: Path, active_experts_key: str) -> tuple[str, Any]:
+    """SHA-256 of what an exported folder's config says besides k, and k."""
     config = read_json(folder / CONFIG_FILE)
-    config.pop(active_experts_key, None)
+    active_experts = config.pop(active_experts_key, None)
     text = json.dumps(config, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode()).hexdigest(), active_experts
+
+
+def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
+    """Change how many experts of an exported folder run (k, 1 to E); its weights stay as they are.
+
+    What decides what a runtime does is replaced last and in one step: a process that is killed
+    leaves a model with the old k or one with the new, and the same call finishes what it left.
+    After an error in writing, such as a full disk, all files are the old ones. The card's
+    perplexities, measured with the old k, are left out of the new one.
+
+    Raises:
+        UserError: No such export, it is damaged, its weights depend on k, or k out of range.
+    """
+    record = ExportRecord.load(folder)
+    require_free_k(folder, record, active_experts)
+    if record.config_sha256 is not None:
+        _require_config(folder, record)
+    changed = record.with_active_experts(active_experts)
+    path = folder / (record.files[0] if record.config_sha256 is None else CONFIG_FILE)
+    new = path.with_name(f".{path.name}.new")
+    renamed = {new: path}
+    try:
+        if record.config_sha256 is None:
+            require_package("gguf", "gguf", f"{path}, a GGUF,")
+            from dotmoe.export.gguf_file import write_with_active_experts
+
+            write_with_active_experts(path, active_experts, new)
+            sums = record.checksums | {path.name: checksums(folder, [new.name])[new.name]}
+            changed = replace(changed, checksums=sums)
+        else:
+            write_json(new, read_json(path) | {record.active_experts_key: active_experts})
+        for name, text in ((CARD_FILE, card_text(changed)), (RECORD_FILE, changed.to_json())):
+            written = folder / f".{name}.new"
+            renamed = {written: folder / name} | renamed
+            write_text(written, text)
+        for written, place in renamed.items():  # needs no room, and the config comes last
+            written.replace(place)
+    finally:
+        for written in renamed:
+            written.unlink(missing_ok=True)
+    return changed
+
+
+def require_free_k(folder: Path, record: ExportRecord, active_experts: int) -> None:
+    """Refuse a k that is out of range, or any where the weights of an export depend on it."""
+    if not record.num_experts:
+        raise UserError(f"{folder} holds a dense model, which has no experts. Name a MoE.")
+    if not 1 <= active_experts <= record.num_experts:
+        raise UserError(
+            f"active_experts is {active_experts}, but {folder} has {record.num_experts} experts a "
+            f"layer. Choose 1 to {record.num_experts}."
+        )
+    if not record.active_experts_editable:
+        raise UserError(
+            f"k of {folder} is {record.active_experts} and cannot be changed: the weights of "
+            f"{record.format} are made for it. Export the run again: dotmoe export RUN OUT "
+            f"--format {record.format} --active-experts {active_experts}."
+        )
+
+
+def write_model_card(folder: Path, record: ExportRecord, results: Table | None = None) -> None:
+    """Write `README.md`; call it again with results once the exported model has been evaluated."""
+    (folder / CARD_FILE).write_text(card_text(record, results), encoding="utf-8")
+
+
+def card_text(record: ExportRecord, results: Table | None = None) -> str:
+    """The content of `README.md`."""
+    gguf = record.details if "arch" in record.details else None
+    kind = ["mixture-of-experts", "moe"] if record.num_experts else []
+    # `base_model` must be a hub name, so a local folder is left out.
+    head = ModelCardData(
+        base_model=record.source if record.revision else None,
+        base_model_relation=("quantized" if gguf else "finetune") if record.revision else None,
+        library_name="gguf" if gguf else "transformers",
+        pipeline_tag="text-generation",
+        tags=["dotmoe", *kind, "gguf" if gguf else record.format],
+    )
+    how, compared = _comparison(record)
+    counts = {name.replace("_", " "): count for name, count in record.parameters.items()}
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    splits = record.details.get("splits", [asdict(record) | {"target": "ffn"}])
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        r=record,
+        head=head.to_yaml(),
+        gguf=gguf,
+        splits=[each | {"units": TARGETS[each["target"]].units_named} for each in splits],
+        parameters=_figures(("parameters", "count"), counts),
+        how=how,
+        compared=_figures(("comparison", "value"), compared),
+        routing=_routing(record) if record.routers else None,
+        results=None if results is None else to_markdown(results),
+    )
+
+
+def _figures(columns: tuple[str, str], values: dict[str, Any]) -> str:
+    rows = [(name, figure(value)) for name, value in values.items() if value is not None]
+    return to_markdown(Table(columns=columns, rows=rows))
+
+
+def _comparison(record: ExportRecord) -> tuple[str, dict[str, Any]]:
+    """How the export was compared, and what came out."""
+    found = record.verification
+    if found is None:
+        return "", {}
+    ends = "logit errors are medians over tokens, in standard deviations of the logits."
+    if "layers" in found:
+        figures = found["layers"][0].keys() - {"target"}
+        worst = {key: max(layer[key] for layer in found["layers"]) for key in figures}
+        how = f"Reloaded as `{found['loaded_class']}` and compared in float32 on {found['tokens']} "
+        how += f"tokens at k = {record.verified_active_experts}"
+        first = {
+            "worst median relative error of a block": worst["block_error"],
+            "worst 95th percentile of it": worst["block_error_tail"],
+            "largest share of outlier tokens": worst["outliers"],
+            "worst share of misrouted tokens in a layer": worst["misrouted"],
+        }
+        run, all_on = found, found["dense_error"]
+    else:
+        first = {f"largest relative error of {found['tensors']} tensors": found["storing_error"]}
+        if found["run"] is None:
+            return "Not run in llama.cpp: llama-cpp-python was not installed.", first
+        run, all_on = found["run"], found["run"]["all_experts_error"]
+        how = f"Run in llama-cpp-python {run['runtime']} on {run['tokens']} tokens beside float32 "
+        how += "Transformers with the weights as stored"
+    return f"{how}; {ends}", first | {
+        "logit error against the masked dense model": run["logits_error"],
+        "share of tokens with the same top token": run["top1_agreement"],
+        "logit error against the dense model, all experts on": all_on,
+    }
+
+
+def _routing(record: ExportRecord) -> str:
+    """The worst layer of each runtime."""
+
+    def worst(key: str, show: Any) -> Any:
+        return lambda rows: show(max((row[key] for row in rows), key=abs))
+
+    columns = {
+        "router as in": lambda rows: rows[0]["runtime"],
+        "misrouted tokens": worst("misrouted", percent),
+        "gate deviation (95 % of tokens)": worst("gate_deviation", figure),
+        "common factor, less 1": worst("gain_error", figure),
+    }
+    layers = zip(*(router["runtimes"] for router in record.routers), strict=True)
+    return to_markdown(table_of(layers, columns))

@@ -3,9 +3,8 @@
 Router rows times 2^-p give all experts the same weight but for `l 2^-p`, and keep their order; a
 constant of the format makes that weight 1. p is bounded on both sides: gates deviate from 1 by
 about `l 2^-p`, and most runtimes rank experts after a softmax or sigmoid in float32, where logits
-closer than 2^(p-22) become ties. At std(l) 2^-p = 2^-10.7 both losses are small.
-
-Where a model is exported few runtimes are at hand, so their routers are imitated here.
+closer than 2^(p-22) become ties. At std(l) 2^-p = 2^-10.7 both losses are small. Few runtimes are
+at hand where a model is exported, so their routers are imitated here.
 """
 
 import math
@@ -42,29 +41,28 @@ class Runtime(NamedTuple):
     """What differs between the routers of runtimes."""
 
     name: str
-    ranks_logits: bool
+    ranks_logits: bool = False
     """Experts are chosen by their logits, otherwise by their scores in float32."""
-    logits_in_float32: bool
-    rounds_weights: bool
+    logits_in_float32: bool = False
+    rounds_weights: bool = False
     """Weights are rounded to the dtype of the model."""
-    rounds_sum: bool
+    rounds_sum: bool = False
     """The logarithm of the sum of exponentials is, too."""
 
 
 def runtimes_of(gating: Gating) -> list[Runtime]:
     """The runtimes of formats with such a gating, and how each routes."""
-    own, casts = gating.score == "softmax_of_chosen", gating.cast_to_model_dtype
-    rounds = gating.logits_in_model_dtype
+    own, casts = gating.score == "softmax_of_chosen", gating.casts
     if gating.only_in is not None:
-        return [Runtime(gating.only_in, own, True, False, False)]
+        return [Runtime(gating.only_in, own, logits_in_float32=True)]
     if gating.score == "sigmoid":
-        return [Runtime("all runtimes", False, True, casts, False)]
+        return [Runtime("all runtimes", logits_in_float32=True)]
     return [
-        Runtime("Transformers", own, not rounds, casts, False),
-        Runtime("vLLM on CUDA", False, not rounds, False, False),
-        Runtime("SGLang", True, not rounds, False, False),
-        Runtime("vLLM on a CPU", True, not rounds, rounds, rounds),
-        Runtime("llama.cpp", False, True, False, False),
+        Runtime("Transformers", own, rounds_weights=casts),
+        Runtime("vLLM on CUDA"),
+        Runtime("SGLang", ranks_logits=True),
+        Runtime("vLLM on a CPU", ranks_logits=True, rounds_weights=True, rounds_sum=True),
+        Runtime("llama.cpp", logits_in_float32=True),
     ]
 
 
@@ -88,17 +86,16 @@ def route(
     return chosen_TK, weights_TK.to(dtype).float() if runtime.rounds_weights else weights_TK
 
 
-def shortfall(
-    logits_TE: Float[Tensor, "T E"], chosen_TK: Int[Tensor, "T K"]
-) -> Float[Tensor, " T"]:
-    """How far the best expert left out lies above the worst one chosen; 0 or less: a right choice.
+def misrouted_share(logits_TE: Float[Tensor, "T E"], chosen_TK: Int[Tensor, "T K"]) -> float:
+    """Share of tokens that leave out an expert with a larger logit than one that they chose.
 
     Example:
-        >>> shortfall(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([[0, 1]]))
-        tensor([1.])
+        >>> misrouted_share(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([[0, 1]]))
+        1.0
     """
-    left_out = logits_TE.scatter(1, chosen_TK, -torch.inf).amax(dim=1)
-    return left_out - logits_TE.gather(1, chosen_TK).amin(dim=1)
+    left_out_T = logits_TE.scatter(1, chosen_TK, -torch.inf).amax(dim=1)
+    chosen_T = logits_TE.gather(1, chosen_TK).amin(dim=1)
+    return float((left_out_T > chosen_T).double().mean())
 
 
 def runtime_routing(
@@ -122,7 +119,7 @@ def runtime_routing(
     # 2^-p passes through every rounding, so scaling the logits is scaling the rows.
     float32_TE = router_logits(x_TD, router_ED)
     rounded_TE = (x_TD @ router_ED.T).float()
-    rows = []
+    rows = list[dict[str, Any]]()
     for runtime in runtimes_of(gating):
         logits_TE = float32_TE if runtime.logits_in_float32 else rounded_TE
         scaled_TE = logits_TE * 2.0**-exponent
@@ -130,14 +127,8 @@ def runtime_routing(
         error_TK = gating.constant * weights_TK.double() - 1
         gain = float(error_TK.median())
         deviation = float(error_TK.abs().amax(dim=1).quantile(0.95))
-        rows.append(
-            {
-                "runtime": runtime.name,
-                "misrouted": float((shortfall(logits_TE, chosen_TK) > 0).double().mean()),
-                "gate_deviation": max(0.0, deviation - abs(gain)),
-                "gain_error": gain,
-            }
-        )
+        row = {"runtime": runtime.name, "misrouted": misrouted_share(logits_TE, chosen_TK)}
+        rows.append(row | {"gate_deviation": max(0.0, deviation - abs(gain)), "gain_error": gain})
     return rows
 
 
@@ -168,7 +159,7 @@ def scale_routers(
     dtype: torch.dtype,
     exponent: int | None = None,
 ) -> list[dict[str, Any]]:
-    """The scale of every split layer's router, from what it sees in the masked model.
+    """The scale of every split layer's router, from what it sees in the masked model on real text.
 
     Args:
         dense: A dense model that can run, in float32.
@@ -216,10 +207,7 @@ def at_routers(
     look: Callable[[int, Tensor], None],
     target: str = "ffn",
 ) -> None:
-    """Run the masked model once; `look` is given each split layer and its router's input [T, D].
-
-    The routers are those of one target.
-    """
+    """Run the masked model once; `look` is given each split layer and its router's input [T, D]."""
 
     def show(layer: int, x: Tensor) -> None:
         look(layer, x.flatten(0, -2))
@@ -255,10 +243,9 @@ def routing_problems(scales: Sequence[Mapping[str, Any]], num_tokens: int) -> li
 
 def routing_notes(scales: Sequence[Mapping[str, Any]]) -> list[str]:
     """What a user must know of the first token, if it is tied."""
-    tied = [str(scale["layer"]) for scale in scales if scale["first_token_is_tied"]]
-    if not tied:
-        return []
-    return [
-        f"The first token of every text is at a near-tie in layer {', '.join(tied)}: runtimes may "
-        "send it to different experts, and then perplexity and texts differ between them."
-    ]
+    tied = ", ".join(str(scale["layer"]) for scale in scales if scale["first_token_is_tied"])
+    note = (
+        f"The first token of every text is at a near-tie in layer {tied}: runtimes may send it to "
+        "different experts, and then perplexity and texts differ between them."
+    )
+    return [note] if tied else []

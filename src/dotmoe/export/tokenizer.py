@@ -47,20 +47,13 @@ class UnknownTokenizerError(Exception):
 def tokenizer_keys(
     dense: DenseModel, choice: Literal["auto", "none"], source: str
 ) -> tuple[Values, list[str]]:
-    """The tokenizer of a dense model, or `none` and the reason where llama.cpp has no such one.
+    """Keys of the tokenizer, `none` where llama.cpp has no such one, and what differs in it.
 
     A file with tokenizer `none` runs token ids; a tokenizer that cuts text into other tokens than
     the model was trained on would be silently wrong, so an unknown one is never guessed.
 
-    Args:
-        dense: The dense model.
-        choice: `none` leaves it out.
-        source: Name of the dense model. llama.cpp looks for `phi-3` in it, and where it finds that
-            lets special tokens take the spaces after them, so `general.name` says so if and only if
-            the tokenizer does.
-
-    Returns:
-        Keys, and a sentence for each difference to Transformers.
+    llama.cpp looks for `phi-3` in `general.name`, the last part of `source`, and where it finds
+    that lets special tokens take the spaces after them: it is there if and only if they do.
     """
     name = re.sub("phi-?3", "Phi 3", Path(source).name, flags=re.IGNORECASE)
     notes: list[str] = []
@@ -89,9 +82,8 @@ def tokenizer_keys(
 
 def tokenizer_name(keys: Values) -> str:
     """`gpt2`, `llama` or `none` (token ids only); after a slash the rule that cuts text."""
-    return "/".join(
-        keys[f"tokenizer.ggml.{key}"] for key in ("model", "pre") if f"tokenizer.ggml.{key}" in keys
-    )
+    model, pre = (keys.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    return f"{model}/{pre}" if pre else str(model)
 
 
 def _keys(dense: DenseModel, backend: Any, parts: Values, notes: list[str]) -> Values:
@@ -209,14 +201,13 @@ def _sentencepiece(
     parts: Values, tokens: list[str], types: list[TokenType], notes: list[str]
 ) -> Values:
     """The keys; marks the byte tokens and the unknown one among the types."""
-    model = parts["model"]
-    for byte in range(256):
-        name = f"<0x{byte:02X}>"
-        if name not in model["vocab"]:
+    model, vocabulary = parts["model"], parts["model"]["vocab"]
+    for name in (f"<0x{byte:02X}>" for byte in range(256)):
+        if name not in vocabulary:
             raise UnknownTokenizerError(f"the byte {name} is not in its vocabulary")
-        types[model["vocab"][name]] = TokenType.BYTE
-    if model.get("unk_token") in model["vocab"]:
-        types[model["vocab"][model["unk_token"]]] = TokenType.UNKNOWN
+        types[vocabulary[name]] = TokenType.BYTE
+    if model.get("unk_token") in vocabulary:
+        types[vocabulary[model["unk_token"]]] = TokenType.UNKNOWN
     if model.get("ignore_merges"):
         raise UnknownTokenizerError("it takes words that are tokens whole")
     prefix = _puts_space_first(parts)
@@ -251,21 +242,18 @@ def _scores(parts: Values, tokens: list[str], types: list[TokenType]) -> list[fl
     merges = [(left, right) for left, right in parts["model"]["merges"]]
     rank_of: dict[str, int] = {}
     last = None
-    for rank, pair in enumerate(merges):
-        token = "".join(pair)
+    for rank, (left, right) in enumerate(merges):
+        token = left + right
         if token in rank_of and token != last:
             raise UnknownTokenizerError(f"the merges of {token!r} do not stand together")
         rank_of.setdefault(token, rank)
         last = token
     vocabulary, known = parts["model"]["vocab"], set(merges)
     for token, number in vocabulary.items():
-        if types[number] != TokenType.NORMAL:
-            continue
-        for cut in range(1, len(token)):
-            pair = token[:cut], token[cut:]
-            if pair not in known and pair[0] in vocabulary and pair[1] in vocabulary:
-                parts_said = " and ".join(map(repr, pair))
-                raise UnknownTokenizerError(f"{parts_said} are not merged into {token!r}")
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        for left, right in pairs if types[number] == TokenType.NORMAL else ():
+            if (left, right) not in known and left in vocabulary and right in vocabulary:
+                raise UnknownTokenizerError(f"{left!r} and {right!r} are not merged into {token!r}")
     return [
         -float(rank_of.get(text, len(merges))) if kind == TokenType.NORMAL else 0.0
         for text, kind in zip(tokens, types, strict=True)

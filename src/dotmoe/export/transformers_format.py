@@ -1,34 +1,63 @@
 """What all exported Transformers architectures share: a decoder in LLaMA's form with new FFNs."""
 
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate, count, pairwise
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-from dotmoe.checkpoint.tensors import EMBEDDING, HEAD, NORM
-from dotmoe.export import tensors as specs
-from dotmoe.export.format import Conversion, Format, Gating, TensorSpec
-from dotmoe.export.safetensors_file import write_checkpoint
-from dotmoe.export.server_limits import limits_met
+from dotmoe.checkpoint import DTYPES, EMBEDDING, HEAD, NORM
+from dotmoe.export.format import PROJECTIONS, Conversion, Format, Gating, TensorSpec, layer_names
 from dotmoe.export.verify import verify
-from dotmoe.files import read_json, write_json
+from dotmoe.files import require_free, write_json
 from dotmoe.granularity import Granularity
-from dotmoe.models.dense import DenseModel
+from dotmoe.progress import Update, no_update
 
 _COPIED = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("vocab_size", "rms_norm_eps", "initializer_range", "attention_dropout", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
+_GRANITE = ("granitemoe", "granitemoeshared")
+_LIMITS = {
+    ("biases", ("vLLM",), ("qwen3_moe",)): "The output projection of attention has no bias: "
+    "o_proj.bias is dropped without a word.",
+    ("biases", ("vLLM", "SGLang"), _GRANITE): "Attention has no biases: all of them are dropped "
+    "without a word.",
+    ("shared experts", ("SGLang",), ("glm4_moe",)): "On NVIDIA GPUs the shared expert is run as "
+    "one more routed expert, which works for a single one only: more than one stops the load, "
+    "unless --disable-shared-experts-fusion is given.",
+    ("head width", ("SGLang",), ("mixtral",)): "head_dim is not read: heads wider than "
+    "hidden_size / heads are cut without a word, narrower ones stop the load.",
+    ("scaled RoPE", ("SGLang",), ("mixtral", *_GRANITE)): "RoPE scaling is not read, and "
+    "rope_theta is cut to a whole number.",
+    ("window", ("SGLang",), ("mixtral",)): "The sliding window is not read: right only up to the "
+    "window (--context-length).",
+    ("dense layers", ("llama.cpp",), ("qwen2_moe",)): "This architecture cannot be loaded with "
+    "dense layers.",
+    ("dense layers", ("SGLang",), ("qwen2_moe", "qwen3_moe")): "Every layer is built with experts, "
+    "whatever mlp_only_layers says: the tensors of a dense layer are skipped and its experts stay "
+    "unset.",
+}
+"""A feature, the servers that cannot do it in these `model_type`s, and what they do instead. Each
+was found in a server's source; tests/serving keeps where."""
 
 
 class TransformersFormat(Format):
     """A Transformers checkpoint: config.json, safetensors, tokenizer. A subclass adds its own."""
 
-    class_name: str
+    servers: tuple[str, ...] = ("Transformers", "vLLM", "SGLang")
     experts_key: str = "num_experts"
+    size_key: str = "moe_intermediate_size"
+    """Key of config.json with the neurons of an expert."""
+    constants: ClassVar[dict[str, Any]] = {}
+    """Further keys of config.json."""
     block_name: str = "mlp"
     stored_block: str = "mlp"
     """Name of the block in the files."""
@@ -50,15 +79,10 @@ class TransformersFormat(Format):
     """Transformers rounds the weights of the experts to the dtype of the model."""
     gates: str = "gates 1 but for about 2^-11"
 
-    def gating(self, granularity: Granularity) -> Gating:
-        """See `Format.gating`: a softmax over all, renormalised over the chosen k."""
-        return Gating(
-            score=self.score,
-            renormalised=True,
-            constant=float(granularity.active_experts),
-            cast_to_model_dtype=self.casts_weights,
-            logits_in_model_dtype=True,
-        )
+    def gating(self, split: Granularity) -> Gating:
+        """Renormalised over the chosen k."""
+        k = float(split.active_experts)
+        return Gating(score=self.score, renormalised=True, constant=k, casts=self.casts_weights)
 
     def exactness(self, conversion: Conversion) -> str:
         factor = "E" if self.active_experts_editable else "k"
@@ -84,16 +108,17 @@ class TransformersFormat(Format):
         back to its own default when it finds `rope_parameters` alone.
         """
         dense, split = conversion.dense, conversion.granularity
+        traits = dense.family.traits(dense.config)
         rope = {key: each for key, each in dense.config.rope_parameters.items() if key != "type"}
         theta = rope.pop("rope_theta")
         dtype = str(conversion.dtype).removeprefix("torch.")
-        return {
-            "architectures": [self.class_name],
+        config = {
+            "architectures": [CLASSES[self.name]],
             "model_type": self.name,
             **{key: getattr(dense.config, key, None) for key in _COPIED},
             "hidden_act": "silu",
             "intermediate_size": dense.widths.ffn,
-            "head_dim": dense.family.traits(dense.config).head_dim,
+            "head_dim": traits.head_dim,
             "max_position_embeddings": self.context(dense),
             "rope_theta": theta,
             "rope_scaling": None if rope["rope_type"] == "default" else dict(rope),
@@ -103,44 +128,45 @@ class TransformersFormat(Format):
             "dtype": dtype,
             self.experts_key: split.num_experts,
             self.active_experts_key: split.active_experts,
-            **self.moe_config(dense, split),
+            self.size_key: split.expert_size,
             "output_router_logits": False,
+            **self.constants,
         }
-
-    def moe_config(self, dense: DenseModel, split: Granularity) -> dict[str, Any]:
-        """What config.json says of the experts besides E and k."""
-        return {}
+        if self.holds.sliding_window:
+            config["sliding_window"] = traits.sliding_window
+        if len(self.holds.biases) > 1:
+            config["attention_bias"] = traits.qkv_bias
+        return config
 
     def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
-        specs.require_no_others(conversion, self.name)
-        yield specs.carried(conversion, EMBEDDING)
+        conversion.require_no_others(self.name)
+        yield conversion.carried(EMBEDDING)
         for layer in range(conversion.layout.num_layers):
-            for name in specs.carried_names(conversion.dense, layer):
-                yield specs.carried(conversion, name)
-            if layer in conversion.layout.moe_layers:
-                prefix = f"model.layers.{layer}.{self.stored_block}"
-                weight = f"{prefix}.{self.router_name}.{self.router_weight}"
-                yield specs.router(conversion, layer, weight)
-                yield from self.expert_tensors(conversion, layer, prefix)
-            else:
-                for projection in specs.PROJECTIONS:
-                    name = conversion.dense.family.ffn_tensor(layer, projection)
-                    yield specs.carried(conversion, name)
-        yield specs.carried(conversion, NORM)
-        yield specs.carried(conversion, HEAD)
+            yield from self.layer_tensors(conversion, layer)
+        yield conversion.carried(NORM)
+        yield conversion.carried(HEAD)
 
-    def expert_tensors(
-        self, conversion: Conversion, layer: int, prefix: str
-    ) -> Iterator[TensorSpec]:
+    def layer_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
+        """The tensors of one decoder layer."""
+        dense, is_split = conversion.dense, layer in conversion.layout.moe_layers
+        for name in layer_names(dense, layer, ffn=not is_split):
+            yield conversion.carried(name)
+        if is_split:
+            prefix = f"model.layers.{layer}.{self.stored_block}"
+            weight = f"{prefix}.{self.router_name}.{self.router_weight}"
+            yield conversion.router(layer, weight)
+            yield from self.experts(conversion, layer, prefix)
+
+    def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
         """What a split layer's block holds besides the router."""
         constant = self.gating(conversion.granularity).constant
         neurons_ES = conversion.layout.neurons_of_expert(layer)
         # Projection outside, expert inside: the slices of one dense matrix follow each other.
-        for projection, part in zip(specs.PROJECTIONS, self.parts, strict=True):
+        for projection, part in zip(PROJECTIONS, self.parts, strict=True):
             factor = constant if projection == "down" else 1.0
             for expert, neurons_S in enumerate(neurons_ES):
                 name = f"{prefix}.experts.{expert}.{part}.weight"
-                yield specs.neurons(conversion, layer, projection, neurons_S, name, factor=factor)
+                yield conversion.neurons(layer, projection, neurons_S, name, factor)
 
     def write(self, conversion: Conversion, folder: Path) -> list[str]:
         dense = conversion.dense
@@ -149,17 +175,10 @@ class TransformersFormat(Format):
         generation = dense.folder / "generation_config.json"
         if generation.is_file():
             shutil.copyfile(generation, folder / generation.name)
-        max_bytes = int(conversion.config.max_shard_gib * 2**30)
-        files = write_checkpoint(
-            self.tensors(conversion), folder, max_bytes, conversion.on_progress
-        )
+        most = int(conversion.config.max_shard_gib * 2**30)
+        files = write_checkpoint(self.tensors(conversion), folder, most, conversion.on_progress)
         conversion.tensors.forget()
         return files
-
-    def with_active_experts(self, folder: Path, active_experts: int) -> tuple[Path, Path]:
-        path, changed = folder / "config.json", folder / ".config.json.new"
-        write_json(changed, read_json(path) | {self.active_experts_key: active_experts})
-        return changed, path
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The FFN blocks of a reloaded model, by layer; each maps [B, T, D] to [B, T, D]."""
@@ -181,3 +200,68 @@ class TransformersFormat(Format):
         blocks = self.blocks(model)
         for layer in layers:
             cast(Any, blocks[layer].get_submodule(self.router_name)).top_k = active_experts
+
+
+def limits_met(config: Mapping[str, Any]) -> list[str]:
+    """What servers get wrong about an exported config, each a sentence with the server's name."""
+    rope, window = config["rope_parameters"], config.get("sliding_window")
+    has = {
+        "biases": config.get("attention_bias"),
+        "shared experts": config.get("n_shared_experts", 0) > 1,
+        "head width": config["head_dim"] * config["num_attention_heads"] != config["hidden_size"],
+        "scaled RoPE": rope["rope_type"] != "default" or rope["rope_theta"] % 1,
+        "window": window is not None and window < config["max_position_embeddings"],
+        "dense layers": config.get("mlp_only_layers"),
+    }
+    return [
+        f"{server}: {says}"
+        for (feature, servers, formats), says in _LIMITS.items()
+        if has[feature] and config["model_type"] in formats
+        for server in servers
+    ]
+
+
+def write_checkpoint(
+    specs: Iterable[TensorSpec], folder: Path, max_bytes: int, on_progress: Update = no_update
+) -> list[str]:
+    """Write `model.safetensors`, or `model-0000i-of-0000n.safetensors` with an index.
+
+    No more than one tensor is in memory. Files have `max_bytes` at most; a single larger tensor
+    gets a file of its own. Gives the names of the weight files, in order.
+    """
+    by_name: dict[str, TensorSpec] = {}
+    for spec in specs:
+        # Some servers crash on tensors without elements.
+        assert spec.num_bytes > 0, f"{spec.name} is empty"
+        assert spec.name not in by_name, f"{spec.name} comes twice"
+        by_name[spec.name] = spec
+    plan = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda spec: spec.num_bytes,
+        filename_pattern="model{suffix}.safetensors",
+        get_storage_id=lambda spec: None,
+        max_shard_size=max_bytes,
+    )
+    total, done = sum(spec.num_bytes for spec in by_name.values()), count(1)
+    require_free(folder, total)
+    for file_name, names in plan.filename_to_tensors.items():
+        ordered = [by_name[name] for name in names]
+        # Widest number format first keeps every tensor aligned to its own size, as maps expect.
+        ordered.sort(key=lambda spec: -DTYPES[spec.stored].itemsize)
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        ends = accumulate((spec.num_bytes for spec in ordered), initial=0)
+        for spec, offsets in zip(ordered, pairwise(ends), strict=True):
+            header[spec.name] = {"dtype": spec.stored, "shape": spec.shape, "data_offsets": offsets}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with (folder / file_name).open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for spec in ordered:
+                tensor = spec.make().to(DTYPES[spec.stored]).contiguous()
+                assert tuple(tensor.shape) == spec.shape, f"{spec.name} is {tuple(tensor.shape)}"
+                file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+                on_progress(next(done), len(by_name), "tensors written")
+    if plan.is_sharded:
+        index = {"metadata": {"total_size": total}, "weight_map": plan.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return list(plan.filename_to_tensors)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dotmoe.checkpoint.on_disk import exported_on_disk, on_disk
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.export.format import Conversion
-from dotmoe.export.routers import MISROUTED, largest_share, outliers_in, shortfall
+from dotmoe.export.routers import MISROUTED, largest_share, misrouted_share, outliers_in
 from dotmoe.files import read_json
 from dotmoe.granularity import parts_of
 from dotmoe.layout import ExpertLayout
@@ -40,10 +40,7 @@ standard errors; it grows alike."""
 
 @torch.no_grad()
 def verify(
-    form: "TransformersFormat",
-    conversion: Conversion,
-    folder: Path,
-    tokens_BT: Int[Tensor, "B T"],
+    form: "TransformersFormat", conversion: Conversion, folder: Path, tokens_BT: Int[Tensor, "B T"]
 ) -> tuple[dict[str, Any], list[str]]:
     """Check an exported folder block by block, at its own k, and at k = E.
 
@@ -60,9 +57,6 @@ def verify(
         and `logits_error_tail`, `top1_agreement`: against the masked dense model with the same
         routes, in standard deviations of the logits. `dense_error`: against the dense model at
         k = E, None where k is not free or neurons are dropped.
-
-    Raises:
-        VerificationError: The folder is not what was to be written, or Transformers cannot load it.
     """
     if read_json(folder / "config.json") != form.header(conversion):
         raise VerificationError(f"config.json in {folder} is not what was written. Export again.")
@@ -76,9 +70,8 @@ def verify(
     def compare(
         part: ExpertLayout, layer: int, router: nn.Module, _: nn.Module, args: Any, output: Tensor
     ) -> None:
-        x_TD, seen_TN = inputs[layer].flatten(0, -2), args[0].flatten(0, -2)
-        chosen_TK = form.chosen_experts(router, x_TD)
-        routes[part.target][layer], actual_TD = chosen_TK, output.flatten(0, -2)
+        x_TD, seen_TN, actual_TD = (x.flatten(0, -2) for x in (inputs[layer], args[0], output))
+        chosen_TK = routes[part.target][layer] = form.chosen_experts(router, x_TD)
         layers.append(_compare(form, conversion, part, layer, x_TD, chosen_TK, seen_TN, actual_TD))
         conversion.on_progress(len(layers), num_blocks, "layers verified")
 
@@ -90,9 +83,8 @@ def verify(
                 seeing = partial(compare, part, layer, router)
                 hooks.enter_context(block.register_forward_hook(seeing))
         logits_TV = logits_of(exported, tokens_BT)
-    at_full_TV = None
-    is_whole = layout.beside is None and not layout.dropped_size
-    if form.active_experts_editable and is_whole:
+    at_full_TV = dense_error = None
+    if form.active_experts_editable and layout.beside is None and not layout.dropped_size:
         form.run_active_experts(exported, layout.moe_layers, layout.num_experts)
         at_full_TV = logits_of(exported, tokens_BT)
     loaded_class = f"{type(exported).__module__}.{type(exported).__qualname__}"
@@ -107,7 +99,6 @@ def verify(
             given.enter_context(routed(exact, part, choose))
         same_routes_TV = logits_of(exact.model, tokens_BT)
     error_T = logits_error(logits_TV, same_routes_TV)
-    dense_error = None
     if at_full_TV is not None:
         dense_error = float(logits_error(at_full_TV, logits_of(exact.model, tokens_BT)).median())
     found = {
@@ -166,10 +157,7 @@ def _compare(
     seen_TN: Tensor,
     actual_TD: Tensor,
 ) -> dict[str, Any]:
-    """What a block computed beside the binary-gate one (eq:moe_output) for the experts it chose.
-
-    It has seen what its router did, or if it is an output projection the heads.
-    """
+    """What a block computed beside the binary-gate one (eq:moe_output) for the experts it chose."""
     dense, tensors, target = conversion.dense, conversion.tensors, TARGETS[layout.target]
 
     def weights(*names: str) -> Iterator[Tensor]:
@@ -180,6 +168,7 @@ def _compare(
 
     logits_TE = x_TD.double() @ layout.router_LED[layer].to(x_TD.device).double().T
     outliers_T = outliers_in(logits_TE)
+    typical_T = ~outliers_T
     mask_TN = neuron_mask(chosen_TK, layout, layer)
     if not form.block_has_shared:
         mask_TN[:, layout.shared_neurons(layer).to(mask_TN.device)] = False
@@ -191,13 +180,13 @@ def _compare(
         if dense.family.traits(dense.config).output_bias:
             names.append(names[0].replace("weight", "bias"))
         exact_TD = F.linear(seen_TN * target.of_columns(mask_TN, dense.config), *weights(*names))
-    error_T = relative_error(actual_TD, exact_TD)[~outliers_T]
+    error_T = relative_error(actual_TD, exact_TD)[typical_T]
     return {
         "layer": layer,
         **({} if target.name == "ffn" else {"target": target.name}),
         "block_error": float(error_T.median()),
         "block_error_tail": float(error_T.quantile(0.95)),
-        "misrouted": float((shortfall(logits_TE, chosen_TK)[~outliers_T] > 0).double().mean()),
+        "misrouted": misrouted_share(logits_TE[typical_T], chosen_TK[typical_T]),
         "outliers": float(outliers_T.double().mean()),
     }
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from dotmoe.checkpoint.tensors import Tensors
+from dotmoe.checkpoint import Tensors
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import (
     fsdp_mesh,
@@ -28,7 +28,7 @@ from dotmoe.distributed import (
 )
 from dotmoe.files import write_json
 from dotmoe.layout import ExpertLayout
-from dotmoe.load import LoadConfig, load_dense, resolved_dtype
+from dotmoe.load import LoadConfig, fill_own_rows, is_sharded, load_dense, resolved_dtype
 from dotmoe.models.dense import DenseModel
 from dotmoe.moe.masked import recomputing
 from dotmoe.moe.objective import (
@@ -42,7 +42,6 @@ from dotmoe.moe.router import Routing
 from dotmoe.moe.sparse import EXPERT_WEIGHTS, SparseFFN, make_sparse
 from dotmoe.options import above, at_least, between
 from dotmoe.parameters import compute_constants, meta_model
-from dotmoe.sharded_weights import fill_own_rows, is_sharded
 from dotmoe.training.loop import DEFAULT_TRAINING, OnStep, ParameterGroup, TrainingConfig, train
 
 MODEL, LAYOUT = "model", "layout.safetensors"

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dotmoe.checkpoint.folder import tensor_files
-from dotmoe.checkpoint.tensors import Tensors
+from dotmoe.checkpoint import Tensors, tensor_files
 from dotmoe.data import TokenBlocks
 from dotmoe.errors import UserError
 from dotmoe.files import read_json, write_json

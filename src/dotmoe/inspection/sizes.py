@@ -9,7 +9,7 @@ import torch
 import tyro
 from tyro.conf import Positional
 
-from dotmoe.checkpoint.tensors import Tensors
+from dotmoe.checkpoint import Tensors
 from dotmoe.errors import UserError
 from dotmoe.granularity import ExpertsConfig, Granularity, parts_of, targets_of
 from dotmoe.models.family import DecoderTraits, Family, Widths, widths_of

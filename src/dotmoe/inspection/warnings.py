@@ -22,7 +22,7 @@ def warnings_for(sizes: Sizes, asked: InspectConfig, rope_type: str) -> list[str
     split, widths, traits = sizes.split, sizes.widths, sizes.traits
     of_neurons = split.target == "ffn"
     size, experts, active = split.expert_size, split.num_experts, split.active_experts
-    only_llama = rope_type == "llama3" or traits.output_bias  # not held by gguf_glm4moe
+    only_llama = rope_type in ("llama3", "yarn") or traits.output_bias  # not in gguf_glm4moe
     most = most_active_experts_of(traits, split, widths.layers, 5 if only_llama else 8)
     served = not sizes.has_heads
     window = traits.sliding_window or widths.context
