@@ -123,10 +123,12 @@ def export(
     )
     device = dense.device if dense.device.type != "meta" else torch.device("cpu")
     exact = on_disk(dense, device, torch.float32)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out} exists already. Remove it, or export to another folder.")
     unverified = out.with_name(out.name + "_unverified")
-    with complete_folder(out) as folder:
-        if (unverified / RECORD_FILE).is_file():  # left by an earlier try
-            shutil.rmtree(unverified)
+    if (unverified / RECORD_FILE).is_file():  # left by an earlier try
+        shutil.rmtree(unverified)
+    with complete_folder(unverified) as folder:
         sample_BT = sample_tokens(token_ids, config.scale_tokens, form.context(dense))
         routers = []
         if form.splits and form.scales_routers:
@@ -164,10 +166,10 @@ def export(
         )
         (folder / RECORD_FILE).write_text(record.to_json())
         write_model_card(folder, record)
-        if problems:
-            folder.rename(unverified)
-            more = f" ({len(problems)} such figures)" if len(problems) > 1 else ""
-            raise VerificationError(
-                f"{problems[0]}{more} The export is kept, unverified, as {unverified}."
-            )
+    if problems:
+        more = f" ({len(problems)} such figures)" if len(problems) > 1 else ""
+        raise VerificationError(
+            f"{problems[0]}{more} The export is kept, unverified, as {unverified}."
+        )
+    unverified.rename(out)
     return record

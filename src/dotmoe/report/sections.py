@@ -87,7 +87,10 @@ def _size(found: RunResults, results: Values) -> Blocks:
     ]
     blocks.append(counts_table({"dense_total": counts["dense"], **counts}, "Parameters, counted"))
     if export:
-        blocks.append(f"The files hold {in_bytes(export['total_bytes'])} in {export['dtype']}.")
+        blocks.append(
+            f"The files hold {in_bytes(export['total_bytes'])} in {export['dtype']}, format "
+            f"{export['format']}, which runs in {', '.join(export['servers'])}."
+        )
     if export and split.target != "attention":
         # Three matrices of the model width by neurons each; a product and its sum are two.
         layers, a_neuron = export["num_layers"], 6 * export["model_width"]
