@@ -7,8 +7,14 @@ import torch
 from scipy.optimize import brentq
 from scipy.special import expit
 
-from dotmoe.moe.losses import balance_loss, z_loss
-from dotmoe.moe.router import router_logits, soft_top_k, straight_through_top_k, top_k_mask
+from dotmoe.moe.router import (
+    balance_loss,
+    router_logits,
+    soft_top_k,
+    straight_through_top_k,
+    top_k_mask,
+    z_loss,
+)
 
 
 def logits(tokens=6, experts=9, dtype=torch.float64, scale=2.0):

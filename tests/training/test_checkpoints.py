@@ -31,8 +31,8 @@ DAMAGES = {
     "file missing": (lambda c: (c / TENSORS).unlink(), rf"{TENSORS} is missing"),
     "index altered": (lambda c: alter(c / ".metadata"), r"\.metadata has been altered"),
     "step altered": (lambda c: alter(c / "values.json"), r"values.json has been altered"),
-    "manifest truncated": (lambda c: truncate(c / MANIFEST), rf"{MANIFEST} is truncated or has"),
-    "manifest missing": (lambda c: (c / MANIFEST).unlink(), rf"{MANIFEST} is missing"),
+    "manifest truncated": (lambda c: truncate(c / MANIFEST), rf"{MANIFEST} is missing, truncated"),
+    "manifest missing": (lambda c: (c / MANIFEST).unlink(), rf"{MANIFEST} is missing, truncated"),
 }
 
 

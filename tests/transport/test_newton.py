@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from dotmoe.transport import balanced_plan, plan, sinkhorn
+from dotmoe.transport import balanced_plan, newton, sinkhorn
 
 SHAPES = [(512, 16), (24, 6), (40, 2), (30, 30), (7, 1)]
 WIDER_SHAPES = [(2960, 148), (1280, 10), (128, 128), (999, 27)]
@@ -145,7 +145,7 @@ def test_blocks_do_not_change_the_plan(std: float, monkeypatch: pytest.MonkeyPat
     whole = balanced_plan(A, capacity=8, tau=0.1)
     (gradient,) = torch.autograd.grad((whole.plan * weight).sum(), A)
     # Blocks of 12 neurons, the last one shorter.
-    monkeypatch.setattr(plan, "CACHED_ELEMENTS", 100)
+    monkeypatch.setattr(newton, "CACHED_ELEMENTS", 100)
     parts = balanced_plan(A, capacity=8, tau=0.1)
     assert parts.num_passes == whole.num_passes
     # Without AVX the sums of blocks differ by 3e-6 in a saturated plan.

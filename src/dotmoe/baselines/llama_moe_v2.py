@@ -21,9 +21,13 @@ from torch import Tensor
 from dotmoe.baselines.contract import LayerSplit, SplitInputs, balanced_kmeans, means
 from dotmoe.layout import ALWAYS_ON
 from dotmoe.models.dense import DenseModel
-from dotmoe.moe.losses import IGNORED, distillation_loss, next_token_labels
 from dotmoe.moe.masked import watched
-from dotmoe.moe.objective import hidden_states
+from dotmoe.moe.objective import (
+    IGNORED,
+    distillation_loss,
+    hidden_states,
+    next_token_labels,
+)
 from dotmoe.transport import greedy_assignment
 
 

@@ -24,9 +24,8 @@ from dotmoe.baselines.contract import LayerSplit, SplitInputs
 from dotmoe.baselines.without_data import weight_clusters
 from dotmoe.calibrate import unit_logits
 from dotmoe.models.dense import DenseModel
-from dotmoe.moe.losses import distillation_loss, next_token_labels
 from dotmoe.moe.masked import gated
-from dotmoe.moe.objective import hidden_states
+from dotmoe.moe.objective import distillation_loss, hidden_states, next_token_labels
 
 THRESHOLD = 0.5
 _SEPARATION = 1e-2

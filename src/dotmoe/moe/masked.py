@@ -17,7 +17,6 @@ from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import GatedFFN
 from dotmoe.models.targets import TARGETS, Target
-from dotmoe.moe.losses import product_in_float32
 from dotmoe.moe.router import Routing, kernels_for, router_logits
 
 
@@ -355,3 +354,12 @@ def _expert_sums(values_TN: Tensor, expert_of_neuron_N: Tensor, num_experts: int
         return product_in_float32(values_TN, members)
     sums_TE = torch.zeros(len(values_TN), num_experts, dtype=dtype)
     return sums_TE.index_add_(1, expert_of_neuron_N, values_TN.to(dtype))
+
+
+def product_in_float32(left: Tensor, right: Tensor) -> Tensor:
+    """Matrix product; that of 16-bit factors is accumulated and returned in float32."""
+    if left.dtype not in (torch.bfloat16, torch.float16):
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()

@@ -10,8 +10,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.moe.losses import balance_loss, z_loss
-
 Surrogate = Literal["softmax", "soft_top_k"]
 """`softmax` is the paper's; `soft_top_k` has rows of the mask's own sum."""
 Routed = tuple[Float[Tensor, "T E"], Int[Tensor, "T K"]]
@@ -57,6 +55,25 @@ class Routing:
         z, balance = zip(*(self.losses or []), strict=True)
         self.losses = None
         return torch.stack(z).mean(), torch.stack(balance).mean()
+
+
+def z_loss(logits_TE: Float[Tensor, "T E"]) -> Float[Tensor, ""]:
+    """Mean over tokens of logsumexp(L)^2 (eq:z_loss); keeps router logits small."""
+    return torch.logsumexp(logits_TE, dim=1).square().mean()
+
+
+def balance_loss(
+    logits_TE: Float[Tensor, "T E"], mask_TE: Float[Tensor, "T E"]
+) -> Float[Tensor, ""]:
+    """Load balancing E * sum_e f_e * p_e (eq:balance_loss).
+
+    f_e is the share of tokens routed to expert e, a count without a gradient, p_e its mean softmax
+    probability over all tokens and experts (over the chosen ones it would be a constant). From k,
+    all experts used evenly, to E, the same k experts for every token.
+    """
+    share_E = mask_TE.detach().mean(dim=0)
+    probability_E = torch.softmax(logits_TE, dim=1).mean(dim=0)
+    return logits_TE.shape[1] * (share_E * probability_E).sum()
 
 
 def router_logits(x_TD: Float[Tensor, "T D"], router_ED: Float[Tensor, "E D"]) -> Tensor:

@@ -39,11 +39,8 @@ class Checkpoints:
         """Write one checkpoint; all ranks together. Older ones go when it is whole on disk.
 
         Plain tensors and values, which are for JSON, are equal on all ranks; of a DTensor each rank
-        writes its part.
-
-        Raises:
-            OSError: The disk is full, or the like. Nothing of this checkpoint is left then, and the
-                others are as they were.
+        writes its part. Where that fails, with an `OSError` if the disk is full, nothing of this
+        checkpoint is left and the others are as they were.
         """
         partial = self.folder / f".step_{step:08d}.partial"
         broadcast_from_rank_zero(lambda: self._make_room(partial))
@@ -60,10 +57,8 @@ class Checkpoints:
     def load(self, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
         """Fill tensors in place from the newest whole checkpoint, and return its plain values.
 
-        All ranks, in any number; None where there has never been a checkpoint.
-
-        Raises:
-            UserError: All checkpoints are damaged, or they hold other tensors.
+        All ranks, in any number; None where there has never been a checkpoint. A `UserError` says
+        that all are damaged, or hold other tensors.
         """
         newest = self.newest()
         if newest is None:
@@ -85,11 +80,6 @@ class Checkpoints:
     def last(self) -> Path | None:
         """The newest in name, unchecked."""
         return max(self.folder.glob("step_*"), default=None)
-
-    def remove(self) -> None:
-        """Remove all of them, when their stage's result has been saved."""
-        if is_rank_zero():
-            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _make_room(self, partial: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -132,12 +122,10 @@ class Checkpoints:
 
 def _damage(checkpoint: Path) -> str | None:
     manifest = checkpoint / _MANIFEST
-    if not manifest.is_file():
-        return f"{manifest} is missing"
     try:
         return damage_in(checkpoint, read_json(manifest)["files"])
     except (UserError, KeyError):
-        return f"{manifest} is truncated or has been altered"
+        return f"{manifest} is missing, truncated or altered"
 
 
 def _cause_of(error: CheckpointException) -> BaseException:

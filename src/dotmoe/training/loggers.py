@@ -12,8 +12,6 @@ from typing import Literal
 from dotmoe.distributed import is_rank_zero
 from dotmoe.errors import UserError
 
-METRICS_FILE = "metrics.jsonl"
-
 Metrics = dict[str, float]
 Destination = Literal["tensorboard", "wandb"]
 Log = Callable[[int, Metrics], None]
@@ -24,15 +22,14 @@ Log = Callable[[int, Metrics], None]
 def loggers(folder: Path, destinations: Sequence[Destination], steps_taken: int) -> Iterator[Log]:
     """One function that writes into all logs of a stage; on ranks other than 0 it does nothing.
 
-    Args:
-        folder: Of the stage; receives `metrics.jsonl`, `tensorboard/` and `wandb/`.
-        destinations: Besides the file.
-        steps_taken: By the checkpoint that is resumed from; what was logged of later steps is
-            removed, except from Weights & Biases, which ignores a step that it has.
+    The folder receives `metrics.jsonl` and the destinations' own. What was logged after the steps
+    taken, by the checkpoint that is resumed from, is removed, except from Weights & Biases, which
+    ignores a step that it has.
     """
+    kinds = {"file": _json_lines, "tensorboard": _tensorboard, "wandb": _weights_and_biases}
     wanted = ("file", *dict.fromkeys(destinations)) if is_rank_zero() else ()
     with ExitStack() as stack:
-        logs = [stack.enter_context(_LOGGERS[name](folder, steps_taken)) for name in wanted]
+        logs = [stack.enter_context(kinds[name](folder, steps_taken)) for name in wanted]
 
         def log_to_all(step: int, metrics: Metrics) -> None:
             for log in logs:
@@ -44,7 +41,7 @@ def loggers(folder: Path, destinations: Sequence[Destination], steps_taken: int)
 @contextmanager
 def _json_lines(folder: Path, steps_taken: int) -> Iterator[Log]:
     """One JSON object a step. What is not finite is null, which JSON has a word for."""
-    path = folder / METRICS_FILE
+    path = folder / "metrics.jsonl"
     if path.exists():
         _cut_after(path, steps_taken)
     with path.open("a", encoding="utf-8") as file:
@@ -110,6 +107,3 @@ def _weights_and_biases(folder: Path, steps_taken: int) -> Iterator[Log]:
         yield lambda step, metrics: run.log(metrics, step=step)
     finally:
         run.finish()
-
-
-_LOGGERS = {"file": _json_lines, "tensorboard": _tensorboard, "wandb": _weights_and_biases}

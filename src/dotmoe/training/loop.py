@@ -1,5 +1,9 @@
-"""The loop: rate, gradient, clip, step, log, save. What is learned is the task's affair."""
+"""The loop: rate, gradient, clip, step, log, save; bad losses, too little memory, and signals.
 
+What is learned is the task's affair.
+"""
+
+import gc
 import logging
 import math
 import signal
@@ -7,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from types import FrameType
 from typing import Annotated, Any, Literal, Protocol
 
@@ -27,13 +32,15 @@ from dotmoe.errors import Interrupted, UserError, require_package
 from dotmoe.options import above, at_least, check
 from dotmoe.training.checkpoints import Checkpoints
 from dotmoe.training.loggers import Destination, Metrics, loggers
-from dotmoe.training.trouble import LossWatch, gradients_that_fit, worst_place
 
 logger = logging.getLogger(__name__)
 
 OnStep = Callable[[int, Metrics], None]
+"""Takes the number of a step, from 1, and its metrics."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_WINDOW, _ENOUGH = 64, 8
+"""Losses that an explosion is judged by, at most and at least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,15 +134,9 @@ def train(
 ) -> None:
     """Train to `schedule.steps`, from the newest whole checkpoint in `folder` if it has one.
 
-    All ranks call it together, with a folder that all of them see. On one rank of one CPU thread
-    count, a run that was killed and resumed ends bit-identical to one that was not.
-
-    Args:
-        task: What is trained.
-        schedule: How long and how hard.
-        folder: Receives `checkpoints/`, and `metrics.jsonl` with one object a step.
-        training: How often to save, what to do with bad values, and where to log.
-        on_step: Called on every rank after each step, with its number (from 1) and metrics.
+    All ranks call it together, with a folder that all of them see: it receives `checkpoints/`, and
+    `metrics.jsonl` with one object a step. `on_step` is called on every rank. On one rank of one
+    CPU thread count, a run that was killed and resumed ends bit-identical to one that was not.
 
     Raises:
         UserError: Every checkpoint is damaged; the loss is not finite or explodes; or a package for
@@ -223,6 +224,41 @@ def global_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     return full_tensor(get_total_norm([p.grad for p in parameters if p.grad is not None]))
 
 
+@dataclass
+class LossWatch:
+    """Judges the metrics of each step by those of the steps before it; plain values.
+
+    A loss explodes where it is above every loss accepted so far and above `max_ratio` times the
+    median of the last 64; of the first 8 nothing but finiteness is asked. The first condition keeps
+    the ordinary spikes of a loss near 0 from counting, and single ones hardly move a median.
+    """
+
+    recent: list[float] = field(default_factory=list)
+    largest: float = -math.inf
+    skipped: int = 0
+    """Batches that were not applied so far."""
+    skipped_in_a_row: int = 0
+
+    def trouble_in(self, metrics: Metrics, max_ratio: float) -> str | None:
+        """What is wrong with a step's metrics; None where nothing is."""
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                return f"{name} is {value}"
+        loss, count = metrics["loss"], len(self.recent)
+        if count < _ENOUGH or loss <= self.largest:
+            return None
+        usual = median(self.recent)
+        if loss - usual <= (max_ratio - 1) * abs(usual):
+            return None
+        return f"loss is {loss:.4g}, where the median of the last {count} is {usual:.4g},"
+
+    def accept(self, loss: float) -> None:
+        """Remember the loss of a step that was applied."""
+        self.recent = [*self.recent, loss][-_WINDOW:]
+        self.largest = max(self.largest, loss)
+        self.skipped_in_a_row = 0
+
+
 class _Trainer:
     """All that a training run is at the end of a step: what is saved and resumed."""
 
@@ -254,16 +290,6 @@ class _Trainer:
         steps: int = values["step"]
         return steps
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, those of the task copied."""
-        tensors = {}
-        for name, parameter in self.parameters.items():
-            tensors[f"parameter.{name}"] = parameter.detach()
-            for moment, tensor in self.optimizer.state[parameter].items():
-                tensors[f"{moment}.{name}"] = tensor
-        state = _snapshot(self.task)
-        return tensors | {f"task.{n}": v for n, v in state.items() if isinstance(v, Tensor)}
-
     def take(self, step: int) -> Metrics:
         """Apply one batch, or leave it out where its loss is bad and `on_bad_loss` says so.
 
@@ -274,15 +300,14 @@ class _Trainer:
         factor = cosine_with_warmup(
             step, total_steps=schedule.steps, warmup_steps=schedule.warmup_steps
         )
-        before = _snapshot(self.task)
-        parameters = list(self.parameters.values())
-        metrics = gradients_that_fit(self.task, parameters, step, before)
-        norm = global_norm(parameters)
+        before = self._task_state()
+        metrics = self._gradients(step, before)
+        norm = global_norm(list(self.parameters.values()))
         metrics |= {"grad_norm": float(norm), "lr_factor": factor}
         trouble = self.watch.trouble_in(metrics, training.max_loss_ratio)
         # Ranks whose numbers differ in the last bit must still decide alike.
         if sum_over_ranks(torch.tensor(int(trouble is not None))).item():
-            what = f"{trouble or 'a loss is bad'} at step {step + 1}; {worst_place(self.groups)}."
+            what = f"{trouble or 'a loss is bad'} at step {step + 1}; {self._worst_place()}."
             raise_on_all_ranks(lambda: self._skip_or_stop(what))
             self.task.restore(before)
             self.optimizer.zero_grad()
@@ -292,6 +317,65 @@ class _Trainer:
         if training.on_bad_loss == "skip":
             metrics["skipped"] = float(self.watch.skipped)
         return metrics
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All tensors by name, those of the task copied."""
+        tensors = {}
+        for name, parameter in self.parameters.items():
+            tensors[f"parameter.{name}"] = parameter.detach()
+            for moment, tensor in self.optimizer.state[parameter].items():
+                tensors[f"{moment}.{name}"] = tensor
+        state = self._task_state()
+        return tensors | {f"task.{n}": v for n, v in state.items() if isinstance(v, Tensor)}
+
+    def _task_state(self) -> dict[str, Any]:
+        """A copy of the task's state that later steps do not write into."""
+        return {n: v.clone() if isinstance(v, Tensor) else v for n, v in self.task.state().items()}
+
+    def _gradients(self, step: int, before: dict[str, Any]) -> Metrics:
+        """`accumulate_gradients`, with the largest halved micro-batch that fits into memory.
+
+        Of a failed try nothing is kept; in `before`, the task's state, a halved micro-batch is
+        recorded. At a micro-batch of 1, and on one of several ranks, where the others wait in the
+        middle of the step, the error is raised.
+        """
+        while True:
+            try:
+                return self.task.accumulate_gradients(step)
+            except torch.OutOfMemoryError:
+                self.optimizer.zero_grad()
+                self.task.restore(before)
+                fits = self.task.halve_micro_batch() if num_ranks() == 1 else None
+                if fits is None:
+                    raise
+            before |= {n: v for n, v in self.task.state().items() if not isinstance(v, Tensor)}
+            logger.warning(
+                "out of memory at step %d: micro_batch_size is %d from here on", step + 1, fits
+            )
+            gc.collect()  # here, where the error's frames hold none of the step's tensors
+            torch.cuda.empty_cache()
+
+    def _worst_place(self) -> str:
+        """Where gradients went wrong, in words; the same on all ranks, which must all ask.
+
+        The first gradient that is not finite in the order of the backward pass, which runs from the
+        last layer to the first; where all are finite, the largest.
+        """
+        places: list[tuple[str, int, float]] = []
+        for group in self.groups:
+            first, is_stack = group.first_layer or 0, group.first_layer is not None
+            for name, parameter in reversed(list(group.parameters.items())):
+                if parameter.grad is not None:
+                    squares = parameter.grad.double().square()
+                    sums = full_tensor(squares.flatten(1).sum(dim=1) if is_stack else squares.sum())
+                    for layer, size in enumerate(sums.view(-1).tolist(), first):
+                        where = f"{name}, layer {layer}" if is_stack else name
+                        places.append((where, layer, size))
+        if bad := [place for place in places if not math.isfinite(place[2])]:
+            where, _, _ = max(bad, key=lambda place: place[1])
+            return f"the first gradient that is not finite is that of {where}"
+        where, _, _ = max(places, key=lambda place: place[2])
+        return f"the largest gradient is that of {where}"
 
     def _skip_or_stop(self, what: str) -> None:
         """Count a bad batch, or raise the error that ends the run."""
@@ -311,11 +395,6 @@ class _Trainer:
         self.watch.skipped_in_a_row += 1
         if is_rank_zero():
             logger.warning("%s The batch is skipped.", what)
-
-
-def _snapshot(task: Task) -> dict[str, Any]:
-    """A copy of the task's state that later steps do not write into."""
-    return {n: v.clone() if isinstance(v, Tensor) else v for n, v in task.state().items()}
 
 
 @contextmanager
