@@ -26,7 +26,8 @@ from dotmoe.moe.assignment import AlignState, AssignmentConfig
 from dotmoe.moe.masked import Masking, masked, recomputing
 from dotmoe.moe.objective import Objective, ObjectiveConfig, require_trainable
 from dotmoe.options import above, at_least, between
-from dotmoe.training.loop import DEFAULT_TRAINING, OnStep, ParameterGroup, TrainingConfig, train
+from dotmoe.training.folder import OnStep
+from dotmoe.training.loop import DEFAULT_TRAINING, ParameterGroup, TrainingConfig, train
 from dotmoe.transport import TransportPlan, greedy_assignment
 
 
@@ -70,10 +71,8 @@ class LearnedAssignment:
         self.initial, self.config, self.assignment = initial, config, assignment
         self.capacity, self.prefix = split.capacity, prefix
         affinity_LNE, router_LED = initial.affinity_LNE[first:], initial.router_LED[first:]
-        self.affinity_LNE = nn.Parameter(
-            divided(affinity_LNE.float(), self.ranks), requires_grad=config.learn_assignment
-        )
-        self.router_LED = nn.Parameter(divided(router_LED.float(), self.ranks))
+        self.affinity_LNE = nn.Parameter(divided(affinity_LNE, self.ranks), config.learn_assignment)
+        self.router_LED = nn.Parameter(divided(router_LED, self.ranks))
         zeros_LE = affinity_LNE.new_zeros(affinity_LNE.shape[::2], dtype=torch.float64)
         self.potential_LE = divided(zeros_LE, self.ranks)
         """Where the solver starts next: column potentials in units of affinity, where a change of
@@ -82,10 +81,9 @@ class LearnedAssignment:
         """This rank's part of the plan of the running step."""
         self.plan_LNE: Tensor | None = None
         """Stands for that of all layers where only its gradient is wanted."""
-        shape = affinity_LNE.shape[:2]
         self.masking = Masking(
             active_experts=split.active_experts,
-            expert_of_neuron_LN=torch.full(shape, -1, device=dense.device),
+            expert_of_neuron_LN=torch.full(affinity_LNE.shape[:2], -1, device=dense.device),
             router_LED=(),
             surrogate=config.surrogate,
             surrogate_temperature=config.surrogate_temperature,
@@ -105,7 +103,6 @@ class LearnedAssignment:
             learned["affinity"] = (self.affinity_LNE, rate)
         return [
             ParameterGroup(
-                name=self.prefix + name,
                 parameters={self.prefix + name: parameter},
                 lr=rate,
                 first_layer=self.masking.first_layer,
@@ -127,9 +124,8 @@ class LearnedAssignment:
     def begin(self, tau: float) -> dict[str, Tensor]:
         """Solve and round the plan of a step, which the masks follow from here on.
 
-        The metrics are over all layers, and the same on every rank. `soft_hard_gap` is the mean
-        over neurons of 1 - the plan's entry for the assigned expert: half the mean L1 distance of
-        soft and hard rows (eq:assignment_ste).
+        `soft_hard_gap`, the mean over neurons of 1 - the plan's entry for the assigned expert, is
+        half the mean L1 distance of soft and hard rows (eq:assignment_ste).
         """
         masking = self.masking
         self.routers_LED = full_tensor(self.router_LED.detach()).detach().requires_grad_()
@@ -183,14 +179,14 @@ class LearnedAssignment:
     def learned(self, steps: int) -> AlignState:
         """What is learned now; leading dense layers as at the start. Every rank must ask."""
         initial, first = self.initial, self.masking.first_layer
-        affinity_LNE, router_LED = (
-            torch.cat([before[:first], full_tensor(now.detach())])
-            for before, now in (
-                (initial.affinity_LNE, self.affinity_LNE),
-                (initial.router_LED, self.router_LED),
-            )
+        affinity_LNE = full_tensor(self.affinity_LNE.detach())
+        router_LED = full_tensor(self.router_LED.detach())
+        return replace(
+            initial,
+            affinity_LNE=torch.cat([initial.affinity_LNE[:first], affinity_LNE]),
+            router_LED=torch.cat([initial.router_LED[:first], router_LED]),
+            step=steps,
         )
-        return replace(initial, affinity_LNE=affinity_LNE, router_LED=router_LED, step=steps)
 
     def _divided(self, part: Tensor) -> Tensor:
         return as_divided(part, len(self.affinity_LNE), self.ranks)
@@ -210,17 +206,17 @@ class Alignment(Objective):
         dense: DenseModel,
         blocks: TokenBlocks,
         initial: AlignState,
-        granularity: Granularity,
+        split: Granularity,
         config: AlignConfig,
         assignment: AssignmentConfig,
         *,
         warmup_steps: int,
         seed: int,
     ) -> None:
-        targets = zip(parts_of(initial), parts_of(granularity), ("", "attention_"), strict=False)
+        targets = zip(parts_of(initial), parts_of(split), ("", "attention_"), strict=False)
         self.parts = [
-            LearnedAssignment(dense, state, split, config, assignment, prefix)
-            for state, split, prefix in targets
+            LearnedAssignment(dense, state, part, config, assignment, prefix)
+            for state, part, prefix in targets
         ]
         """What is learned of each target; of a second one by names of its own."""
         self.tau, self.warmup_steps = assignment.tau, warmup_steps
@@ -264,7 +260,7 @@ def align(
     dense: DenseModel,
     blocks: TokenBlocks,
     initial: AlignState,
-    granularity: Granularity,
+    split: Granularity,
     config: AlignConfig,
     assignment: AssignmentConfig,
     *,
@@ -277,9 +273,8 @@ def align(
 
     Under torchrun each rank takes an equal part of every batch and solves the assignment of some
     layers; all ranks call this together, and return the same state. That of leading dense layers is
-    the initial one. Teacher and student share the frozen weights of `dense`; `granularity` gives k,
-    the shared expert's size, and the leading layers that stay dense; `seed` is that of the data
-    order; see `train` of `folder`, `training` and `on_step`.
+    the initial one. Teacher and student share the frozen weights of `dense`; `seed` is that of the
+    data order; see `train` of `folder`, `training` and `on_step`.
 
     Raises:
         UserError: As `train`; or the model was loaded in float16.
@@ -289,15 +284,9 @@ def align(
         return initial
     dtype = next(dense.model.parameters()).dtype
     raise_on_all_ranks(lambda: require_trainable(config, dtype))
+    warmup = schedule.warmup_steps
     task = Alignment(
-        dense,
-        blocks,
-        initial,
-        granularity,
-        config,
-        assignment,
-        warmup_steps=schedule.warmup_steps,
-        seed=seed,
+        dense, blocks, initial, split, config, assignment, warmup_steps=warmup, seed=seed
     )
     with masked(dense, task.routings), recomputing(dense, config.activation_checkpointing):
         train(task, schedule, folder, training, on_step)

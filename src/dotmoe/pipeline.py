@@ -69,8 +69,7 @@ from dotmoe.report.tables import perplexity_table, text_names
 from dotmoe.run_folder import RESULTS, RunFolder
 from dotmoe.sharded_weights import is_divided
 from dotmoe.tokenise import OTHER, Text, require_sources, samples_itself, tokenise, write_windows
-from dotmoe.training.loggers import Metrics
-from dotmoe.training.loop import OnStep
+from dotmoe.training.folder import Metrics, OnStep
 
 Config = TypeVar("Config", bound=AnyRunConfig)
 Result = TypeVar("Result")

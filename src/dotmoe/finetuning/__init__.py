@@ -33,7 +33,8 @@ from dotmoe.moe.objective import (
 from dotmoe.options import above, at_least, between
 from dotmoe.parameters import meta_model
 from dotmoe.sharded_weights import is_sharded
-from dotmoe.training.loop import DEFAULT_TRAINING, OnStep, ParameterGroup, TrainingConfig, train
+from dotmoe.training.folder import OnStep
+from dotmoe.training.loop import DEFAULT_TRAINING, ParameterGroup, TrainingConfig, train
 
 __all__ = ["LAYOUT", "MODEL", "FinetuneConfig", "Finetuning", "divides_training", "finetune"]
 
@@ -91,9 +92,9 @@ class Finetuning(Objective):
         trained = self.model.trained()
         routers = {name: p for name, p in trained.items() if ".router." in name}
         weights = {name: p for name, p in trained.items() if name not in routers}
-        groups = [ParameterGroup(name="router", parameters=routers, lr=self.config.router_rate)]
+        groups = [ParameterGroup(parameters=routers, lr=self.config.router_rate)]
         if weights:
-            groups.append(ParameterGroup(name="weights", parameters=weights, lr=self.config.lr))
+            groups.append(ParameterGroup(parameters=weights, lr=self.config.lr))
         return groups
 
     def teacher(self, tokens_BT: Tensor) -> Taught | None:

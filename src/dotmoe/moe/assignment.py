@@ -78,9 +78,8 @@ class AlignState:
         """Write as one safetensors file."""
         tensors = {}
         for part in parts_of(self):
-            learned = {"affinity": part.affinity_LNE, "router": part.router_LED}
-            for name, tensor in learned.items():
-                tensors[in_file(part.target, name)] = tensor.cpu().contiguous()
+            tensors[in_file(part.target, "affinity")] = part.affinity_LNE.cpu().contiguous()
+            tensors[in_file(part.target, "router")] = part.router_LED.cpu().contiguous()
         save_file(tensors, path, metadata={"format": "dotmoe-state-1", "step": str(self.step)})
 
     @classmethod

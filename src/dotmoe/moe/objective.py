@@ -16,7 +16,7 @@ from dotmoe.models.dense import DenseModel
 from dotmoe.moe.masked import product_in_float32
 from dotmoe.moe.router import Routing, Surrogate
 from dotmoe.options import HOW, above, at_least, between
-from dotmoe.training.loggers import Metrics
+from dotmoe.training.folder import Metrics
 from dotmoe.training.loop import Schedule
 
 IGNORED = -100
@@ -120,7 +120,8 @@ def require_trainable(config: ObjectiveConfig, dtype: torch.dtype) -> None:
 class Objective:
     """The task that the training loop runs: the gradient of eq:total_loss over a batch.
 
-    A subclass says what the student is: `begin` and `end` of a step, `teacher`.
+    `dense` is the model that is trained, or under whose weights something is, and `routings` say
+    how each target routes. A subclass says what the student is: `begin`, `end` and `teacher`.
     """
 
     def __init__(
@@ -132,13 +133,9 @@ class Objective:
         *,
         seed: int,
     ) -> None:
-        self.dense = dense
-        """The model that is trained, or under whose weights something is."""
-        self.routings = routings
-        """How each target routes."""
-        self.blocks, self.config, self.seed = blocks, config, seed
+        self.dense, self.routings, self.blocks = dense, routings, blocks
+        self.config, self.seed = config, seed
         self.micro_batch_size = min(config.micro_batch_size, config.batch_size)
-        """Sequences of one forward pass."""
 
     def begin(self, step: int) -> dict[str, Tensor]:
         """Prepare a step; metrics that are not losses, equal on all ranks."""
@@ -148,11 +145,10 @@ class Objective:
         """Pass on gradients when all micro-batches have left theirs."""
 
     def accumulate_gradients(self, step: int) -> Metrics:
-        """Gradient of eq:total_loss over one batch.
+        """Gradient of eq:total_loss over one batch, and its losses.
 
-        Every loss is the mean over the micro-batches of all ranks, weighted by their sequences. So
-        ranks that have the micro-batches of one rank among them have its losses and gradients too,
-        up to the order of summation.
+        Each is the mean over the micro-batches of all ranks, weighted by their sequences: the same
+        on any number of ranks with the same micro-batches, up to the order of summation.
         """
         size = self.config.batch_size
         metrics = self.begin(step)

@@ -35,10 +35,7 @@ class Routing:
     def route(self, logits_TE: Float[Tensor, "T E"]) -> Routed:
         """Route the tokens of one layer (eq:router_topk, eq:router_ste)."""
         routed = straight_through_top_k(
-            logits_TE,
-            self.active_experts,
-            surrogate=self.surrogate,
-            temperature=self.surrogate_temperature,
+            logits_TE, self.active_experts, self.surrogate, self.surrogate_temperature
         )
         if self.surrogate is not None:
             # Also where they are not wanted: a layer that runs again must do the same again.
@@ -85,28 +82,17 @@ def router_logits(x_TD: Float[Tensor, "T D"], router_ED: Float[Tensor, "E D"]) -
 
 
 def top_k_mask(logits_TE: Float[Tensor, "T E"], active_experts: int) -> Float[Tensor, "T E"]:
-    """Binary routing mask R (eq:router_topk): 1 for the k largest logits of a token, else 0.
-
-    Softmax keeps the order, so these are the top k of probabilities, too. Not differentiable.
-
-    Example:
-        >>> top_k_mask(torch.tensor([[0.1, 3.0, 2.0]]), 2)
-        tensor([[0., 1., 1.]])
-    """
-    return straight_through_top_k(logits_TE, active_experts, surrogate=None)[0]
+    """Binary routing mask R (eq:router_topk): 1 for the k largest logits of a token, else 0."""
+    return straight_through_top_k(logits_TE, active_experts, None)[0]
 
 
 def straight_through_top_k(
     logits_TE: Float[Tensor, "T E"],
     active_experts: int,
-    *,
     surrogate: Surrogate | None,
     temperature: float = 1.0,
 ) -> Routed:
-    """The binary mask forward, the gradient of a soft one backward, or None (eq:router_ste).
-
-    Of the surrogates only `soft_top_k` has a temperature.
-    """
+    """The binary mask forward, the gradient of a soft one backward, or none (eq:router_ste)."""
     chosen_TK = logits_TE.detach().topk(active_experts, dim=1).indices
     mask_TE = torch.zeros_like(logits_TE).detach().scatter_(1, chosen_TK, 1.0)
     if surrogate is None:

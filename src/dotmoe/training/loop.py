@@ -9,7 +9,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,13 +30,9 @@ from dotmoe.distributed import (
 )
 from dotmoe.errors import Interrupted, UserError, require_package
 from dotmoe.options import above, at_least, check
-from dotmoe.training.checkpoints import Checkpoints
-from dotmoe.training.loggers import Destination, Metrics, loggers
+from dotmoe.training.folder import Checkpoints, Destination, Metrics, OnStep, loggers
 
 logger = logging.getLogger(__name__)
-
-OnStep = Callable[[int, Metrics], None]
-"""Takes the number of a step, from 1, and its metrics."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _WINDOW, _ENOUGH = 64, 8
@@ -87,7 +83,6 @@ class Schedule:
 class ParameterGroup:
     """Parameters that share a peak learning rate."""
 
-    name: str
     parameters: Mapping[str, nn.Parameter]
     """By the names that checkpoints go by. Either all are plain tensors, equal on all ranks, or
     DTensors, of which a rank may hold no part."""
@@ -102,7 +97,6 @@ class Task(Protocol):
 
     def parameter_groups(self) -> Sequence[ParameterGroup]:
         """Parameters with their peak learning rates."""
-        ...
 
     def accumulate_gradients(self, step: int) -> Metrics:
         """Forward and backward of one optimizer step, a function of parameters, step and state.
@@ -110,19 +104,18 @@ class Task(Protocol):
         On return every parameter's `.grad` is the gradient of the whole batch, over all ranks; that
         of a DTensor is a DTensor. The metrics are equal on all ranks; one is called `loss`.
         """
-        ...
 
     def state(self) -> dict[str, Any]:
         """Plain values, and tensors of fixed shapes, that a resumed run needs, too."""
-        ...
 
     def restore(self, state: dict[str, Any]) -> None:
         """Inverse of `state`; also after `accumulate_gradients` has failed halfway."""
-        ...
 
     def halve_micro_batch(self) -> int | None:
-        """Take half as many sequences a forward pass from now on; None where there is but one."""
-        ...
+        """Take half as many sequences a forward pass from now on; None where there is but one.
+
+        That stays, whatever is restored.
+        """
 
 
 def train(
@@ -144,16 +137,16 @@ def train(
         Interrupted: SIGTERM or SIGINT came; the step it came in has been saved.
     """
     check(training)
-    trainer = _Trainer(task, schedule, training, checkpoints_in(folder, training))
+    trainer = _Trainer(task, schedule, training, folder)
     first_step = trainer.resume()
     last_save = time.monotonic()
-    with loggers(folder, training.log_to, first_step) as log, stop_requests() as wanted:
+    with loggers(folder, training.log_to, first_step) as logs, stop_requests() as wanted:
         for step in range(first_step, schedule.steps):
             started = time.perf_counter()
             metrics = trainer.take(step)
             metrics["seconds"] = time.perf_counter() - started
-            log(step + 1, metrics)
-            on_step(step + 1, metrics)
+            for tell in (*logs, on_step):
+                tell(step + 1, metrics)
             is_due = (step + 1) % training.checkpoint_every == 0
             is_due |= time.monotonic() - last_save >= 60 * training.checkpoint_minutes
             # Whether any rank has had a signal, and whether rank 0 wants a checkpoint.
@@ -168,22 +161,10 @@ def train(
                     raise Interrupted(number, text)
 
 
-def checkpoints_in(folder: Path, training: TrainingConfig = DEFAULT_TRAINING) -> Checkpoints:
-    """The checkpoints that `train` writes in a stage's folder."""
-    return Checkpoints(folder / "checkpoints", training.keep_checkpoints)
-
-
 def adamw(groups: Sequence[ParameterGroup], *, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW over named groups; each remembers its peak rate as `peak_lr`.
-
-    The moments are allocated at once: the first step needs no more memory than the others, and a
-    checkpoint can be read into them.
-    """
+    """AdamW over groups, which remember their `peak_lr`, with moments to read a checkpoint into."""
     optimizer = torch.optim.AdamW(
-        [
-            {"params": list(g.parameters.values()), "lr": g.lr, "peak_lr": g.lr, "name": g.name}
-            for g in groups
-        ],
+        [{"params": list(g.parameters.values()), "lr": g.lr, "peak_lr": g.lr} for g in groups],
         weight_decay=weight_decay,
     )
     for group in groups:
@@ -263,10 +244,10 @@ class _Trainer:
     """All that a training run is at the end of a step: what is saved and resumed."""
 
     def __init__(
-        self, task: Task, schedule: Schedule, training: TrainingConfig, checkpoints: Checkpoints
+        self, task: Task, schedule: Schedule, training: TrainingConfig, folder: Path
     ) -> None:
         self.task, self.schedule, self.training = task, schedule, training
-        self.checkpoints = checkpoints
+        self.checkpoints = Checkpoints(folder, training.keep_checkpoints)
         self.groups = task.parameter_groups()
         self.parameters = {n: p for group in self.groups for n, p in group.parameters.items()}
         self.optimizer = adamw(self.groups, weight_decay=schedule.weight_decay)
@@ -296,10 +277,8 @@ class _Trainer:
         To the task's metrics it adds `grad_norm`, `lr_factor`, and the batches `skipped` so far
         where skipping is allowed; equal on all ranks.
         """
-        schedule, training = self.schedule, self.training
-        factor = cosine_with_warmup(
-            step, total_steps=schedule.steps, warmup_steps=schedule.warmup_steps
-        )
+        training, steps, warmup = self.training, self.schedule.steps, self.schedule.warmup_steps
+        factor = cosine_with_warmup(step, total_steps=steps, warmup_steps=warmup)
         before = self._task_state()
         metrics = self._gradients(step, before)
         norm = global_norm(list(self.parameters.values()))
@@ -312,7 +291,7 @@ class _Trainer:
             self.task.restore(before)
             self.optimizer.zero_grad()
         else:
-            update(self.optimizer, schedule.max_grad_norm, norm, factor)
+            update(self.optimizer, self.schedule.max_grad_norm, norm, factor)
             self.watch.accept(metrics["loss"])
         if training.on_bad_loss == "skip":
             metrics["skipped"] = float(self.watch.skipped)
@@ -320,13 +299,13 @@ class _Trainer:
 
     def _tensors(self) -> dict[str, Tensor]:
         """All tensors by name, those of the task copied."""
-        tensors = {}
+        state = self._task_state()
+        tensors = {f"task.{n}": v for n, v in state.items() if isinstance(v, Tensor)}
         for name, parameter in self.parameters.items():
             tensors[f"parameter.{name}"] = parameter.detach()
             for moment, tensor in self.optimizer.state[parameter].items():
                 tensors[f"{moment}.{name}"] = tensor
-        state = self._task_state()
-        return tensors | {f"task.{n}": v for n, v in state.items() if isinstance(v, Tensor)}
+        return tensors
 
     def _task_state(self) -> dict[str, Any]:
         """A copy of the task's state that later steps do not write into."""
@@ -335,9 +314,8 @@ class _Trainer:
     def _gradients(self, step: int, before: dict[str, Any]) -> Metrics:
         """`accumulate_gradients`, with the largest halved micro-batch that fits into memory.
 
-        Of a failed try nothing is kept; in `before`, the task's state, a halved micro-batch is
-        recorded. At a micro-batch of 1, and on one of several ranks, where the others wait in the
-        middle of the step, the error is raised.
+        Of a failed try nothing is kept. At a micro-batch of 1, and on one of several ranks, where
+        the others wait in the middle of the step, the error is raised.
         """
         while True:
             try:
@@ -348,7 +326,6 @@ class _Trainer:
                 fits = self.task.halve_micro_batch() if num_ranks() == 1 else None
                 if fits is None:
                     raise
-            before |= {n: v for n, v in self.task.state().items() if not isinstance(v, Tensor)}
             logger.warning(
                 "out of memory at step %d: micro_batch_size is %d from here on", step + 1, fits
             )
@@ -358,8 +335,8 @@ class _Trainer:
     def _worst_place(self) -> str:
         """Where gradients went wrong, in words; the same on all ranks, which must all ask.
 
-        The first gradient that is not finite in the order of the backward pass, which runs from the
-        last layer to the first; where all are finite, the largest.
+        The first gradient that is not finite in the order of the backward pass, from the last layer
+        to the first; where all are finite, the largest.
         """
         places: list[tuple[str, int, float]] = []
         for group in self.groups:
@@ -379,22 +356,20 @@ class _Trainer:
 
     def _skip_or_stop(self, what: str) -> None:
         """Count a bad batch, or raise the error that ends the run."""
-        last, most = self.checkpoints.last(), self.training.max_skipped
-        saved = "There is no checkpoint yet" if last is None else f"The last good one is {last}"
+        most, remedy = self.training.max_skipped, "Start"
         if self.training.on_bad_loss == "stop":
-            raise UserError(
-                f"{what} {saved}. Give --on-bad-loss skip to go on without such batches, or "
-                "start again with a lower lr or max_grad_norm."
-            )
-        if self.watch.skipped_in_a_row == most:
-            raise UserError(
-                f"{what} {most} batches before it were skipped in a row, which is max_skipped. "
-                f"{saved}. Start again with a lower lr or max_grad_norm."
-            )
-        self.watch.skipped += 1
-        self.watch.skipped_in_a_row += 1
-        if is_rank_zero():
-            logger.warning("%s The batch is skipped.", what)
+            remedy = "Give --on-bad-loss skip to go on without such batches, or start"
+        elif self.watch.skipped_in_a_row == most:
+            what += f" {most} batches before it were skipped in a row, which is max_skipped."
+        else:
+            self.watch.skipped += 1
+            self.watch.skipped_in_a_row += 1
+            if is_rank_zero():
+                logger.warning("%s The batch is skipped.", what)
+            return
+        last = self.checkpoints.last()
+        saved = "There is no checkpoint yet" if last is None else f"The last good one is {last}"
+        raise UserError(f"{what} {saved}. {remedy} again with a lower lr or max_grad_norm.")
 
 
 @contextmanager

@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dotmoe.transport.plan import Capacity, TransportPlan, checked_problem
 
 STAGE_TOLERANCE = 0.25
-"""Neurons too many or too few at which a stage above the wanted temperature is left.
-
-Below 1: a plan that is nearly 0/1 and gives an expert one neuron too many is not solved.
-"""
+"""Neurons too many or too few at which a stage above the wanted temperature is left; below 1, as a
+plan that is nearly 0/1 and gives an expert one neuron too many is not solved."""
 FIRST_FACTOR, SMALLEST_FACTOR, LARGEST_FACTOR = 4.0, 1.01, 1e3
 """Ratio of the temperatures of two stages: the first, the last one tried, the boldest."""
 LARGEST_MOVE = 4.0
 """Largest change of a log-potential in one Newton step; the quadratic model is void beyond."""
+MAX_PASSES = 300
+"""Over all N x E entries of a problem; a near start needs 2 to 4."""
 STALE_PASSES = 8
 """Passes in a row, none of which takes a third off the best error, that end a stage."""
 ROUNDING_ERROR = 5e-6
@@ -44,7 +44,6 @@ def balanced_plan(
     tau: float,
     start: Float[Tensor, "*L E"] | None = None,
     tolerance: float = 1e-6,
-    max_passes: int = 300,
 ) -> TransportPlan:
     """Soft balanced assignment of N neurons to E experts, solved to a stated accuracy.
 
@@ -59,11 +58,10 @@ def balanced_plan(
         tau: Temperature > 0, in units of affinity. Small is sharp.
         start: `potential` of a plan for nearby affinities, which saves passes.
         tolerance: Largest |column sum - s| / s to stop at.
-        max_passes: Upper bound on passes over all N x E entries; a near start needs 2 to 4.
 
     Returns:
         The plan, whose gradient is implicit (see `_ImplicitPlan`); `marginal_error` exceeds
-        `tolerance` only where rounding or `max_passes` stopped the solver. Never NaN.
+        `tolerance` only where rounding or `MAX_PASSES` stopped the solver. Never NaN.
 
     Raises:
         ValueError: As `checked_problem`; a non-finite `start`.
@@ -74,19 +72,19 @@ def balanced_plan(
                 [0.5000, 0.5000]])
     """
     capacity_E = checked_problem(affinity, capacity, tau)
-    if start is not None and not bool(torch.isfinite(start).all()):
-        raise ValueError("start contains NaN or infinity; pass None to start afresh.")
     *leading, num_neurons, num_experts = affinity.shape
     affinity_LNE = affinity.reshape(-1, num_neurons, num_experts)
     plan_LNE = torch.empty_like(affinity_LNE, memory_format=torch.contiguous_format).detach()
     potential_LE = affinity_LNE.new_zeros(len(affinity_LNE), num_experts, dtype=torch.float64)
     if start is not None:
         potential_LE.copy_(start.detach().reshape(potential_LE.shape))
+        if not bool(torch.isfinite(potential_LE).all()):
+            raise ValueError("start contains NaN or infinity; pass None to start afresh.")
     error_L = torch.zeros_like(potential_LE[:, 0])
     factors, num_passes = [], 0
     with torch.no_grad():
         for layer, layer_affinity in enumerate(affinity_LNE.detach()):
-            problem = _SemiDual(layer_affinity, plan_LNE[layer], capacity_E, tau, max_passes)
+            problem = _SemiDual(layer_affinity, plan_LNE[layer], capacity_E, tau)
             potential_LE[layer], error_L[layer] = problem.solve(potential_LE[layer], tolerance)
             factors.append(problem.factor_EE)
             num_passes = max(num_passes, problem.num_passes)
@@ -105,15 +103,10 @@ class _SemiDual:
     """One problem, with the plan that its last pass left."""
 
     def __init__(
-        self,
-        affinity_NE: Float[Tensor, "N E"],
-        plan_NE: Float[Tensor, "N E"],
-        capacity_E: Int[Tensor, " E"],
-        tau: float,
-        max_passes: int,
+        self, affinity_NE: Tensor, plan_NE: Tensor, capacity_E: Tensor, tau: float
     ) -> None:
         self.affinity_NE, self.plan_NE = affinity_NE, plan_NE
-        self.capacity_E, self.tau, self.max_passes = capacity_E, tau, max_passes
+        self.capacity_E, self.tau = capacity_E, tau
         low, high = torch.stack(torch.aminmax(affinity_NE)).tolist()
         self.spread, self.widest = max(high - low, tau), max(abs(low), abs(high))
         tiny, num_experts = torch.finfo(plan_NE.dtype).tiny, affinity_NE.shape[1]
@@ -139,8 +132,8 @@ class _SemiDual:
     def cool(self, tolerance: float) -> tuple[Tensor, float]:
         """Newton at falling temperatures; tau * v, nearly linear in tau, is carried down.
 
-        Begins so hot that v = 0 solves it. A stage that fails is tried nearer to the one before,
-        one that is easy is followed by a bolder one.
+        Begins so hot that v = 0 solves it. After a stage that fails the step is smaller, after an
+        easy one larger.
         """
         hot, factor = self.spread * FIRST_FACTOR, FIRST_FACTOR
         solution_E = drift_E = torch.zeros_like(self.potential_E)
@@ -161,7 +154,7 @@ class _SemiDual:
                 factor = min(bolder, LARGEST_FACTOR)
             else:
                 factor = math.sqrt(factor)
-                if factor < SMALLEST_FACTOR or self.num_passes >= self.max_passes - 1:
+                if factor < SMALLEST_FACTOR or self.num_passes >= MAX_PASSES - 1:
                     return potential_E * (tau / self.tau), math.inf
 
     def newton(self, start_E: Tensor, tau: float, tolerance: float) -> tuple[Tensor, float]:
@@ -174,7 +167,7 @@ class _SemiDual:
         direction_E = torch.zeros_like(accepted_E)
         step = accepted_slope = accepted_norm = 0.0
         best_error, stale = math.inf, 0
-        while stale < STALE_PASSES and self.num_passes < self.max_passes - 1:
+        while stale < STALE_PASSES and self.num_passes < MAX_PASSES - 1:
             trial_E = accepted_E + step * direction_E
             gradient_E = self.gradient(trial_E, tau)
             error, slope, norm = torch.stack([
@@ -243,12 +236,11 @@ def row_blocks(plan_NE: Float[Tensor, "N E"]) -> list[slice]:
     """Neurons of consecutive parts of a plan, for several operations to pass over each.
 
     On the CPU a temporary as large as a plan costs more in page faults than the arithmetic on it.
-    Other devices get everything as one part.
     """
     num_neurons, num_experts = plan_NE.shape
-    rows = max(1, CACHED_ELEMENTS * torch.get_num_threads() // num_experts)
     if plan_NE.device.type != "cpu":
-        rows = num_neurons
+        return [slice(0, num_neurons)]
+    rows = max(1, CACHED_ELEMENTS * torch.get_num_threads() // num_experts)
     return [slice(first, first + rows) for first in range(0, num_neurons, rows)]
 
 
@@ -260,7 +252,7 @@ def factored(plan_NE: Float[Tensor, "N E"]) -> Float[Tensor, "E E"]:
     instead cancels every digit once the plan is nearly 0/1.
 
     Its kernel, the constants, is pinned. Scaled by column sums, it is damped by the rounding error
-    of the plan; where it is still not positive definite, by 100 times as much, until it is.
+    of the plan, or by 100 times as much until it is positive definite.
     """
     # Autocast would run this product in bfloat16: three digits, and Newton never arrives.
     with torch.autocast(device_type=plan_NE.device.type, enabled=False):
@@ -339,7 +331,9 @@ def _write_gradient(
         flow *= plan
         net_E += flow.sum(dim=0)
     small = 64 * torch.finfo(plan_NE.dtype).eps * float(net_E.abs().max())
-    for _ in range(REFINEMENTS if factor_EE is not None else 0):
+    for _ in range(REFINEMENTS):
+        if factor_EE is None:
+            break
         left_E = _balanced_columns(flow_NE, plan_NE, solved(factor_EE, net_E))
         before, after = float(net_E.abs().max()), float(left_E.abs().max())
         if after <= small:

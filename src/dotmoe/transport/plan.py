@@ -29,8 +29,7 @@ class TransportPlan:
 def checked_capacity(scores: Float[Tensor, "*L N E"], capacity: Capacity) -> Int[Tensor, " E"]:
     """Capacity of each expert, on the device of the scores; there may be no leading index.
 
-    Raises:
-        ValueError: The capacities do not sum to N, one is below 1, or a score is NaN or infinite.
+    A `ValueError` says that they do not sum to N, one is below 1, or a score is not finite.
     """
     num_neurons, num_experts = scores.shape[-2:]
     capacity_E = torch.as_tensor(capacity, device=scores.device).expand(num_experts)
@@ -67,22 +66,17 @@ def sinkhorn(
         u = -logsumexp_e(A / tau + v);  v = log(s) - logsumexp_n(A / tau + u);  repeat
         M = exp(A / tau + u + v)
 
-    Args:
-        affinity: Score A of neuron n for expert e, larger is closer. float32 or float64.
-        capacity: Neurons of every expert (s), or of each.
-        tau: Temperature > 0, in units of affinity. Small is sharp.
-        num_sweeps: Row-then-column sweeps, at least 1. Paper: 50 (tab:hyperparams_moefication).
+    Arguments and errors are those of `balanced_plan`; `num_sweeps`, at least 1, counts
+    row-then-column sweeps (paper: 50, tab:hyperparams_moefication).
 
     Returns:
         A plan whose columns sum to the capacity up to rounding, because the last half-sweep is
         theirs; rows are off by at most `marginal_error`. Where A / tau is wide (standard deviation
         100) 50 sweeps leave errors of several percent: use `balanced_plan` there.
 
-        The gradient goes through the unrolled sweeps, which are computed again in the backward
-        pass: memory grows with num_sweeps * N * E of one layer, not of all.
-
-    Raises:
-        ValueError: As `checked_problem`.
+    Gradient:
+        Through the unrolled sweeps, which are computed again in the backward pass: memory grows
+        with num_sweeps * N * E of one layer, not of all.
 
     Example:
         >>> sinkhorn(torch.zeros(4, 2), capacity=2, tau=0.1, num_sweeps=1).plan.sum(dim=0)
@@ -125,9 +119,7 @@ def greedy_assignment(plan: Float[Tensor, "*L N E"], *, capacity: Capacity) -> I
     reaches it: every free neuron proposes to its best expert that would still take it, and every
     expert keeps as many of the best as it has room for.
 
-    Args:
-        plan: Any finite scores, larger is closer; see `checked_capacity`.
-        capacity: Neurons of every expert (s), or of each.
+    The plan may be any finite scores, larger is closer; see `checked_capacity`.
 
     Returns:
         Expert of each neuron, 0 to E - 1, every expert exactly full; equal to the serial loop entry

@@ -1,16 +1,22 @@
-"""Checkpoints on disk: whole or not there, verified before they are read, the newest kept.
+"""What a training leaves in its stage's folder: checkpoints, and the metrics of each step.
 
-Every rank must see the same folder. One checkpoint is a folder `step_00000100` with the files of
-`torch.distributed.checkpoint`, `values.json`, and `manifest.json` with the size and SHA-256 of the
-others, which is written last.
+A checkpoint is whole or not there, verified before it is read, and the newest are kept: a folder
+`step_00000100` with the files of `torch.distributed.checkpoint`, `values.json`, and, written last,
+`manifest.json` with the size and SHA-256 of the others. Every rank must see the same folder.
 """
 
 import errno
+import json
 import logging
+import math
+import os
 import shutil
+import uuid
 import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,12 +34,17 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one proces
 
 _MANIFEST, _VALUES = "manifest.json", "values.json"
 
+Metrics = dict[str, float]
+Destination = Literal["tensorboard", "wandb"]
+OnStep = Callable[[int, Metrics], None]
+"""Takes the number of a step, which is counted from 1, and its metrics."""
+
 
 class Checkpoints:
-    """The checkpoints of one stage, of which the newest `keep` stay."""
+    """The checkpoints in a stage's folder, of which the newest `keep` stay."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder, self.keep = folder / "checkpoints", keep
 
     def save(self, step: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Write one checkpoint; all ranks together. Older ones go when it is whole on disk.
@@ -106,7 +117,11 @@ class Checkpoints:
     def _newest(self) -> Path | None:
         damages: list[str] = []
         for path in sorted(self.folder.glob("step_*"), reverse=True):
-            damage = _damage(path)
+            manifest = path / _MANIFEST
+            try:
+                damage = damage_in(path, read_json(manifest)["files"])
+            except (UserError, KeyError):
+                damage = f"{manifest} is missing, truncated or altered"
             if damage is None:
                 if damages:
                     logger.warning("%s. Going on from %s, the one before.", damages[-1], path)
@@ -120,17 +135,96 @@ class Checkpoints:
         return None
 
 
-def _damage(checkpoint: Path) -> str | None:
-    manifest = checkpoint / _MANIFEST
-    try:
-        return damage_in(checkpoint, read_json(manifest)["files"])
-    except (UserError, KeyError):
-        return f"{manifest} is missing, truncated or altered"
-
-
 def _cause_of(error: CheckpointException) -> BaseException:
     """The error of the first rank that has one."""
     cause, _ = next(iter(error.failures.values()))
     if "inline_container" in str(cause):  # torch's file writer, which keeps what the system said
         return OSError(errno.ENOSPC, "a file of the checkpoint was cut short")
     return cause
+
+
+@contextmanager
+def loggers(
+    folder: Path, destinations: Sequence[Destination], steps_taken: int
+) -> Iterator[list[OnStep]]:
+    """What writes into each log of a stage; on ranks other than 0 nothing does.
+
+    The folder receives `metrics.jsonl` and the destinations' own. What was logged after the steps
+    taken, by the checkpoint that is resumed from, is removed, except from Weights & Biases, which
+    ignores a step that it has.
+    """
+    kinds = {"file": _json_lines, "tensorboard": _tensorboard, "wandb": _weights_and_biases}
+    wanted = ("file", *dict.fromkeys(destinations)) if is_rank_zero() else ()
+    with ExitStack() as stack:
+        yield [stack.enter_context(kinds[name](folder, steps_taken)) for name in wanted]
+
+
+@contextmanager
+def _json_lines(folder: Path, steps_taken: int) -> Iterator[OnStep]:
+    """One JSON object a step. What is not finite is null, which JSON has a word for."""
+    path = folder / "metrics.jsonl"
+    if path.exists():
+        _cut_after(path, steps_taken)
+    with path.open("a", encoding="utf-8") as file:
+
+        def log(step: int, metrics: Metrics) -> None:
+            values = {name: v if math.isfinite(v) else None for name, v in metrics.items()}
+            file.write(json.dumps({"step": step, **values}) + "\n")
+            file.flush()
+
+        yield log
+
+
+def _cut_after(path: Path, steps_taken: int) -> None:
+    """Drop the lines of steps that will be taken again, and one cut short by a kill."""
+    kept = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                if json.loads(line)["step"] > steps_taken or not line.endswith(b"\n"):
+                    break
+            except (ValueError, KeyError):
+                break
+            kept += len(line)
+    os.truncate(path, kept)  # needs no room, so that a full disk loses nothing
+
+
+@contextmanager
+def _tensorboard(folder: Path, steps_taken: int) -> Iterator[OnStep]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    where = str(folder / "tensorboard")
+    with SummaryWriter(where, purge_step=steps_taken + 1, flush_secs=10) as writer:
+
+        def log(step: int, metrics: Metrics) -> None:
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step)
+
+        yield log
+
+
+@contextmanager
+def _weights_and_biases(folder: Path, steps_taken: int) -> Iterator[OnStep]:
+    """A run that a resumed stage goes on with; `WANDB_MODE=offline` and the like are obeyed."""
+    import wandb
+
+    id_file = folder / "wandb_id"
+    if not id_file.exists():
+        id_file.write_text(uuid.uuid4().hex, encoding="utf-8")
+    try:
+        run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "dotmoe"),
+            name=f"{folder.resolve().parent.name}/{folder.name}",
+            id=id_file.read_text(encoding="utf-8"),
+            dir=str(folder),
+            resume="allow",
+        )
+    except wandb.errors.Error as error:
+        raise UserError(
+            f"Weights & Biases cannot start ({error}). Log in with wandb login, set "
+            "WANDB_MODE=offline, or leave --log-to wandb out."
+        ) from error
+    try:
+        yield lambda step, metrics: run.log(metrics, step=step)
+    finally:
+        run.finish()
