@@ -51,10 +51,9 @@ class AlignConfig(ObjectiveConfig):
 
 
 class LearnedAssignment:
-    """What is learned of one target, the plans it gives, and the masking that follows them.
+    """What is learned of one target's split layers, the plans it gives, and the masking by them.
 
-    Affinities and routers are those of the split layers. Among several ranks they are DTensors, and
-    each rank solves its own layers, of which there may be none.
+    All ranks begin with the same, and each solves its own layers, of which there may be none.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class LearnedAssignment:
         assignment: AssignmentConfig,
         prefix: str,
     ) -> None:
-        """Copy the start, which is equal on all ranks."""
         first, self.ranks = split.first_dense_layers, mesh(dense.device)
         self.initial, self.config, self.assignment = initial, config, assignment
         self.capacity, self.prefix = split.capacity, prefix
@@ -101,13 +99,10 @@ class LearnedAssignment:
         if config.learn_assignment:
             rate = config.lr if config.lr_affinity is None else config.lr_affinity
             learned["affinity"] = (self.affinity_LNE, rate)
+        first = self.masking.first_layer
         return [
-            ParameterGroup(
-                parameters={self.prefix + name: parameter},
-                lr=rate,
-                first_layer=self.masking.first_layer,
-            )
-            for name, (parameter, rate) in learned.items()
+            ParameterGroup(parameters={self.prefix + name: p}, lr=rate, first_layer=first)
+            for name, (p, rate) in learned.items()
         ]
 
     def plan(self, tau: float) -> TransportPlan:
@@ -279,10 +274,9 @@ def align(
     Raises:
         UserError: As `train`; or the model was loaded in float16.
     """
-    schedule = config.schedule(blocks.num_blocks)
+    schedule, dtype = config.schedule(blocks.num_blocks), next(dense.model.parameters()).dtype
     if schedule.steps == 0:
         return initial
-    dtype = next(dense.model.parameters()).dtype
     raise_on_all_ranks(lambda: require_trainable(config, dtype))
     warmup = schedule.warmup_steps
     task = Alignment(

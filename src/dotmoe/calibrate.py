@@ -1,8 +1,4 @@
-"""STAGE calibrate: initial affinities and routers, at random (the paper) or from activations.
-
-The start from data is a method of its own: extracted at once (`--steps 0`) it is a training-free
-conversion.
-"""
+"""STAGE calibrate: initial affinities and routers, at random (the paper) or from activations."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -72,7 +68,7 @@ def calibrate(
     """Initial `AlignState` for the experts of `split`.
 
     Under torchrun every rank computes all layers, and all return the state of rank 0. The text is
-    read only for the start from data. The same seed gives the same state.
+    read only for the start from data.
     """
     if split.beside:
         return joined(
@@ -243,8 +239,7 @@ def log_energy(energy_TE: Float[Tensor, "T E"]) -> Float[Tensor, "T E"]:
 class RidgeRouter:
     """Router rows that predict how the targets of a token differ from their mean.
 
-    Least squares from the FFN input [T, D] with a ridge penalty, by normal equations in float64,
-    which are factorised once for any number of targets.
+    Ridge regression by normal equations in float64, factorised once for any number of targets.
     """
 
     def __init__(self, x_TD: Float[Tensor, "T D"], ridge: float) -> None:
@@ -263,5 +258,4 @@ class RidgeRouter:
 def unit_logits(router_ED: Float[Tensor, "E D"], x_TD: Float[Tensor, "T D"]) -> Tensor:
     """Rows centred over experts and scaled to logits of standard deviation 1; routing stays."""
     centred_ED = router_ED - router_ED.mean(dim=0)
-    scaled: Tensor = centred_ED / (x_TD @ centred_ED.T).std().clamp_min(_TINY)
-    return scaled.float()
+    return (centred_ED / (x_TD @ centred_ED.T).std().clamp_min(_TINY)).float()

@@ -1,7 +1,4 @@
-"""The device, and the ranks that torchrun started: which one this is, and what all agree on.
-
-Without torchrun there is one rank, and nothing here costs anything.
-"""
+"""The device, and the ranks that torchrun started; without it there is one, which costs nothing."""
 
 import logging
 import os
@@ -122,9 +119,9 @@ def mesh(device: torch.device) -> DeviceMesh | None:
 
 @contextmanager
 def fsdp_mesh(device: torch.device, *, shard: bool) -> Iterator[DeviceMesh]:
-    """All ranks as FSDP2 wants them; alone, a group of this process while the block lasts.
+    """All ranks as FSDP2 wants them, each with its rows of every tensor (`shard`), or with all.
 
-    With `shard` each rank holds its rows of every tensor, else all of them.
+    Alone, a group of this process while the block lasts.
     """
     is_alone = not dist.is_initialized()
     if is_alone:
@@ -198,9 +195,8 @@ def own_rows(tensor: Tensor) -> slice:
     """Which rows this rank holds of a tensor that may be divided."""
     if not isinstance(tensor, DTensor):
         return slice(0, len(tensor))
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    layout = tensor.shape, tensor.device_mesh, tensor.placements
+    shape, offset = compute_local_shape_and_global_offset(*layout)
     return slice(offset[0], offset[0] + shape[0])
 
 

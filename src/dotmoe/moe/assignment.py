@@ -17,8 +17,6 @@ from dotmoe.models.targets import TARGETS
 from dotmoe.options import above, at_least
 from dotmoe.transport import Capacity, TransportPlan, balanced_plan, greedy_assignment, sinkhorn
 
-Solver = Literal["newton", "sinkhorn"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssignmentConfig:
@@ -28,7 +26,7 @@ class AssignmentConfig:
     """Transport temperature at the first step, in units of affinity (paper: 1.0)."""
     tau_end: Annotated[float, above(0)] = 0.1
     """Transport temperature after the warm-up, and of every extraction (paper: 0.1)."""
-    solver: Solver = "newton"
+    solver: Literal["newton", "sinkhorn"] = "newton"
     """`newton`: semi-dual Newton with implicit gradient, to convergence. `sinkhorn`: the paper's
     unrolled sweeps."""
     sinkhorn_sweeps: Annotated[int, at_least(1)] = 50

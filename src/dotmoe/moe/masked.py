@@ -24,10 +24,7 @@ from dotmoe.moe.router import Routing, kernels_for, router_logits
 def watched(
     modules: Mapping[int, nn.Module], look: Callable[[int, Tensor], Tensor | None]
 ) -> Iterator[None]:
-    """Inside, `look` is given the number and the input of each module before it runs.
-
-    What it returns, if anything, takes the place of the input.
-    """
+    """Inside, `look` sees number and input of each module before it runs, and may replace it."""
 
     def show(number: int, _: nn.Module, args: Any, kwargs: Any) -> Any:
         seen = look(number, args[0] if args else kwargs["hidden_states"])
@@ -55,10 +52,7 @@ def recomputing(dense: DenseModel, enabled: bool = True) -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class Masking(Routing):
-    """What every masked layer of one target reads: routing, assignment, plan, routers.
-
-    Tensors cover the split layers alone: `first_layer` and those after it.
-    """
+    """What every masked layer of one target reads; tensors cover the split layers alone."""
 
     expert_of_neuron_LN: Int[Tensor, "L N"]
     """Hard assignment, M as expert numbers; from E on columns of `fixed`."""
@@ -75,10 +69,7 @@ class Masking(Routing):
     target: str = "ffn"
 
     def of_layer(self, index: int, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """R for the tokens of a layer, its assignment and its plan.
-
-        Layers are counted from the first that is split; R has the columns of `fixed`, too.
-        """
+        """R with the columns of `fixed`, assignment and plan of a layer, counted from the first."""
         mask_TE, _ = self.route(router_logits(x_TD, self.router_LED[index]))
         for value in self.fixed:
             mask_TE = F.pad(mask_TE, (0, 1), value=value)
@@ -147,10 +138,7 @@ def unit_mask(mask_TE: Tensor, expert_of_unit_N: Tensor, plan_NE: Tensor | None)
 def masked(
     dense: DenseModel, maskings: Iterable[Masking], only: Container[int] | None = None
 ) -> Iterator[None]:
-    """Inside, every split layer of `dense.model` obeys the masking of its target; then no more.
-
-    With `only` the others of them stay dense.
-    """
+    """Inside, split layers of `dense.model`, all or `only` some, obey their target's masking."""
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     try:
         for masking in maskings:
@@ -171,10 +159,7 @@ def masked(
 
 
 def masked_by(dense: DenseModel, layout: ExpertLayout) -> AbstractContextManager[None]:
-    """Inside, `dense.model` computes exactly the MoE that the layout describes (eq:moe_output).
-
-    This is the reference that every export is compared with.
-    """
+    """Inside, `dense.model` computes exactly the MoE of the layout, every export's reference."""
     return masked(dense, maskings_of(dense, layout))
 
 
@@ -197,10 +182,7 @@ def maskings_of(dense: DenseModel, layout: ExpertLayout) -> list[Masking]:
 def routed(
     dense: DenseModel, layout: ExpertLayout, chosen: Mapping[int, Int[Tensor, "T K"]]
 ) -> AbstractContextManager[None]:
-    """Inside, `dense.model` runs the experts `chosen` for each token of each split layer.
-
-    No router is asked. The layout is that of one target.
-    """
+    """Inside, `dense.model` runs the experts `chosen` in each split layer of a target's layout."""
     target, layers = TARGETS[layout.target], dense.family.layers(dense.model)
 
     def mask(layer: int, hidden: Tensor) -> Tensor:

@@ -176,10 +176,7 @@ class Objective:
         return hidden_TD, None
 
     def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
-        """eq:total_loss of a micro-batch as `loss`, and its parts; means over tokens.
-
-        Those of the routers are summed over targets, so each counts as it does alone.
-        """
+        """eq:total_loss of a micro-batch as `loss`, and its parts; those of targets add up."""
         config = self.config
         for routing in self.routings:
             routing.losses = []
@@ -331,10 +328,8 @@ def _chunk(
     labels_C: Tensor,
     shares: tuple[float, Tensor],
 ) -> tuple[Tensor | float, Tensor, Tensor]:
-    """Sums of KL and cross-entropy over some tokens, and the gradient of the logits.
-
-    Three tensors of tokens x vocabulary are alive at most, besides 16-bit logits.
-    """
+    """Sums of KL and cross-entropy over some tokens, and the gradient of the logits."""
+    # Three tensors of tokens x vocabulary are alive at most, besides 16-bit logits.
     kl_sum: Tensor | float = 0.0
     student_CV = _log_softmax(*student)
     if teacher is not None:

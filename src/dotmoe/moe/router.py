@@ -45,12 +45,9 @@ class Routing:
         return routed
 
     def pop_losses(self) -> tuple[Tensor, Tensor]:
-        """z-loss and balance loss of the last forward pass, averaged over layers.
-
-        None is collected from here on: layers that run again would leave all their activations.
-        """
+        """z-loss and balance loss of the last forward pass, averaged over layers."""
         z, balance = zip(*(self.losses or []), strict=True)
-        self.losses = None
+        self.losses = None  # layers that run again would leave all their activations
         return torch.stack(z).mean(), torch.stack(balance).mean()
 
 
@@ -143,15 +140,12 @@ class _SoftTopK(torch.autograd.Function):
 
 
 def _saturated(scaled_TE: Tensor, active_experts: int) -> Tensor:
-    """sigmoid(x - theta) where sum_e sigmoid(x_e - theta) = k for every token.
-
-    The root theta is found by Newton steps kept inside a bracket. With x sorted descending,
-    k - 1 + (E - k + 1) exp(-a) < k bounds theta from above at x_k + a, and
-    (k + 1) (1 - exp(-b)) >= k from below at x_(k+1) - b.
-    """
+    """sigmoid(x - theta) where sum_e sigmoid(x_e - theta) = k for every token."""
     num_experts, info = scaled_TE.shape[1], torch.finfo(scaled_TE.dtype)
     if active_experts == num_experts:
         return torch.ones_like(scaled_TE)
+    # Newton steps are kept inside a bracket. With x sorted descending, k - 1 + (E - k + 1) exp(-a)
+    # < k bounds theta from above at x_k + a, (k + 1) (1 - exp(-b)) >= k from below at x_(k+1) - b.
     *_, kth_T, next_T = scaled_TE.topk(active_experts + 1, dim=1).values.unbind(1)
     low = next_T.unsqueeze(1) - math.log(active_experts + 1)
     high = kth_T.unsqueeze(1) + math.log(num_experts)

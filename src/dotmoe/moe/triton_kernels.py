@@ -1,7 +1,6 @@
-"""Triton kernels of the masked FFN and of the soft top-k, and how they are launched.
+"""Triton kernels of the masked FFN and of the soft top-k; `router.kernels_for` says where they run.
 
-`router.kernels_for` imports them where they can run; elsewhere PyTorch's operations do the same
-work. Arithmetic is float32. A program works on one token.
+Arithmetic is float32. A program works on one token.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

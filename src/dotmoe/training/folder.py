@@ -49,9 +49,8 @@ class Checkpoints:
     def save(self, step: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Write one checkpoint; all ranks together. Older ones go when it is whole on disk.
 
-        Plain tensors and values, which are for JSON, are equal on all ranks; of a DTensor each rank
-        writes its part. Where that fails, with an `OSError` if the disk is full, nothing of this
-        checkpoint is left and the others are as they were.
+        Plain tensors and values are equal on all ranks; of a DTensor each rank writes its part.
+        Where that fails (`OSError`: the disk is full) nothing is left of it, and the others stay.
         """
         partial = self.folder / f".step_{step:08d}.partial"
         broadcast_from_rank_zero(lambda: self._make_room(partial))
@@ -68,11 +67,10 @@ class Checkpoints:
     def load(self, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
         """Fill tensors in place from the newest whole checkpoint, and return its plain values.
 
-        All ranks, in any number; None where there has never been a checkpoint. A `UserError` says
-        that all are damaged, or hold other tensors.
+        All ranks, in any number; None where there is no checkpoint. A `UserError` says that all are
+        damaged, or hold other tensors.
         """
-        newest = self.newest()
-        if newest is None:
+        if (newest := self.newest()) is None:
             return None
         try:
             with torch.no_grad():
@@ -87,10 +85,6 @@ class Checkpoints:
     def newest(self) -> Path | None:
         """The newest that is whole, the same on all ranks; see `load`."""
         return broadcast_from_rank_zero(self._newest)
-
-    def last(self) -> Path | None:
-        """The newest in name, unchecked."""
-        return max(self.folder.glob("step_*"), default=None)
 
     def _make_room(self, partial: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -149,9 +143,8 @@ def loggers(
 ) -> Iterator[list[OnStep]]:
     """What writes into each log of a stage; on ranks other than 0 nothing does.
 
-    The folder receives `metrics.jsonl` and the destinations' own. What was logged after the steps
-    taken, by the checkpoint that is resumed from, is removed, except from Weights & Biases, which
-    ignores a step that it has.
+    What was logged after the steps that a checkpoint had taken is removed, except from Weights &
+    Biases, which ignores a step that it has.
     """
     kinds = {"file": _json_lines, "tensorboard": _tensorboard, "wandb": _weights_and_biases}
     wanted = ("file", *dict.fromkeys(destinations)) if is_rank_zero() else ()

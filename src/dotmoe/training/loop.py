@@ -1,7 +1,4 @@
-"""The loop: rate, gradient, clip, step, log, save; bad losses, too little memory, and signals.
-
-What is learned is the task's affair.
-"""
+"""The loop: rate, gradient, clip, step, log, save; bad losses, too little memory, and signals."""
 
 import gc
 import logging
@@ -35,8 +32,6 @@ from dotmoe.training.folder import Checkpoints, Destination, Metrics, OnStep, lo
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_WINDOW, _ENOUGH = 64, 8
-"""Losses that an explosion is judged by, at most and at least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,13 +104,10 @@ class Task(Protocol):
         """Plain values, and tensors of fixed shapes, that a resumed run needs, too."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`; also after `accumulate_gradients` has failed halfway."""
+        """Inverse of `state` but for a halved micro-batch; also after a step failed halfway."""
 
     def halve_micro_batch(self) -> int | None:
-        """Take half as many sequences a forward pass from now on; None where there is but one.
-
-        That stays, whatever is restored.
-        """
+        """Take half as many sequences a forward pass from now on; None where there is but one."""
 
 
 def train(
@@ -226,7 +218,7 @@ class LossWatch:
             if not math.isfinite(value):
                 return f"{name} is {value}"
         loss, count = metrics["loss"], len(self.recent)
-        if count < _ENOUGH or loss <= self.largest:
+        if count < 8 or loss <= self.largest:
             return None
         usual = median(self.recent)
         if loss - usual <= (max_ratio - 1) * abs(usual):
@@ -235,7 +227,7 @@ class LossWatch:
 
     def accept(self, loss: float) -> None:
         """Remember the loss of a step that was applied."""
-        self.recent = [*self.recent, loss][-_WINDOW:]
+        self.recent = [*self.recent, loss][-64:]
         self.largest = max(self.largest, loss)
         self.skipped_in_a_row = 0
 
@@ -262,21 +254,15 @@ class _Trainer:
     def resume(self) -> int:
         """Read the newest whole checkpoint, on any number of ranks; the steps taken before it."""
         tensors = self._tensors()
-        values = self.checkpoints.load(tensors)
-        if values is None:
+        if (values := self.checkpoints.load(tensors)) is None:
             return 0
         task = {n.removeprefix("task."): t for n, t in tensors.items() if n.startswith("task.")}
         self.task.restore(task | values["task"])
         self.watch = LossWatch(**values["losses"])
-        steps: int = values["step"]
-        return steps
+        return int(values["step"])
 
     def take(self, step: int) -> Metrics:
-        """Apply one batch, or leave it out where its loss is bad and `on_bad_loss` says so.
-
-        To the task's metrics it adds `grad_norm`, `lr_factor`, and the batches `skipped` so far
-        where skipping is allowed; equal on all ranks.
-        """
+        """Apply one batch, or leave it out where its loss is bad and `on_bad_loss` says so."""
         training, steps, warmup = self.training, self.schedule.steps, self.schedule.warmup_steps
         factor = cosine_with_warmup(step, total_steps=steps, warmup_steps=warmup)
         before = self._task_state()
@@ -312,17 +298,14 @@ class _Trainer:
         return {n: v.clone() if isinstance(v, Tensor) else v for n, v in self.task.state().items()}
 
     def _gradients(self, step: int, before: dict[str, Any]) -> Metrics:
-        """`accumulate_gradients`, with the largest halved micro-batch that fits into memory.
-
-        Of a failed try nothing is kept. At a micro-batch of 1, and on one of several ranks, where
-        the others wait in the middle of the step, the error is raised.
-        """
+        """`accumulate_gradients`, with the largest halved micro-batch that fits into memory."""
         while True:
             try:
                 return self.task.accumulate_gradients(step)
             except torch.OutOfMemoryError:
                 self.optimizer.zero_grad()
                 self.task.restore(before)
+                # On one of several ranks the others wait in the middle of the step.
                 fits = self.task.halve_micro_batch() if num_ranks() == 1 else None
                 if fits is None:
                     raise
@@ -333,11 +316,7 @@ class _Trainer:
             torch.cuda.empty_cache()
 
     def _worst_place(self) -> str:
-        """Where gradients went wrong, in words; the same on all ranks, which must all ask.
-
-        The first gradient that is not finite in the order of the backward pass, from the last layer
-        to the first; where all are finite, the largest.
-        """
+        """The first gradient of the backward pass that is not finite, or the largest, in words."""
         places: list[tuple[str, int, float]] = []
         for group in self.groups:
             first, is_stack = group.first_layer or 0, group.first_layer is not None
@@ -367,7 +346,7 @@ class _Trainer:
             if is_rank_zero():
                 logger.warning("%s The batch is skipped.", what)
             return
-        last = self.checkpoints.last()
+        last = max(self.checkpoints.folder.glob("step_*"), default=None)
         saved = "There is no checkpoint yet" if last is None else f"The last good one is {last}"
         raise UserError(f"{what} {saved}. {remedy} again with a lower lr or max_grad_norm.")
 

@@ -1,10 +1,6 @@
-"""Balanced plans by Newton's method on the semi-dual, a few passes instead of a hundred sweeps.
-
-The E x E system behind a step also gives the gradient of the plan.
-"""
+"""Balanced plans by Newton's method on the semi-dual; its E x E system also gives the gradient."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -130,11 +126,7 @@ class _SemiDual:
         return potential_E, error
 
     def cool(self, tolerance: float) -> tuple[Tensor, float]:
-        """Newton at falling temperatures; tau * v, nearly linear in tau, is carried down.
-
-        Begins so hot that v = 0 solves it. After a stage that fails the step is smaller, after an
-        easy one larger.
-        """
+        """Newton at falling temperatures, from where v = 0 solves it; carries tau * v down."""
         hot, factor = self.spread * FIRST_FACTOR, FIRST_FACTOR
         solution_E = drift_E = torch.zeros_like(self.potential_E)
         enough = STAGE_TOLERANCE / float(self.capacity_E.max())
@@ -142,7 +134,9 @@ class _SemiDual:
             tau = max(hot / factor, self.tau)
             wanted = tolerance if tau == self.tau else enough
             before, ratio = self.num_passes, hot / tau
-            start_E = solution_E * ratio + drift_E * (1.0 - ratio)
+            start_E = solution_E * ratio + drift_E * (
+                1.0 - ratio
+            )  # tau * v is nearly linear in tau
             potential_E, error = self.newton(start_E, tau, wanted)
             if tau == self.tau and error <= max(wanted, ROUNDING_ERROR):
                 return potential_E, error
@@ -160,8 +154,7 @@ class _SemiDual:
     def newton(self, start_E: Tensor, tau: float, tolerance: float) -> tuple[Tensor, float]:
         """Damped Newton at one temperature: the best potential and its relative error.
 
-        Ends where the tolerance is reached (`plan_NE` is then of that potential), progress stops,
-        or one pass is left.
+        Where the tolerance is reached, `plan_NE` is of that potential.
         """
         accepted_E = best_E = start_E - start_E.mean()
         direction_E = torch.zeros_like(accepted_E)
@@ -300,7 +293,7 @@ class _ImplicitPlan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, affinity_LNE: Tensor, plan_LNE: Tensor, tau: float, factors: Sequence[Any]
+        ctx: Any, affinity_LNE: Tensor, plan_LNE: Tensor, tau: float, factors: list[Any]
     ) -> Tensor:
         ctx.tau, ctx.factors = tau, factors
         output_LNE = plan_LNE.detach()
