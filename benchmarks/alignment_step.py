@@ -204,7 +204,7 @@ class Step:
         )
         self.clock = Clock(dense.device)
         time_methods(self.task, OF_TASK, self.clock)
-        time_methods(self.task.parts[0].assignment, OF_ASSIGNMENT, self.clock)
+        time_methods(self.task.parts[0], OF_ASSIGNMENT, self.clock)
         groups = self.task.parameter_groups()
         self.parameters = [p for group in groups for p in group.parameters.values()]
         self.optimizer = adamw(groups, weight_decay=self.config.weight_decay)

@@ -69,9 +69,9 @@ class AttentionAlone(Alignment):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        ffn, tau = self.parts[0], self.parts[0].assignment.config.tau_end
+        ffn, tau = self.parts[0], self.parts[0].assignment.tau_end
         ffn.config = replace(ffn.config, learn_assignment=False)
-        ffn.masking.expert_of_neuron_LN = ffn.assignment.rounded(ffn.assignment.plan(tau))
+        ffn.masking.expert_of_neuron_LN = ffn.rounded(ffn.plan(tau))
 
     def parameter_groups(self) -> Sequence[ParameterGroup]:
         """Those of attention."""

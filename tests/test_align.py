@@ -50,7 +50,7 @@ def split_of(dense, **options):
 
 
 def learned_by(task):
-    return task.parts[0].assignment.affinity_LNE, task.parts[0].assignment.router_LED
+    return task.parts[0].affinity_LNE, task.parts[0].router_LED
 
 
 def alignment(dense, blocks, config=CONFIG, kind=Alignment, split=None):

@@ -6,18 +6,29 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from torch import Tensor
+from jaxtyping import Int
+from torch import Tensor, nn
 
 from dotmoe.data import TokenBlocks
-from dotmoe.distributed import full_tensor, mesh, raise_on_all_ranks
+from dotmoe.distributed import (
+    as_divided,
+    divided,
+    full_tensor,
+    local_part,
+    mesh,
+    own_rows,
+    raise_on_all_ranks,
+    summed_rows,
+)
 from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.models.dense import DenseModel
-from dotmoe.moe.assignment import AlignState, Assignment, AssignmentConfig
+from dotmoe.moe.assignment import AlignState, AssignmentConfig
 from dotmoe.moe.masked import Masking, masked, recomputing
 from dotmoe.moe.objective import Objective, ObjectiveConfig, require_trainable
 from dotmoe.options import above, at_least, between
-from dotmoe.training.loop import DEFAULT_TRAINING, OnStep, ParameterGroup, TrainingConfig, train
-from dotmoe.transport import TransportPlan
+from dotmoe.training.folder import OnStep
+from dotmoe.training.loop import DEFAULT_TRAINING, ParameterGroup, TrainingConfig, train
+from dotmoe.transport import TransportPlan, greedy_assignment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +50,11 @@ class AlignConfig(ObjectiveConfig):
     """False keeps the initial split and trains routers only (as the random-split baseline does)."""
 
 
-class _Learned:
-    """What is learned of one target, and the masking that follows it."""
+class LearnedAssignment:
+    """What is learned of one target's split layers, the plans it gives, and the masking by them.
+
+    All ranks begin with the same, and each solves its own layers, of which there may be none.
+    """
 
     def __init__(
         self,
@@ -51,22 +65,23 @@ class _Learned:
         assignment: AssignmentConfig,
         prefix: str,
     ) -> None:
-        first = split.first_dense_layers
-        self.initial, self.config, self.prefix = initial, config, prefix
-        self.assignment = Assignment(
-            initial.affinity_LNE[first:],
-            initial.router_LED[first:],
-            split.capacity,
-            assignment,
-            mesh(dense.device),
-            is_learned=config.learn_assignment,
-        )
+        first, self.ranks = split.first_dense_layers, mesh(dense.device)
+        self.initial, self.config, self.assignment = initial, config, assignment
+        self.capacity, self.prefix = split.capacity, prefix
+        affinity_LNE, router_LED = initial.affinity_LNE[first:], initial.router_LED[first:]
+        self.affinity_LNE = nn.Parameter(divided(affinity_LNE, self.ranks), config.learn_assignment)
+        self.router_LED = nn.Parameter(divided(router_LED, self.ranks))
+        zeros_LE = affinity_LNE.new_zeros(affinity_LNE.shape[::2], dtype=torch.float64)
+        self.potential_LE = divided(zeros_LE, self.ranks)
+        """Where the solver starts next: column potentials in units of affinity, where a change of
+        temperature hardly moves them."""
+        self.solved: TransportPlan | None = None
+        """This rank's part of the plan of the running step."""
         self.plan_LNE: Tensor | None = None
-        self.plan: TransportPlan | None = None
-        shape = self.assignment.affinity_LNE.shape
+        """Stands for that of all layers where only its gradient is wanted."""
         self.masking = Masking(
             active_experts=split.active_experts,
-            expert_of_neuron_LN=torch.full(shape[:2], -1, device=dense.device),
+            expert_of_neuron_LN=torch.full(affinity_LNE.shape[:2], -1, device=dense.device),
             router_LED=(),
             surrogate=config.surrogate,
             surrogate_temperature=config.surrogate_temperature,
@@ -75,80 +90,104 @@ class _Learned:
             target=split.target,
         )
         if not config.learn_assignment:
-            fixed = self.assignment.plan(assignment.tau_end)
-            self.masking.expert_of_neuron_LN = self.assignment.rounded(fixed)
+            self.masking.expert_of_neuron_LN = self.rounded(self.plan(assignment.tau_end))
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Router, and affinities where the assignment is learned."""
         config = self.config
-        router, affinity = self.assignment.router_LED, self.assignment.affinity_LNE
-        rate = config.lr if config.lr_affinity is None else config.lr_affinity
-        groups = [("router", router, config.router_rate), ("affinity", affinity, rate)]
+        learned = {"router": (self.router_LED, config.router_rate)}
+        if config.learn_assignment:
+            rate = config.lr if config.lr_affinity is None else config.lr_affinity
+            learned["affinity"] = (self.affinity_LNE, rate)
+        first = self.masking.first_layer
         return [
-            ParameterGroup(
-                name=self.prefix + name,
-                parameters={self.prefix + name: p},
-                lr=lr,
-                first_layer=self.masking.first_layer,
-            )
-            for name, p, lr in groups[: 2 if config.learn_assignment else 1]
+            ParameterGroup(parameters={self.prefix + name: p}, lr=rate, first_layer=first)
+            for name, (p, rate) in learned.items()
         ]
 
+    def plan(self, tau: float) -> TransportPlan:
+        """Soft plan of this rank's layers."""
+        start_lE, affinity_lNE = local_part(self.potential_LE) / tau, local_part(self.affinity_LNE)
+        plan = self.assignment.solve(affinity_lNE, self.capacity, tau, start_lE)
+        self.potential_LE = self._divided(plan.potential.detach().double() * tau)
+        return plan
+
+    def rounded(self, plan: TransportPlan) -> Int[Tensor, "L N"]:
+        """Hard assignment of all layers, the same on every rank."""
+        return full_tensor(self._divided(greedy_assignment(plan.plan, capacity=self.capacity)))
+
     def begin(self, tau: float) -> dict[str, Tensor]:
-        """Solve and round the plan of a step, which the masks follow from here on."""
-        assignment, masking = self.assignment, self.masking
-        self.routers_LED = full_tensor(assignment.router_LED.detach()).detach().requires_grad_()
+        """Solve and round the plan of a step, which the masks follow from here on.
+
+        `soft_hard_gap`, the mean over neurons of 1 - the plan's entry for the assigned expert, is
+        half the mean L1 distance of soft and hard rows (eq:assignment_ste).
+        """
+        masking = self.masking
+        self.routers_LED = full_tensor(self.router_LED.detach()).detach().requires_grad_()
         # Indexed layer by layer, each layer's gradient would be as large as that of all layers.
         masking.router_LED = self.routers_LED.unbind()
         if not self.config.learn_assignment:
             return {}
-        self.plan = plan = assignment.plan(tau)
-        before, assigned = masking.expert_of_neuron_LN, assignment.rounded(plan)
+        self.solved = plan = self.plan(tau)
+        before, assigned = masking.expert_of_neuron_LN, self.rounded(plan)
         masking.expert_of_neuron_LN = assigned
-        # Stands for the plan of all layers where only its gradient is wanted; takes no memory.
-        nothing = torch.zeros((), device=assigned.device)
-        self.plan_LNE = nothing.expand(assignment.affinity_LNE.shape).requires_grad_()
+        nothing = torch.zeros((), device=assigned.device)  # expanded it takes no memory
+        self.plan_LNE = nothing.expand(self.affinity_LNE.shape).requires_grad_()
         masking.plan_LNE = self.plan_LNE.unbind()
         moved = (assigned != before) & (before >= 0)  # the first assignment has none before it
-        said = {"moved_fraction": moved.float().mean(), **assignment.quality(plan, assigned)}
+        own_lN1 = assigned[own_rows(self.affinity_LNE)].unsqueeze(-1)
+        chosen_lN = plan.plan.detach().gather(-1, own_lN1).squeeze(-1)
+        said = {
+            "moved_fraction": moved.float().mean(),
+            "marginal_error": full_tensor(self._divided(plan.marginal_error.double())).max(),
+            "soft_hard_gap": 1 - full_tensor(self._divided(chosen_lN.mean(dim=1))).mean(),
+        }
         return {self.prefix + name: value for name, value in said.items()}
 
     def end(self) -> None:
-        """Backward from the gradients that the masks left to affinities and routers."""
-        if self.plan is not None and self.plan_LNE is not None and self.plan_LNE.grad is not None:
-            self.assignment.backward_plan(self.plan, self.plan_LNE.grad)
+        """Backward from the gradients that the masks left, summed over ranks."""
+        if self.plan_LNE is not None and self.plan_LNE.grad is not None:
+            self.backward_plan(self.plan_LNE.grad)
         if self.routers_LED.grad is not None:
-            self.assignment.backward_routers(self.routers_LED.grad)
+            own = summed_rows(self.routers_LED.grad, self.ranks)
+            torch.autograd.backward(local_part(self.router_LED), own)
         self._forget_plan()
+
+    def backward_plan(self, gradient_LNE: Tensor) -> None:
+        """From the gradient of this rank's tokens through its own plan to its affinities."""
+        assert self.solved is not None
+        torch.autograd.backward(self.solved.plan, summed_rows(gradient_LNE, self.ranks))
 
     def state(self) -> dict[str, Any]:
         """The warm start of the solver and the last assignment."""
-        known = {
-            "potential": self.assignment.potential_LE,
-            "assignment": self.masking.expert_of_neuron_LN,
+        return {
+            f"{self.prefix}potential": self.potential_LE,
+            f"{self.prefix}assignment": self.masking.expert_of_neuron_LN,
         }
-        return {self.prefix + name: value for name, value in known.items()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Inverse of `state`; also forgets a step that was cut off."""
-        self.assignment.potential_LE = state[f"{self.prefix}potential"]
+        self.potential_LE = state[f"{self.prefix}potential"]
         self.masking.expert_of_neuron_LN = state[f"{self.prefix}assignment"]
         self._forget_plan()
 
     def learned(self, steps: int) -> AlignState:
         """What is learned now; leading dense layers as at the start. Every rank must ask."""
-        initial = self.initial
-        affinity, router = (
-            torch.cat([before[: self.masking.first_layer], full_tensor(now.detach())])
-            for before, now in (
-                (initial.affinity_LNE, self.assignment.affinity_LNE),
-                (initial.router_LED, self.assignment.router_LED),
-            )
+        initial, first = self.initial, self.masking.first_layer
+        affinity_LNE = full_tensor(self.affinity_LNE.detach())
+        router_LED = full_tensor(self.router_LED.detach())
+        return replace(
+            initial,
+            affinity_LNE=torch.cat([initial.affinity_LNE[:first], affinity_LNE]),
+            router_LED=torch.cat([initial.router_LED[:first], router_LED]),
+            step=steps,
         )
-        return replace(initial, affinity_LNE=affinity, router_LED=router, step=steps)
+
+    def _divided(self, part: Tensor) -> Tensor:
+        return as_divided(part, len(self.affinity_LNE), self.ranks)
 
     def _forget_plan(self) -> None:
-        self.plan = self.plan_LNE = self.masking.plan_LNE = None
+        self.solved = self.plan_LNE = self.masking.plan_LNE = None
 
 
 class Alignment(Objective):
@@ -162,17 +201,17 @@ class Alignment(Objective):
         dense: DenseModel,
         blocks: TokenBlocks,
         initial: AlignState,
-        granularity: Granularity,
+        split: Granularity,
         config: AlignConfig,
         assignment: AssignmentConfig,
         *,
         warmup_steps: int,
         seed: int,
     ) -> None:
-        targets = zip(parts_of(initial), parts_of(granularity), ("", "attention_"), strict=False)
+        targets = zip(parts_of(initial), parts_of(split), ("", "attention_"), strict=False)
         self.parts = [
-            _Learned(dense, state, split, config, assignment, prefix)
-            for state, split, prefix in targets
+            LearnedAssignment(dense, state, part, config, assignment, prefix)
+            for state, part, prefix in targets
         ]
         """What is learned of each target; of a second one by names of its own."""
         self.tau, self.warmup_steps = assignment.tau, warmup_steps
@@ -187,7 +226,7 @@ class Alignment(Objective):
         tau, said = self.tau(step, self.warmup_steps), dict[str, Tensor]()
         for part in self.parts:
             said |= part.begin(tau)
-        return said and said | {"tau": torch.tensor(tau, device=self.dense.device)}
+        return said | {"tau": torch.tensor(tau, device=self.dense.device)} if said else {}
 
     def end(self) -> None:
         """Backward from the gradients that the masks left to affinities and routers."""
@@ -216,7 +255,7 @@ def align(
     dense: DenseModel,
     blocks: TokenBlocks,
     initial: AlignState,
-    granularity: Granularity,
+    split: Granularity,
     config: AlignConfig,
     assignment: AssignmentConfig,
     *,
@@ -229,37 +268,19 @@ def align(
 
     Under torchrun each rank takes an equal part of every batch and solves the assignment of some
     layers; all ranks call this together, and return the same state. That of leading dense layers is
-    the initial one.
-
-    Args:
-        dense: The frozen model; teacher and student share its weights.
-        blocks: Training text.
-        initial: Where to start; left untouched.
-        granularity: Gives k, the shared expert's size, and the leading layers that stay dense.
-        config: See `AlignConfig`.
-        assignment: Solver and temperatures.
-        folder: See `train`, as of `training` and `on_step`.
-        seed: Of the data order.
-        training: How often to save, what to do with bad values, and where to log.
-        on_step: Called after each step.
+    the initial one. Teacher and student share the frozen weights of `dense`; `seed` is that of the
+    data order; see `train` of `folder`, `training` and `on_step`.
 
     Raises:
-        UserError: See `train`; or the model was loaded in float16.
+        UserError: As `train`; or the model was loaded in float16.
     """
-    schedule = config.schedule(blocks.num_blocks)
+    schedule, dtype = config.schedule(blocks.num_blocks), next(dense.model.parameters()).dtype
     if schedule.steps == 0:
         return initial
-    dtype = next(dense.model.parameters()).dtype
     raise_on_all_ranks(lambda: require_trainable(config, dtype))
+    warmup = schedule.warmup_steps
     task = Alignment(
-        dense,
-        blocks,
-        initial,
-        granularity,
-        config,
-        assignment,
-        warmup_steps=schedule.warmup_steps,
-        seed=seed,
+        dense, blocks, initial, split, config, assignment, warmup_steps=warmup, seed=seed
     )
     with masked(dense, task.routings), recomputing(dense, config.activation_checkpointing):
         train(task, schedule, folder, training, on_step)

@@ -1,8 +1,4 @@
-"""STAGE calibrate: initial affinities and routers, at random (the paper) or from activations.
-
-The start from data is a method of its own: extracted at once (`--steps 0`) it is a training-free
-conversion.
-"""
+"""STAGE calibrate: initial affinities and routers, at random (the paper) or from activations."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -29,11 +25,7 @@ from dotmoe.transport import Capacity, balanced_plan, greedy_assignment
 
 Start = Literal["data", "random"]
 
-TOKENS_A_DIMENSION = 40
-"""Of the model's width: what a ridge regression from it needs to hold on other text."""
 _TINY = 1e-30
-_LEAST_SHARE = 1e-9
-"""Of a token's energy, that an expert counts as having at least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +49,8 @@ class CalibrateConfig:
     """Ridge penalty of the router regression, as a share of the mean input power."""
 
     def tokens(self, width: int) -> int:
-        """`calibration_tokens`, or the default for models of that width."""
-        return self.calibration_tokens or TOKENS_A_DIMENSION * width
+        """`calibration_tokens`, or what a ridge regression needs to hold on other text."""
+        return self.calibration_tokens or 40 * width
 
 
 @torch.no_grad()
@@ -74,13 +66,12 @@ def calibrate(
     """Initial `AlignState` for the experts of `split`.
 
     Under torchrun every rank computes all layers, and all return the state of rank 0. The text is
-    read only for the start from data. The same seed gives the same state.
+    read only for the start from data.
     """
     if split.beside:
-        parts = parts_of(split)
         return joined(
             calibrate(dense, blocks, part, config, seed=seed, on_progress=on_progress)
-            for part in parts
+            for part in parts_of(split)
         )
     widths = dense.widths
 
@@ -88,28 +79,25 @@ def calibrate(
         generator = torch.Generator().manual_seed(seed)
         affinity = torch.randn(*layers, split.units, split.columns, generator=generator)
         router = torch.randn(*layers, split.num_experts, widths.model, generator=generator)
-        scaled = affinity * config.affinity_std, router * config.router_std
-        return scaled[0].to(dense.device), scaled[1].to(dense.device)
+        affinity, router = affinity * config.affinity_std, router * config.router_std
+        return affinity.to(dense.device), router.to(dense.device)
+
+    def from_data(index: int, x_TD: Tensor, share_TN: Tensor) -> tuple[Tensor, Tensor]:
+        if not bool(share_TN.any()):  # a block that does nothing, such as a zeroed one
+            return at_random(seed + index)
+        share_TN /= share_TN.sum(dim=1, keepdim=True).clamp_min(_TINY)
+        expert_N, router_ED = router_aware_start(x_TD, share_TN, split, config, seed=seed + index)
+        affinity_NE = affinity_of(expert_N, split.columns)
+        return affinity_NE * (config.affinity_std / affinity_NE.std()), router_ED
 
     if config.start == "random":
         affinity_LNE, router_LED = at_random(seed, widths.layers)
-        return AlignState(
-            affinity_LNE=affinity_LNE, router_LED=router_LED, step=0, target=split.target
-        )
-    starts, tokens_BT = [], blocks.drawn(config.tokens(widths.model))
-    for index, (x_TD, energy) in enumerate(block_inputs(dense, tokens_BT, split.target)):
-        share_TN = energy()
-        if not bool(share_TN.any()):  # a block that does nothing, such as a zeroed one
-            starts.append(at_random(seed + index))
-        else:
-            share_TN /= share_TN.sum(dim=1, keepdim=True).clamp_min(_TINY)
-            expert_N, router_ED = router_aware_start(
-                x_TD, share_TN, split, config, seed=seed + index
-            )
-            affinity_NE = affinity_of(expert_N, split.columns)
-            starts.append((affinity_NE * (config.affinity_std / affinity_NE.std()), router_ED))
-        on_progress(index + 1, widths.layers)
-    affinity_LNE, router_LED = (torch.stack(parts) for parts in zip(*starts, strict=True))
+    else:
+        starts, tokens_BT = [], blocks.drawn(config.tokens(widths.model))
+        for index, (x_TD, energy) in enumerate(block_inputs(dense, tokens_BT, split.target)):
+            starts.append(from_data(index, x_TD, energy()))
+            on_progress(index + 1, widths.layers)
+        affinity_LNE, router_LED = (torch.stack(parts) for parts in zip(*starts, strict=True))
     if num_ranks() > 1:
         torch.distributed.broadcast(affinity_LNE, src=0)
         torch.distributed.broadcast(router_LED, src=0)
@@ -132,8 +120,7 @@ def block_inputs(
     """
     stream, of = Stream(dense, tokens_BT), TARGETS[target]
     for index, layer in enumerate(dense.family.layers(dense.model)):
-        seen: list[Tensor] = []
-        energies: list[Tensor] = []
+        seen, energies = list[Tensor](), list[Tensor]()
 
         def keep(_: int, x: Tensor, seen: list[Tensor] = seen) -> None:
             seen.append(x.flatten(0, -2))
@@ -226,41 +213,31 @@ def router_aware_start(
 
 
 def affinity_of(expert_of_neuron_LN: Int[Tensor, "*L N"], columns: int) -> Float[Tensor, "*L N E"]:
-    """Affinities that every solver rounds to these experts: one-hot, float32.
-
-    With experts of one size the plan is their softmax at any temperature, its largest entries the
-    experts. A shared expert, of number E, is larger: its column has the largest entries, those of
-    its own neurons first.
-    """
+    """Affinities that every solver rounds to these experts, a shared one included: one-hot."""
     return F.one_hot(expert_of_neuron_LN, columns).float()
 
 
 def harden(
     affinity_NE: Tensor, capacity: Capacity | None = None, relative_tau: float = 0.1
 ) -> Int[Tensor, " N"]:
-    """Assignment of affinities of any scale: transport at a tenth of their spread.
-
-    Experts are of one size where no `capacity` is given.
-    """
+    """Assignment of affinities of any scale; experts are of one size if no `capacity` is given."""
     capacity = capacity or affinity_NE.shape[0] // affinity_NE.shape[1]
     tau = float(affinity_NE.std()) * relative_tau
-    plan_NE = affinity_NE
     if tau > 0:
-        plan_NE = balanced_plan(affinity_NE, capacity=capacity, tau=tau, tolerance=1e-3).plan
-    return greedy_assignment(plan_NE, capacity=capacity)
+        affinity_NE = balanced_plan(affinity_NE, capacity=capacity, tau=tau, tolerance=1e-3).plan
+    return greedy_assignment(affinity_NE, capacity=capacity)
 
 
 def log_energy(energy_TE: Float[Tensor, "T E"]) -> Float[Tensor, "T E"]:
-    """Half the logarithm of each expert's share of a token's energy, float64."""
+    """Half the logarithm of each expert's share of a token's energy, at least 1e-9; float64."""
     share_TE = energy_TE.double() / energy_TE.double().sum(dim=1, keepdim=True).clamp_min(_TINY)
-    return 0.5 * share_TE.clamp_min(_LEAST_SHARE).log()
+    return 0.5 * share_TE.clamp_min(1e-9).log()
 
 
 class RidgeRouter:
     """Router rows that predict how the targets of a token differ from their mean.
 
-    Least squares from the FFN input [T, D] with a ridge penalty, by normal equations in float64,
-    which are factorised once for any number of targets.
+    Ridge regression by normal equations in float64, factorised once for any number of targets.
     """
 
     def __init__(self, x_TD: Float[Tensor, "T D"], ridge: float) -> None:
@@ -270,17 +247,13 @@ class RidgeRouter:
         self._factor_DD = torch.linalg.cholesky(gram_DD)
 
     def __call__(self, target_TE: Float[Tensor, "T E"]) -> Float[Tensor, "E D"]:
-        """Rows as of `unit_logits`, float32."""
+        """Rows as of `unit_logits`."""
         target_TE = target_TE.double() - target_TE.double().mean(dim=1, keepdim=True)
         router_DE = torch.cholesky_solve(self._x_TD.T @ target_TE, self._factor_DD)
         return unit_logits(router_DE.T, self._x_TD)
 
 
 def unit_logits(router_ED: Float[Tensor, "E D"], x_TD: Float[Tensor, "T D"]) -> Tensor:
-    """Rows centred over experts and scaled to logits of standard deviation 1, float32.
-
-    Neither changes which experts run.
-    """
+    """Rows centred over experts and scaled to logits of standard deviation 1; routing stays."""
     centred_ED = router_ED - router_ED.mean(dim=0)
-    scaled: Tensor = centred_ED / (x_TD @ centred_ED.T).std().clamp_min(_TINY)
-    return scaled.float()
+    return (centred_ED / (x_TD @ centred_ED.T).std().clamp_min(_TINY)).float()

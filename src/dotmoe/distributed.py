@@ -1,8 +1,4 @@
-"""The device, and the ranks that torchrun started: which one this is, and what all agree on.
-
-Without torchrun there is one rank, and nothing here costs anything. No launcher of our own:
-`torchrun --nproc-per-node 8 -m dotmoe convert ...` is the way to start several.
-"""
+"""The device, and the ranks that torchrun started; without it there is one, which costs nothing."""
 
 import logging
 import os
@@ -24,21 +20,13 @@ from dotmoe.errors import RankError, UserError, one_line
 
 Result = TypeVar("Result")
 
-PATIENCE = timedelta(days=1)
-"""How long a rank waits for another. Rank 0 tokenises alone, which can take hours; and a rank that
-has died keeps nobody waiting, because torchrun then ends the others."""
-
 
 class _ReportedElsewhereError(UserError):
     """An error that another rank reports as well."""
 
 
 def resolved_device(name: str) -> torch.device:
-    """The device that `auto`, `cpu`, `cuda` or `cuda:N` means here; auto: a GPU if there is one.
-
-    Raises:
-        UserError: Another name, or a device that this machine does not have.
-    """
+    """The device that `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N` means here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
@@ -74,11 +62,7 @@ def started_by_torchrun() -> bool:
 
 
 def require_one_process(what: str) -> None:
-    """Refuse to go on where torchrun started several ranks.
-
-    Raises:
-        UserError: It did.
-    """
+    """Refuse to go on where torchrun started several ranks."""
     if started_by_torchrun():
         raise UserError(
             f"{what} runs in one process, and torchrun started several. Start without torchrun."
@@ -89,18 +73,22 @@ def require_one_process(what: str) -> None:
 def process_group(device: torch.device) -> Iterator[None]:
     """Inside, the ranks that torchrun started form one group; alone, nothing happens.
 
-    On CUDA each takes the GPU of its local rank.
-
-    Raises:
-        UserError: Another rank has gone.
-        RankError: Of a `UserError` in the block that rank 0 does not know of.
+    On CUDA each takes the GPU of its local rank. A `UserError` says that another rank has gone; one
+    in the block that rank 0 does not know of becomes a `RankError`.
     """
     if not started_by_torchrun() or dist.is_initialized():
         yield
         return
     if device.type == "cuda":
-        _take_own_gpu()
-    dist.init_process_group(_backend(device), timeout=PATIENCE)
+        local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= num_gpus:
+            raise RankError(
+                f"rank {local_rank} of this machine has no GPU: there are {num_gpus}. Start "
+                f"torchrun with --nproc-per-node {num_gpus}."
+            )
+        torch.cuda.set_device(local_rank)
+    # Rank 0 tokenises alone, which can take hours; where a rank has died, torchrun ends the others.
+    dist.init_process_group(_backend(device), timeout=timedelta(days=1))
     if not is_rank_zero():
         logging.disable(logging.WARNING)  # rank 0 warns of the same
     try:
@@ -124,28 +112,16 @@ def _backend(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def _take_own_gpu() -> None:
-    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local_rank >= num_gpus:
-        raise RankError(
-            f"rank {local_rank} of this machine has no GPU: there are {num_gpus}. Start torchrun "
-            f"with --nproc-per-node {num_gpus}."
-        )
-    torch.cuda.set_device(local_rank)
-
-
 def mesh(device: torch.device) -> DeviceMesh | None:
     """All ranks in one line, for sharding over them; None where there is one rank."""
-    if num_ranks() == 1:
-        return None
-    return init_device_mesh(device.type, (num_ranks(),))
+    return init_device_mesh(device.type, (num_ranks(),)) if num_ranks() > 1 else None
 
 
 @contextmanager
 def fsdp_mesh(device: torch.device, *, shard: bool) -> Iterator[DeviceMesh]:
-    """All ranks as FSDP2 wants them; alone, a group of this process for as long as the block lasts.
+    """All ranks as FSDP2 wants them, each with its rows of every tensor (`shard`), or with all.
 
-    With `shard` each rank holds its rows of every tensor, else all of them.
+    Alone, a group of this process while the block lasts.
     """
     is_alone = not dist.is_initialized()
     if is_alone:
@@ -160,12 +136,11 @@ def fsdp_mesh(device: torch.device, *, shard: bool) -> Iterator[DeviceMesh]:
 
 
 def require_equal_shares(batch_size: int) -> None:
-    """Refuse a batch that the ranks cannot share equally, naming the nearest that they can."""
-    if over := batch_size % num_ranks():
-        nearest = [size for size in (batch_size - over, batch_size - over + num_ranks()) if size]
+    """Refuse a batch that the ranks cannot share equally."""
+    if batch_size % num_ranks():
         raise UserError(
             f"batch_size is {batch_size}, but {num_ranks()} ranks must share it equally. "
-            f"Choose {' or '.join(map(str, nearest))}."
+            f"Choose a multiple of {num_ranks()}."
         )
 
 
@@ -220,18 +195,16 @@ def own_rows(tensor: Tensor) -> slice:
     """Which rows this rank holds of a tensor that may be divided."""
     if not isinstance(tensor, DTensor):
         return slice(0, len(tensor))
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    layout = tensor.shape, tensor.device_mesh, tensor.placements
+    shape, offset = compute_local_shape_and_global_offset(*layout)
     return slice(offset[0], offset[0] + shape[0])
 
 
 def divided(whole: Tensor, ranks: DeviceMesh | None) -> Tensor:
     """A copy of what is equal on all ranks, its rows divided over them as `torch.chunk` cuts."""
-    copy = whole.clone()
     if ranks is None:
-        return copy
-    return distribute_tensor(copy, ranks, [Shard(0)], src_data_rank=None)
+        return whole.clone()
+    return distribute_tensor(whole.clone(), ranks, [Shard(0)], src_data_rank=None)
 
 
 def as_divided(part: Tensor, length: int, ranks: DeviceMesh | None) -> Tensor:

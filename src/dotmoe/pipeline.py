@@ -68,8 +68,7 @@ from dotmoe.provenance import provenance
 from dotmoe.report.page import html_report
 from dotmoe.run_folder import RESULTS, RunFolder
 from dotmoe.tokenise import OTHER, Text, require_sources, samples_itself, tokenise, write_windows
-from dotmoe.training.loggers import Metrics
-from dotmoe.training.loop import OnStep
+from dotmoe.training.folder import Metrics, OnStep
 
 Config = TypeVar("Config", bound=AnyRunConfig)
 Result = TypeVar("Result")

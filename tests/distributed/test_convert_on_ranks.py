@@ -54,7 +54,11 @@ def test_ranks_convert_as_one_does(sharding, tiny_dense, text_file, tmp_path):
 @pytest.mark.parametrize(
     ("batch", "data", "said"),
     [
-        ("3", "text.txt", "batch_size is 3, but 2 ranks must share it equally. Choose 2 or 4."),
+        (
+            "3",
+            "text.txt",
+            "batch_size is 3, but 2 ranks must share it equally. Choose a multiple of 2.",
+        ),
         ("4", "gone.txt", "gone.txt does not exist"),
     ],
 )

@@ -65,7 +65,7 @@ def new_task(dense, start):
 
 
 def learned_by(task):
-    return task.parts[0].assignment.affinity_LNE, task.parts[0].assignment.router_LED
+    return task.parts[0].affinity_LNE, task.parts[0].router_LED
 
 
 def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=None):
@@ -96,7 +96,7 @@ def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=N
         "assignments": torch.stack(task.seen),
         "metrics": metrics,
         "end": tuple(full_tensor(p.detach()) for p in learned_by(task)),
-        "own_layers": len(local_part(task.parts[0].assignment.affinity_LNE)),
+        "own_layers": len(local_part(task.parts[0].affinity_LNE)),
     }
 
 

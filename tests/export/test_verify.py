@@ -140,7 +140,7 @@ def test_routed_with_the_masks_own_choice_is_the_masked_model(dense_of, layout_o
             layers = dense.family.layers(dense.model)
             with watched({n: layer.mlp for n, layer in enumerate(layers)}, look):
                 expected = dense.model(input_ids=tokens_BT).logits
-        with routed(dense, layout, lambda layer, hidden: chosen[layer]):
+        with routed(dense, layout, chosen):
             actual = dense.model(input_ids=tokens_BT).logits
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 

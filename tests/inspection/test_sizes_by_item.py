@@ -65,9 +65,7 @@ def one_step(dense, *, checkpointing):
     task = Alignment(
         dense, blocks, state, split, config, AssignmentConfig(), warmup_steps=0, seed=0
     )
-    optimizer = torch.optim.AdamW(
-        [task.parts[0].assignment.affinity_LNE, task.parts[0].assignment.router_LED]
-    )
+    optimizer = torch.optim.AdamW([task.parts[0].affinity_LNE, task.parts[0].router_LED])
 
     def take(number):
         task.accumulate_gradients(number)

@@ -11,7 +11,8 @@ from toy_tasks import EVERY_5, SCHEDULE, Regression, warnings_in
 
 from dotmoe.cli import message_of
 from dotmoe.errors import UserError
-from dotmoe.training.loop import checkpoints_in, train
+from dotmoe.training.folder import Checkpoints
+from dotmoe.training.loop import train
 
 
 def truncate(path):
@@ -31,8 +32,8 @@ DAMAGES = {
     "file missing": (lambda c: (c / TENSORS).unlink(), rf"{TENSORS} is missing"),
     "index altered": (lambda c: alter(c / ".metadata"), r"\.metadata has been altered"),
     "step altered": (lambda c: alter(c / "values.json"), r"values.json has been altered"),
-    "manifest truncated": (lambda c: truncate(c / MANIFEST), rf"{MANIFEST} is truncated or has"),
-    "manifest missing": (lambda c: (c / MANIFEST).unlink(), rf"{MANIFEST} is missing"),
+    "manifest truncated": (lambda c: truncate(c / MANIFEST), rf"{MANIFEST} is missing, truncated"),
+    "manifest missing": (lambda c: (c / MANIFEST).unlink(), rf"{MANIFEST} is missing, truncated"),
 }
 
 
@@ -53,7 +54,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(damage, tmp_path
     assert "step_00000010, the one before" in warning
     assert torch.equal(again.weight, whole.weight)
     # The damaged one has been written again.
-    assert checkpoints_in(tmp_path).newest().name == "step_00000012"
+    assert Checkpoints(tmp_path).newest().name == "step_00000012"
     for checkpoint in (tmp_path / "checkpoints").iterdir():
         spoil(checkpoint)
     with pytest.raises(UserError, match=r"every checkpoint in .* is damaged .*delete"):
@@ -65,7 +66,7 @@ def test_what_a_kill_left_half_written_is_not_read_and_goes(tmp_path):
     partial = tmp_path / "checkpoints" / ".step_00000015.partial"
     partial.mkdir()
     (partial / TENSORS).write_bytes(b"half")
-    checkpoints = checkpoints_in(tmp_path)
+    checkpoints = Checkpoints(tmp_path)
     assert checkpoints.newest().name == "step_00000012"
     checkpoints.save(13, {"a": torch.ones(2)}, {"step": 13})
     names = sorted(path.name for path in checkpoints.folder.iterdir())
@@ -91,6 +92,6 @@ def test_a_full_disk_loses_no_checkpoint(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert message_of(error.value).startswith("the disk is full")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000005"]
-    assert checkpoints_in(tmp_path).newest().name == "step_00000005"
+    assert Checkpoints(tmp_path).newest().name == "step_00000005"
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 11))

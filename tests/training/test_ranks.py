@@ -11,7 +11,8 @@ from toy_tasks import SCHEDULE, Regression
 
 from dotmoe.distributed import divided, mesh, rank
 from dotmoe.errors import Interrupted, UserError
-from dotmoe.training.loop import ParameterGroup, TrainingConfig, checkpoints_in, train
+from dotmoe.training.folder import Checkpoints
+from dotmoe.training.loop import ParameterGroup, TrainingConfig, train
 
 
 class Troubled(Regression):
@@ -22,9 +23,7 @@ class Troubled(Regression):
         self.tower = nn.Parameter(divided(torch.ones(3, 4), mesh(torch.device("cpu"))))
 
     def parameter_groups(self):
-        return [
-            ParameterGroup(name="tower", parameters={"tower": self.tower}, lr=0.1, first_layer=0)
-        ]
+        return [ParameterGroup(parameters={"tower": self.tower}, lr=0.1, first_layer=0)]
 
     def accumulate_gradients(self, step):
         metrics = super().accumulate_gradients(step)
@@ -69,4 +68,4 @@ def test_ranks_decide_alike(tmp_path):
     for process in ranks:
         process.join(60)
         assert process.exitcode == 0
-    assert checkpoints_in(tmp_path).newest().name == "step_00000007"
+    assert Checkpoints(tmp_path).newest().name == "step_00000007"

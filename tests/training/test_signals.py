@@ -14,7 +14,8 @@ import toy_tasks
 
 from dotmoe.cli import run
 from dotmoe.errors import Interrupted
-from dotmoe.training.loop import TrainingConfig, checkpoints_in, train
+from dotmoe.training.folder import Checkpoints
+from dotmoe.training.loop import TrainingConfig, train
 
 
 class Slow(toy_tasks.Regression):
@@ -83,7 +84,7 @@ def test_a_signal_ends_the_step_saves_it_and_stops(signum, slow, tmp_path):
     while told.poll():
         last = told.recv()
     assert last == f"{signum.name} stopped it after step {len(steps)}, now saved"
-    assert checkpoints_in(tmp_path).newest().name == f"step_{len(steps):08d}"
+    assert Checkpoints(tmp_path).newest().name == f"step_{len(steps):08d}"
 
 
 @pytest.mark.parametrize("slow", [60.0], indirect=True)
@@ -95,7 +96,7 @@ def test_a_second_sigint_interrupts_at_once(slow, tmp_path):
         process.join(0.5)
     assert process.exitcode == 1
     assert steps_in(tmp_path) == [1, 2]
-    assert checkpoints_in(tmp_path).newest() is None
+    assert Checkpoints(tmp_path).newest() is None
 
 
 def stop(task, metrics):

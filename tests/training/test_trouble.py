@@ -11,8 +11,7 @@ import torch
 from toy_tasks import EVERY_5, SCHEDULE, Regression, interrupt, warnings_in
 
 from dotmoe.errors import UserError
-from dotmoe.training.loop import TrainingConfig, train
-from dotmoe.training.trouble import LossWatch
+from dotmoe.training.loop import LossWatch, TrainingConfig, train
 
 SKIP = TrainingConfig(checkpoint_every=5, on_bad_loss="skip")
 

@@ -22,7 +22,7 @@ class Regression:
         self.events = events or {}
 
     def parameter_groups(self):
-        return [ParameterGroup(name="weight", parameters={"weight": self.weight}, lr=0.1)]
+        return [ParameterGroup(parameters={"weight": self.weight}, lr=0.1)]
 
     def accumulate_gradients(self, step):
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))

@@ -70,14 +70,6 @@ def test_experts_may_differ_in_capacity(kind: str) -> None:
         assert found.tolist() == [serial(plan, room), serial(plan.flip(0), room)]
 
 
-def test_layers_are_rounded_as_if_alone() -> None:
-    plans = torch.stack([scores(kind, 48, 6, seed=3).float() for kind in KINDS[:10]])
-    together = greedy_assignment(plans.view(2, 5, 48, 6), capacity=8)
-    assert together.shape == (2, 5, 48)
-    for plan, assignment in zip(plans, together.view(10, 48), strict=True):
-        assert assignment.tolist() == serial(plan, 8)
-
-
 @pytest.mark.parametrize(
     ("bad", "message"),
     [

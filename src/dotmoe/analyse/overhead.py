@@ -60,7 +60,7 @@ def profile(run: AnalysedRun) -> Findings:
     )
     clock, samples = Clock(dense.device), []
     time_methods(task, OF_TASK, clock)
-    time_methods(task.parts[0].assignment, OF_ASSIGNMENT, clock)
+    time_methods(task.parts[0], OF_ASSIGNMENT, clock)
     groups = task.parameter_groups()
     parameters = [p for group in groups for p in group.parameters.values()]
     optimizer = adamw(groups, weight_decay=config.align.weight_decay)

@@ -15,8 +15,7 @@ from dotmoe.errors import require_package
 from dotmoe.granularity import Granularity
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import GatedFFN
-from dotmoe.moe.losses import IGNORED, distillation_loss, next_token_labels
-from dotmoe.moe.objective import hidden_states
+from dotmoe.moe.objective import IGNORED, distillation_loss, hidden_states, next_token_labels
 from dotmoe.options import at_least
 
 

@@ -95,8 +95,7 @@ def verify(
     # token. With the routes given, all the rest can be compared closely.
     with ExitStack() as given:
         for part in parts_of(layout):
-            choose = partial(lambda of, layer, x: routes[of][layer].to(x.device), part.target)
-            given.enter_context(routed(exact, part, choose))
+            given.enter_context(routed(exact, part, routes[part.target]))
         same_routes_TV = logits_of(exact.model, tokens_BT)
     error_T = logits_error(logits_TV, same_routes_TV)
     if at_full_TV is not None:

@@ -42,7 +42,8 @@ from dotmoe.moe.router import Routing
 from dotmoe.moe.sparse import EXPERT_WEIGHTS, SparseFFN, make_sparse
 from dotmoe.options import above, at_least, between
 from dotmoe.parameters import compute_constants, meta_model
-from dotmoe.training.loop import DEFAULT_TRAINING, OnStep, ParameterGroup, TrainingConfig, train
+from dotmoe.training.folder import OnStep
+from dotmoe.training.loop import DEFAULT_TRAINING, ParameterGroup, TrainingConfig, train
 
 MODEL, LAYOUT = "model", "layout.safetensors"
 """What is written into the stage's folder."""
@@ -232,9 +233,9 @@ class Finetuning(Objective):
         trained = self.model.trained()
         routers = {name: p for name, p in trained.items() if ".router." in name}
         weights = {name: p for name, p in trained.items() if name not in routers}
-        groups = [ParameterGroup(name="router", parameters=routers, lr=self.config.router_rate)]
+        groups = [ParameterGroup(parameters=routers, lr=self.config.router_rate)]
         if weights:
-            groups.append(ParameterGroup(name="weights", parameters=weights, lr=self.config.lr))
+            groups.append(ParameterGroup(parameters=weights, lr=self.config.lr))
         return groups
 
     def teacher(self, tokens_BT: Tensor) -> Taught | None:

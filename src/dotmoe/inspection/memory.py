@@ -6,7 +6,7 @@ operating system come on top.
 
 from dotmoe.granularity import parts_of
 from dotmoe.inspection.sizes import FLOAT32, Items, Sizes, Step
-from dotmoe.moe.losses import chunk_rows
+from dotmoe.moe.objective import chunk_rows
 
 FFN_TENSORS_IN_BACKWARD = 5
 """Of the width that computes, while the gradient passes one FFN."""

@@ -15,50 +15,24 @@ from torch.utils.checkpoint import checkpoint
 from dotmoe.granularity import parts_of
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.models.dense import DenseModel
-from dotmoe.models.family import TARGETS, GatedFFN, Target
-from dotmoe.moe.losses import product_in_float32
+from dotmoe.models.family import TARGETS, GatedFFN
 from dotmoe.moe.router import Routing, kernels_for, router_logits
-
-
-@contextmanager
-def replaced(
-    dense: DenseModel,
-    layers: Iterable[int],
-    make: Callable[[int, nn.Module], nn.Module],
-    target: Target,
-) -> Iterator[None]:
-    """Inside, the target's block of each layer is `make(layer, block)`; then all is as before."""
-    modules = dense.family.layers(dense.model)
-    originals = {index: target.block(modules[index]) for index in layers}
-    try:
-        for index, block in originals.items():
-            setattr(modules[index], target.module, make(index, block))
-        yield
-    finally:
-        for index, block in originals.items():
-            setattr(modules[index], target.module, block)
 
 
 @contextmanager
 def watched(
     modules: Mapping[int, nn.Module], look: Callable[[int, Tensor], Tensor | None]
 ) -> Iterator[None]:
-    """Inside, `look` is given the number and the input of each module before it runs.
+    """Inside, `look` sees number and input of each module before it runs, and may replace it."""
 
-    What it returns, if anything, takes the place of the input.
-    """
-
-    def show(number: int, args: Any, kwargs: Any) -> Any:
+    def show(number: int, _: nn.Module, args: Any, kwargs: Any) -> Any:
         seen = look(number, args[0] if args else kwargs["hidden_states"])
         return None if seen is None else ((seen, *args[1:]), kwargs)
 
     with ExitStack() as hooks:
         for number, module in modules.items():
-            hooks.enter_context(
-                module.register_forward_pre_hook(
-                    lambda _, args, kwargs, n=number: show(n, args, kwargs), with_kwargs=True
-                )
-            )
+            hook = module.register_forward_pre_hook(partial(show, number), with_kwargs=True)
+            hooks.enter_context(hook)
         yield
 
 
@@ -77,11 +51,7 @@ def recomputing(dense: DenseModel, enabled: bool = True) -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class Masking(Routing):
-    """What every masked layer of one target reads: routing, assignment, plan, routers.
-
-    With `enabled` false each layer is its dense FFN again: the teacher is the same weights with the
-    masks off. Tensors cover the split layers alone: `first_layer` and those after it.
-    """
+    """What every masked layer of one target reads; tensors cover the split layers alone."""
 
     expert_of_neuron_LN: Int[Tensor, "L N"]
     """Hard assignment, M as expert numbers; from E on columns of `fixed`."""
@@ -96,19 +66,14 @@ class Masking(Routing):
     first_layer: int = 0
     """Layers before this one stay dense."""
     target: str = "ffn"
-    """What is split."""
 
-    def of_layer(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """Assignment and plan of a layer, counted from the first that is split."""
-        plan = None if self.plan_LNE is None else self.plan_LNE[index]
-        return self.expert_of_neuron_LN[index], plan
-
-    def mask(self, index: int, x_TD: Tensor) -> Tensor:
-        """R for the tokens of such a layer, with a column of ones where some units always run."""
+    def of_layer(self, index: int, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """R with the columns of `fixed`, assignment and plan of a layer, counted from the first."""
         mask_TE, _ = self.route(router_logits(x_TD, self.router_LED[index]))
         for value in self.fixed:
             mask_TE = F.pad(mask_TE, (0, 1), value=value)
-        return mask_TE
+        plan_NE = None if self.plan_LNE is None else self.plan_LNE[index]
+        return mask_TE, self.expert_of_neuron_LN[index], plan_NE
 
 
 class MaskedFFN(nn.Module):
@@ -124,17 +89,13 @@ class MaskedFFN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]: (H * (R M^T)) W_down, only k experts' neurons contribute."""
-        masking, (projections,) = self.masking, self._projections
-        if not masking.enabled:
+        (projections,) = self._projections
+        if not self.masking.enabled:
             dense_output: Tensor = self.dense(x)
             return dense_output
         x_TD = x.reshape(-1, x.shape[-1])
-        masked_TN = masked_activation(
-            projections.gate(x_TD),
-            projections.up(x_TD),
-            masking.mask(self.index, x_TD),
-            *masking.of_layer(self.index),
-        )
+        gate_TN, up_TN = projections.gate(x_TD), projections.up(x_TD)
+        masked_TN = masked_activation(gate_TN, up_TN, *self.masking.of_layer(self.index, x_TD))
         output: Tensor = projections.down(masked_TN).view(x.shape)
         return output
 
@@ -152,13 +113,11 @@ class MaskedAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         """As the attention that it takes the place of."""
-        masking = self.masking
-        if not masking.enabled:
+        if not self.masking.enabled:
             return self.dense(hidden_states=hidden_states, **kwargs)
-        mask_TE = masking.mask(self.index, hidden_states.flatten(0, -2))
+        units_TN = unit_mask(*self.masking.of_layer(self.index, hidden_states.flatten(0, -2)))
 
         def mask(_: int, heads: Tensor) -> Tensor:
-            units_TN = unit_mask(mask_TE, *masking.of_layer(self.index))
             parts = heads.view(*units_TN.shape, -1)
             return (parts * units_TN.unsqueeze(-1).to(heads.dtype)).view(heads.shape)
 
@@ -178,32 +137,28 @@ def unit_mask(mask_TE: Tensor, expert_of_unit_N: Tensor, plan_NE: Tensor | None)
 def masked(
     dense: DenseModel, maskings: Iterable[Masking], only: Container[int] | None = None
 ) -> Iterator[None]:
-    """Inside, every split layer of `dense.model` obeys the masking of its target; then no more.
-
-    With `only` the others of them stay dense.
-    """
-    layers = dense.family.layers(dense.model)
-
-    def make(masking: Masking, index: int, block: nn.Module) -> nn.Module:
-        if masking.target == "attention":
-            return MaskedAttention(block, masking, index)
-        return MaskedFFN(block, dense.family.ffn(layers[index]), masking, index)
-
-    with ExitStack() as stack:
+    """Inside, split layers of `dense.model`, all or `only` some, obey their target's masking."""
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    try:
         for masking in maskings:
-            after = range(masking.first_layer, len(layers))
-            split = [index for index in after if only is None or index in only]
             target = TARGETS[masking.target]
-            stack.enter_context(replaced(dense, split, partial(make, masking), target))
+            for index, layer in enumerate(dense.family.layers(dense.model)):
+                if index < masking.first_layer or (only is not None and index not in only):
+                    continue
+                block = target.block(layer)
+                replaced.append((layer, target.module, block))
+                if target.name == "attention":
+                    layer.self_attn = MaskedAttention(block, masking, index)
+                else:
+                    layer.mlp = MaskedFFN(block, dense.family.ffn(layer), masking, index)
         yield
+    finally:
+        for layer, name, block in replaced:
+            setattr(layer, name, block)
 
 
 def masked_by(dense: DenseModel, layout: ExpertLayout) -> AbstractContextManager[None]:
-    """Inside, `dense.model` computes exactly the MoE that the layout describes (eq:moe_output).
-
-    Hard top-k routing from float32 logits, chosen experts summed with weight 1. This is the
-    reference that every export is compared with.
-    """
+    """Inside, `dense.model` computes exactly the MoE of the layout, every export's reference."""
     return masked(dense, maskings_of(dense, layout))
 
 
@@ -224,20 +179,15 @@ def maskings_of(dense: DenseModel, layout: ExpertLayout) -> list[Masking]:
 
 
 def routed(
-    dense: DenseModel, layout: ExpertLayout, choose: Callable[[int, Tensor], Tensor]
+    dense: DenseModel, layout: ExpertLayout, chosen: Mapping[int, Int[Tensor, "T K"]]
 ) -> AbstractContextManager[None]:
-    """Inside, `dense.model` runs the experts that `choose` names; no router is asked.
-
-    `choose` is given the number of a split layer and what its output projection reads, H of an FFN
-    [..., N], and names the experts of each token, [T, K]. The layout is that of one target.
-    """
-    target = TARGETS[layout.target]
+    """Inside, `dense.model` runs the experts `chosen` in each split layer of a target's layout."""
+    target, layers = TARGETS[layout.target], dense.family.layers(dense.model)
 
     def mask(layer: int, hidden: Tensor) -> Tensor:
-        runs_TN = neuron_mask(choose(layer, hidden), layout, layer)
+        runs_TN = neuron_mask(chosen[layer].to(hidden.device), layout, layer)
         return hidden * target.of_columns(runs_TN, dense.config).view_as(hidden)
 
-    layers = dense.family.layers(dense.model)
     return watched({i: target.output(layers[i]) for i in layout.moe_layers}, mask)
 
 
@@ -287,11 +237,9 @@ def masked_activation(
 ) -> Float[Tensor, "T N"]:
     """H * (R M^T), H = SiLU(gate) * up, with straight-through gradients for R and M.
 
-    These are eq:moe_output and eq:assignment_ste. With a hard M, R M^T is a gather: column n of the
-    mask is column `expert_of_neuron[n]` of R. No T x N x E product is formed. On CUDA one Triton
-    kernel does all of it; elsewhere the result is bit-equal to
-    `F.silu(gate) * up * R[:, expert_of_neuron]`. The plan's values are not read: it only receives
-    M's gradient.
+    These are eq:moe_output and eq:assignment_ste. With a hard M, R M^T is a gather,
+    `R[:, expert_of_neuron]`; no T x N x E product is formed. On CUDA one Triton kernel does all of
+    it. The plan's values are not read: it only receives M's gradient.
 
     Gradient:
         With G = dL/d(mask) = dL/d(out) * H: to R, the sum of G over each expert's neurons; to the
@@ -354,3 +302,12 @@ def _expert_sums(values_TN: Tensor, expert_of_neuron_N: Tensor, num_experts: int
         return product_in_float32(values_TN, members)
     sums_TE = torch.zeros(len(values_TN), num_experts, dtype=dtype)
     return sums_TE.index_add_(1, expert_of_neuron_N, values_TN.to(dtype))
+
+
+def product_in_float32(left: Tensor, right: Tensor) -> Tensor:
+    """Matrix product; that of 16-bit factors is accumulated and returned in float32."""
+    if left.dtype not in (torch.bfloat16, torch.float16):
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()

@@ -5,18 +5,28 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import full_tensor, num_ranks, rank, require_equal_shares, sum_over_ranks
 from dotmoe.errors import UserError
 from dotmoe.models.dense import DenseModel
-from dotmoe.moe.losses import distillation_loss, next_token_labels
+from dotmoe.moe.masked import product_in_float32
 from dotmoe.moe.router import Routing, Surrogate
 from dotmoe.options import HOW, above, at_least, between
-from dotmoe.training.loggers import Metrics
+from dotmoe.training.folder import Metrics
 from dotmoe.training.loop import Schedule
 
+IGNORED = -100
+"""Label of a position that has no next token."""
+MAX_CHUNK_ELEMENTS = 1 << 25
+"""Logits of one chunk, per model: 128 MiB in float32."""
+CPU_CHUNK_ROWS = 128
+"""Tokens of one chunk on a CPU at most: its logits stay near the cache."""
+
+Losses = tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""]]
 Taught = tuple[Tensor, Tensor | None]
 """A teacher's final hidden states, and the matrix of its head; None: the student's."""
 
@@ -110,7 +120,8 @@ def require_trainable(config: ObjectiveConfig, dtype: torch.dtype) -> None:
 class Objective:
     """The task that the training loop runs: the gradient of eq:total_loss over a batch.
 
-    A subclass says what the student is: `begin` and `end` of a step, `teacher`.
+    `dense` is the model that is trained, or under whose weights something is, and `routings` say
+    how each target routes. A subclass says what the student is: `begin`, `end` and `teacher`.
     """
 
     def __init__(
@@ -122,20 +133,9 @@ class Objective:
         *,
         seed: int,
     ) -> None:
-        self.dense = dense
-        """The model that is trained, or under whose weights something is."""
-        self.routings = routings
-        """How each target routes."""
-        self.blocks = blocks
-        self.config = config
-        self.seed = seed
-        self.micro_batch_limit = config.batch_size
-        """Sequences that fit into memory, as far as is known."""
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Sequences of one forward pass."""
-        return min(self.config.micro_batch_size, self.micro_batch_limit)
+        self.dense, self.routings, self.blocks = dense, routings, blocks
+        self.config, self.seed = config, seed
+        self.micro_batch_size = min(config.micro_batch_size, config.batch_size)
 
     def begin(self, step: int) -> dict[str, Tensor]:
         """Prepare a step; metrics that are not losses, equal on all ranks."""
@@ -145,11 +145,10 @@ class Objective:
         """Pass on gradients when all micro-batches have left theirs."""
 
     def accumulate_gradients(self, step: int) -> Metrics:
-        """Gradient of eq:total_loss over one batch.
+        """Gradient of eq:total_loss over one batch, and its losses.
 
-        Every loss is the mean over the micro-batches of all ranks, weighted by their sequences. So
-        ranks that have the micro-batches of one rank among them have its losses and gradients too,
-        up to the order of summation.
+        Each is the mean over the micro-batches of all ranks, weighted by their sequences: the same
+        on any number of ranks with the same micro-batches, up to the order of summation.
         """
         size = self.config.batch_size
         metrics = self.begin(step)
@@ -177,10 +176,7 @@ class Objective:
         return hidden_TD, None
 
     def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
-        """eq:total_loss of a micro-batch as `loss`, and its parts; means over tokens.
-
-        Those of the routers are summed over targets, so each counts as it does alone.
-        """
+        """eq:total_loss of a micro-batch as `loss`, and its parts; those of targets add up."""
         config = self.config
         for routing in self.routings:
             routing.losses = []
@@ -191,12 +187,10 @@ class Objective:
         return {"loss": total, "kl": kl, "ce": ce, "z": z, "balance": balance}
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
-        """What the head's matrix turns into logits, [T, D]."""
+        """What the head's matrix turns into the student's logits, [T, D]."""
         return hidden_states(self.dense, tokens_BT)
 
-    def distil(
-        self, hidden_TD: Tensor, taught: Taught | None, tokens_BT: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def distil(self, hidden_TD: Tensor, taught: Taught | None, tokens_BT: Tensor) -> Losses:
         """KL to the teacher, if there is one, and cross-entropy; see `distillation_loss`."""
         teacher_TD, teacher_head_VD = taught or (None, None)
         return distillation_loss(
@@ -215,25 +209,25 @@ class Objective:
 
     def state(self) -> dict[str, Any]:
         """What is known of the memory there is: the micro-batch decides the balance loss, too."""
-        return {"micro_batch_limit": self.micro_batch_limit}
+        return {"micro_batch_limit": self.micro_batch_size}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Inverse of `state`; also forgets a step that was cut off."""
-        self.micro_batch_limit = state["micro_batch_limit"]
+        self.micro_batch_size = min(self.micro_batch_size, state["micro_batch_limit"])
         for routing in self.routings:
             routing.losses = None
         self._route(True)
-
-    def _route(self, enabled: bool) -> None:
-        for routing in self.routings:
-            routing.enabled = enabled
 
     def halve_micro_batch(self) -> int | None:
         """Take half as many sequences a forward pass; None where one is all there is."""
         if self.micro_batch_size == 1:
             return None
-        self.micro_batch_limit = self.micro_batch_size // 2
-        return self.micro_batch_limit
+        self.micro_batch_size //= 2
+        return self.micro_batch_size
+
+    def _route(self, enabled: bool) -> None:
+        for routing in self.routings:
+            routing.enabled = enabled
 
 
 def hidden_states(dense: DenseModel, tokens_BT: Tensor) -> Tensor:
@@ -242,3 +236,125 @@ def hidden_states(dense: DenseModel, tokens_BT: Tensor) -> Tensor:
     hidden: Tensor = trunk(input_ids=tokens_BT, use_cache=False).last_hidden_state
     multipliers = dense.family.traits(dense.config).multipliers
     return hidden.reshape(-1, hidden.shape[-1]) / multipliers.logits_divisor
+
+
+def next_token_labels(tokens_BT: Int[Tensor, "B T"]) -> Int[Tensor, " BT"]:
+    """Labels of a batch, flat: the next token, and `IGNORED` at the end of each row."""
+    return F.pad(tokens_BT[:, 1:], (0, 1), value=IGNORED).flatten()
+
+
+def distillation_loss(
+    student_TD: Float[Tensor, "T D"],
+    teacher_TD: Float[Tensor, "T D"] | None,
+    head_VD: Float[Tensor, "V D"],
+    labels_T: Int[Tensor, " T"],
+    *,
+    kl_weight: float,
+    ce_weight: float,
+    teacher_head_VD: Float[Tensor, "V D"] | None = None,
+) -> Losses:
+    """w_kl * KL(dense || MoE) + w_ce * CE(labels) from the hidden states below the head.
+
+    The first two terms of eq:total_loss. KL is averaged over all T positions, cross-entropy over
+    those whose label is not `IGNORED`. Softmax runs in float32. Without a teacher there is no KL;
+    without a head of its own it has the student's.
+
+    Returns:
+        The weighted sum, which alone has a gradient; KL; cross-entropy. In nats per token.
+
+    Gradient:
+        To `student_TD`, and to `head_VD` if it wants one; formed chunk by chunk during the forward
+        pass, so memory is one chunk of logits for each model (`MAX_CHUNK_ELEMENTS`) plus one
+        gradient of the size of each of the two. That of the head adds up in float32.
+    """
+    if teacher_head_VD is None:
+        teacher_head_VD = head_VD.detach()
+    losses: Losses = _Distillation.apply(  # type: ignore[no-untyped-call]
+        student_TD, teacher_TD, head_VD, teacher_head_VD, labels_T, kl_weight, ce_weight
+    )
+    return losses
+
+
+class _Distillation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student_TD: Tensor,
+        teacher_TD: Tensor | None,
+        head_VD: Tensor,
+        teacher_head_VD: Tensor,
+        labels_T: Tensor,
+        kl_weight: float,
+        ce_weight: float,
+    ) -> Losses:
+        num_tokens, num_labels = len(labels_T), (labels_T != IGNORED).sum().clamp_min(1)
+        kl, ce = torch.zeros(2, device=student_TD.device)
+        grad_TD = torch.empty_like(student_TD)
+        wide = torch.promote_types(head_VD.dtype, torch.float32)
+        grad_VD = torch.zeros_like(head_VD, dtype=wide) if ctx.needs_input_grad[2] else None
+        shares = kl_weight / num_tokens, ce_weight / num_labels
+        rows = chunk_rows(len(head_VD), on_cpu=head_VD.device.type == "cpu")
+        for start in range(0, num_tokens, rows):
+            chunk = slice(start, start + rows)
+            teacher = None if teacher_TD is None else (teacher_TD[chunk], teacher_head_VD)
+            kl_sum, ce_sum, grad_CV = _chunk(
+                (student_TD[chunk], head_VD), teacher, labels_T[chunk], shares
+            )
+            kl += kl_sum
+            ce += ce_sum
+            grad_TD[chunk] = grad_CV @ head_VD
+            if grad_VD is not None:
+                if grad_VD.is_cuda:
+                    grad_VD += product_in_float32(grad_CV.T, student_TD[chunk])
+                else:  # makes and frees nothing of the head's size
+                    grad_VD.addmm_(grad_CV.T.to(wide), student_TD[chunk].to(wide))
+            del grad_CV  # or it would live beside the next chunk's
+        kl, ce = kl / num_tokens, ce / num_labels
+        ctx.save_for_backward(grad_TD, grad_VD)
+        ctx.mark_non_differentiable(kl, ce)
+        return kl_weight * kl + ce_weight * ce, kl, ce
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        grad_TD, grad_VD = (
+            None if grad is None else grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors
+        )
+        return grad_TD, None, grad_VD, None, None, None, None
+
+
+def _chunk(
+    student: tuple[Tensor, Tensor],
+    teacher: tuple[Tensor, Tensor] | None,
+    labels_C: Tensor,
+    shares: tuple[float, Tensor],
+) -> tuple[Tensor | float, Tensor, Tensor]:
+    """Sums of KL and cross-entropy over some tokens, and the gradient of the logits."""
+    # Three tensors of tokens x vocabulary are alive at most, besides 16-bit logits.
+    kl_sum: Tensor | float = 0.0
+    student_CV = _log_softmax(*student)
+    if teacher is not None:
+        log_CV = _log_softmax(*teacher)
+        teacher_CV = log_CV.exp()
+        kl_sum = log_CV.sub_(student_CV).mul_(teacher_CV).sum()
+        del log_CV
+    ce_sum = F.nll_loss(student_CV, labels_C, ignore_index=IGNORED, reduction="sum")
+    student_CV.exp_()
+    labels_C1, (kl_share, ce_share) = labels_C.unsqueeze(1), shares
+    labelled_C1 = ((labels_C1 != IGNORED) * ce_share).to(student_CV.dtype)
+    if teacher is None:
+        grad_CV = student_CV.mul_(labelled_C1)
+    else:
+        grad_CV = torch.sub(student_CV, teacher_CV, out=teacher_CV).mul_(kl_share)
+        grad_CV.addcmul_(student_CV, labelled_C1)
+    grad_CV.scatter_add_(1, labels_C1.clamp_min(0), -labelled_C1)
+    return kl_sum, ce_sum, grad_CV.to(student[1].dtype)
+
+
+def _log_softmax(hidden_CD: Tensor, head_VD: Tensor) -> Tensor:
+    return F.log_softmax((hidden_CD @ head_VD.T).float(), dim=1)
+
+
+def chunk_rows(vocabulary: int, *, on_cpu: bool) -> int:
+    """Tokens whose logits are formed at once, at most."""
+    rows = max(1, MAX_CHUNK_ELEMENTS // vocabulary)
+    return min(rows, CPU_CHUNK_ROWS) if on_cpu else rows

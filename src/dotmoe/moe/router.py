@@ -10,8 +10,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dotmoe.moe.losses import balance_loss, z_loss
-
 Surrogate = Literal["softmax", "soft_top_k"]
 """`softmax` is the paper's; `soft_top_k` has rows of the mask's own sum."""
 Routed = tuple[Float[Tensor, "T E"], Int[Tensor, "T K"]]
@@ -37,10 +35,7 @@ class Routing:
     def route(self, logits_TE: Float[Tensor, "T E"]) -> Routed:
         """Route the tokens of one layer (eq:router_topk, eq:router_ste)."""
         routed = straight_through_top_k(
-            logits_TE,
-            self.active_experts,
-            surrogate=self.surrogate,
-            temperature=self.surrogate_temperature,
+            logits_TE, self.active_experts, self.surrogate, self.surrogate_temperature
         )
         if self.surrogate is not None:
             # Also where they are not wanted: a layer that runs again must do the same again.
@@ -50,13 +45,29 @@ class Routing:
         return routed
 
     def pop_losses(self) -> tuple[Tensor, Tensor]:
-        """z-loss and balance loss of the last forward pass, averaged over layers.
-
-        None is collected from here on: layers that run again would leave all their activations.
-        """
+        """z-loss and balance loss of the last forward pass, averaged over layers."""
         z, balance = zip(*(self.losses or []), strict=True)
-        self.losses = None
+        self.losses = None  # layers that run again would leave all their activations
         return torch.stack(z).mean(), torch.stack(balance).mean()
+
+
+def z_loss(logits_TE: Float[Tensor, "T E"]) -> Float[Tensor, ""]:
+    """Mean over tokens of logsumexp(L)^2 (eq:z_loss); keeps router logits small."""
+    return torch.logsumexp(logits_TE, dim=1).square().mean()
+
+
+def balance_loss(
+    logits_TE: Float[Tensor, "T E"], mask_TE: Float[Tensor, "T E"]
+) -> Float[Tensor, ""]:
+    """Load balancing E * sum_e f_e * p_e (eq:balance_loss).
+
+    f_e is the share of tokens routed to expert e, a count without a gradient, p_e its mean softmax
+    probability over all tokens and experts (over the chosen ones it would be a constant). From k,
+    all experts used evenly, to E, the same k experts for every token.
+    """
+    share_E = mask_TE.detach().mean(dim=0)
+    probability_E = torch.softmax(logits_TE, dim=1).mean(dim=0)
+    return logits_TE.shape[1] * (share_E * probability_E).sum()
 
 
 def router_logits(x_TD: Float[Tensor, "T D"], router_ED: Float[Tensor, "E D"]) -> Tensor:
@@ -68,28 +79,17 @@ def router_logits(x_TD: Float[Tensor, "T D"], router_ED: Float[Tensor, "E D"]) -
 
 
 def top_k_mask(logits_TE: Float[Tensor, "T E"], active_experts: int) -> Float[Tensor, "T E"]:
-    """Binary routing mask R (eq:router_topk): 1 for the k largest logits of a token, else 0.
-
-    Softmax keeps the order, so these are the top k of probabilities, too. Not differentiable.
-
-    Example:
-        >>> top_k_mask(torch.tensor([[0.1, 3.0, 2.0]]), 2)
-        tensor([[0., 1., 1.]])
-    """
-    return straight_through_top_k(logits_TE, active_experts, surrogate=None)[0]
+    """Binary routing mask R (eq:router_topk): 1 for the k largest logits of a token, else 0."""
+    return straight_through_top_k(logits_TE, active_experts, None)[0]
 
 
 def straight_through_top_k(
     logits_TE: Float[Tensor, "T E"],
     active_experts: int,
-    *,
     surrogate: Surrogate | None,
     temperature: float = 1.0,
 ) -> Routed:
-    """The binary mask forward, the gradient of a soft one backward, or None (eq:router_ste).
-
-    Of the surrogates only `soft_top_k` has a temperature.
-    """
+    """The binary mask forward, the gradient of a soft one backward, or none (eq:router_ste)."""
     chosen_TK = logits_TE.detach().topk(active_experts, dim=1).indices
     mask_TE = torch.zeros_like(logits_TE).detach().scatter_(1, chosen_TK, 1.0)
     if surrogate is None:
@@ -140,15 +140,12 @@ class _SoftTopK(torch.autograd.Function):
 
 
 def _saturated(scaled_TE: Tensor, active_experts: int) -> Tensor:
-    """sigmoid(x - theta) where sum_e sigmoid(x_e - theta) = k for every token.
-
-    The root theta is found by Newton steps kept inside a bracket. With x sorted descending,
-    k - 1 + (E - k + 1) exp(-a) < k bounds theta from above at x_k + a, and
-    (k + 1) (1 - exp(-b)) >= k from below at x_(k+1) - b.
-    """
+    """sigmoid(x - theta) where sum_e sigmoid(x_e - theta) = k for every token."""
     num_experts, info = scaled_TE.shape[1], torch.finfo(scaled_TE.dtype)
     if active_experts == num_experts:
         return torch.ones_like(scaled_TE)
+    # Newton steps are kept inside a bracket. With x sorted descending, k - 1 + (E - k + 1) exp(-a)
+    # < k bounds theta from above at x_k + a, (k + 1) (1 - exp(-b)) >= k from below at x_(k+1) - b.
     *_, kth_T, next_T = scaled_TE.topk(active_experts + 1, dim=1).values.unbind(1)
     low = next_T.unsqueeze(1) - math.log(active_experts + 1)
     high = kth_T.unsqueeze(1) + math.log(num_experts)

@@ -37,19 +37,12 @@ class SparseFFN(nn.Module):
     dense FFN on the meta device, only its routers are there.
     """
 
-    neurons_ES: Tensor
-    shared_M: Tensor
-
     def __init__(self, dense: GatedFFN, layout: ExpertLayout, layer: int, routing: Routing) -> None:
         super().__init__()
         weights_on = dense.gate.weight.device
         device = layout.router_LED.device if weights_on.type == "meta" else weights_on
-        neurons = {
-            "neurons_ES": layout.neurons_of_expert(layer),
-            "shared_M": layout.shared_neurons(layer),
-        }
-        for name, numbers in neurons.items():
-            self.register_buffer(name, numbers.to(device), persistent=False)
+        self.neurons_ES = nn.Buffer(layout.neurons_of_expert(layer).to(device), persistent=False)
+        self.shared_M = nn.Buffer(layout.shared_neurons(layer).to(device), persistent=False)
         self.routing = routing
         self.router = Router(layout.router_LED[layer].to(device))
         rows = [w.detach() for w in (dense.gate.weight, dense.up.weight, dense.down.weight.T)]
@@ -82,10 +75,7 @@ class SparseFFN(nn.Module):
         return zip(("gate", "up", "down"), experts, shared, strict=True)
 
     def dense_rows(self) -> dict[str, Tensor]:
-        """gate, up and (transposed) down of the dense FFN as it is now, [N, D] each.
-
-        Every rank must ask, if the weights are divided over ranks.
-        """
+        """gate, up and (transposed) down of the dense FFN now, [N, D] each; all ranks must ask."""
         order = torch.cat([self.neurons_ES.flatten(), self.shared_M]).argsort()
         found = {}
         for name, experts, shared in self.weights():
@@ -98,12 +88,10 @@ class SparseFFN(nn.Module):
 
 def make_sparse(dense: DenseModel, layout: ExpertLayout, routing: Routing) -> list[SparseFFN]:
     """Replace every split FFN of `dense.model` by its experts, for good: the new FFNs in order."""
-    layers = list(dense.family.layers(dense.model))
-    made = []
+    layers, made = dense.family.layers(dense.model), list[SparseFFN]()
     for index in layout.moe_layers:
-        ffn = SparseFFN(dense.family.ffn(layers[index]), layout, index, routing)
-        layers[index].mlp = ffn
-        made.append(ffn)
+        made.append(SparseFFN(dense.family.ffn(layers[index]), layout, index, routing))
+        layers[index].mlp = made[-1]
     return made
 
 
@@ -172,19 +160,13 @@ def expert_sums(
 
 
 def whole_is_faster(device: torch.device, active: float, expert_size: int) -> bool:
-    """Whether products with all experts, masked, take less time than with the active share alone.
-
-    On a CPU products with an expert of few neurons run at a fraction of a large one's speed. There
-    with 16 or 32 neurons the whole is faster from three tenths on, with 128 not at a half.
-    """
+    """Whether products with all experts, masked, take less time than with the active ones alone."""
+    # Measured: with 16 or 32 neurons from three tenths on, with 128 not at a half.
     return device.type == "cpu" and expert_size < 64 and active >= 0.3
 
 
 def runs_grouped(dtype: torch.dtype, *widths: int) -> bool:
-    """Whether `torch.nn.functional.grouped_mm` takes matrices of that dtype and those widths.
-
-    It wants 16 or 32 bits, and rows whose length is a multiple of 16 bytes.
-    """
+    """Whether `F.grouped_mm` takes matrices: of 16 or 32 bits, with rows of whole 16 bytes."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     return dtype in dtypes and all(width * dtype.itemsize % 16 == 0 for width in widths)
 

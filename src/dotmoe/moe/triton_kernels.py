@@ -1,7 +1,6 @@
-"""Triton kernels of the masked FFN and of the soft top-k, and how they are launched.
+"""Triton kernels of the masked FFN and of the soft top-k; `router.kernels_for` says where they run.
 
-`router.kernels_for` imports them where they can run; elsewhere PyTorch's operations do the same
-work. Arithmetic is float32. A program works on one token.
+Arithmetic is float32. A program works on one token.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -19,14 +18,14 @@ _COLUMNS = 1_024
 
 @triton.jit
 def _masked_activation(
-    gate, up, routing, expert_of_neuron, masked, num_neurons, num_experts, COLUMNS: tl.constexpr
+    gate, up, routing, expert_of, masked, num_neurons, num_experts, COLUMNS: tl.constexpr
 ):
     """SiLU(gate) * up * R[:, expert_of_neuron] for `COLUMNS` neurons of a token."""
     token = tl.program_id(0).to(tl.int64)
     neuron = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = neuron < num_neurons
     at = token * num_neurons + neuron
-    expert = tl.load(expert_of_neuron + neuron, mask=inside, other=0)
+    expert = tl.load(expert_of + neuron, mask=inside, other=0)
     mask = tl.load(routing + token * num_experts + expert, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     # The teacher's FFN rounds here too; where all experts run, student and teacher agree.
@@ -37,22 +36,14 @@ def _masked_activation(
 
 @triton.jit
 def _masked_activation_gradient(
-    grad,
-    gate,
-    up,
-    routing,
-    expert_of_neuron,
-    grads,
-    num_neurons,
-    num_experts,
-    COLUMNS: tl.constexpr,
+    grad, gate, up, routing, expert_of, grads, num_neurons, num_experts, COLUMNS: tl.constexpr
 ):
     """Gradients of gate, up and the mask's entries, one after the other in `grads`."""
     token = tl.program_id(0).to(tl.int64)
     neuron = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = neuron < num_neurons
     at = token * num_neurons + neuron
-    expert = tl.load(expert_of_neuron + neuron, mask=inside, other=0)
+    expert = tl.load(expert_of + neuron, mask=inside, other=0)
     mask = tl.load(routing + token * num_experts + expert, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)

@@ -5,8 +5,6 @@ a plan to one expert a neuron.
 """
 
 from dotmoe.transport.newton import balanced_plan
-from dotmoe.transport.plan import Capacity, TransportPlan
-from dotmoe.transport.rounding import greedy_assignment
-from dotmoe.transport.sinkhorn import sinkhorn
+from dotmoe.transport.plan import Capacity, TransportPlan, greedy_assignment, sinkhorn
 
 __all__ = ["Capacity", "TransportPlan", "balanced_plan", "greedy_assignment", "sinkhorn"]

@@ -1,23 +1,24 @@
-"""Balanced plans by Newton's method on the semi-dual: a few passes, not a hundred sweeps."""
+"""Balanced plans by Newton's method on the semi-dual; its E x E system also gives the gradient."""
 
 import math
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from dotmoe.transport.gradient import attach_gradient, factored, solved
-from dotmoe.transport.plan import Capacity, TransportPlan, checked_problem, row_blocks
+from dotmoe.transport.plan import Capacity, TransportPlan, checked_problem
 
 STAGE_TOLERANCE = 0.25
-"""Neurons too many or too few at which a stage above the wanted temperature is left.
-
-Below 1: a plan that is nearly 0/1 and gives an expert one neuron too many is not solved.
-"""
+"""Neurons too many or too few at which a stage above the wanted temperature is left; below 1, as a
+plan that is nearly 0/1 and gives an expert one neuron too many is not solved."""
 FIRST_FACTOR, SMALLEST_FACTOR, LARGEST_FACTOR = 4.0, 1.01, 1e3
 """Ratio of the temperatures of two stages: the first, the last one tried, the boldest."""
 LARGEST_MOVE = 4.0
 """Largest change of a log-potential in one Newton step; the quadratic model is void beyond."""
+MAX_PASSES = 300
+"""Over all N x E entries of a problem; a near start needs 2 to 4."""
 STALE_PASSES = 8
 """Passes in a row, none of which takes a third off the best error, that end a stage."""
 ROUNDING_ERROR = 5e-6
@@ -26,6 +27,10 @@ NARROW_LOGITS = 20.0
 """|A| / tau + |v| up to which exponentials can neither overflow nor lose a row."""
 WIDE_LOGITS = 512.0
 """|A| / tau + |v| above which float32 would round logits too much: they are formed in float64."""
+REFINEMENTS = 4
+"""Solutions with the matrix from near the plan before that of the plan itself is formed."""
+CACHED_ELEMENTS = 2**17
+"""Elements of a block on the CPU: half a MiB in float32, so that a few of them share a cache."""
 
 
 def balanced_plan(
@@ -35,7 +40,6 @@ def balanced_plan(
     tau: float,
     start: Float[Tensor, "*L E"] | None = None,
     tolerance: float = 1e-6,
-    max_passes: int = 300,
 ) -> TransportPlan:
     """Soft balanced assignment of N neurons to E experts, solved to a stated accuracy.
 
@@ -50,11 +54,10 @@ def balanced_plan(
         tau: Temperature > 0, in units of affinity. Small is sharp.
         start: `potential` of a plan for nearby affinities, which saves passes.
         tolerance: Largest |column sum - s| / s to stop at.
-        max_passes: Upper bound on passes over all N x E entries; a near start needs 2 to 4.
 
     Returns:
-        The plan, whose gradient is implicit (`attach_gradient`); `marginal_error` exceeds
-        `tolerance` only where rounding or `max_passes` stopped the solver. Never NaN.
+        The plan, whose gradient is implicit (see `_ImplicitPlan`); `marginal_error` exceeds
+        `tolerance` only where rounding or `MAX_PASSES` stopped the solver. Never NaN.
 
     Raises:
         ValueError: As `checked_problem`; a non-finite `start`.
@@ -65,24 +68,27 @@ def balanced_plan(
                 [0.5000, 0.5000]])
     """
     capacity_E = checked_problem(affinity, capacity, tau)
-    if start is not None and not bool(torch.isfinite(start).all()):
-        raise ValueError("start contains NaN or infinity; pass None to start afresh.")
     *leading, num_neurons, num_experts = affinity.shape
     affinity_LNE = affinity.reshape(-1, num_neurons, num_experts)
     plan_LNE = torch.empty_like(affinity_LNE, memory_format=torch.contiguous_format).detach()
     potential_LE = affinity_LNE.new_zeros(len(affinity_LNE), num_experts, dtype=torch.float64)
     if start is not None:
         potential_LE.copy_(start.detach().reshape(potential_LE.shape))
+        if not bool(torch.isfinite(potential_LE).all()):
+            raise ValueError("start contains NaN or infinity; pass None to start afresh.")
     error_L = torch.zeros_like(potential_LE[:, 0])
     factors, num_passes = [], 0
     with torch.no_grad():
         for layer, layer_affinity in enumerate(affinity_LNE.detach()):
-            problem = _SemiDual(layer_affinity, plan_LNE[layer], capacity_E, tau, max_passes)
+            problem = _SemiDual(layer_affinity, plan_LNE[layer], capacity_E, tau)
             potential_LE[layer], error_L[layer] = problem.solve(potential_LE[layer], tolerance)
             factors.append(problem.factor_EE)
             num_passes = max(num_passes, problem.num_passes)
+    attached: Tensor = _ImplicitPlan.apply(  # type: ignore[no-untyped-call]
+        affinity_LNE, plan_LNE, tau, factors
+    )
     return TransportPlan(
-        plan=attach_gradient(affinity_LNE, plan_LNE, tau, factors).reshape(affinity.shape),
+        plan=attached.reshape(affinity.shape),
         potential=potential_LE.reshape(*leading, num_experts),
         marginal_error=error_L.reshape(leading),
         num_passes=num_passes,
@@ -93,15 +99,10 @@ class _SemiDual:
     """One problem, with the plan that its last pass left."""
 
     def __init__(
-        self,
-        affinity_NE: Float[Tensor, "N E"],
-        plan_NE: Float[Tensor, "N E"],
-        capacity_E: Int[Tensor, " E"],
-        tau: float,
-        max_passes: int,
+        self, affinity_NE: Tensor, plan_NE: Tensor, capacity_E: Tensor, tau: float
     ) -> None:
         self.affinity_NE, self.plan_NE = affinity_NE, plan_NE
-        self.capacity_E, self.tau, self.max_passes = capacity_E, tau, max_passes
+        self.capacity_E, self.tau = capacity_E, tau
         low, high = torch.stack(torch.aminmax(affinity_NE)).tolist()
         self.spread, self.widest = max(high - low, tau), max(abs(low), abs(high))
         tiny, num_experts = torch.finfo(plan_NE.dtype).tiny, affinity_NE.shape[1]
@@ -125,11 +126,7 @@ class _SemiDual:
         return potential_E, error
 
     def cool(self, tolerance: float) -> tuple[Tensor, float]:
-        """Newton at falling temperatures; tau * v, nearly linear in tau, is carried down.
-
-        Begins so hot that v = 0 solves it. A stage that fails is tried nearer to the one before,
-        one that is easy is followed by a bolder one.
-        """
+        """Newton at falling temperatures, from where v = 0 solves it; carries tau * v down."""
         hot, factor = self.spread * FIRST_FACTOR, FIRST_FACTOR
         solution_E = drift_E = torch.zeros_like(self.potential_E)
         enough = STAGE_TOLERANCE / float(self.capacity_E.max())
@@ -137,7 +134,9 @@ class _SemiDual:
             tau = max(hot / factor, self.tau)
             wanted = tolerance if tau == self.tau else enough
             before, ratio = self.num_passes, hot / tau
-            start_E = solution_E * ratio + drift_E * (1.0 - ratio)
+            start_E = solution_E * ratio + drift_E * (
+                1.0 - ratio
+            )  # tau * v is nearly linear in tau
             potential_E, error = self.newton(start_E, tau, wanted)
             if tau == self.tau and error <= max(wanted, ROUNDING_ERROR):
                 return potential_E, error
@@ -149,20 +148,19 @@ class _SemiDual:
                 factor = min(bolder, LARGEST_FACTOR)
             else:
                 factor = math.sqrt(factor)
-                if factor < SMALLEST_FACTOR or self.num_passes >= self.max_passes - 1:
+                if factor < SMALLEST_FACTOR or self.num_passes >= MAX_PASSES - 1:
                     return potential_E * (tau / self.tau), math.inf
 
     def newton(self, start_E: Tensor, tau: float, tolerance: float) -> tuple[Tensor, float]:
         """Damped Newton at one temperature: the best potential and its relative error.
 
-        Ends where the tolerance is reached (`plan_NE` is then of that potential), progress stops,
-        or one pass is left.
+        Where the tolerance is reached, `plan_NE` is of that potential.
         """
         accepted_E = best_E = start_E - start_E.mean()
         direction_E = torch.zeros_like(accepted_E)
         step = accepted_slope = accepted_norm = 0.0
         best_error, stale = math.inf, 0
-        while stale < STALE_PASSES and self.num_passes < self.max_passes - 1:
+        while stale < STALE_PASSES and self.num_passes < MAX_PASSES - 1:
             trial_E = accepted_E + step * direction_E
             gradient_E = self.gradient(trial_E, tau)
             error, slope, norm = torch.stack([
@@ -225,3 +223,127 @@ class _SemiDual:
         logits.exp_()
         if logits is not plan:
             plan.copy_(logits)
+
+
+def row_blocks(plan_NE: Float[Tensor, "N E"]) -> list[slice]:
+    """Neurons of consecutive parts of a plan, for several operations to pass over each.
+
+    On the CPU a temporary as large as a plan costs more in page faults than the arithmetic on it.
+    """
+    num_neurons, num_experts = plan_NE.shape
+    if plan_NE.device.type != "cpu":
+        return [slice(0, num_neurons)]
+    rows = max(1, CACHED_ELEMENTS * torch.get_num_threads() // num_experts)
+    return [slice(first, first + rows) for first in range(0, num_neurons, rows)]
+
+
+def factored(plan_NE: Float[Tensor, "N E"]) -> Float[Tensor, "E E"]:
+    """Cholesky factor of the negative Hessian of the semi-dual, diag(M^T 1) - M^T M, in float64.
+
+    Rows of the plan sum to 1, so this is the Laplacian of the graph whose edge e-f weighs
+    (M^T M)_ef: its diagonal is taken as the sum of the edges. Subtracting M^T M from diag(M^T 1)
+    instead cancels every digit once the plan is nearly 0/1.
+
+    Its kernel, the constants, is pinned. Scaled by column sums, it is damped by the rounding error
+    of the plan, or by 100 times as much until it is positive definite.
+    """
+    # Autocast would run this product in bfloat16: three digits, and Newton never arrives.
+    with torch.autocast(device_type=plan_NE.device.type, enabled=False):
+        edges_EE = (plan_NE.mT @ plan_NE).double()
+    sums_E = edges_EE.sum(dim=0)
+    edges_EE.fill_diagonal_(0.0)
+    laplacian_EE = torch.diag(edges_EE.sum(dim=0)) - edges_EE
+    root_E = sums_E.clamp_min(1e-3 * sums_E.mean()).sqrt()
+    pin_E = torch.nn.functional.normalize(root_E, dim=0)
+    matrix_EE = laplacian_EE / root_E / root_E.unsqueeze(-1) + torch.outer(pin_E, pin_E)
+    damping = torch.finfo(plan_NE.dtype).eps
+    while True:
+        damped_EE = matrix_EE + damping * torch.eye(len(root_E), device=root_E.device)
+        factor_EE, failed = torch.linalg.cholesky_ex(damped_EE)
+        # The matrix has eigenvalues in [0, 2]: a damping of 10 dominates any rounding.
+        if not bool(failed) or damping > 10:
+            scaled_EE: Tensor = root_E.unsqueeze(-1) * factor_EE
+            return scaled_EE
+        damping *= 100.0
+
+
+def solved(factor_EE: Float[Tensor, "E E"], right_E: Float[Tensor, " E"]) -> Float[Tensor, " E"]:
+    """Solve Laplacian x = right for the x with mean zero; the mean of `right` is left out."""
+    centred_E1 = (right_E - right_E.mean()).unsqueeze(-1)
+    solved_E = torch.cholesky_solve(centred_E1, factor_EE).squeeze(-1)
+    return solved_E - solved_E.mean()
+
+
+class _ImplicitPlan(torch.autograd.Function):
+    """`apply(A, M, tau, factors)`: the plans M [L, N, E] as differentiable functions of A.
+
+    Differentiating softmax rows and column constraints of eq:entropic_ot at the solution M, with
+    G = dL/dM, r = (M*G) 1 and c = (M*G)^T 1 (products entry for entry):
+
+        (diag(M^T 1) - M^T M) b = c - M^T r,    a = r - M b
+        dL/dA = (M*G - M*(a 1^T + 1 b^T)) / tau
+
+    `factors` has for each layer `factored` of a plan near M, which saves forming it again, or None.
+
+    Gradient:
+        First derivatives, exact up to the marginal error of the plan. Finite for every plan:
+        directions in which it is saturated beyond the rounding of its dtype are damped, and their
+        share of the gradient is below that rounding.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, affinity_LNE: Tensor, plan_LNE: Tensor, tau: float, factors: list[Any]
+    ) -> Tensor:
+        ctx.tau, ctx.factors = tau, factors
+        output_LNE = plan_LNE.detach()
+        ctx.save_for_backward(output_LNE)
+        return output_LNE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        (plan_LNE,) = ctx.saved_tensors
+        flow_LNE = torch.empty_like(plan_LNE)
+        layers = zip(flow_LNE, plan_LNE, grad_outputs[0], ctx.factors, strict=True)
+        for flow, plan, grad, factor in layers:
+            _write_gradient(flow, plan, grad, ctx.tau, factor)
+        return flow_LNE, None, None, None
+
+
+def _write_gradient(
+    flow_NE: Tensor, plan_NE: Tensor, grad_NE: Tensor, tau: float, factor_EE: Tensor | None
+) -> None:
+    """dL/dA of one layer, into `flow_NE`."""
+    net_E = torch.zeros(plan_NE.shape[1], dtype=torch.float64, device=plan_NE.device)
+    for rows in row_blocks(plan_NE):
+        plan, grad, flow = plan_NE[rows], grad_NE[rows], flow_NE[rows]
+        # M*(G - r) in one go: c - M^T r is the small difference of two large sums.
+        torch.sub(grad, (plan * grad).sum(dim=-1, keepdim=True), out=flow)
+        flow *= 1.0 / tau
+        flow *= plan
+        net_E += flow.sum(dim=0)
+    small = 64 * torch.finfo(plan_NE.dtype).eps * float(net_E.abs().max())
+    for _ in range(REFINEMENTS):
+        if factor_EE is None:
+            break
+        left_E = _balanced_columns(flow_NE, plan_NE, solved(factor_EE, net_E))
+        before, after = float(net_E.abs().max()), float(left_E.abs().max())
+        if after <= small:
+            return
+        net_E = left_E
+        if after >= 0.1 * before:
+            break
+    _balanced_columns(flow_NE, plan_NE, solved(factored(plan_NE), net_E))
+
+
+def _balanced_columns(flow_NE: Tensor, plan_NE: Tensor, potential_E: Tensor) -> Tensor:
+    """Subtract M*(1 b^T - (M b) 1^T) from a flow, in place; what its columns still sum to."""
+    left_E = torch.zeros_like(potential_E)
+    potential = potential_E.to(plan_NE.dtype)
+    with torch.autocast(device_type=plan_NE.device.type, enabled=False):
+        for rows in row_blocks(plan_NE):
+            plan, flow = plan_NE[rows], flow_NE[rows]
+            flow.addcmul_(plan, potential - (plan @ potential).unsqueeze(-1), value=-1.0)
+            left_E += flow.sum(dim=0)
+    return left_E

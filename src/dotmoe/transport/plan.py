@@ -1,4 +1,4 @@
-"""What every transport solver returns, and what every one of them refuses."""
+"""What is solved: plans, what every solver refuses, the paper's Sinkhorn sweeps, and rounding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,12 +6,10 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 Capacity = int | Sequence[int] | Int[Tensor, " E"]
 """Neurons of every expert (s), or of each; they sum to N."""
-
-CACHED_ELEMENTS = 2**17
-"""Elements of a block on the CPU: half a MiB in float32, so that a few of them share a cache."""
 
 
 @dataclass(frozen=True)
@@ -28,24 +26,10 @@ class TransportPlan:
     """Times the solver went over all N x E entries."""
 
 
-def row_blocks(plan_NE: Float[Tensor, "N E"]) -> list[slice]:
-    """Neurons of consecutive parts of a plan, for several operations to pass over each.
-
-    On the CPU a temporary as large as a plan costs more in page faults than the arithmetic on it.
-    Other devices get everything as one part.
-    """
-    num_neurons, num_experts = plan_NE.shape
-    rows = max(1, CACHED_ELEMENTS * torch.get_num_threads() // num_experts)
-    if plan_NE.device.type != "cpu":
-        rows = num_neurons
-    return [slice(first, first + rows) for first in range(0, num_neurons, rows)]
-
-
 def checked_capacity(scores: Float[Tensor, "*L N E"], capacity: Capacity) -> Int[Tensor, " E"]:
     """Capacity of each expert, on the device of the scores; there may be no leading index.
 
-    Raises:
-        ValueError: The capacities do not sum to N, one is below 1, or a score is NaN or infinite.
+    A `ValueError` says that they do not sum to N, one is below 1, or a score is not finite.
     """
     num_neurons, num_experts = scores.shape[-2:]
     capacity_E = torch.as_tensor(capacity, device=scores.device).expand(num_experts)
@@ -70,3 +54,126 @@ def checked_problem(
     if affinity.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"affinity is {affinity.dtype}; transport needs float32 or float64.")
     return checked_capacity(affinity, capacity)
+
+
+def sinkhorn(
+    affinity: Float[Tensor, "*L N E"], *, capacity: Capacity, tau: float, num_sweeps: int = 50
+) -> TransportPlan:
+    """Soft balanced assignment by a fixed number of Sinkhorn sweeps.
+
+    Entropic transport (eq:entropic_ot) in the form eq:sinkhorn_form, solved by alg:sinkhorn:
+
+        u = -logsumexp_e(A / tau + v);  v = log(s) - logsumexp_n(A / tau + u);  repeat
+        M = exp(A / tau + u + v)
+
+    Arguments and errors are those of `balanced_plan`; `num_sweeps`, at least 1, counts
+    row-then-column sweeps (paper: 50, tab:hyperparams_moefication).
+
+    Returns:
+        A plan whose columns sum to the capacity up to rounding, because the last half-sweep is
+        theirs; rows are off by at most `marginal_error`. Where A / tau is wide (standard deviation
+        100) 50 sweeps leave errors of several percent: use `balanced_plan` there.
+
+    Gradient:
+        Through the unrolled sweeps, which are computed again in the backward pass: memory grows
+        with num_sweeps * N * E of one layer, not of all.
+
+    Example:
+        >>> sinkhorn(torch.zeros(4, 2), capacity=2, tau=0.1, num_sweeps=1).plan.sum(dim=0)
+        tensor([2., 2.])
+    """
+    capacity_E = checked_problem(affinity, capacity, tau)
+
+    def swept(affinity_1NE: Tensor) -> tuple[Tensor, Tensor]:
+        logits_1NE = affinity_1NE / tau
+        log_capacity_1E = capacity_E.to(logits_1NE.dtype).log().unsqueeze(0)
+        v_1E = log_capacity_1E
+        for _ in range(num_sweeps):
+            u_1N1 = -torch.logsumexp(logits_1NE + v_1E, dim=-1, keepdim=True)
+            v_1E = log_capacity_1E - torch.logsumexp(logits_1NE + u_1N1, dim=-2)
+        return torch.exp(logits_1NE + u_1N1 + v_1E), v_1E
+
+    layers = affinity.reshape(-1, *affinity.shape[-2:])
+    solved = [(layers[:0], layers[:0, 0])]
+    for layer in layers.unsqueeze(1):
+        solved.append(checkpoint(swept, layer, use_reentrant=False, preserve_rng_state=False))
+    plan, potential = (torch.cat(parts) for parts in zip(*solved, strict=True))
+    plan = plan.reshape(affinity.shape)
+    sums = plan.detach().sum(dim=-2, dtype=torch.float64)
+    column_error = (sums - capacity_E).abs() / capacity_E
+    row_error = (plan.detach().sum(dim=-1, dtype=torch.float64) - 1.0).abs()
+    return TransportPlan(
+        plan=plan,
+        potential=potential.detach().reshape(sums.shape),
+        marginal_error=torch.maximum(column_error.amax(dim=-1), row_error.amax(dim=-1)),
+        num_passes=2 * num_sweeps,
+    )
+
+
+def greedy_assignment(plan: Float[Tensor, "*L N E"], *, capacity: Capacity) -> Int[Tensor, "*L N"]:
+    """Hard assignment M of eq:assignment_ste: the paper's greedy selection, without its sort.
+
+    Defined by a serial loop over all entries of a layer, largest first, ties by flat index
+    n * E + e: assign neuron n to expert e if n is free and e has room. Both sides rank their
+    entries in that one order, so the outcome is the only stable matching, and deferred acceptance
+    reaches it: every free neuron proposes to its best expert that would still take it, and every
+    expert keeps as many of the best as it has room for.
+
+    The plan may be any finite scores, larger is closer; see `checked_capacity`.
+
+    Returns:
+        Expert of each neuron, 0 to E - 1, every expert exactly full; equal to the serial loop entry
+        for entry, ties included, on every device. No gradient.
+
+    Example:
+        >>> greedy_assignment(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), capacity=1)
+        tensor([0, 1])
+    """
+    capacity_E = checked_capacity(plan, capacity)
+    *leading, num_neurons, num_experts = plan.shape
+    # Rows are the neurons of all layers; a slot is one expert of one layer.
+    scores_RE = plan.detach().reshape(-1, num_experts)
+    rows_R = torch.arange(len(scores_RE), device=plan.device)
+    capacity_S = capacity_E.repeat(len(rows_R) // num_neurons)
+    # The first proposal of all rows at once; `max` returns the first of equal entries.
+    score_R, expert_R = scores_RE.max(dim=-1)
+    slot_R = rows_R // num_neurons * num_experts + expert_R
+    # What a newcomer has to beat: anything, until the slot refuses its first row.
+    worst_score_S = scores_RE.new_full(capacity_S.shape, -torch.inf)
+    worst_row_S = torch.zeros_like(capacity_S)
+    while True:
+        # Slots asked by too many keep their best; only these do any work.
+        size_S = torch.bincount(slot_R, minlength=len(capacity_S))
+        crowded_S = size_S > capacity_S
+        rows = crowded_S[slot_R].nonzero().squeeze(-1)  # in row order, kept by the stable sorts
+        rows = rows[_best_first(slot_R[rows], score_R[rows])]
+        size_S = torch.where(crowded_S, size_S, 0)
+        slots = slot_R[rows]
+        place = torch.arange(len(rows), device=rows.device) - (size_S.cumsum(0) - size_S)[slots]
+        last = rows[place == capacity_S[slots] - 1]
+        worst_score_S[slot_R[last]], worst_row_S[slot_R[last]] = score_R[last], last
+        free = rows[place >= capacity_S[slots]]
+        if not len(free):
+            return (slot_R % num_experts).reshape(*leading, num_neurons)
+        # Every refused row asks the best slot that would still take it. What a slot asks for only
+        # rises, so one whose worst row beats a free row now would refuse it for ever: no record of
+        # refusals is needed.
+        layer = free // num_neurons
+        worst_score = worst_score_S.view(-1, num_experts)[layer]
+        worst_row = worst_row_S.view(-1, num_experts)[layer]
+        scores = scores_RE[free]
+        lost = (scores == worst_score) & (free.unsqueeze(-1) > worst_row)
+        scores.masked_fill_((scores < worst_score) | lost, -torch.inf)
+        score_R[free], expert = scores.max(dim=-1)
+        slot_R[free] = layer * num_experts + expert
+
+
+def _best_first(slot: Int[Tensor, " F"], score: Float[Tensor, " F"]) -> Int[Tensor, " F"]:
+    """Stable order by slot, then by falling score."""
+    if score.dtype == torch.float64:
+        order = torch.argsort(score, descending=True, stable=True)
+        return order[torch.argsort(slot[order], stable=True)]
+    # One sort: the bits of a float rise with it as an integer does, those of a negative one fall.
+    bits = (score.float() + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0: they are equal
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return torch.argsort((slot << 32) - rising, stable=True)

@@ -1,0 +1,223 @@
+"""What a training leaves in its stage's folder: checkpoints, and the metrics of each step.
+
+A checkpoint is whole or not there, verified before it is read, and the newest are kept: a folder
+`step_00000100` with the files of `torch.distributed.checkpoint`, `values.json`, and, written last,
+`manifest.json` with the size and SHA-256 of the others. Every rank must see the same folder.
+"""
+
+import errno
+import json
+import logging
+import math
+import os
+import shutil
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from dotmoe.distributed import broadcast_from_rank_zero, is_rank_zero
+from dotmoe.errors import UserError, one_line
+from dotmoe.files import checksums, damage_in, read_json, sync, write_json
+
+logger = logging.getLogger(__name__)
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is no mistake
+
+_MANIFEST, _VALUES = "manifest.json", "values.json"
+
+Metrics = dict[str, float]
+Destination = Literal["tensorboard", "wandb"]
+OnStep = Callable[[int, Metrics], None]
+"""Takes the number of a step, which is counted from 1, and its metrics."""
+
+
+class Checkpoints:
+    """The checkpoints in a stage's folder, of which the newest `keep` stay."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder, self.keep = folder / "checkpoints", keep
+
+    def save(self, step: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Write one checkpoint; all ranks together. Older ones go when it is whole on disk.
+
+        Plain tensors and values are equal on all ranks; of a DTensor each rank writes its part.
+        Where that fails (`OSError`: the disk is full) nothing is left of it, and the others stay.
+        """
+        partial = self.folder / f".step_{step:08d}.partial"
+        broadcast_from_rank_zero(lambda: self._make_room(partial))
+        try:
+            save(dict(tensors), storage_writer=FileSystemWriter(partial))
+            broadcast_from_rank_zero(lambda: self._complete(partial, step, values))
+        except BaseException as error:
+            if is_rank_zero():
+                shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, CheckpointException):
+                raise _cause_of(error) from error
+            raise
+
+    def load(self, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
+        """Fill tensors in place from the newest whole checkpoint, and return its plain values.
+
+        All ranks, in any number; None where there is no checkpoint. A `UserError` says that all are
+        damaged, or hold other tensors.
+        """
+        if (newest := self.newest()) is None:
+            return None
+        try:
+            with torch.no_grad():
+                load(dict(tensors), storage_reader=FileSystemReader(newest))
+        except CheckpointException as error:
+            raise UserError(
+                f"{newest} does not fit: {one_line(_cause_of(error))}. Delete {self.folder} to "
+                "start the stage again."
+            ) from error
+        return read_json(newest / _VALUES)
+
+    def newest(self) -> Path | None:
+        """The newest that is whole, the same on all ranks; see `load`."""
+        return broadcast_from_rank_zero(self._newest)
+
+    def _make_room(self, partial: Path) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for left in self.folder.glob(".step_*"):
+            shutil.rmtree(left)
+        partial.mkdir()
+
+    def _complete(self, partial: Path, step: int, values: dict[str, Any]) -> None:
+        write_json(partial / _VALUES, values)
+        files = checksums(partial, [file.name for file in partial.iterdir()])
+        write_json(partial / _MANIFEST, {"files": files})
+        sync(partial)
+        final = self.folder / f"step_{step:08d}"
+        if final.exists():  # a damaged one, whose steps have been taken again
+            final.rename(self.folder / f".{final.name}.damaged")
+        partial.rename(final)
+        sync(self.folder)
+        every = sorted(self.folder.glob("*step_*"), reverse=True)
+        kept = [path for path in every if "step_" <= path.name <= final.name][: self.keep]
+        for path in every:  # what is numbered above the newest is damaged
+            if path not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _newest(self) -> Path | None:
+        damages: list[str] = []
+        for path in sorted(self.folder.glob("step_*"), reverse=True):
+            manifest = path / _MANIFEST
+            try:
+                damage = damage_in(path, read_json(manifest)["files"])
+            except (UserError, KeyError):
+                damage = f"{manifest} is missing, truncated or altered"
+            if damage is None:
+                if damages:
+                    logger.warning("%s. Going on from %s, the one before.", damages[-1], path)
+                return path
+            damages.append(damage)
+        if damages:
+            raise UserError(
+                f"every checkpoint in {self.folder} is damaged ({damages[0]}). Restore one from a "
+                "copy, or delete that folder to start the stage again."
+            )
+        return None
+
+
+def _cause_of(error: CheckpointException) -> BaseException:
+    """The error of the first rank that has one."""
+    cause, _ = next(iter(error.failures.values()))
+    if "inline_container" in str(cause):  # torch's file writer, which keeps what the system said
+        return OSError(errno.ENOSPC, "a file of the checkpoint was cut short")
+    return cause
+
+
+@contextmanager
+def loggers(
+    folder: Path, destinations: Sequence[Destination], steps_taken: int
+) -> Iterator[list[OnStep]]:
+    """What writes into each log of a stage; on ranks other than 0 nothing does.
+
+    What was logged after the steps that a checkpoint had taken is removed, except from Weights &
+    Biases, which ignores a step that it has.
+    """
+    kinds = {"file": _json_lines, "tensorboard": _tensorboard, "wandb": _weights_and_biases}
+    wanted = ("file", *dict.fromkeys(destinations)) if is_rank_zero() else ()
+    with ExitStack() as stack:
+        yield [stack.enter_context(kinds[name](folder, steps_taken)) for name in wanted]
+
+
+@contextmanager
+def _json_lines(folder: Path, steps_taken: int) -> Iterator[OnStep]:
+    """One JSON object a step. What is not finite is null, which JSON has a word for."""
+    path = folder / "metrics.jsonl"
+    if path.exists():
+        _cut_after(path, steps_taken)
+    with path.open("a", encoding="utf-8") as file:
+
+        def log(step: int, metrics: Metrics) -> None:
+            values = {name: v if math.isfinite(v) else None for name, v in metrics.items()}
+            file.write(json.dumps({"step": step, **values}) + "\n")
+            file.flush()
+
+        yield log
+
+
+def _cut_after(path: Path, steps_taken: int) -> None:
+    """Drop the lines of steps that will be taken again, and one cut short by a kill."""
+    kept = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                if json.loads(line)["step"] > steps_taken or not line.endswith(b"\n"):
+                    break
+            except (ValueError, KeyError):
+                break
+            kept += len(line)
+    os.truncate(path, kept)  # needs no room, so that a full disk loses nothing
+
+
+@contextmanager
+def _tensorboard(folder: Path, steps_taken: int) -> Iterator[OnStep]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    where = str(folder / "tensorboard")
+    with SummaryWriter(where, purge_step=steps_taken + 1, flush_secs=10) as writer:
+
+        def log(step: int, metrics: Metrics) -> None:
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step)
+
+        yield log
+
+
+@contextmanager
+def _weights_and_biases(folder: Path, steps_taken: int) -> Iterator[OnStep]:
+    """A run that a resumed stage goes on with; `WANDB_MODE=offline` and the like are obeyed."""
+    import wandb
+
+    id_file = folder / "wandb_id"
+    if not id_file.exists():
+        id_file.write_text(uuid.uuid4().hex, encoding="utf-8")
+    try:
+        run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "dotmoe"),
+            name=f"{folder.resolve().parent.name}/{folder.name}",
+            id=id_file.read_text(encoding="utf-8"),
+            dir=str(folder),
+            resume="allow",
+        )
+    except wandb.errors.Error as error:
+        raise UserError(
+            f"Weights & Biases cannot start ({error}). Log in with wandb login, set "
+            "WANDB_MODE=offline, or leave --log-to wandb out."
+        ) from error
+    try:
+        yield lambda step, metrics: run.log(metrics, step=step)
+    finally:
+        run.finish()
