@@ -20,7 +20,6 @@ from dotmoe.evaluate import EvaluateConfig, evaluate, gguf_file
 from dotmoe.export import explained, set_active_experts
 from dotmoe.inspection import InspectConfig, inspect_model, render, stored_dtype
 from dotmoe.load import dense_config
-from dotmoe.models.family import family_of
 from dotmoe.options import at_least
 from dotmoe.pipeline import Conversion, convert, finetune
 from dotmoe.progress import Progress
@@ -54,7 +53,7 @@ def run_inspect(line: Line) -> None:
     """`dotmoe inspect MODEL`."""
     asked = line.config(InspectConfig)
     config, folder = dense_config(asked.model)
-    found = inspect_model(config, asked, stored=stored_dtype(config, family_of(config), folder))
+    found = inspect_model(config, asked, stored=stored_dtype(config, folder))
     if asked.json:
         print(json.dumps({"model": asked.model, **found}, indent=2))
     else:
