@@ -19,6 +19,7 @@ import torch
 import tyro
 from tyro.conf import Positional
 
+from dotmoe.config import small_sft
 from dotmoe.data import TokenBlocks, write_decontaminated
 from dotmoe.distributed import fsdp_mesh
 from dotmoe.evaluate import TextConfig, packed_text, stock_nats
@@ -32,7 +33,6 @@ from dotmoe.models.dense import DenseModel
 from dotmoe.moe.masked import masked_by
 from dotmoe.parameters import meta_model
 from dotmoe.provenance import provenance
-from dotmoe.recipes import small_sft
 from dotmoe.training.loop import train
 
 HELDOUT = ("python-stdlib-heldout",)

@@ -6,12 +6,11 @@ from dataclasses import asdict, replace
 import pytest
 
 from dotmoe.align import AlignConfig
-from dotmoe.config import FinetuneRunConfig, RunConfig
+from dotmoe.config import RECIPES, FinetuneRunConfig, RunConfig, finetune_recipe, recipe, recipe_of
 from dotmoe.data import DataConfig
 from dotmoe.errors import UserError
 from dotmoe.granularity import resolve
 from dotmoe.options import check, from_values, values_of
-from dotmoe.recipes import RECIPES, finetune_recipe, recipe, recipe_of
 
 HYPERPARAMETERS = {  # tab:hyperparams_moefication
     "assignment": {"sinkhorn_sweeps": 50, "tau_start": 1.0, "tau_end": 0.1},

@@ -11,7 +11,7 @@ import tyro
 
 from dotmoe.baselines import METHODS, MethodName
 from dotmoe.calibrate import CalibrateConfig
-from dotmoe.config import PruneRunConfig, RunConfig
+from dotmoe.config import PruneRunConfig, RunConfig, finetune_recipe
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.files import write_json, write_text
 from dotmoe.granularity import ExpertsConfig, Granularity, resolve
@@ -23,7 +23,6 @@ from dotmoe.pipeline import budget_of, convert, finetune, prune, split_of
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
 from dotmoe.pruning import PRUNING, PruningName
-from dotmoe.recipes import finetune_recipe
 from dotmoe.report import plots
 from dotmoe.report.page import html_page
 from dotmoe.report.sections import Block

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -18,20 +18,14 @@ from dotmoe.errors import UserError, one_line
 
 logger = logging.getLogger(__name__)
 
-
 Values = dict[str, Any]
 """A JSON object."""
+Checksum = dict[str, Any]
+"""What is recorded of one file: its size in `bytes` and its `sha256`."""
 
 
 class DamagedError(UserError):
     """A file is missing, truncated or altered; the text names it."""
-
-
-class Checksum(TypedDict):
-    """What is recorded of one file."""
-
-    bytes: int
-    sha256: str
 
 
 def sync(path: Path) -> None:
@@ -121,24 +115,17 @@ def checksums(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
 def damage_in(
     folder: Path, expected: Mapping[str, Checksum], *, contents: bool = True
 ) -> str | None:
-    """What is wrong with the files of a folder, in one line; None if all are as expected.
+    """What is wrong with the files that `checksums` recorded, in one line; None if nothing is.
 
-    Sizes are compared first, so that a truncated file is found without reading the others.
-
-    Args:
-        folder: Where the files are.
-        expected: What `checksums` returned for them.
-        contents: Whether to read the files, too; else only sizes are compared.
+    Sizes are compared first, so that a truncated file is found without reading the others; without
+    `contents` nothing else is.
     """
     for name, checksum in expected.items():
-        path, wanted = folder / name, checksum["bytes"]
+        path = folder / name
         if not path.is_file():
             return f"{path} is missing"
-        size = path.stat().st_size
-        if size < wanted:
-            return f"{path} is truncated: {size} of {wanted} bytes"
-        if size > wanted:
-            return f"{path} has been altered: {size} bytes instead of {wanted}"
+        if (size := path.stat().st_size) != checksum["bytes"]:
+            return f"{path} is damaged: {size} of {checksum['bytes']} bytes"
     for name, found in checksums(folder, expected if contents else ()).items():
         if found != expected[name]:
             return f"{folder / name} has been altered: its SHA-256 is not the recorded one"

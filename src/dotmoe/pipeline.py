@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -28,7 +28,7 @@ from dotmoe.baselines import (
 from dotmoe.calibrate import calibrate
 from dotmoe.checkpoint.folder import checkpoint_folder, fingerprint
 from dotmoe.checkpoint.on_disk import on_disk
-from dotmoe.config import AnyRunConfig, FinetuneRunConfig, PruneRunConfig, RunConfig
+from dotmoe.config import FinetuneRunConfig, PruneRunConfig, RunConfig
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import (
     broadcast_from_rank_zero,
@@ -72,9 +72,6 @@ from dotmoe.tokenise import OTHER, Text, require_sources, samples_itself, tokeni
 from dotmoe.training.loggers import Metrics
 from dotmoe.training.loop import OnStep
 
-Config = TypeVar("Config", bound=AnyRunConfig)
-Result = TypeVar("Result")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
@@ -104,12 +101,11 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
         with process_group(resolved_device(config.load.device)):
             config = raise_on_all_ranks(lambda: checked(config).settled())
             run = _Run(config, config.align, progress)
-            run.start(work, config, lambda: {"model": fingerprint(checkpoint_folder(config.model))})
-            if run.is_finished:
+            if run.start(work, config, lambda: _model_of(checkpoint_folder(config.model))):
                 return run.conversion()
             dense = load_dense(config.model, config.load)
             split = raise_on_all_ranks(lambda: split_of(config, dense))
-            run.begin(config.model, {"model": fingerprint(dense.folder)})
+            run.folder.begin(config, config.model, _model_of(dense.folder))
             text = run.text(config, dense, min_tokens=_fewest_tokens(config, dense))
             state = None
             if config.method == "dot_moe" or config.align.steps:
@@ -148,15 +144,10 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
         weights = dense
         if config.repair:
             run.repair("repair", dense, made.layout, text)
-            weights = left_on_disk(run.changed("repair"), config.load)
-        record = run.export(weights, made.layout, text, origin=dense)
+            weights = run.changed("repair")
         steps = {"steps": 0 if state is None else state.step}
-        run.evaluate(
-            dense,
-            made.layout,
-            record,
-            also=lambda: steps | _not_exported(run, dense, made),
-        )
+        run.export(weights, made.layout, text, origin=dense)
+        run.evaluate(dense, made.layout, also=lambda: steps | _not_exported(run, dense, made))
         return run.conversion()
 
 
@@ -175,17 +166,17 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             repairs = config.finetune.train == "repair"
             training = replace(config.finetune, steps=0) if repairs else config.finetune
             run = _Run(config, training, progress)
-            run.start(work, converted, lambda: source.fingerprints)
-            if run.is_finished:
+            if run.start(work, converted, lambda: source.fingerprints):
                 return run.conversion()
             dense = raise_on_all_ranks(source.origin)
             start = raise_on_all_ranks(source.described) if source.has_own_weights else dense
-            split = source.layout.granularity
+            layout, tokens = source.layout, 0
+            split = layout.granularity
             raise_on_all_ranks(lambda: require_exportable(dense, split, config.export))
             if repairs:
                 raise_on_all_ranks(lambda: config.repairing.require(split))
-            run.begin(source.model, source.fingerprints)
-            tokens = config.repairing.tokens(split, dense.config) if repairs else 0
+                tokens = config.repairing.tokens(split, dense.config)
+            run.folder.begin(config, source.model, source.fingerprints)
             text = run.text(converted, dense, min_tokens=tokens, beside=source.text)
 
             def trained(at: Path) -> ExpertLayout:
@@ -203,31 +194,25 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
                         on_step=on_step,
                     )
 
-            layout = source.layout
             if repairs:
                 run.repair("finetune", dense, layout, text)
             else:
                 layout = run.stage("finetune", lambda at: ExpertLayout.load(at / LAYOUT), trained)
         if not run.is_first:
             return run.conversion()
-        tuned = left_on_disk(run.changed("finetune"), config.load)
-        record = run.export(tuned, layout, text, origin=dense)
+        run.export(run.changed("finetune"), layout, text, origin=dense)
         before = "repaired" if source.has_own_weights else "frozen" if repairs else "converted"
-
-        def also() -> dict[str, Any]:
-            if repairs:
-                figures = run.repair_figures("finetune")
-                return {"steps": 0, "tokens": figures["tokens"], "repair": figures}
-            steps = steps_to_take(training, text.training.num_blocks)
-            tokens = steps * training.batch_size * text.training.seq_len
-            return {"steps": steps, "tokens": tokens}
-
+        steps = steps_to_take(training, text.training.num_blocks)
+        tokens = steps * training.batch_size * text.training.seq_len
+        also: dict[str, Any] = {"steps": steps, "tokens": tokens}
+        if repairs:
+            figures = read_json(run.folder.stage("finetune") / FIGURES)
+            also |= {"tokens": figures["tokens"], "repair": figures}
         run.evaluate(
             left_on_disk(dense, config.load),
             layout,
-            record,
             beside={before: source.folder} if source.folder.holds("export") else {},
-            also=lambda: also() | _frozen_of(source, config),
+            also=lambda: also | _frozen_of(source, config),
         )
         return run.conversion()
 
@@ -243,15 +228,13 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
         UserError: As `convert`; or the method does not fit the model.
     """
     config = checked(config)
-    training = AlignConfig(steps=config.steps, batch_size=config.batch_size)
-    run = _Run[Any](config, training, progress)
+    run = _Run(config, AlignConfig(steps=config.steps, batch_size=config.batch_size), progress)
     with ExitStack() as work:
-        inputs = {"model": fingerprint(checkpoint_folder(config.model))}
-        run.start(work, config, lambda: inputs, "prune")
-        if run.is_finished:
-            return read_json(run.folder.verified("evaluate") / RESULTS)
+        inputs = _model_of(checkpoint_folder(config.model))
+        if run.start(work, config, lambda: inputs, "prune"):
+            return run.results()
         dense = describe_dense(config.model)
-        run.begin(config.model, inputs)
+        run.folder.begin(config, config.model, inputs)
         tokens = config.calibrate.tokens(dense.widths.model)
         text = run.text(config, dense, min_tokens=tokens)
 
@@ -271,40 +254,34 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
 
         figures = run.stage("prune", lambda at: read_json(at / pruning.FIGURES), pruned)
 
-        def measured(at: Path) -> dict[str, Any]:
+        def measured() -> dict[str, Any]:
             folder, runnable = run.folder.stage("prune"), left_on_disk(dense, config.load)
             applied = pruning.PRUNING[config.method].applied
             exports = {} if applied else {"pruned": folder / pruning.MODEL}
-            with run.progress.bar("evaluate", tokens=1) as update:
-                found = perplexities(runnable, exports, run.texts, update)
+            found = run.perplexities(runnable, exports)
             if applied:
                 changed = applied(runnable, **load_file(folder / pruning.TENSORS))
                 found["pruned"] = run.measured(config.method, runnable, changed)
-            results = {
-                **found,
-                "origin": "measured",
-                "parameters": {"dense": num_parameters(dense.model)},
-                "pruning": figures,
-                "config": values_of(config),
-                "provenance": provenance(seed=0),
-            }
-            write_json(at / RESULTS, results)
-            return results
+            parameters = {"dense": num_parameters(dense.model)}
+            return {**found, "parameters": parameters, "pruning": figures}
 
-        return run.stage("evaluate", lambda at: read_json(at / RESULTS), measured)
+        run.measure(measured)
+        return run.results()
 
 
-class _Run(Generic[Config]):
-    """A run under way, and what both commands do alike."""
+class _Run:
+    """A run under way, and what all three commands do alike."""
 
-    is_finished = False
     texts: dict[tuple[str, ...], TokenBlocks]
     """What perplexity is measured on, by name: held-out text, and another if one is asked for."""
 
     def __init__(
-        self, config: Config, training: ObjectiveConfig, progress: Progress | None
+        self,
+        config: RunConfig | FinetuneRunConfig | PruneRunConfig,
+        training: ObjectiveConfig,
+        progress: Progress | None,
     ) -> None:
-        self.config = config
+        self.config: Any = config
         self.training = training
         self.is_first = is_rank_zero()
         self.progress = progress if progress and self.is_first else Progress(quiet=True)
@@ -317,8 +294,8 @@ class _Run(Generic[Config]):
         converted: RunConfig | PruneRunConfig,
         inputs: Callable[[], dict[str, str]],
         made: str = "export",
-    ) -> None:
-        """Take the run folder, for as long as `work` is open, and see what is to be done.
+    ) -> bool:
+        """Take the run folder, for as long as `work` is open; whether the run is finished.
 
         The stage `made` is the one that writes the model that is measured.
         """
@@ -335,11 +312,7 @@ class _Run(Generic[Config]):
 
         if self.training.steps:
             raise_on_all_ranks(lambda: require_equal_shares(self.training.batch_size))
-        self.is_finished = broadcast_from_rank_zero(start)
-
-    def begin(self, model: str, inputs: dict[str, str]) -> None:
-        """Record what the run is made of."""
-        broadcast_from_rank_zero(lambda: self.folder.begin(self.config, model, inputs))
+        return broadcast_from_rank_zero(start)
 
     def text(
         self,
@@ -400,12 +373,8 @@ class _Run(Generic[Config]):
         self.stage(stage, lambda at: read_json(at / FIGURES), make)
 
     def changed(self, stage: str) -> DenseModel:
-        """The dense checkpoint that a stage has written, described."""
-        return describe_dense(str(self.folder.stage(stage) / MODEL))
-
-    def repair_figures(self, stage: str) -> dict[str, Any]:
-        """What a repair says of itself."""
-        return read_json(self.folder.stage(stage) / FIGURES)
+        """The dense checkpoint that a stage has written."""
+        return left_on_disk(describe_dense(str(self.folder.stage(stage) / MODEL)), self.config.load)
 
     @contextmanager
     def steps(self, title: str, text: Text) -> Iterator[OnStep]:
@@ -421,53 +390,62 @@ class _Run(Generic[Config]):
             yield on_step
 
     def export(
-        self, dense: DenseModel, layout: ExpertLayout, text: Text, origin: DenseModel | None = None
-    ) -> ExportRecord:
+        self, dense: DenseModel, layout: ExpertLayout, text: Text, origin: DenseModel
+    ) -> None:
         """The checkpoint, verified; `origin` as for `dotmoe.export.export`."""
-
-        def load(at: Path) -> ExportRecord:
-            require_checksums(at)
-            return ExportRecord.load(at)
 
         def make(at: Path) -> ExportRecord:
             tokens_BT, how = text.heldout.tokens_BT, self.config.export
             with self.progress.bar("export") as update:
                 return export(dense, layout, at, how, tokens_BT, origin=origin, on_progress=update)
 
-        return self.stage("export", load, make)
+        self.stage("export", require_checksums, make)
 
     def evaluate(
         self,
         dense: DenseModel,
         layout: ExpertLayout,
-        record: ExportRecord,
         *,
         also: Callable[[], dict[str, Any]],
         beside: dict[str, RunFolder] | None = None,
     ) -> None:
         """Perplexity of the dense model and of exports, this run's last; also into its card."""
-        runs = {**(beside or {}), "moe": self.folder}
 
-        def make(at: Path) -> dict[str, Any]:
+        def measured() -> dict[str, Any]:
+            runs = {**(beside or {}), "moe": self.folder}
             exports = {name: run.stage("export") for name, run in runs.items()}
-            with self.progress.bar("evaluate", tokens=1) as update:
-                found = perplexities(dense, exports, self.texts, update)
+            record = ExportRecord.load(exports["moe"])
+            found = self.perplexities(dense, exports)
             table = replace(perplexity_table(found), note=f"Text: {text_names(found['dense'])}.")
             write_model_card(exports["moe"], record, table)
-            results = {
+            return {
                 **found,
                 **also(),
-                "origin": "measured",
                 "granularity": asdict(layout.granularity),
                 "parameters": record.parameters,
                 "verification": record.verification_in_short(),
-                "config": values_of(self.config),
-                "provenance": provenance(self.config.seed),
             }
-            write_json(at / RESULTS, results)
-            return results
 
-        self.stage("evaluate", lambda at: read_json(at / RESULTS), make)
+        self.measure(measured)
+
+    def measure(self, measured: Callable[[], dict[str, Any]]) -> None:
+        """The evaluate stage: what is measured, and where it comes from."""
+
+        def make(at: Path) -> None:
+            made_of = {"origin": "measured", "config": values_of(self.config)}
+            about = {**made_of, "provenance": provenance(self.config.seed)}
+            write_json(at / RESULTS, measured() | about)
+
+        self.stage("evaluate", lambda at: None, make)
+
+    def results(self) -> dict[str, Any]:
+        """What the evaluate stage has written."""
+        return read_json(self.folder.verified("evaluate") / RESULTS)
+
+    def perplexities(self, dense: DenseModel, exports: dict[str, Path]) -> dict[str, Any]:
+        """Perplexity of the dense model and of exports, by name."""
+        with self.progress.bar("evaluate", tokens=1) as update:
+            return perplexities(dense, exports, self.texts, update)
 
     def measured(
         self, name: str, dense: DenseModel, changed: AbstractContextManager[None]
@@ -481,7 +459,7 @@ class _Run(Generic[Config]):
         path, exported = self.folder.path, self.folder.stage("export")
         page, results = self.folder.stage("report") / "report.html", {}
         if self.is_first:
-            results = read_json(self.folder.verified("evaluate") / RESULTS)
+            results = self.results()
             require_checksums(exported, read_weights=False)
             page = report(path)
         return Conversion(folder=path, export=exported, report=page, results=results)
@@ -511,6 +489,11 @@ def _asked(config: RunConfig | PruneRunConfig, dense: DenseModel) -> Granularity
     return splits_of(config.experts, dense.widths.ffn, dense.config.num_attention_heads)
 
 
+def _model_of(folder: Path) -> dict[str, str]:
+    """Of what a conversion is made: the files of the dense model."""
+    return {"model": fingerprint(folder)}
+
+
 def _fewest_tokens(config: RunConfig, dense: DenseModel) -> int:
     """Tokens of training text that calibration and repair ask for."""
     split = _asked(config, dense)
@@ -519,7 +502,7 @@ def _fewest_tokens(config: RunConfig, dense: DenseModel) -> int:
     return max(0 if at_random else config.calibrate.tokens(dense.widths.model), repair)
 
 
-def _start(run: _Run[RunConfig], dense: DenseModel, split: Granularity, text: Text) -> AlignState:
+def _start(run: _Run, dense: DenseModel, split: Granularity, text: Text) -> AlignState:
     """Initial affinities and routers."""
     config = run.config.calibrate
     if run.config.method != "dot_moe":
@@ -529,7 +512,7 @@ def _start(run: _Run[RunConfig], dense: DenseModel, split: Granularity, text: Te
         return calibrate(dense, text.training, split, config, seed=seed, on_progress=update)
 
 
-def _baseline(run: _Run[RunConfig], dense: DenseModel, split: Granularity, text: Text) -> Baseline:
+def _baseline(run: _Run, dense: DenseModel, split: Granularity, text: Text) -> Baseline:
     """Experts and router of a method other than DOT-MoE."""
     config = run.config
     inputs = SplitInputs(
@@ -544,13 +527,13 @@ def _baseline(run: _Run[RunConfig], dense: DenseModel, split: Granularity, text:
         return baseline(config.method, inputs, on_progress=update)
 
 
-def _not_exported(run: _Run[RunConfig], dense: DenseModel, made: Baseline) -> dict[str, Any]:
+def _not_exported(run: _Run, dense: DenseModel, made: Baseline) -> dict[str, Any]:
     """Perplexity before a repair, and under the method's own router if no export can have it."""
     found = {}
     if run.config.repair:
         frozen = masked_by(dense, made.layout)
         found["frozen"] = run.measured("what was repaired", dense, frozen)
-        found["repair"] = run.repair_figures("repair")
+        found["repair"] = read_json(run.folder.stage("repair") / FIGURES)
     if made.own and run.config.baseline.split_router == "own":
         shares = list[Tensor]()
         routed = routed_by_own(run.config.method, dense, made, shares)

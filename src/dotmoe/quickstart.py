@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from dotmoe.checkpoint.folder import EMBEDDED
-from dotmoe.config import RunConfig
+from dotmoe.config import RunConfig, recipe
 from dotmoe.evaluate import EvaluateConfig, evaluate
 from dotmoe.evaluate.config import GenerateConfig
 from dotmoe.files import write_json
@@ -14,7 +14,6 @@ from dotmoe.options import at_least
 from dotmoe.pipeline import convert
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
-from dotmoe.recipes import recipe
 from dotmoe.report.page import html_report
 
 PROMPT = "def read_config(path):\n"

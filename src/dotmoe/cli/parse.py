@@ -17,10 +17,10 @@ import docstring_parser
 import tyro
 
 from dotmoe.cli import COMMANDS
+from dotmoe.config import RECIPES, recipe_of
 from dotmoe.errors import UserError, nearest
 from dotmoe.files import read_json
 from dotmoe.options import check, from_values
-from dotmoe.recipes import RECIPES, recipe_of
 
 Config = TypeVar("Config")
 

@@ -38,9 +38,9 @@ class Sizes:
         self.split, self.stored, self.written = split, stored, written
         self.widths, self.traits = widths_of(config), family.traits(config)
         self.counts = counts = count_parameters(config, family, split)
-        self.queries = config.num_attention_heads * self.traits.head_dim
+        self.queries: int = config.num_attention_heads * self.traits.head_dim
         """Entries of all queries of a token in one layer."""
-        self.head_width = self.queries + config.num_key_value_heads * self.traits.head_dim
+        self.head_width: int = self.queries + config.num_key_value_heads * self.traits.head_dim
         """The same with its keys."""
         self.moe_layers = self.widths.layers - split.first_dense_layers
         self.affinities_of_a_layer = sum(part.units * part.columns for part in parts_of(split))
