@@ -63,12 +63,9 @@ class RunConfig:
     """Of initial values and data order. Same seed, machine and thread count: same result."""
 
     def settled(self) -> Self:
-        """With what `method` decides for the alignment phase written out.
+        """With the alignment of a method other than DOT-MoE, of one process, written out.
 
-        A method other than DOT-MoE keeps its experts; its router is trained for `router_steps`.
-
-        Raises:
-            UserError: Such a method on several ranks.
+        Its experts stay as they are; its router is trained for `router_steps`.
         """
         if self.method == "dot_moe":
             return self
@@ -117,28 +114,16 @@ class FinetuneRunConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PruneRunConfig:
-    """A dense checkpoint pruned and measured: a row of a comparison."""
+class PruneRunConfig(RunConfig):
+    """A dense checkpoint pruned and measured: a row of a comparison.
+
+    Its budget is as many parameters as are active in a conversion with `experts`. It reads the
+    tokens of `calibrate`, and the steps and batches of `align` if the method is trained.
+    """
 
     command: ClassVar[str] = "compare"
 
-    model: str
-    out: Annotated[str, HOW]
     method: PruningName
-    experts: ExpertsConfig
-    """Its budget: as many parameters as are active in a conversion with these experts."""
-    data: DataConfig
-    sample: SampleConfig
-    calibrate: CalibrateConfig
-    """Only its tokens."""
-    load: LoadConfig
-    eval_text: tuple[str, ...]
-    other_text: tuple[str, ...] = ()
-    eval_tokens: Annotated[int, at_least(2)]
-    steps: Annotated[int, at_least(0)] = 0
-    """Of a method that is trained, each on `batch_size` blocks."""
-    batch_size: Annotated[int, at_least(1)] = 1
-    seed: Annotated[int, at_least(0)] = 0
 
     def check_together(self) -> None:
         """Refuse several ranks."""
@@ -238,11 +223,7 @@ RECIPES: dict[str, dict[str, Callable[[], AnyRunConfig]]] = {
 
 
 def recipe_of(command: str, name: str | None = None) -> AnyRunConfig:
-    """The recipe of that name for a command, which leaves `model` or `run`, and `out`, empty.
-
-    Raises:
-        UserError: No such recipe; the nearest name is offered.
-    """
+    """The recipe of that name for a command, which leaves `model` or `run`, and `out`, empty."""
     recipes = RECIPES[command]
     name = name or next(iter(recipes))
     if name not in recipes:

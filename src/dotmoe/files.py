@@ -56,11 +56,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        DamagedError: The file cannot be read, or holds no JSON object.
-    """
+    """The JSON object in a file; anything else is a `DamagedError`."""
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:
@@ -79,11 +75,7 @@ def with_checksum(values: Mapping[str, Any]) -> str:
 
 
 def read_with_checksum(path: Path) -> dict[str, Any]:
-    """The object that `with_checksum` wrote, without its checksum.
-
-    Raises:
-        DamagedError: The file is missing or not as it was written.
-    """
+    """The object that `with_checksum` wrote, without its checksum; else a `DamagedError`."""
     values = read_json(path)
     if values.pop("sha256", None) != _content_sha256(values):
         raise DamagedError(f"{path} has been altered: its checksum is not that of its content")
@@ -134,11 +126,7 @@ def damage_in(
 
 @contextmanager
 def locked(file: Path, refusal: str) -> Iterator[None]:
-    """Keep other processes out until the block, or the process, ends.
-
-    Raises:
-        UserError: `refusal`, if another process holds the lock.
-    """
+    """Keep other processes out until the block, or the process, ends; they get the `refusal`."""
     lock = FileLock(file, timeout=0)
     try:
         lock.acquire()
@@ -165,7 +153,7 @@ def complete_folder(out: Path) -> Iterator[Path]:
         UserError: `out` exists already and is not an empty folder, or another process writes it.
     """
     out = out.absolute()
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if out.is_file() or (out.exists() and any(out.iterdir())):
         raise UserError(f"{out} exists already. Remove it, or choose another folder.")
     partial, lock = (out.with_name(f".{out.name}.{end}") for end in ("partial", "lock"))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -186,13 +174,8 @@ def complete_folder(out: Path) -> Iterator[Path]:
 
 
 def require_free(folder: Path, needed_bytes: int) -> None:
-    """Refuse to start writing what cannot fit.
-
-    Raises:
-        UserError: Less than `needed_bytes` are free where `folder` lies.
-    """
-    free = shutil.disk_usage(folder).free
-    if free < needed_bytes:
+    """Refuse to start writing what cannot fit where `folder` lies."""
+    if (free := shutil.disk_usage(folder).free) < needed_bytes:
         raise UserError(
             f"{needed_bytes:,} bytes are needed, but {free:,} are free in {folder}. "
             "Make room, or choose another disk."

@@ -16,11 +16,7 @@ from dotmoe.tokenise import HELDOUT_FILES, Text
 
 
 class FinishedRun:
-    """A run of `dotmoe convert` or `dotmoe finetune` whose experts are final.
-
-    Raises:
-        UserError: No run there, its experts are not final yet, or its files are damaged.
-    """
+    """A run of `dotmoe convert` or `dotmoe finetune` with final experts; others are refused."""
 
     def __init__(self, path: Path) -> None:
         self.folder = folder = RunFolder(path)

@@ -58,12 +58,9 @@ def between(low: float, high: float) -> Range:
 
 
 def check(config: Any) -> None:
-    """Refuse a config with a number out of its range, before anything is loaded.
+    """Refuse a config, or one in it, with a number out of its range, before anything is loaded.
 
-    Nested configs are checked, too. None is in every range.
-
-    Raises:
-        UserError: A number out of its range or not finite, or values that do not go together.
+    None is in every range, and infinity in few. `check_together` refuses what does not go together.
     """
     for name, kind, marks in _fields(type(config)):
         value = getattr(config, name)
@@ -84,11 +81,7 @@ def check(config: Any) -> None:
 
 
 def checked(config: Config) -> Config:
-    """A config made in Python, checked, with tuples for lists.
-
-    Raises:
-        UserError: As `check`, or a value of another type than its field's.
-    """
+    """A config made in Python, checked, its types too, with tuples for lists."""
     config = from_values(type(config), values_of(config), "the config")
     check(config)
     return config
@@ -123,11 +116,8 @@ def identity(config: Any) -> dict[str, Any]:
 def from_values(cls: type[Config], values: Any, place: str) -> Config:
     """A config from plain JSON values; missing fields take their defaults.
 
-    `place` is what to call their origin in an error, such as a file.
-
-    Raises:
-        UserError: An unknown field, a value of another type, a missing field without a default, or
-            the config of another command.
+    Refused are unknown fields, values of another type, missing ones without a default, and the
+    config of another command; `place`, such as a file, is where the values come from.
     """
     if not isinstance(values, dict):
         raise UserError(f"{place} is {values!r}, but it must be a JSON object with its options.")

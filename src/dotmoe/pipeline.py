@@ -14,21 +14,13 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dotmoe import pruning
-from dotmoe.align import AlignConfig, align
-from dotmoe.baselines import (
-    Baseline,
-    SplitInputs,
-    active_share,
-    baseline,
-    granularity_of,
-    routed_by_own,
-    state_of,
-)
+from dotmoe import baselines, pruning
+from dotmoe.align import align
+from dotmoe.baselines import Baseline
 from dotmoe.calibrate import calibrate
 from dotmoe.checkpoint.folder import checkpoint_folder, fingerprint
 from dotmoe.checkpoint.on_disk import on_disk
-from dotmoe.config import FinetuneRunConfig, PruneRunConfig, RunConfig
+from dotmoe.config import AnyRunConfig, FinetuneRunConfig, PruneRunConfig, RunConfig
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import (
     broadcast_from_rank_zero,
@@ -228,14 +220,14 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
         UserError: As `convert`; or the method does not fit the model.
     """
     config = checked(config)
-    run = _Run(config, AlignConfig(steps=config.steps, batch_size=config.batch_size), progress)
+    run = _Run(config, config.align, progress)
     with ExitStack() as work:
         inputs = _model_of(checkpoint_folder(config.model))
         if run.start(work, config, lambda: inputs, "prune"):
             return run.results()
         dense = describe_dense(config.model)
         run.folder.begin(config, config.model, inputs)
-        tokens = config.calibrate.tokens(dense.widths.model)
+        tokens, batch_size = config.calibrate.tokens(dense.widths.model), config.align.batch_size
         text = run.text(config, dense, min_tokens=tokens)
 
         def pruned(at: Path) -> dict[str, Any]:
@@ -244,8 +236,8 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
                     dense=load_dense(config.model, config.load),
                     tokens_BT=text.training.drawn(tokens),
                     wanted=budget_of(config, dense),
-                    batch=lambda step: text.training.batch(step, config.batch_size, config.seed),
-                    steps=config.steps,
+                    batch=lambda step: text.training.batch(step, batch_size, config.seed),
+                    steps=config.align.steps,
                     seed=config.seed,
                     on_progress=update,
                     log=lambda said: run.progress.log(f"{config.method}: {said}"),
@@ -277,7 +269,7 @@ class _Run:
 
     def __init__(
         self,
-        config: RunConfig | FinetuneRunConfig | PruneRunConfig,
+        config: AnyRunConfig,
         training: ObjectiveConfig,
         progress: Progress | None,
     ) -> None:
@@ -291,14 +283,11 @@ class _Run:
     def start(
         self,
         work: ExitStack,
-        converted: RunConfig | PruneRunConfig,
+        converted: RunConfig,
         inputs: Callable[[], dict[str, str]],
         made: str = "export",
     ) -> bool:
-        """Take the run folder, for as long as `work` is open; whether the run is finished.
-
-        The stage `made` is the one that writes the model that is measured.
-        """
+        """Take the run folder while `work` is open; whether `made` and its evaluation are done."""
 
         def start() -> bool:
             work.enter_context(self.folder.at_work(self.config))
@@ -316,7 +305,7 @@ class _Run:
 
     def text(
         self,
-        converted: RunConfig | PruneRunConfig,
+        converted: RunConfig,
         dense: DenseModel,
         *,
         min_tokens: int = 0,
@@ -326,14 +315,14 @@ class _Run:
 
         def make(at: Path) -> Text:
             is_whole = dense.device.type != "meta" and not is_divided(dense.model)
-            samples = samples_itself(converted.data)
+            loads = samples_itself(converted.data) and not is_whole
             if converted.other_text:
                 asked = ("other_text", converted.other_text, converted.data)
                 write_windows(*asked, dense, at / OTHER, self.config.eval_tokens, self.progress)
             return tokenise(
                 converted.data,
                 converted.sample,
-                load_here(dense, self.config.load) if samples and not is_whole else dense,
+                load_here(dense, self.config.load) if loads else dense,
                 at,
                 blocks=self.training.steps * self.training.batch_size,
                 min_tokens=min_tokens,
@@ -345,9 +334,8 @@ class _Run:
 
         text = self.stage("data", Text.load, make, alone=True)
         self.texts = {text.heldout_name: text.heldout}
-        if converted.other_text:
-            other = TokenBlocks.load(self.folder.stage("data") / OTHER)
-            self.texts[converted.other_text] = other
+        if other := converted.other_text:
+            self.texts[other] = TokenBlocks.load(self.folder.stage("data") / OTHER)
         return text
 
     def state(self, name: str, dense: DenseModel, make: Callable[[Path], AlignState]) -> AlignState:
@@ -432,8 +420,8 @@ class _Run:
         """The evaluate stage: what is measured, and where it comes from."""
 
         def make(at: Path) -> None:
-            made_of = {"origin": "measured", "config": values_of(self.config)}
-            about = {**made_of, "provenance": provenance(self.config.seed)}
+            about = {"origin": "measured", "config": values_of(self.config)}
+            about |= {"provenance": provenance(self.config.seed)}
             write_json(at / RESULTS, measured() | about)
 
         self.stage("evaluate", lambda at: None, make)
@@ -466,25 +454,20 @@ class _Run:
 
 
 def split_of(config: RunConfig, dense: DenseModel) -> Granularity:
-    """Experts of a conversion.
-
-    Raises:
-        UserError: They do not fit the model, no format of the export can hold them, or options of
-            the repair mean nothing for them.
-    """
-    split = granularity_of(config.method, _asked(config, dense), config.baseline)
+    """Experts of a conversion; refused if the model, all exports or the repair cannot have them."""
+    split = baselines.granularity_of(config.method, _asked(config, dense), config.baseline)
     require_exportable(dense, split, config.export)
     if config.repair:
         config.repairing.require(split)
     return split
 
 
-def budget_of(config: RunConfig | PruneRunConfig, dense: DenseModel) -> int:
+def budget_of(config: RunConfig, dense: DenseModel) -> int:
     """Parameters that work on one token of a conversion with these experts, without routers."""
     return count_parameters(dense.config, dense.family, _asked(config, dense)).active
 
 
-def _asked(config: RunConfig | PruneRunConfig, dense: DenseModel) -> Granularity:
+def _asked(config: RunConfig, dense: DenseModel) -> Granularity:
     """The split that was asked for, before a method has its say."""
     return splits_of(config.experts, dense.widths.ffn, dense.config.num_attention_heads)
 
@@ -506,7 +489,7 @@ def _start(run: _Run, dense: DenseModel, split: Granularity, text: Text) -> Alig
     """Initial affinities and routers."""
     config = run.config.calibrate
     if run.config.method != "dot_moe":
-        return state_of(_baseline(run, dense, split, text).layout, dense.device)
+        return baselines.state_of(_baseline(run, dense, split, text).layout, dense.device)
     with run.progress.bar(f"calibrate ({config.start})") as update:
         seed = run.config.seed
         return calibrate(dense, text.training, split, config, seed=seed, on_progress=update)
@@ -515,7 +498,7 @@ def _start(run: _Run, dense: DenseModel, split: Granularity, text: Text) -> Alig
 def _baseline(run: _Run, dense: DenseModel, split: Granularity, text: Text) -> Baseline:
     """Experts and router of a method other than DOT-MoE."""
     config = run.config
-    inputs = SplitInputs(
+    inputs = baselines.SplitInputs(
         dense=dense,
         tokens_BT=text.training.drawn(config.calibrate.tokens(dense.widths.model)),
         granularity=split,
@@ -524,7 +507,7 @@ def _baseline(run: _Run, dense: DenseModel, split: Granularity, text: Text) -> B
         seed=config.seed,
     )
     with run.progress.bar(config.method) as update:
-        return baseline(config.method, inputs, on_progress=update)
+        return baselines.baseline(config.method, inputs, on_progress=update)
 
 
 def _not_exported(run: _Run, dense: DenseModel, made: Baseline) -> dict[str, Any]:
@@ -536,10 +519,10 @@ def _not_exported(run: _Run, dense: DenseModel, made: Baseline) -> dict[str, Any
         found["repair"] = read_json(run.folder.stage("repair") / FIGURES)
     if made.own and run.config.baseline.split_router == "own":
         shares = list[Tensor]()
-        routed = routed_by_own(run.config.method, dense, made, shares)
+        routed = baselines.routed_by_own(run.config.method, dense, made, shares)
         found["moe_own_router"] = run.measured("its own router", dense, routed)
         layers = len(made.layout.moe_layers)
-        found["moe_own_router"]["active"] = active_share(shares, layers)
+        found["moe_own_router"]["active"] = baselines.active_share(shares, layers)
     return found
 
 
@@ -559,8 +542,7 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
     source = FinishedRun(Path(config.run))
     if not isinstance(source.config, RunConfig):
         raise UserError(
-            f"{config.run} is finetuned already. Name the run of dotmoe convert that it "
-            "was made of, and train for more steps."
+            f"{config.run} is finetuned already. Name the run of dotmoe convert before it."
         )
     if source.has_own_weights and config.finetune.train == "repair":
         raise UserError(f"{config.run} is repaired already. Name a run converted without --repair.")
@@ -569,7 +551,5 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
             f"train is {config.finetune.train}, but {config.run} has experts made of heads, which "
             "can be repaired and not yet trained further. Set --train repair."
         )
-    data = config.data
-    if not data.data:
-        data = replace(source.config.data, seq_len=data.seq_len)
-    return source, replace(source.config, data=data)
+    data = replace(source.config.data, seq_len=config.data.seq_len)
+    return source, replace(source.config, data=config.data if config.data.data else data)

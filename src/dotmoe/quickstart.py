@@ -53,7 +53,7 @@ def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:
         "dot_moe_repaired": learned["moe"],
         **{name: learned[name] for name in ("granularity", "parameters", "verification")},
         "steps": config.steps,
-        "samples": samples(made["DOT-MoE"].export),
+        "samples": _samples(made["DOT-MoE"].export),
         "seconds": time.monotonic() - started,
         "checkpoint": str(made["DOT-MoE"].export),
         "report": str(out / "report.html"),
@@ -74,7 +74,7 @@ def run_configs(config: QuickstartConfig) -> dict[str, RunConfig]:
     return {"random split": random, "DOT-MoE": learned}
 
 
-def samples(export: Path) -> dict[str, str]:
+def _samples(export: Path) -> dict[str, str]:
     """Greedy continuations of one prompt, by the dense model and by the exported one."""
     asked = GenerateConfig(generate=60, prompts=(PROMPT,))
     found = evaluate(EvaluateConfig(model=str(export), against=EMBEDDED, generation=asked))

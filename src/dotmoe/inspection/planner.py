@@ -151,7 +151,7 @@ def repair_flops(sizes: Sizes, tokens: int, epochs: int) -> int:
     counts, width = sizes.counts, sizes.widths.model
     streams = 3 * 2 * (counts.attention_and_norms + counts.ffn_total) * tokens
     trained = (sizes.split.target == "ffn") * epochs * 14 * counts.ffn_total * tokens // 3
-    refitted = sum(
+    refitted: int = sum(
         2 * tokens * n * (n + width) + (len(RIDGES) + 1) * n**2 * (n // 3 + 2 * width)
         for n in sizes.repaired_inputs
     )
