@@ -70,7 +70,7 @@ def test_every_recipe_is_in_range_and_survives_json(command, name):
 
 
 def test_recipes_by_name():
-    assert recipe_of("convert") == recipe() == RECIPES["convert"]["default"]()
+    assert recipe_of("convert") == recipe() == RECIPES["convert"]["default"]
     assert finetune_recipe("small", run="r", out="o").run == "r"
     with pytest.raises(UserError, match="Recipes: sft, small"):
         finetune_recipe("paper")

@@ -1,8 +1,6 @@
 """Configs of whole runs: the stages' own configs together, rules across stages, and recipes."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from typing import Annotated, Any, ClassVar, Self, cast
 
 import tyro
@@ -134,90 +132,69 @@ AnyRunConfig = RunConfig | FinetuneRunConfig
 """A config of a run that lives in a run folder."""
 
 
-def default() -> RunConfig:
-    """Our start and a repair, no alignment: what kept most where both were measured, in minutes.
-
-    With `steps` it is aligned before the repair, by the paper's hyperparameters with our router
-    surrogate and solver.
-    """
-    return RunConfig(model="", out="", align=AlignConfig(steps=0), repair=True)
-
-
-def paper() -> RunConfig:
-    """The paper to the letter, on Dolmino-mix, streamed from the hub, unless given other `data`."""
-    return RunConfig(
-        model="",
-        out="",
-        data=DataConfig(data=("dolmino",)),
-        calibrate=CalibrateConfig(start="random"),
-        assignment=AssignmentConfig(solver="sinkhorn", sinkhorn_sweeps=50),
-        align=AlignConfig(surrogate="softmax"),
-    )
+PAPER = RunConfig(
+    model="",
+    out="",
+    data=DataConfig(data=("dolmino",)),
+    calibrate=CalibrateConfig(start="random"),
+    assignment=AssignmentConfig(solver="sinkhorn", sinkhorn_sweeps=50),
+    align=AlignConfig(surrogate="softmax"),
+)
+"""The paper to the letter, on Dolmino-mix, streamed from the hub, unless given other `data`."""
+SMALL = RunConfig(
+    model="",
+    out="",
+    data=DataConfig(seq_len=256),
+    align=AlignConfig(steps=300, batch_size=4, lr=1e-2, lr_router=1e-2, max_epochs=100.0),
+)
+"""Alignment of models of some million parameters: higher rates, small batches, no repair."""
 
 
-def paper_model(model: str, active_experts: int) -> RunConfig:
-    """The paper's run of one of its models: experts of 128 neurons, k of them active."""
-    experts = ExpertsConfig(expert_size=128, active_experts=active_experts)
-    return replace(paper(), model=model, experts=experts)
+def _of_the_paper(model: str, **experts: Any) -> RunConfig:
+    return replace(PAPER, model=model, experts=ExpertsConfig(**experts))
 
 
-def paper_attention() -> RunConfig:
-    """The paper's run on attention (sec:attention_moe): 7 of 14 experts of two heads."""
-    experts = ExpertsConfig(targets="attention", heads_per_expert=2, active_attention=0.5)
-    return replace(paper(), model="Qwen/Qwen2.5-7B", experts=experts)
-
-
-def small() -> RunConfig:
-    """Alignment of models of some million parameters: higher rates, small batches, no repair."""
-    return RunConfig(
-        model="",
-        out="",
-        data=DataConfig(seq_len=256),
-        align=AlignConfig(steps=300, batch_size=4, lr=1e-2, lr_router=1e-2, max_epochs=100.0),
-    )
-
-
-def quickstart() -> RunConfig:
-    """The bundled model on this machine's own standard library, in minutes on two CPU cores."""
-    base = small()
-    return replace(
-        base,
-        model="embedded",
-        experts=ExpertsConfig(expert_size=16, active=0.25),
-        data=replace(base.data, data=("python-stdlib",)),
-        eval_text=("python-stdlib-heldout",),
-    )
-
-
-def sft() -> FinetuneRunConfig:
-    """Finetuning with the paper's settings (tab:hyperparams_sft): 1.2B tokens."""
-    return FinetuneRunConfig(run="", out="")
-
-
-def small_sft() -> FinetuneRunConfig:
-    """Finetuning of models of some million parameters, in minutes on two CPU cores."""
-    return replace(
-        sft(),
-        data=DataConfig(seq_len=256),
-        finetune=FinetuneConfig(
-            steps=150, batch_size=4, lr=6e-4, lr_router=0.0, kl_weight=1.0, max_epochs=100.0
-        ),
-    )
-
-
-RECIPES: dict[str, dict[str, Callable[[], AnyRunConfig]]] = {
+RECIPES: dict[str, dict[str, AnyRunConfig]] = {
     "convert": {
-        "default": default,
-        "paper": paper,
-        "llama2_7b": partial(paper_model, "meta-llama/Llama-2-7b-hf", 22),  # E = 86
-        "llama3_8b": partial(paper_model, "meta-llama/Meta-Llama-3-8B", 28),  # E = 112
-        "qwen25_7b": partial(paper_model, "Qwen/Qwen2.5-7B", 37),  # E = 148
-        "qwen25_7b_half_active": partial(paper_model, "Qwen/Qwen2.5-7B", 74),
-        "qwen25_7b_attention": paper_attention,
-        "small": small,
-        "quickstart": quickstart,
+        # Our start and a repair, no alignment: what kept most where both were measured, in minutes.
+        "default": RunConfig(model="", out="", align=AlignConfig(steps=0), repair=True),
+        "paper": PAPER,
+        # Of E = 86, 112 and 148.
+        "llama2_7b": _of_the_paper("meta-llama/Llama-2-7b-hf", expert_size=128, active_experts=22),
+        "llama3_8b": _of_the_paper(
+            "meta-llama/Meta-Llama-3-8B", expert_size=128, active_experts=28
+        ),
+        "qwen25_7b": _of_the_paper("Qwen/Qwen2.5-7B", expert_size=128, active_experts=37),
+        "qwen25_7b_half_active": _of_the_paper(
+            "Qwen/Qwen2.5-7B", expert_size=128, active_experts=74
+        ),
+        # sec:attention_moe: 7 of 14 experts of two heads.
+        "qwen25_7b_attention": _of_the_paper(
+            "Qwen/Qwen2.5-7B", targets="attention", heads_per_expert=2, active_attention=0.5
+        ),
+        "small": SMALL,
+        # The bundled model on this machine's own standard library, in minutes on two CPU cores.
+        "quickstart": replace(
+            SMALL,
+            model="embedded",
+            experts=ExpertsConfig(expert_size=16, active=0.25),
+            data=replace(SMALL.data, data=("python-stdlib",)),
+            eval_text=("python-stdlib-heldout",),
+        ),
     },
-    "finetune": {"sft": sft, "small": small_sft},
+    "finetune": {
+        # tab:hyperparams_sft, 1.2B tokens.
+        "sft": FinetuneRunConfig(run="", out=""),
+        # Models of some million parameters, in minutes on two CPU cores.
+        "small": FinetuneRunConfig(
+            run="",
+            out="",
+            data=DataConfig(seq_len=256),
+            finetune=FinetuneConfig(
+                steps=150, batch_size=4, lr=6e-4, lr_router=0.0, kl_weight=1.0, max_epochs=100.0
+            ),
+        ),
+    },
 }
 """By command and name; the first of a command is taken where none is named."""
 
@@ -230,7 +207,7 @@ def recipe_of(command: str, name: str | None = None) -> AnyRunConfig:
         raise UserError(
             f"--recipe {name} is unknown. Recipes: {', '.join(recipes)}.{nearest(name, recipes)}"
         )
-    return recipes[name]()
+    return recipes[name]
 
 
 def recipe(name: str = "default", **changes: Any) -> RunConfig:

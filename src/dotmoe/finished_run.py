@@ -60,19 +60,12 @@ class FinishedRun:
         return Text.load(self.folder.verified("data", *HELDOUT_FILES))
 
     def described(self) -> DenseModel:
-        """The dense checkpoint whose weights the experts have, described; as the run knew it."""
-        dense = describe_dense(self.weights)
-        self.require_same_model(dense.folder)
-        return dense
+        """The dense checkpoint whose weights the experts have, described; see `origin`."""
+        # Weights of its own lie in the run, and have checksums there.
+        return describe_dense(self.weights) if self.has_own_weights else self.origin()
 
     def origin(self) -> DenseModel:
         """The dense checkpoint that the run began with, described; refused if it has changed."""
-        dense = describe_dense(self.model)
-        known = self.folder.manifest["inputs"]
+        dense, known = describe_dense(self.model), self.folder.manifest["inputs"]
         self.folder.require_inputs(known | {"model": fingerprint(dense.folder)})
         return dense
-
-    def require_same_model(self, folder: Path) -> None:
-        """Refuse a dense model whose files in `folder` have changed since the run was made."""
-        if not self.has_own_weights:  # whose weights lie in the run, and have checksums there
-            self.folder.require_inputs({"model": fingerprint(folder)})

@@ -1,11 +1,6 @@
 """Config dataclasses: the range of a number stands on its field; here it is checked.
 
-Example::
-
-    @dataclass(frozen=True, kw_only=True)
-    class LoopConfig:
-        steps: Annotated[int, at_least(0)] = 150
-        checkpoint_every: Annotated[int, at_least(1), HOW] = 100
+    checkpoint_every: Annotated[int, at_least(1), HOW] = 100
 
 A rule across fields goes into a method `check_together()` that raises `UserError`.
 """

@@ -20,7 +20,7 @@ from dotmoe.baselines import Baseline
 from dotmoe.calibrate import calibrate
 from dotmoe.checkpoint.folder import checkpoint_folder, fingerprint
 from dotmoe.checkpoint.on_disk import on_disk
-from dotmoe.config import AnyRunConfig, FinetuneRunConfig, PruneRunConfig, RunConfig
+from dotmoe.config import FinetuneRunConfig, PruneRunConfig, RunConfig
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import (
     broadcast_from_rank_zero,
@@ -92,13 +92,13 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
     with ExitStack() as work:
         with process_group(resolved_device(config.load.device)):
             config = raise_on_all_ranks(lambda: checked(config).settled())
-            run = _Run(config, config.align, progress)
-            if run.start(work, config, lambda: _model_of(checkpoint_folder(config.model))):
+            run = _Run(config, config, config.align, progress)
+            if run.start(work, lambda: _model_of(checkpoint_folder(config.model))):
                 return run.conversion()
             dense = load_dense(config.model, config.load)
             split = raise_on_all_ranks(lambda: split_of(config, dense))
             run.folder.begin(config, config.model, _model_of(dense.folder))
-            text = run.text(config, dense, min_tokens=_fewest_tokens(config, dense))
+            text = run.text(dense, _fewest_tokens(config, dense))
             state = None
             if config.method == "dot_moe" or config.align.steps:
                 start = run.state("calibrate", dense, lambda at: _start(run, dense, split, text))
@@ -157,8 +157,8 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             source, converted = raise_on_all_ranks(lambda: _source(config))
             repairs = config.finetune.train == "repair"
             training = replace(config.finetune, steps=0) if repairs else config.finetune
-            run = _Run(config, training, progress)
-            if run.start(work, converted, lambda: source.fingerprints):
+            run = _Run(config, converted, training, progress)
+            if run.start(work, lambda: source.fingerprints):
                 return run.conversion()
             dense = raise_on_all_ranks(source.origin)
             start = raise_on_all_ranks(source.described) if source.has_own_weights else dense
@@ -169,7 +169,7 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
                 raise_on_all_ranks(lambda: config.repairing.require(split))
                 tokens = config.repairing.tokens(split, dense.config)
             run.folder.begin(config, source.model, source.fingerprints)
-            text = run.text(converted, dense, min_tokens=tokens, beside=source.text)
+            text = run.text(dense, tokens, beside=source.text)
 
             def trained(at: Path) -> ExpertLayout:
                 with run.steps(f"finetune ({config.finetune.train})", text) as on_step:
@@ -220,15 +220,15 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
         UserError: As `convert`; or the method does not fit the model.
     """
     config = checked(config)
-    run = _Run(config, config.align, progress)
+    run = _Run(config, config, config.align, progress)
     with ExitStack() as work:
         inputs = _model_of(checkpoint_folder(config.model))
-        if run.start(work, config, lambda: inputs, "prune"):
+        if run.start(work, lambda: inputs, "prune"):
             return run.results()
         dense = describe_dense(config.model)
         run.folder.begin(config, config.model, inputs)
         tokens, batch_size = config.calibrate.tokens(dense.widths.model), config.align.batch_size
-        text = run.text(config, dense, min_tokens=tokens)
+        text = run.text(dense, tokens)
 
         def pruned(at: Path) -> dict[str, Any]:
             with run.progress.bar(config.method) as update:
@@ -269,11 +269,14 @@ class _Run:
 
     def __init__(
         self,
-        config: AnyRunConfig,
+        config: Any,
+        converted: RunConfig,
         training: ObjectiveConfig,
         progress: Progress | None,
     ) -> None:
-        self.config: Any = config
+        self.config = config
+        self.converted = converted
+        """The config of the conversion, whose sources of text are read."""
         self.training = training
         self.is_first = is_rank_zero()
         self.progress = progress if progress and self.is_first else Progress(quiet=True)
@@ -281,11 +284,7 @@ class _Run:
         self.stage = self.folder.run_stage
 
     def start(
-        self,
-        work: ExitStack,
-        converted: RunConfig,
-        inputs: Callable[[], dict[str, str]],
-        made: str = "export",
+        self, work: ExitStack, inputs: Callable[[], dict[str, str]], made: str = "export"
     ) -> bool:
         """Take the run folder while `work` is open; whether `made` and its evaluation are done."""
 
@@ -295,23 +294,17 @@ class _Run:
                 self.folder.require_inputs(inputs())
                 return True
             if not self.folder.holds("data"):
-                texts = (*self.config.eval_text, *converted.other_text)
-                require_sources(converted.data, texts)
+                texts = (*self.config.eval_text, *self.converted.other_text)
+                require_sources(self.converted.data, texts)
             return False
 
         if self.training.steps:
             raise_on_all_ranks(lambda: require_equal_shares(self.training.batch_size))
         return broadcast_from_rank_zero(start)
 
-    def text(
-        self,
-        converted: RunConfig,
-        dense: DenseModel,
-        *,
-        min_tokens: int = 0,
-        beside: Text | None = None,
-    ) -> Text:
-        """Text to train on and to measure on, with the sources of a conversion."""
+    def text(self, dense: DenseModel, min_tokens: int, beside: Text | None = None) -> Text:
+        """Text to train on and to measure on."""
+        converted = self.converted
 
         def make(at: Path) -> Text:
             is_whole = dense.device.type != "meta" and not is_divided(dense.model)
@@ -487,11 +480,10 @@ def _fewest_tokens(config: RunConfig, dense: DenseModel) -> int:
 
 def _start(run: _Run, dense: DenseModel, split: Granularity, text: Text) -> AlignState:
     """Initial affinities and routers."""
-    config = run.config.calibrate
     if run.config.method != "dot_moe":
         return baselines.state_of(_baseline(run, dense, split, text).layout, dense.device)
+    config, seed = run.config.calibrate, run.config.seed
     with run.progress.bar(f"calibrate ({config.start})") as update:
-        seed = run.config.seed
         return calibrate(dense, text.training, split, config, seed=seed, on_progress=update)
 
 

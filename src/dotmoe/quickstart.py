@@ -44,6 +44,9 @@ def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:
         progress.log(f"{name}:")
         made[name] = convert(run, progress)
     random, learned = made["random split"].results, made["DOT-MoE"].results
+    model, greedy = str(made["DOT-MoE"].export), GenerateConfig(generate=60, prompts=(PROMPT,))
+    said = evaluate(EvaluateConfig(model=model, against=EMBEDDED, generation=greedy))
+    texts = [said[side]["greedy"]["texts"][0] for side in ("against", "model")]
     summary = {
         "origin": "measured",
         "dense": learned["dense"],
@@ -53,9 +56,9 @@ def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:
         "dot_moe_repaired": learned["moe"],
         **{name: learned[name] for name in ("granularity", "parameters", "verification")},
         "steps": config.steps,
-        "samples": _samples(made["DOT-MoE"].export),
+        "samples": {"prompt": PROMPT, "dense": texts[0], "moe": texts[1]},
         "seconds": time.monotonic() - started,
-        "checkpoint": str(made["DOT-MoE"].export),
+        "checkpoint": model,
         "report": str(out / "report.html"),
         "provenance": provenance(config.seed),
     }
@@ -72,11 +75,3 @@ def run_configs(config: QuickstartConfig) -> dict[str, RunConfig]:
     router = replace(base.baseline, split_router="ridge", router_steps=config.steps)
     random = replace(learned, out=str(out / "random_split"), method="random_split", baseline=router)
     return {"random split": random, "DOT-MoE": learned}
-
-
-def _samples(export: Path) -> dict[str, str]:
-    """Greedy continuations of one prompt, by the dense model and by the exported one."""
-    asked = GenerateConfig(generate=60, prompts=(PROMPT,))
-    found = evaluate(EvaluateConfig(model=str(export), against=EMBEDDED, generation=asked))
-    dense, moe = (found[side]["greedy"]["texts"][0] for side in ("against", "model"))
-    return {"prompt": PROMPT, "dense": dense, "moe": moe}

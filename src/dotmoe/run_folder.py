@@ -9,7 +9,7 @@ files. It is replaced in one step, so its records are always those of the first 
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -136,22 +136,17 @@ class RunFolder:
     def at_work(self, config: Any) -> Iterator[None]:
         """Make the folder and keep other processes out; leave nothing if nothing was finished.
 
-        Raises:
-            UserError: It holds something else, or a run with another config; it cannot be made; or
-                another process works in it. It is left as it was.
+        It is left as it was if it holds something else, or a run with another config.
         """
         self._require_usable(config)
-        with ExitStack() as held:
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                held.enter_context(self.alone())
-            except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
-                with suppress(OSError):
-                    self.path.rmdir()
-                raise UserError(
-                    f"{self.path} cannot be made ({error.strerror}: {error.filename}). Choose "
-                    "another folder, or get permission."
-                ) from error
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
+            raise UserError(
+                f"{self.path} cannot be made ({error.strerror}: {error.filename}). Choose another "
+                "folder, or get permission."
+            ) from error
+        with self.alone():
             self._manifest = None  # another process may have changed it
             self._require_usable(config)
             is_new = not self.exists
@@ -263,7 +258,7 @@ class RunFolder:
             sync(folder / file)
         record = {
             "seconds": round(seconds, 3),
-            "provenance": provenance(self.manifest["config"].get("seed", 0)),
+            "provenance": provenance(self.manifest["config"]["seed"]),
             "files": checksums(folder, files),
         }
         self._write({**self.manifest, "stages": {**self.manifest["stages"], name: record}})
@@ -272,12 +267,6 @@ class RunFolder:
 
     def _require_usable(self, config: Any) -> None:
         if self.exists:
-            command = self.manifest[COMMAND]
-            if command != config.command:
-                raise UserError(
-                    f"{self.path} holds a run of dotmoe {command}, not of dotmoe {config.command}. "
-                    "Choose another folder."
-                )
             if identity(self.config(type(config))) != identity(config):
                 raise UserError(
                     f"{self.path} holds a run with another config. Choose another folder, repeat "
@@ -299,10 +288,7 @@ class RunFolder:
         self._manifest = manifest
 
     def _remove_unless_progress(self) -> None:
-        """Remove what this process made, unless a stage is finished or has something to go on from.
-
-        The folder goes if nothing else is in it.
-        """
+        """Remove what this process made, unless a stage is finished or has begun something."""
         items = (item for name in STAGES for item in self.stage(name).glob("*"))
         if (self.exists and self.manifest["stages"]) or any(map(_is_progress, items)):
             return
@@ -323,7 +309,7 @@ def _is_filled(path: Path) -> bool:
 
 
 def _is_progress(path: Path) -> bool:
-    """Whether this in the folder of a stage is something from which the stage can go on."""
+    """Whether a stage can go on from this in its folder."""
     return path.name in _PROGRESS or path.suffix == ".parts"
 
 

@@ -178,10 +178,8 @@ def run_inspect(line: Line) -> None:
     asked = line.config(InspectConfig)
     config, folder = dense_config(asked.model)
     found = inspect_model(config, asked, stored=stored_dtype(config, folder))
-    if asked.json:
-        print(json.dumps({"model": asked.model, **found}, indent=2))
-    else:
-        _show(render(found, details=asked.details))
+    found = {"model": asked.model, **found}
+    _show(json.dumps(found, indent=2) if asked.json else render(found, details=asked.details))
 
 
 def run_convert(line: Line) -> None:
@@ -265,10 +263,8 @@ def run_evaluate(line: Line) -> None:
     result = evaluate(config, Progress(), str(line))
     if plot:
         plots.draw_curve(result, plot)
-    if config.json:
-        print(json.dumps(result, indent=2))
-    else:
-        _show(page.evaluation(config.measurement, result))
+    said = page.evaluation(config.measurement, result)
+    _show(json.dumps(result, indent=2) if config.json else said)
 
 
 def run_analyse(line: Line) -> None:
@@ -285,10 +281,7 @@ def run_bench(line: Line) -> None:
     dense, moe = (str(gguf_file(Path(name)) or name) for name in (config.dense, config.moe))
     with Progress().bar("bench") as update:
         result = bench.bench(replace(config, dense=dense, moe=moe), update)
-    if config.json:
-        print(json.dumps(result, indent=2))
-    else:
-        _show(to_rich(bench.table(result)))
+    _show(json.dumps(result, indent=2) if config.json else to_rich(bench.table(result)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

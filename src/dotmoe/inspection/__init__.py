@@ -114,13 +114,10 @@ class InspectConfig:
 def inspect_model(
     config: Any, asked: InspectConfig, *, stored: torch.dtype, here: Accelerator | None = None
 ) -> dict[str, Any]:
-    """Sizes, costs and warnings of converting one model, as JSON values.
+    """Sizes, costs and warnings of converting a model of this Hugging Face config, as JSON values.
 
-    Args:
-        config: Hugging Face config of the dense model.
-        asked: Split, run and machines.
-        stored: Dtype of the dense checkpoint.
-        here: This machine; None measures it (0.6 s, and as long in float32, if it is not that).
+    `stored` is the dtype of its checkpoint. `here` is this machine; None measures it (0.6 s, and
+    as long in float32, if it is not that).
 
     Raises:
         UserError: The family is not supported, the split does not fit the model, a size is out of
@@ -219,13 +216,7 @@ def _plans(step: Step, asked: InspectConfig, tokens: int) -> list[dict[str, Any]
 
 
 def stored_dtype(config: Any, folder: Path) -> torch.dtype:
-    """Dtype of the FFN weights in a checkpoint, or the config's while no weights are there.
-
-    Where neither says anything it is bfloat16.
-
-    Raises:
-        UserError: A file is damaged or missing, or its weights are not plain numbers.
-    """
+    """Dtype of the FFN weights in a checkpoint, else the config's, else bfloat16."""
     if not any(folder.glob("*.safetensors")):
         dtype = getattr(config, "dtype", None) or torch.bfloat16
         return getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -300,15 +291,11 @@ def _warnings(sizes: Sizes, asked: InspectConfig, rope_type: str) -> list[str]:
 def _refused_widths(sizes: Sizes) -> dict[str, bool]:
     """Expert size and model width that stock Transformers cannot run, with what it can."""
     size, width = sizes.split.expert_size, sizes.widths.model
-    remedy = "No split of this model can be exported. Choose another."
-    multiple = 1
-    for dtype in (torch.float32, sizes.written):  # the written one has the last word
-        multiple = GROUPED_MATMUL_BYTES // dtype.itemsize
-        nearest = nearest_expert_sizes(size, sizes.split.units, multiple=multiple)
-        fitting = [size] if size % multiple == 0 else nearest
-        if width % multiple == 0 and fitting:
-            other = " --export-dtype float32" * (dtype is not sizes.written)
-            remedy = f"Give --expert-size {' or '.join(map(str, fitting))}{other}."
+    multiple = GROUPED_MATMUL_BYTES // sizes.written.itemsize
+    nearest = nearest_expert_sizes(size, sizes.split.units, multiple=multiple)
+    remedy = f"Give --expert-size {' or '.join(map(str, nearest))}."
+    if width % multiple or not nearest:
+        remedy = "Choose another model, or for bfloat16 --export-dtype float32 (multiples of 4)."
     return {
         f"Export refuses {what} {value}: in {dtype_name(sizes.written)}, Transformers runs experts "
         f"in multiples of {multiple} only. {remedy}": value % multiple > 0
