@@ -1,7 +1,7 @@
 """Several methods on one model: the same budget, data, seed and measurement, side by side."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +17,6 @@ from dotmoe.errors import UserError, VerificationError
 from dotmoe.files import write_json, write_text
 from dotmoe.granularity import ExpertsConfig, Granularity, resolve
 from dotmoe.load import describe_dense
-from dotmoe.models.dense import DenseModel
 from dotmoe.options import above, at_least, at_most
 from dotmoe.parameters import nearest_active_experts, num_parameters
 from dotmoe.pipeline import budget_of, convert, finetune, prune, split_of
@@ -34,8 +33,6 @@ Row = dict[str, Any]
 
 _CONVERTING = ("calibrate", "align", "extract", "repair")
 """Stages whose time a conversion is said to take."""
-
-_ALL = ("dot_moe", *METHODS, *PRUNING)
 
 _OWN = "own, not exportable"
 
@@ -122,11 +119,8 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
         "tokens_a_step": config.align.batch_size * config.data.seq_len,
         "steps": config.baseline.router_steps,
     }
-    figures = {}
-    if plots.is_installed():
-        drawn = plots.draw_comparison(over_seeds(summary["rows"]))
-        figures = {"compare": ("Perplexity against the parameters that work on a token.", drawn)}
-    write_summary(config.out, "compare", summary, [table(summary)], figures)
+    plot = plots.draw_comparison(over_seeds(summary["rows"])) if plots.is_installed() else None
+    write_summary(config.out, "compare", summary, [table(summary)], plot)
     return summary
 
 
@@ -210,14 +204,11 @@ def over_seeds(rows: Iterable[Row]) -> list[Row]:
     for row in rows:
         kind = (row["value"], row.get("router"), row.get("trained"), row.get("weights"))
         groups.setdefault(kind, []).append(row)
-    made = []
+    made, averaged = [], ("loss", "bits_per_byte", "other_loss", "loss_above_dense")
     for alike in groups.values():
+        means = {n: fmean(row[n] for row in alike) for n in averaged if n in alike[0]}
         losses = [row["loss_above_dense"] for row in alike]
-        means = {name: fmean(row[name] for row in alike) for name in ("loss", "bits_per_byte")}
-        if "other_loss" in alike[0]:
-            means["other_loss"] = fmean(row["other_loss"] for row in alike)
-        means |= {"perplexity": math.exp(means["loss"]), "loss_above_dense": fmean(losses)}
-        made.append(alike[0] | means | {"losses": losses})
+        made.append(alike[0] | means | {"perplexity": math.exp(means["loss"]), "losses": losses})
     return made
 
 
@@ -229,10 +220,12 @@ def spread(row: Row) -> str | None:
 
 def points_of(config: CompareConfig) -> list[Point]:
     """The runs of a comparison, in the order of its table."""
-    plain = plain_run(config)
+    plain, methods = plain_run(config), config.methods
+    if "all" in methods:
+        methods = ("dot_moe", *METHODS, *PRUNING)
     made = [
         point
-        for method in (_ALL if "all" in config.methods else config.methods)
+        for method in methods
         for seed in config.seeds or (config.seed,)
         for point in _points_of(method, replace(plain, seed=seed), config)
         if not config.trained_only or _trained(point.config)
@@ -276,14 +269,16 @@ def summary_of(
     dense_model = describe_dense(config.model)
     for point in list(points):
         try:
-            _require_fit(point.config, dense_model)
+            if isinstance(point.config, PruneRunConfig):
+                PRUNING[point.config.method].require(dense_model)
+            else:
+                split_of(point.config, dense_model)
         except UserError as error:
             if not drop_unfit:
                 raise
             progress.log(f"{point.name} is left out: {error}")
             points.remove(point)
-    rows: list[Row] = []
-    left_out: dict[str, str] = {}
+    rows, left_out = list[Row](), dict[str, str]()
     for point in points:
         progress.log(f"{point.name}:")
         try:
@@ -312,14 +307,6 @@ def summary_of(
     }
 
 
-def _require_fit(config: RunConfig, dense: DenseModel) -> None:
-    """Refuse a run whose method does not fit the model."""
-    if isinstance(config, PruneRunConfig):
-        PRUNING[config.method].require(dense)
-    else:
-        split_of(config, dense)
-
-
 def moe_row(point: Point, results: dict[str, Any]) -> Row:
     """What a run measured of its export."""
     split = Granularity.of(results["granularity"])
@@ -338,28 +325,21 @@ def moe_row(point: Point, results: dict[str, Any]) -> Row:
 
 
 def write_summary(
-    out: str,
-    name: str,
-    summary: dict[str, Any],
-    tables: list[Table],
-    figures: Mapping[str, tuple[str, Any]] | None = None,
+    out: str, name: str, summary: dict[str, Any], tables: list[Table], plot: Any = None
 ) -> None:
-    """Write `NAME.json`, and the tables and the protocol as `NAME.md`, `NAME.html` and `NAME.tex`.
-
-    `figures` has captions and plots by name, each also written as `FIGURE.svg`.
-    """
-    figures = figures or {}
-    protocol = f"{', '.join(summary['text'])}: {summary['protocol']}\n"
-    write_json(Path(out) / f"{name}.json", summary)
-    write_text(Path(out) / f"{name}.md", "\n\n".join([*map(to_markdown, tables), protocol]))
-    write_text(Path(out) / f"{name}.tex", "\n".join(map(to_latex, tables)))
-    shown = [Block("plot", caption, each) for each, (caption, _) in figures.items()]
-    title = f"{Path(summary['model']).name}: {name}"
-    drawn = {each: plot for each, (_, plot) in figures.items()}
-    page = html_page(title=title, sections={"Results": [*shown, *tables, protocol]}, figures=drawn)
-    write_text(Path(out) / f"{name}.html", page)
-    for each, plot in drawn.items():
-        (Path(out) / f"{each}.svg").write_bytes(plots.as_svg(plot))
+    """Write `NAME.json`, tables and protocol as `NAME.md`, `.html` and `.tex`, a plot as `.svg`."""
+    path, protocol = Path(out) / name, f"{', '.join(summary['text'])}: {summary['protocol']}\n"
+    write_json(path.with_suffix(".json"), summary)
+    write_text(path.with_suffix(".md"), "\n\n".join([*map(to_markdown, tables), protocol]))
+    write_text(path.with_suffix(".tex"), "\n".join(map(to_latex, tables)))
+    shown: list[Any] = [*tables, protocol]
+    if plot is not None:
+        caption = "Perplexity against the parameters that work on a token."
+        shown = [Block("plot", caption, name), *shown]
+        path.with_suffix(".svg").write_bytes(plots.as_svg(plot))
+    title, figures = f"{Path(summary['model']).name}: {name}", {} if plot is None else {name: plot}
+    page = html_page(title=title, sections={"Results": shown}, figures=figures)
+    write_text(path.with_suffix(".html"), page)
 
 
 def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:
