@@ -78,6 +78,6 @@ def test_recipes_by_name():
 
 @pytest.mark.parametrize("data", [{"data_epochs": 2}, {"split": "test"}, {"data_seed": 1}])
 def test_options_of_a_text_that_is_not_named_are_refused(data):
-    with pytest.raises(UserError, match=f"{next(iter(data))} is .* but data names no source"):
+    with pytest.raises(UserError, match="data names no source"):
         check(FinetuneRunConfig(run="r", out="o", data=DataConfig(**data)))
     check(FinetuneRunConfig(run="r", out="o", data=DataConfig(seq_len=32)))

@@ -1,6 +1,6 @@
 """Configs of whole runs: the stages' own configs together, rules across stages, and recipes."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Self, cast
 
 import tyro
@@ -99,16 +99,11 @@ class FinetuneRunConfig:
 
     def check_together(self) -> None:
         """Refuse options of a text that is not named."""
-        if self.data.data:
-            return
-        plain = DataConfig()
-        for option in fields(DataConfig):
-            value = getattr(self.data, option.name)
-            if option.name != "seq_len" and value != getattr(plain, option.name):
-                raise UserError(
-                    f"{option.name} is {value}, but data names no source: the text of RUN is read "
-                    f"as RUN did. Give data, or leave {option.name} out."
-                )
+        if not self.data.data and self.data != DataConfig(seq_len=self.data.seq_len):
+            raise UserError(
+                "data names no source, and the text of RUN is read as RUN did: only seq_len can be "
+                "another. Give data, or leave its other options out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

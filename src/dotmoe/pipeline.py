@@ -200,11 +200,14 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
         if repairs:
             figures = read_json(run.folder.stage("finetune") / FIGURES)
             also |= {"tokens": figures["tokens"], "repair": figures}
+        if source.has_own_weights and not config.eval_text and source.folder.holds("evaluate"):
+            measured = read_json(source.folder.verified("evaluate") / RESULTS)
+            also["frozen"] = measured["frozen"]  # of the same text, before the repair
         run.evaluate(
             left_on_disk(dense, config.load),
             layout,
             beside={before: source.folder} if source.folder.holds("export") else {},
-            also=lambda: also | _frozen_of(source, config),
+            also=lambda: also,
         )
         return run.conversion()
 
@@ -516,13 +519,6 @@ def _not_exported(run: _Run, dense: DenseModel, made: Baseline) -> dict[str, Any
         layers = len(made.layout.moe_layers)
         found["moe_own_router"]["active"] = baselines.active_share(shares, layers)
     return found
-
-
-def _frozen_of(source: FinishedRun, config: FinetuneRunConfig) -> dict[str, Any]:
-    """Perplexity of a repaired source before its repair, where it is of the same text."""
-    if not source.has_own_weights or config.eval_text or not source.folder.holds("evaluate"):
-        return {}
-    return {"frozen": read_json(source.folder.verified("evaluate") / RESULTS)["frozen"]}
 
 
 def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:

@@ -98,12 +98,9 @@ class RunFolder:
         )
 
     def verified(self, name: str, *only: str) -> Path:
-        """Folder of a finished stage after comparing its files, or `only` these, with checksums.
+        """Folder of a finished stage whose files, or `only` these, are as they were recorded.
 
         An export has checksums of its own, see `dotmoe.export.require_checksums`.
-
-        Raises:
-            UserError: A file is missing, truncated or altered since the stage ended.
         """
         folder = self.stage(name)
         if name not in self._verified:

@@ -46,11 +46,6 @@ def test_the_written_config_repeats_the_run(finished, command, tmp_path):
     assert all(torch.equal(layout[name], repeated[name]) for name in layout)
 
 
-def test_no_steps_is_a_training_free_conversion(finished, command, tmp_path):
-    assert command(*finished.at(tmp_path / "run", steps=0).command()).status == 0
-    assert not (tmp_path / "run/2_align/metrics.jsonl").exists()
-
-
 @pytest.mark.parametrize("moment", ["", "2_align/metrics.jsonl"])
 def test_sigterm_says_how_to_go_on(moment, finished, tmp_path):
     made = finished.at(tmp_path / "run", steps=4000, max_epochs=10_000)

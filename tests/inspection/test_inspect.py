@@ -151,14 +151,6 @@ def test_the_command_prints_json_or_tables(tmp_path, capsys):
         assert said in error
 
 
-def test_a_real_checkpoint_is_inspected(shared_data, capsys):
-    folder = shared_data / "models" / "stories260K"
-    assert run(["inspect", str(folder), "--json", "--device", "cpu"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record["granularity"]["num_experts"] == 43
-    assert record["stored_dtype"] == "float32"
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_stored_dtype_is_read_from_the_weights_not_from_the_config(

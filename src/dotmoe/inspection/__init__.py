@@ -13,12 +13,7 @@ from dotmoe.checkpoint.tensors import Tensors
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.finetuning.repair import RepairConfig
-from dotmoe.granularity import (
-    GROUPED_MATMUL_BYTES,
-    ExpertsConfig,
-    nearest_expert_sizes,
-    splits_of,
-)
+from dotmoe.granularity import GROUPED_MATMUL_BYTES, ExpertsConfig, nearest_expert_sizes, splits_of
 from dotmoe.inspection.planner import (
     ACCELERATORS,
     Accelerator,
@@ -235,12 +230,9 @@ def _warnings(sizes: Sizes, asked: InspectConfig, rope_type: str) -> list[str]:
     window = traits.sliding_window or widths.context
     extra = in_bytes(exported_bytes(sizes)["tied head written out"])
     seen = asked.steps * asked.batch_size * min(asked.seq_len, widths.context)
-    is_half = sizes.stored is torch.float16
-    exact = "exact, twice the size" if is_half else "rounds the weights"
-    on_gpu = " On a GPU, align with --dtype bfloat16 or float32 too." * is_half
     found = {
         f"Export refuses weights stored as {dtype_name(sizes.stored)}. Give --export-dtype "
-        f"bfloat16 (rounds the weights; assumed here) or float32 ({exact}).{on_gpu}": (
+        "bfloat16 (rounds the weights; assumed here) or float32 (twice the size).": (
             asked.export_dtype == "source" and sizes.stored not in EXPORTED
         ),
         "Some heads of attention run per token, which no server can do: the checkpoint runs in "
@@ -253,13 +245,8 @@ def _warnings(sizes: Sizes, asked: InspectConfig, rope_type: str) -> list[str]:
         f"{FUSED_ROUTING_LIMIT} and fall back to slower ones. Larger experts need fewer.": (
             served and active > FUSED_ROUTING_LIMIT
         ),
-        f"Experts have {size} neurons, not a multiple of 32: llama.cpp cannot quantise their "
-        "down_proj, and GPU kernels pad or slow down. Multiples of 64 are best.": (
-            served and size % 32 > 0
-        ),
-        f"Experts have {size} neurons, not a multiple of 64: GPU kernels pad or slow down.": (
-            of_neurons and size % 64 == 32
-        ),
+        f"Experts have {size} neurons, not a multiple of 64: GPU kernels pad or slow down, and "
+        "llama.cpp quantises down_proj in multiples of 32 only.": of_neurons and size % 64 > 0,
         f"A layer has {experts} experts; stock MoE models stop at {LARGEST_STOCK_EXPERTS}, and "
         "servers' kernels are untried beyond. Larger experts make fewer.": (
             experts > LARGEST_STOCK_EXPERTS
