@@ -94,18 +94,10 @@ def values_of(config: Any) -> dict[str, Any]:
 
 
 def identity(config: Any) -> dict[str, Any]:
-    """`values_of` without fields marked `HOW`: equal for runs that have the same result."""
-
-    def without_how(cls: Any, values: dict[str, Any]) -> dict[str, Any]:
-        kept = dict(values)
-        for name, kind, marks in _fields(cls):
-            if HOW in marks:
-                del kept[name]
-            elif dataclasses.is_dataclass(kind):
-                kept[name] = without_how(kind, kept[name])
-        return kept
-
-    return without_how(type(config), values_of(config))
+    """A config's values without those marked `HOW`: equal for runs that have the same result."""
+    names = [name for name, _, marks in _fields(type(config)) if HOW not in marks]
+    values = {name: getattr(config, name) for name in names}
+    return {n: identity(v) if dataclasses.is_dataclass(v) else v for n, v in values.items()}
 
 
 def from_values(cls: type[Config], values: Any, place: str) -> Config:

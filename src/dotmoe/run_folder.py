@@ -203,14 +203,9 @@ class RunFolder:
     ) -> Result:
         """The result of a stage: loaded if the stage is finished, else made and recorded.
 
-        A finished stage whose folder is gone is made again, and so is everything after it.
-
-        Args:
-            name: The stage; a damaged file of it is refused.
-            load: Reads the result from the stage's folder.
-            make: Writes the result into the folder and returns it. The folder may hold checkpoints
-                and parts of a process that was stopped. All ranks call it together.
-            alone: Whether rank zero alone makes the result, and the others load it.
+        A finished stage whose folder is gone is made again, and so is everything after it. All
+        ranks call `make` together, or `alone` rank zero does and the others `load`. It writes the
+        result into the folder, which may hold checkpoints and parts of a process that was stopped.
         """
         folder, made = self.stage(name), list[Result]()
         if not broadcast_from_rank_zero(lambda: self._is_ready(name)):

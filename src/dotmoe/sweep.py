@@ -80,18 +80,15 @@ def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, An
     summary |= {"axis": axis, "curves": curves}
     if axis == "active":
         measured = [_measured(config, point, active, progress) for point in points]
-
-        def by_k(figure: str) -> list[list[float]]:
-            found = [{at["active_experts"]: at[figure] for at in m["points"]} for m in measured]
-            return [[row[k] for k in active] for row in found]
-
+        by_k = [{at["active_experts"]: at for at in curve["points"]} for curve in measured]
+        at_AB = [[points_by_k[k] for k in active] for points_by_k in by_k]
         summary["grid"] = {
             "trained_at": [point.value for point in points],
             "measured_at": list(shares),
             "active_experts": active,
             "dense_perplexity": measured[0]["all_experts"]["perplexity"],
-            "perplexity_AB": by_k("perplexity"),
-            "loss_above_dense_AB": by_k("loss_above_all_experts"),
+            "perplexity_AB": [[at["perplexity"] for at in row] for row in at_AB],
+            "loss_above_dense_AB": [[at["loss_above_all_experts"] for at in row] for row in at_AB],
             "protocol": measured[0]["protocol"],
         }
     write_summary(config.out, "sweep", summary, tables(summary))
