@@ -66,7 +66,7 @@ class InspectConfig:
     seq_len: Annotated[int, at_least(1)] = 2_048
     """Tokens a sequence. Paper: 2,048 (tab:hyperparams_moefication)."""
     micro_batch_size: Annotated[int, at_least(1)] = 4
-    """Sequences that are in memory at once; at most `batch_size`."""
+    """Sequences that are in memory at once, at most `batch_size`."""
     bytes_per_weight: Literal[2, 4] | None = None
     """Bytes of a dense weight in memory. Left out: 4 on a CPU, the checkpoint's on a GPU."""
     calibration_tokens: Annotated[int, at_least(0)] | None = None
@@ -97,14 +97,6 @@ class InspectConfig:
     json: bool = False
     """Print JSON, always with details, instead of tables."""
 
-    def check_together(self) -> None:
-        """Refuse a micro-batch larger than the batch."""
-        if self.micro_batch_size > self.batch_size:
-            raise UserError(
-                f"micro_batch_size is {self.micro_batch_size}, more than batch_size "
-                f"{self.batch_size}. Choose 1 to {self.batch_size}."
-            )
-
 
 def inspect_model(
     config: Any, asked: InspectConfig, *, stored: torch.dtype, here: Accelerator | None = None
@@ -119,6 +111,7 @@ def inspect_model(
             range, or the device is not there.
     """
     check(asked)
+    asked = replace(asked, micro_batch_size=min(asked.micro_batch_size, asked.batch_size))
     device = resolved_device(asked.device)
     held = asked.bytes_per_weight or (4 if device.type == "cpu" or stored.itemsize > 2 else 2)
     written = stored if stored in EXPORTED else torch.bfloat16
