@@ -23,12 +23,10 @@ from dotmoe.align import AlignConfig, Alignment
 from dotmoe.analyse.overhead import OF_ASSIGNMENT, OF_TASK, Clock, mask_cost, time_methods
 from dotmoe.data import TokenBlocks
 from dotmoe.granularity import Granularity
-from dotmoe.inspection.memory import step_memory
 from dotmoe.inspection.planner import ON_CPU, ON_GPU, Accelerator, products, seconds
+from dotmoe.inspection.sizes import Sizes, step_memory
 from dotmoe.inspection.sizes import Step as PlannedStep
-from dotmoe.inspection.sizes import sizes_of
 from dotmoe.models.dense import DenseModel
-from dotmoe.models.family import family_of
 from dotmoe.moe.assignment import AlignState, AssignmentConfig
 from dotmoe.moe.masked import masked, recomputing
 from dotmoe.training.loop import adamw
@@ -85,12 +83,12 @@ class Subject:
     def planned(self, *, checkpointing: bool = False) -> PlannedStep:
         """What the estimates of `dotmoe inspect` read."""
         config, dtype = llama_config(self.shape), getattr(torch, self.dtype)
-        dtypes = {"stored": dtype, "written": dtype, "held": dtype.itemsize}
         return PlannedStep(
-            sizes=sizes_of(config, family_of(config), self.split, **dtypes),
+            sizes=Sizes(config, self.split, stored=dtype, written=dtype),
             batch_size=self.batch,
             seq_len=self.seq_len,
             micro_batch_size=self.micro_batch,
+            held=dtype.itemsize,
             on_cpu=self.device == "cpu",
             checkpointing=checkpointing,
         )

@@ -25,7 +25,7 @@ import tyro
 
 from dotmoe.align import AlignConfig, Alignment
 from dotmoe.calibrate import calibrate
-from dotmoe.config import RunConfig
+from dotmoe.config import RunConfig, recipe
 from dotmoe.evaluate import heldout_perplexity
 from dotmoe.finetuning import MODEL
 from dotmoe.finetuning.repair import RepairConfig, repair
@@ -35,7 +35,6 @@ from dotmoe.models.dense import DenseModel
 from dotmoe.moe.assignment import AlignState, extract
 from dotmoe.moe.masked import masked, masked_by
 from dotmoe.progress import Progress
-from dotmoe.recipes import recipe
 from dotmoe.tokenise import Text, tokenise
 from dotmoe.training.loop import ParameterGroup, train
 from rounds import keep

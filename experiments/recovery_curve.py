@@ -19,6 +19,7 @@ import torch
 import tyro
 from tyro.conf import Positional
 
+from dotmoe.config import finetune_recipe
 from dotmoe.data import TokenBlocks, write_decontaminated
 from dotmoe.distributed import fsdp_mesh
 from dotmoe.evaluate import TextConfig, packed_text, stock_nats
@@ -31,7 +32,6 @@ from dotmoe.models.dense import DenseModel
 from dotmoe.moe.masked import masked_by
 from dotmoe.parameters import meta_model
 from dotmoe.provenance import provenance
-from dotmoe.recipes import small_sft
 from dotmoe.training.loop import train
 
 HELDOUT = ("python-stdlib-heldout",)
@@ -72,7 +72,7 @@ def main() -> None:
     shutil.rmtree(settings.out, ignore_errors=True)
     settings.out.mkdir(parents=True)
     found = FinishedRun(settings.run)
-    config = small_sft().finetune
+    config = finetune_recipe("small").finetune
     load = LoadConfig(dtype="float32")
     dense = load_dense(found.weights, load)
     training = FinishedRun(settings.text_of).text.training

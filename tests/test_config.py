@@ -6,12 +6,11 @@ from dataclasses import asdict, replace
 import pytest
 
 from dotmoe.align import AlignConfig
-from dotmoe.config import FinetuneRunConfig, RunConfig
+from dotmoe.config import RECIPES, FinetuneRunConfig, RunConfig, finetune_recipe, recipe, recipe_of
 from dotmoe.data.sources import DataConfig
 from dotmoe.errors import UserError
 from dotmoe.granularity import resolve
 from dotmoe.options import check, from_values, values_of
-from dotmoe.recipes import RECIPES, finetune_recipe, recipe, recipe_of
 
 HYPERPARAMETERS = {  # tab:hyperparams_moefication
     "assignment": {"sinkhorn_sweeps": 50, "tau_start": 1.0, "tau_end": 0.1},
@@ -71,7 +70,7 @@ def test_every_recipe_is_in_range_and_survives_json(command, name):
 
 
 def test_recipes_by_name():
-    assert recipe_of("convert") == recipe() == RECIPES["convert"]["default"]()
+    assert recipe_of("convert") == recipe() == RECIPES["convert"]["default"]
     assert finetune_recipe("small", run="r", out="o").run == "r"
     with pytest.raises(UserError, match="Recipes: sft, small"):
         finetune_recipe("paper")
@@ -79,6 +78,6 @@ def test_recipes_by_name():
 
 @pytest.mark.parametrize("data", [{"data_epochs": 2}, {"split": "test"}, {"data_seed": 1}])
 def test_options_of_a_text_that_is_not_named_are_refused(data):
-    with pytest.raises(UserError, match=f"{next(iter(data))} is .* but data names no source"):
+    with pytest.raises(UserError, match="data names no source"):
         check(FinetuneRunConfig(run="r", out="o", data=DataConfig(**data)))
     check(FinetuneRunConfig(run="r", out="o", data=DataConfig(seq_len=32)))

@@ -14,14 +14,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dotmoe.config import FinetuneRunConfig, RunConfig
+    from dotmoe.config import FinetuneRunConfig, RunConfig, finetune_recipe, recipe
     from dotmoe.data.sources import DataConfig
     from dotmoe.errors import UserError
     from dotmoe.finetuning import FinetuneConfig
     from dotmoe.layout import ExpertLayout
     from dotmoe.load import LoadConfig
     from dotmoe.pipeline import Conversion, convert, finetune
-    from dotmoe.recipes import finetune_recipe, recipe
     from dotmoe.training.loop import TrainingConfig
 
 __version__ = "0.1.0"
@@ -43,14 +42,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "config": ("FinetuneRunConfig", "RunConfig"),
+    "config": ("FinetuneRunConfig", "RunConfig", "finetune_recipe", "recipe"),
     "data.sources": ("DataConfig",),
     "errors": ("UserError",),
     "finetuning": ("FinetuneConfig",),
     "layout": ("ExpertLayout",),
     "load": ("LoadConfig",),
     "pipeline": ("Conversion", "convert", "finetune"),
-    "recipes": ("finetune_recipe", "recipe"),
     "training.loop": ("TrainingConfig",),
 }
 

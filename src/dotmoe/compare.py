@@ -1,7 +1,7 @@
 """Several methods on one model: the same budget, data, seed and measurement, side by side."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
@@ -9,21 +9,20 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import tyro
 
+from dotmoe.align import AlignConfig
 from dotmoe.baselines import METHODS, MethodName
 from dotmoe.calibrate import CalibrateConfig
-from dotmoe.config import PruneRunConfig, RunConfig
+from dotmoe.config import PruneRunConfig, RunConfig, finetune_recipe
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.files import write_json, write_text
 from dotmoe.granularity import ExpertsConfig, Granularity, resolve
 from dotmoe.load import describe_dense
-from dotmoe.models.dense import DenseModel
 from dotmoe.options import above, at_least, at_most
 from dotmoe.parameters import nearest_active_experts, num_parameters
 from dotmoe.pipeline import budget_of, convert, finetune, prune, split_of
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
 from dotmoe.pruning import PRUNING, PruningName
-from dotmoe.recipes import finetune_recipe
 from dotmoe.report import plots
 from dotmoe.report.page import html_page
 from dotmoe.report.sections import Block
@@ -34,8 +33,6 @@ Row = dict[str, Any]
 
 _CONVERTING = ("calibrate", "align", "extract", "repair")
 """Stages whose time a conversion is said to take."""
-
-_ALL = ("dot_moe", *METHODS, *PRUNING)
 
 _OWN = "own, not exportable"
 
@@ -77,13 +74,11 @@ class CompareConfig(RunConfig):
 
 
 class Point(NamedTuple):
-    """One conversion of a comparison or of a sweep."""
+    """One run of a comparison or of a sweep: its subfolder, and the method or what is swept."""
 
     name: str
-    """Subfolder of the whole."""
     value: int | float | str
-    """Of what changes: the method, or what is swept."""
-    config: RunConfig | PruneRunConfig
+    config: RunConfig
 
 
 def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
@@ -92,8 +87,8 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     Where matplotlib is installed, `compare.svg` shows perplexity against active parameters.
 
     Raises:
-        UserError: As `points_of` and `convert`; or two budgets, one that cannot be met, an option
-            that is not built for heads. Runs that were finished before are kept.
+        UserError: As `convert`; or no text to measure on, two budgets, one that cannot be met, an
+            option that is not built for heads. Runs that were finished before are kept.
     """
     for name in ("active_params", "finetune_steps"):
         if config.experts.targets != "ffn" and (value := getattr(config, name)):
@@ -105,18 +100,17 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
         config = _budgeted(config, config.active_params, progress)
     dense, points = describe_dense(config.model), points_of(config)
     budget = budget_of(config, dense)
-    if "all" in config.methods:
-        points = list(_fitting(points, dense, progress))
 
     def rows(point: Point, results: dict[str, Any]) -> Iterator[Row]:
         for row in _rows(point, results):
             row["text_tokens"] = _text_tokens(point.config, row, results, dense.widths.model)
             yield row
-            exported = row.get("weights") == _weights(config) and row["router"] != _OWN
-            if exported and config.finetune_steps:
+            exported = "repaired" if config.repair else "frozen"
+            is_exported = row.get("weights") == exported and row["router"] != _OWN
+            if is_exported and config.finetune_steps:
                 yield _finetuned(config, row, progress)
 
-    summary = summary_of(config, points, rows, progress)
+    summary = summary_of(config, points, rows, progress, drop_unfit="all" in config.methods)
     for row in summary["rows"][1:]:
         row["over_budget"] = row["parameters"] / budget - 1
     summary |= {
@@ -125,11 +119,8 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
         "tokens_a_step": config.align.batch_size * config.data.seq_len,
         "steps": config.baseline.router_steps,
     }
-    figures = {}
-    if plots.is_installed():
-        drawn = plots.draw_comparison(over_seeds(summary["rows"]))
-        figures = {"compare": ("Perplexity against the parameters that work on a token.", drawn)}
-    write_summary(config.out, "compare", summary, [table(summary)], figures)
+    plot = plots.draw_comparison(over_seeds(summary["rows"])) if plots.is_installed() else None
+    write_summary(config.out, "compare", summary, [table(summary)], plot)
     return summary
 
 
@@ -153,8 +144,14 @@ def _budgeted(config: CompareConfig, share: float, progress: Progress) -> Compar
     return config
 
 
+def _active(row: Row) -> str | None:
+    """The share of the neurons that run, and its standard deviation over tokens if there is one."""
+    share = percent(row["active_fraction"]) if "active_fraction" in row else None
+    return f"{share} ± {percent(row['active_std'])}" if "active_std" in row else share
+
+
 COLUMNS: dict[str, Callable[[Row], str | None]] = {
-    "active": lambda row: _active(row),
+    "active": _active,
     "perplexity": lambda row: f"{row['perplexity']:.2f}",
     "bits a byte": lambda row: f"{row['bits_per_byte']:.3f}",
     "nats above dense": lambda row: f"{row['loss_above_dense']:.3f}",
@@ -193,12 +190,6 @@ def table(summary: dict[str, Any]) -> Table:
     return table_of(rows, columns, words=4 if "weights" in columns else 3, note=note.strip())
 
 
-def _active(row: Row) -> str | None:
-    """The share of the neurons that run, and its standard deviation over tokens if there is one."""
-    share = percent(row["active_fraction"]) if "active_fraction" in row else None
-    return f"{share} ± {percent(row['active_std'])}" if "active_std" in row else share
-
-
 def _budget(row: Row) -> str | None:
     """How far the active parameters are from the budget."""
     over = row.get("over_budget")
@@ -208,22 +199,16 @@ def _budget(row: Row) -> str | None:
 
 
 def over_seeds(rows: Iterable[Row]) -> list[Row]:
-    """Rows with their conversions of several seeds as one: mean loss, perplexity of that.
-
-    Each has `losses`, the nats above dense of every seed.
-    """
+    """Rows with the seeds of a run as one: mean loss, perplexity of that, and all `losses`."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         kind = (row["value"], row.get("router"), row.get("trained"), row.get("weights"))
         groups.setdefault(kind, []).append(row)
-    made = []
+    made, averaged = [], ("loss", "bits_per_byte", "other_loss", "loss_above_dense")
     for alike in groups.values():
+        means = {n: fmean(row[n] for row in alike) for n in averaged if n in alike[0]}
         losses = [row["loss_above_dense"] for row in alike]
-        means = {name: fmean(row[name] for row in alike) for name in ("loss", "bits_per_byte")}
-        if "other_loss" in alike[0]:
-            means["other_loss"] = fmean(row["other_loss"] for row in alike)
-        means |= {"perplexity": math.exp(means["loss"]), "loss_above_dense": fmean(losses)}
-        made.append(alike[0] | means | {"losses": losses})
+        made.append(alike[0] | means | {"perplexity": math.exp(means["loss"]), "losses": losses})
     return made
 
 
@@ -234,19 +219,16 @@ def spread(row: Row) -> str | None:
 
 
 def points_of(config: CompareConfig) -> list[Point]:
-    """The runs of a comparison, in the order of its table.
-
-    Raises:
-        UserError: No text to measure on that all runs share; or nothing to train, where only what
-            is trained is asked for.
-    """
-    plain = plain_run(config)
+    """The runs of a comparison, in the order of its table."""
+    plain, methods = plain_run(config), config.methods
+    if "all" in methods:
+        methods = ("dot_moe", *METHODS, *PRUNING)
     made = [
         point
-        for method in (_ALL if "all" in config.methods else config.methods)
+        for method in methods
         for seed in config.seeds or (config.seed,)
         for point in _points_of(method, replace(plain, seed=seed), config)
-        if not config.trained_only or steps_of(point.config)
+        if not config.trained_only or _trained(point.config)
     ]
     points = list(dict.fromkeys(made))  # what has no seed comes once
     if not points:
@@ -257,19 +239,8 @@ def points_of(config: CompareConfig) -> list[Point]:
     return points
 
 
-def steps_of(config: RunConfig | PruneRunConfig) -> int:
-    """Steps that a conversion trains routers, or routers and experts."""
-    if isinstance(config, PruneRunConfig):
-        return config.steps
-    return config.align.steps if config.method == "dot_moe" else config.baseline.router_steps
-
-
 def plain_run(config: RunConfig) -> RunConfig:
-    """The config of a conversion that the config of a comparison or of a sweep holds.
-
-    Raises:
-        UserError: It names no text to measure on.
-    """
+    """The config of a conversion that the config of a comparison or of a sweep holds."""
     if not config.eval_text:
         raise UserError(
             "eval_text names no text. Runs are compared on one that none of them is trained on, "
@@ -283,28 +254,38 @@ def summary_of(
     points: list[Point],
     rows_of: Callable[[Point, dict[str, Any]], Iterable[Row]],
     progress: Progress,
+    *,
+    drop_unfit: bool = False,
 ) -> dict[str, Any]:
     """What a comparison and a sweep record, after making every run that is not finished yet.
 
-    What does not fit the model is refused before the first run. `rows_of` gives the rows of a run
-    from its results. Where an export fails its verification, that run is `left_out`, with why, and
-    the others are made.
+    What does not fit the model is refused before the first run, or dropped. `rows_of` gives the
+    rows of a run from its results. Where an export fails its verification, that run is `left_out`,
+    with why, and the others are made.
 
     Raises:
         VerificationError: All failed.
     """
     dense_model = describe_dense(config.model)
-    for point in points:
-        _require_fit(point, dense_model)
-    rows: list[Row] = []
-    left_out: dict[str, str] = {}
+    for point in list(points):
+        try:
+            if isinstance(point.config, PruneRunConfig):
+                PRUNING[point.config.method].require(dense_model)
+            else:
+                split_of(point.config, dense_model)
+        except UserError as error:
+            if not drop_unfit:
+                raise
+            progress.log(f"{point.name} is left out: {error}")
+            points.remove(point)
+    rows, left_out = list[Row](), dict[str, str]()
     for point in points:
         progress.log(f"{point.name}:")
         try:
-            if isinstance(point.config, RunConfig):
-                results = convert(point.config, progress).results
-            else:
+            if isinstance(point.config, PruneRunConfig):
                 results = prune(point.config, progress)
+            else:
+                results = convert(point.config, progress).results
             dense = results["dense"]
             if not rows:
                 whole = {"active_fraction": 1.0, "shared_fraction": 0.0}
@@ -326,25 +307,6 @@ def summary_of(
     }
 
 
-def _require_fit(point: Point, dense: DenseModel) -> None:
-    """Refuse a run whose method does not fit the model."""
-    if isinstance(point.config, RunConfig):
-        split_of(point.config, dense)
-    else:
-        PRUNING[point.config.method].require(dense)
-
-
-def _fitting(points: list[Point], dense: DenseModel, progress: Progress) -> Iterator[Point]:
-    """Those that fit the model; the others are named."""
-    for point in points:
-        try:
-            _require_fit(point, dense)
-        except UserError as error:
-            progress.log(f"{point.name} is left out: {error}")
-        else:
-            yield point
-
-
 def moe_row(point: Point, results: dict[str, Any]) -> Row:
     """What a run measured of its export."""
     split = Granularity.of(results["granularity"])
@@ -363,28 +325,21 @@ def moe_row(point: Point, results: dict[str, Any]) -> Row:
 
 
 def write_summary(
-    out: str,
-    name: str,
-    summary: dict[str, Any],
-    tables: list[Table],
-    figures: Mapping[str, tuple[str, Any]] | None = None,
+    out: str, name: str, summary: dict[str, Any], tables: list[Table], plot: Any = None
 ) -> None:
-    """Write `NAME.json`, and the tables and the protocol as `NAME.md`, `NAME.html` and `NAME.tex`.
-
-    `figures` has captions and plots by name, each also written as `FIGURE.svg`.
-    """
-    figures = figures or {}
-    protocol = f"{', '.join(summary['text'])}: {summary['protocol']}\n"
-    write_json(Path(out) / f"{name}.json", summary)
-    write_text(Path(out) / f"{name}.md", "\n\n".join([*map(to_markdown, tables), protocol]))
-    write_text(Path(out) / f"{name}.tex", "\n".join(map(to_latex, tables)))
-    shown = [Block("plot", caption, each) for each, (caption, _) in figures.items()]
-    title = f"{Path(summary['model']).name}: {name}"
-    drawn = {each: plot for each, (_, plot) in figures.items()}
-    page = html_page(title=title, sections={"Results": [*shown, *tables, protocol]}, figures=drawn)
-    write_text(Path(out) / f"{name}.html", page)
-    for each, plot in drawn.items():
-        (Path(out) / f"{each}.svg").write_bytes(plots.as_svg(plot))
+    """Write `NAME.json`, tables and protocol as `NAME.md`, `.html` and `.tex`, a plot as `.svg`."""
+    path, protocol = Path(out) / name, f"{', '.join(summary['text'])}: {summary['protocol']}\n"
+    write_json(path.with_suffix(".json"), summary)
+    write_text(path.with_suffix(".md"), "\n\n".join([*map(to_markdown, tables), protocol]))
+    write_text(path.with_suffix(".tex"), "\n".join(map(to_latex, tables)))
+    shown: list[Any] = [*tables, protocol]
+    if plot is not None:
+        caption = "Perplexity against the parameters that work on a token."
+        shown = [Block("plot", caption, name), *shown]
+        path.with_suffix(".svg").write_bytes(plots.as_svg(plot))
+    title, figures = f"{Path(summary['model']).name}: {name}", {} if plot is None else {name: plot}
+    page = html_page(title=title, sections={"Results": shown}, figures=figures)
+    write_text(path.with_suffix(".html"), page)
 
 
 def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:
@@ -400,89 +355,86 @@ def _points_of(method: str, plain: RunConfig, asked: CompareConfig) -> Iterator[
     suffix = f"-seed{plain.seed}" * bool(asked.seeds)
     if method in PRUNING:  # what it does not read must not make it another run
         same = ("model", "data", "sample", "load", "eval_text", "other_text", "eval_tokens")
-        is_trained = PRUNING[method].is_trained
+        is_trained, align = PRUNING[method].is_trained, AlignConfig(steps=0)
+        if is_trained:
+            align = replace(align, steps=asked.mask_steps, batch_size=plain.align.batch_size)
         config = PruneRunConfig(
             **{name: getattr(plain, name) for name in same},
             out=str(Path(plain.out) / (method + suffix * is_trained)),
             method=method,
             experts=ExpertsConfig() if PRUNING[method].is_fixed else plain.experts,
             calibrate=CalibrateConfig(calibration_tokens=plain.calibrate.calibration_tokens),
-            steps=asked.mask_steps * is_trained,
-            batch_size=plain.align.batch_size if is_trained else 1,
+            align=align,
             seed=plain.seed * is_trained,
         )
         yield Point(Path(config.out).name, method, config)
         return
-    steps, has_shared_expert = plain.baseline.router_steps, False
-    if method != "dot_moe":
-        has_shared_expert = METHODS[method].has_shared_expert
     # What a method does not read must not make it another run.
+    has_shared_expert = method != "dot_moe" and METHODS[method].has_shared_expert
     shared = plain.baseline.shared_experts if has_shared_expert else None
-    options = replace(plain.baseline, router_steps=0, shared_experts=shared)
-    if not has_shared_expert and method != "dot_moe":
-        plain = replace(plain, experts=replace(plain.experts, shared=0.0))
-
-    def point(variant: str, **changes: Any) -> Point:
-        name = f"{method}-{variant}{suffix}"
-        run = replace(plain, method=method, out=str(Path(plain.out) / name))
-        return Point(name, method, replace(run, **{"baseline": options} | changes))
-
+    steps, options = plain.baseline.router_steps, plain.baseline
+    options = replace(options, router_steps=0, shared_experts=shared)
     if method == "dot_moe":
-        yield point("untrained", align=replace(plain.align, steps=0))
+        changes: dict[str, Any] = {"untrained": {"align": replace(plain.align, steps=0)}}
         for variant, learns in (("router", False), ("trained", True)) if steps else ():
             align = replace(plain.align, steps=steps, learn_assignment=learns)
-            yield point(variant, align=align)
-        return
-    yield point("own", baseline=replace(options, split_router="own"))
-    ridge = replace(options, split_router="ridge")
-    yield point("ridge", baseline=ridge)
-    if steps:
-        yield point("trained", baseline=replace(ridge, router_steps=steps))
+            changes[variant] = {"align": align}
+    else:
+        if not has_shared_expert:
+            plain = replace(plain, experts=replace(plain.experts, shared=0.0))
+        own, ridge = (replace(options, split_router=router) for router in ("own", "ridge"))
+        changes = {"own": {"baseline": own}, "ridge": {"baseline": ridge}}
+        if steps:
+            changes["trained"] = {"baseline": replace(ridge, router_steps=steps)}
+    for variant, change in changes.items():
+        name = f"{method}-{variant}{suffix}"
+        run = replace(plain, method=method, out=str(Path(plain.out) / name), baseline=options)
+        yield Point(name, method, replace(run, **change))
+
+
+def _trained(config: RunConfig) -> str | None:
+    """What a run trains."""
+    if isinstance(config, PruneRunConfig):
+        return "masks" if config.align.steps else None
+    if config.method != "dot_moe":
+        return "router" if config.baseline.router_steps else None
+    if not config.align.steps:
+        return None
+    return "router and experts" if config.align.learn_assignment else "router"
 
 
 def _rows(point: Point, results: dict[str, Any]) -> Iterator[Row]:
     """Rows of a run: what was exported, and what its method's own router would be worth."""
-    config, trained, router = point.config, "nothing", "ridge"
+    config, trained, dense = point.config, _trained(point.config), results["dense"]
     if isinstance(config, PruneRunConfig):
-        row = {"run": point.name, "value": point.value, **results["pruning"]}
-        row |= {"trained": "masks"} if config.steps else {}
-        yield row | _measured(results["pruned"], results["dense"])
+        row = {"run": point.name, "value": point.value, "trained": trained}
+        yield row | results["pruning"] | _measured(results["pruned"], dense)
         return
-    if config.method != "dot_moe":
-        trained = "router" if config.baseline.router_steps else "nothing"
-        router = config.baseline.split_router
-    elif config.align.steps:
-        trained = "router and experts" if config.align.learn_assignment else "router"
     exact = results.get("moe_own_router")
-    row = moe_row(point, results) | {"trained": trained, "seed": config.seed}
-    row["router"] = router if exact is None else "own, linear"
+    row = moe_row(point, results) | {"trained": trained or "nothing", "seed": config.seed}
+    row["router"] = "ridge" if config.method == "dot_moe" else config.baseline.split_router
+    if exact is not None:
+        row["router"] = "own, linear"
     frozen = row
     if config.repair:
         seconds = RunFolder(Path(config.out)).seconds(*_CONVERTING[:-1])
-        frozen = row | _measured(results["frozen"], results["dense"])
+        frozen = row | _measured(results["frozen"], dense)
         frozen |= {"weights": "frozen", "seconds": seconds}
         yield frozen
-    row["weights"] = _weights(config)
+    row["weights"] = "repaired" if config.repair else "frozen"
     yield row
     if exact is not None:
-        own = frozen | _measured(exact, results["dense"]) | {"router": _OWN}
+        own = frozen | _measured(exact, dense) | {"router": _OWN}
         yield own | _as_active(exact["active"], frozen, results["parameters"]["dense"])
 
 
-def _text_tokens(
-    config: RunConfig | PruneRunConfig, row: Row, results: dict[str, Any], width: int
-) -> int:
+def _text_tokens(config: RunConfig, row: Row, results: dict[str, Any], width: int) -> int:
     """Tokens of text that a row was given; what a stage reads several times counts once."""
     if isinstance(config, PruneRunConfig):
         return int(row["calibration_tokens"])
     repaired = results["repair"]["tokens"] if row.get("weights") == "repaired" else 0
     trained = row["steps"] * config.align.batch_size * config.data.seq_len
     return int(config.calibrate.tokens(width) + trained + repaired)
-
-
-def _weights(config: RunConfig) -> str:
-    """Whose weights a conversion exports."""
-    return "repaired" if config.repair else "frozen"
 
 
 def _finetuned(config: CompareConfig, row: Row, progress: Progress) -> Row:

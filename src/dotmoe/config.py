@@ -1,8 +1,7 @@
-"""Configs of whole runs: the stages' own configs together, and rules across stages."""
+"""Configs of whole runs: the stages' own configs together, rules across stages, and recipes."""
 
-import dataclasses
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, cast
 
 import tyro
 from tyro.conf import Positional
@@ -12,7 +11,7 @@ from dotmoe.baselines import BaselineConfig, MethodName
 from dotmoe.calibrate import CalibrateConfig
 from dotmoe.data.sources import DataConfig
 from dotmoe.distributed import require_one_process
-from dotmoe.errors import UserError
+from dotmoe.errors import UserError, nearest
 from dotmoe.export import ExportConfig
 from dotmoe.finetuning import FinetuneConfig
 from dotmoe.finetuning.repair import RepairConfig
@@ -62,12 +61,9 @@ class RunConfig:
     """Of initial values and data order. Same seed, machine and thread count: same result."""
 
     def settled(self) -> Self:
-        """With what `method` decides for the alignment phase written out.
+        """With the alignment of a method other than DOT-MoE, of one process, written out.
 
-        A method other than DOT-MoE keeps its experts; its router is trained for `router_steps`.
-
-        Raises:
-            UserError: Such a method on several ranks.
+        Its experts stay as they are; its router is trained for `router_steps`.
         """
         if self.method == "dot_moe":
             return self
@@ -103,41 +99,24 @@ class FinetuneRunConfig:
 
     def check_together(self) -> None:
         """Refuse options of a text that is not named."""
-        if self.data.data:
-            return
-        default = DataConfig()
-        for option in dataclasses.fields(DataConfig):
-            value = getattr(self.data, option.name)
-            if option.name != "seq_len" and value != getattr(default, option.name):
-                raise UserError(
-                    f"{option.name} is {value}, but data names no source: the text of RUN is read "
-                    f"as RUN did. Give data, or leave {option.name} out."
-                )
+        if not self.data.data and self.data != DataConfig(seq_len=self.data.seq_len):
+            raise UserError(
+                "data names no source, and the text of RUN is read as RUN did: only seq_len can be "
+                "another. Give data, or leave its other options out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PruneRunConfig:
-    """A dense checkpoint pruned and measured: a row of a comparison."""
+class PruneRunConfig(RunConfig):
+    """A dense checkpoint pruned and measured: a row of a comparison.
+
+    Its budget is as many parameters as are active in a conversion with `experts`. It reads the
+    tokens of `calibrate`, and the steps and batches of `align` if the method is trained.
+    """
 
     command: ClassVar[str] = "compare"
 
-    model: str
-    out: Annotated[str, HOW]
     method: PruningName
-    experts: ExpertsConfig
-    """Its budget: as many parameters as are active in a conversion with these experts."""
-    data: DataConfig
-    sample: SampleConfig
-    calibrate: CalibrateConfig
-    """Only its tokens."""
-    load: LoadConfig
-    eval_text: tuple[str, ...]
-    other_text: tuple[str, ...] = ()
-    eval_tokens: Annotated[int, at_least(2)]
-    steps: Annotated[int, at_least(0)] = 0
-    """Of a method that is trained, each on `batch_size` blocks."""
-    batch_size: Annotated[int, at_least(1)] = 1
-    seed: Annotated[int, at_least(0)] = 0
 
     def check_together(self) -> None:
         """Refuse several ranks."""
@@ -146,3 +125,91 @@ class PruneRunConfig:
 
 AnyRunConfig = RunConfig | FinetuneRunConfig
 """A config of a run that lives in a run folder."""
+
+
+PAPER = RunConfig(
+    model="",
+    out="",
+    data=DataConfig(data=("dolmino",)),
+    calibrate=CalibrateConfig(start="random"),
+    assignment=AssignmentConfig(solver="sinkhorn", sinkhorn_sweeps=50),
+    align=AlignConfig(surrogate="softmax"),
+)
+"""The paper to the letter, on Dolmino-mix, streamed from the hub, unless given other `data`."""
+SMALL = RunConfig(
+    model="",
+    out="",
+    data=DataConfig(seq_len=256),
+    align=AlignConfig(steps=300, batch_size=4, lr=1e-2, lr_router=1e-2, max_epochs=100.0),
+)
+"""Alignment of models of some million parameters: higher rates, small batches, no repair."""
+
+
+def _of_the_paper(model: str, **experts: Any) -> RunConfig:
+    return replace(PAPER, model=model, experts=ExpertsConfig(**experts))
+
+
+RECIPES: dict[str, dict[str, AnyRunConfig]] = {
+    "convert": {
+        # Our start and a repair, no alignment: what kept most where both were measured, in minutes.
+        "default": RunConfig(model="", out="", align=AlignConfig(steps=0), repair=True),
+        "paper": PAPER,
+        # Of E = 86, 112 and 148.
+        "llama2_7b": _of_the_paper("meta-llama/Llama-2-7b-hf", expert_size=128, active_experts=22),
+        "llama3_8b": _of_the_paper(
+            "meta-llama/Meta-Llama-3-8B", expert_size=128, active_experts=28
+        ),
+        "qwen25_7b": _of_the_paper("Qwen/Qwen2.5-7B", expert_size=128, active_experts=37),
+        "qwen25_7b_half_active": _of_the_paper(
+            "Qwen/Qwen2.5-7B", expert_size=128, active_experts=74
+        ),
+        # sec:attention_moe: 7 of 14 experts of two heads.
+        "qwen25_7b_attention": _of_the_paper(
+            "Qwen/Qwen2.5-7B", targets="attention", heads_per_expert=2, active_attention=0.5
+        ),
+        "small": SMALL,
+        # The bundled model on this machine's own standard library, in minutes on two CPU cores.
+        "quickstart": replace(
+            SMALL,
+            model="embedded",
+            experts=ExpertsConfig(expert_size=16, active=0.25),
+            data=replace(SMALL.data, data=("python-stdlib",)),
+            eval_text=("python-stdlib-heldout",),
+        ),
+    },
+    "finetune": {
+        # tab:hyperparams_sft, 1.2B tokens.
+        "sft": FinetuneRunConfig(run="", out=""),
+        # Models of some million parameters, in minutes on two CPU cores.
+        "small": FinetuneRunConfig(
+            run="",
+            out="",
+            data=DataConfig(seq_len=256),
+            finetune=FinetuneConfig(
+                steps=150, batch_size=4, lr=6e-4, lr_router=0.0, kl_weight=1.0, max_epochs=100.0
+            ),
+        ),
+    },
+}
+"""By command and name; the first of a command is taken where none is named."""
+
+
+def recipe_of(command: str, name: str | None = None) -> AnyRunConfig:
+    """The recipe of that name for a command, which leaves `model` or `run`, and `out`, empty."""
+    recipes = RECIPES[command]
+    name = name or next(iter(recipes))
+    if name not in recipes:
+        raise UserError(
+            f"--recipe {name} is unknown. Recipes: {', '.join(recipes)}.{nearest(name, recipes)}"
+        )
+    return recipes[name]
+
+
+def recipe(name: str = "default", **changes: Any) -> RunConfig:
+    """A named recipe with fields of `RunConfig` replaced, such as `model`, `out` and `data`."""
+    return cast(RunConfig, replace(recipe_of("convert", name), **changes))
+
+
+def finetune_recipe(name: str = "sft", **changes: Any) -> FinetuneRunConfig:
+    """A named recipe with fields of `FinetuneRunConfig` replaced, such as `run` and `out`."""
+    return cast(FinetuneRunConfig, replace(recipe_of("finetune", name), **changes))

@@ -35,11 +35,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def require_package(name: str, extra: str, what: str) -> None:
-    """Refuse to go on without a package of one of our extras.
-
-    Raises:
-        UserError: It is not installed; `what` needs it.
-    """
+    """Refuse to go on without a package of one of our extras, which `what` needs."""
     if find_spec(name) is None:
         raise UserError(
             f"{what} needs the {name} package, which is not installed. "
@@ -48,23 +44,11 @@ def require_package(name: str, extra: str, what: str) -> None:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """` Did you mean X?` with the name that is most like `name`, or nothing if none is close.
-
-    Example:
-        >>> nearest("stpes", ["steps", "seed"])
-        ' Did you mean steps?'
-        >>> nearest("xyz", ["steps", "seed"])
-        ''
-    """
+    """` Did you mean X?` with the name that is most like `name`, or nothing if none is close."""
     near = get_close_matches(name, list(names), n=1)
     return f" Did you mean {near[0]}?" if near else ""
 
 
 def one_line(error: object) -> str:
-    r"""The text of an error on one line.
-
-    Example:
-        >>> one_line(ValueError("first\n    second"))
-        'first second'
-    """
+    """The text of an error on one line."""
     return " ".join(str(error).split())

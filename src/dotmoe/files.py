@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -18,20 +18,14 @@ from dotmoe.errors import UserError, one_line
 
 logger = logging.getLogger(__name__)
 
-
 Values = dict[str, Any]
 """A JSON object."""
+Checksum = dict[str, Any]
+"""What is recorded of one file: its size in `bytes` and its `sha256`."""
 
 
 class DamagedError(UserError):
     """A file is missing, truncated or altered; the text names it."""
-
-
-class Checksum(TypedDict):
-    """What is recorded of one file."""
-
-    bytes: int
-    sha256: str
 
 
 def sync(path: Path) -> None:
@@ -62,11 +56,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        DamagedError: The file cannot be read, or holds no JSON object.
-    """
+    """The JSON object in a file; anything else is a `DamagedError`."""
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:
@@ -85,11 +75,7 @@ def with_checksum(values: Mapping[str, Any]) -> str:
 
 
 def read_with_checksum(path: Path) -> dict[str, Any]:
-    """The object that `with_checksum` wrote, without its checksum.
-
-    Raises:
-        DamagedError: The file is missing or not as it was written.
-    """
+    """The object that `with_checksum` wrote, without its checksum; else a `DamagedError`."""
     values = read_json(path)
     if values.pop("sha256", None) != _content_sha256(values):
         raise DamagedError(f"{path} has been altered: its checksum is not that of its content")
@@ -121,24 +107,17 @@ def checksums(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
 def damage_in(
     folder: Path, expected: Mapping[str, Checksum], *, contents: bool = True
 ) -> str | None:
-    """What is wrong with the files of a folder, in one line; None if all are as expected.
+    """What is wrong with the files that `checksums` recorded, in one line; None if nothing is.
 
-    Sizes are compared first, so that a truncated file is found without reading the others.
-
-    Args:
-        folder: Where the files are.
-        expected: What `checksums` returned for them.
-        contents: Whether to read the files, too; else only sizes are compared.
+    Sizes are compared first, so that a truncated file is found without reading the others; without
+    `contents` nothing else is.
     """
     for name, checksum in expected.items():
-        path, wanted = folder / name, checksum["bytes"]
+        path = folder / name
         if not path.is_file():
             return f"{path} is missing"
-        size = path.stat().st_size
-        if size < wanted:
-            return f"{path} is truncated: {size} of {wanted} bytes"
-        if size > wanted:
-            return f"{path} has been altered: {size} bytes instead of {wanted}"
+        if (size := path.stat().st_size) != checksum["bytes"]:
+            return f"{path} is damaged: {size} of {checksum['bytes']} bytes"
     for name, found in checksums(folder, expected if contents else ()).items():
         if found != expected[name]:
             return f"{folder / name} has been altered: its SHA-256 is not the recorded one"
@@ -147,11 +126,7 @@ def damage_in(
 
 @contextmanager
 def locked(file: Path, refusal: str) -> Iterator[None]:
-    """Keep other processes out until the block, or the process, ends.
-
-    Raises:
-        UserError: `refusal`, if another process holds the lock.
-    """
+    """Keep other processes out until the block, or the process, ends; they get the `refusal`."""
     lock = FileLock(file, timeout=0)
     try:
         lock.acquire()
@@ -178,7 +153,7 @@ def complete_folder(out: Path) -> Iterator[Path]:
         UserError: `out` exists already and is not an empty folder, or another process writes it.
     """
     out = out.absolute()
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if out.is_file() or (out.exists() and any(out.iterdir())):
         raise UserError(f"{out} exists already. Remove it, or choose another folder.")
     partial, lock = (out.with_name(f".{out.name}.{end}") for end in ("partial", "lock"))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -199,13 +174,8 @@ def complete_folder(out: Path) -> Iterator[Path]:
 
 
 def require_free(folder: Path, needed_bytes: int) -> None:
-    """Refuse to start writing what cannot fit.
-
-    Raises:
-        UserError: Less than `needed_bytes` are free where `folder` lies.
-    """
-    free = shutil.disk_usage(folder).free
-    if free < needed_bytes:
+    """Refuse to start writing what cannot fit where `folder` lies."""
+    if (free := shutil.disk_usage(folder).free) < needed_bytes:
         raise UserError(
             f"{needed_bytes:,} bytes are needed, but {free:,} are free in {folder}. "
             "Make room, or choose another disk."

@@ -2,6 +2,7 @@
 
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from dotmoe.checkpoint import fingerprint
 from dotmoe.config import AnyRunConfig, FinetuneRunConfig, RunConfig
@@ -15,19 +16,17 @@ from dotmoe.tokenise import HELDOUT_FILES, Text
 
 
 class FinishedRun:
-    """A run of `dotmoe convert` or `dotmoe finetune` whose experts are final.
-
-    Raises:
-        UserError: No run there, its experts are not final yet, or its files are damaged.
-    """
+    """A run of `dotmoe convert` or `dotmoe finetune` with final experts; others are refused."""
 
     def __init__(self, path: Path) -> None:
         self.folder = folder = RunFolder(path)
-        is_finetuned = folder.exists and folder.manifest["command"] == "finetune"
-        self.made_by = "finetune" if is_finetuned else "extract"
+        manifest: dict[str, Any] = {"command": "convert", "config": {}}
+        if folder.exists:
+            manifest = folder.manifest
+        is_finetuned = manifest["command"] == "finetune"
+        last = "repair" if manifest["config"].get("repair") else "extract"
+        self.made_by = "finetune" if is_finetuned else last
         """The stage that made the experts."""
-        if folder.exists and folder.manifest["config"].get("repair"):
-            self.made_by = "repair"
         self.has_own_weights = self.made_by != "extract"
         """Whether the weights are others than the dense model's."""
         if not folder.holds(self.made_by):
@@ -38,7 +37,7 @@ class FinishedRun:
         stage = folder.verified(self.made_by)
         cls: type[AnyRunConfig] = FinetuneRunConfig if is_finetuned else RunConfig
         self.config = folder.config(cls)
-        self.model: str = folder.manifest["model"]
+        self.model: str = manifest["model"]
         """What the user called the dense model that the run began with."""
         self.weights = str(stage / MODEL) if self.has_own_weights else self.model
         """The dense checkpoint whose weights the experts have."""
@@ -61,32 +60,12 @@ class FinishedRun:
         return Text.load(self.folder.verified("data", *HELDOUT_FILES))
 
     def described(self) -> DenseModel:
-        """The dense checkpoint whose weights the experts have, described.
-
-        Raises:
-            UserError: It has changed since the run was made.
-        """
-        dense = describe_dense(self.weights)
-        self.require_same_model(dense.folder)
-        return dense
+        """The dense checkpoint whose weights the experts have, described; see `origin`."""
+        # Weights of its own lie in the run, and have checksums there.
+        return describe_dense(self.weights) if self.has_own_weights else self.origin()
 
     def origin(self) -> DenseModel:
-        """The dense checkpoint that the run began with, described.
-
-        Raises:
-            UserError: It is gone, or has changed since.
-        """
-        dense = describe_dense(self.model)
-        self.folder.require_inputs(
-            self.folder.manifest["inputs"] | {"model": fingerprint(dense.folder)}
-        )
+        """The dense checkpoint that the run began with, described; refused if it has changed."""
+        dense, known = describe_dense(self.model), self.folder.manifest["inputs"]
+        self.folder.require_inputs(known | {"model": fingerprint(dense.folder)})
         return dense
-
-    def require_same_model(self, folder: Path) -> None:
-        """Refuse a dense model that has changed since the run was made.
-
-        Raises:
-            UserError: The files in `folder` are not those that the run began with.
-        """
-        if not self.has_own_weights:  # whose weights lie in the run, and have checksums there
-            self.folder.require_inputs({"model": fingerprint(folder)})

@@ -1,11 +1,6 @@
 """Config dataclasses: the range of a number stands on its field; here it is checked.
 
-Example::
-
-    @dataclass(frozen=True, kw_only=True)
-    class LoopConfig:
-        steps: Annotated[int, at_least(0)] = 150
-        checkpoint_every: Annotated[int, at_least(1), HOW] = 100
+    checkpoint_every: Annotated[int, at_least(1), HOW] = 100
 
 A rule across fields goes into a method `check_together()` that raises `UserError`.
 """
@@ -15,9 +10,8 @@ import json
 import math
 import types
 import typing
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from dotmoe.errors import UserError, nearest
 
@@ -30,54 +24,38 @@ HOW = object()
 Config = TypeVar("Config")
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Numbers that a field may have; those of a tuple each."""
+class Range(NamedTuple):
+    """Numbers that a field may have, those of a tuple each; infinity only where it is said."""
 
-    low: float = -math.inf
-    high: float = math.inf
-    above: bool = False
-    """Whether `low` itself is out of range."""
+    words: str
+    holds: Callable[[float], bool]
     or_infinite: bool = False
-    """Whether infinity is in range."""
-
-    def __contains__(self, value: float) -> bool:
-        return self.low <= value <= self.high and not (self.above and value == self.low)
-
-    def __str__(self) -> str:
-        if self.high < math.inf:
-            ends = f"{self.low:g} to {self.high:g}"
-            return f"at most {self.high:g}" if self.low == -math.inf else ends
-        return f"above {self.low:g}" if self.above else f"at least {self.low:g}"
 
 
 def above(low: float, *, or_infinite: bool = False) -> Range:
     """Numbers greater than `low`."""
-    return Range(low=low, above=True, or_infinite=or_infinite)
+    return Range(f"above {low:g}", lambda number: number > low, or_infinite)
 
 
 def at_least(low: float) -> Range:
     """`low` and greater numbers."""
-    return Range(low=low)
+    return Range(f"at least {low:g}", lambda number: number >= low)
 
 
 def at_most(high: float) -> Range:
     """`high` and smaller numbers."""
-    return Range(high=high)
+    return Range(f"at most {high:g}", lambda number: number <= high)
 
 
 def between(low: float, high: float) -> Range:
     """`low`, `high` and the numbers between."""
-    return Range(low=low, high=high)
+    return Range(f"{low:g} to {high:g}", lambda number: low <= number <= high)
 
 
 def check(config: Any) -> None:
-    """Refuse a config with a number out of its range, before anything is loaded.
+    """Refuse a config, or one in it, with a number out of its range, before anything is loaded.
 
-    Nested configs are checked, too. None is in every range.
-
-    Raises:
-        UserError: A number out of its range or not finite, or values that do not go together.
+    None is in every range, and infinity in few. `check_together` refuses what does not go together.
     """
     for name, kind, marks in _fields(type(config)):
         value = getattr(config, name)
@@ -91,18 +69,14 @@ def check(config: Any) -> None:
             if not math.isfinite(number) and not any(r.or_infinite and number > 0 for r in ranges):
                 raise UserError(f"{name} is {number}, but it must be a finite number.")
             for allowed in ranges:
-                if number not in allowed:
-                    raise UserError(f"{name} is {number}, but it must be {allowed}.")
+                if not allowed.holds(number):
+                    raise UserError(f"{name} is {number}, but it must be {allowed.words}.")
     if hasattr(config, "check_together"):
         config.check_together()
 
 
 def checked(config: Config) -> Config:
-    """A config made in Python, checked, with lists as tuples and whole numbers as its types say.
-
-    Raises:
-        UserError: As `check`, or a value of another type than its field's.
-    """
+    """A config made in Python, checked, its types too, with tuples for lists."""
     config = from_values(type(config), values_of(config), "the config")
     check(config)
     return config
@@ -120,31 +94,17 @@ def values_of(config: Any) -> dict[str, Any]:
 
 
 def identity(config: Any) -> dict[str, Any]:
-    """`values_of` without fields marked `HOW`: equal for runs that have the same result."""
-
-    def without_how(cls: Any, values: dict[str, Any]) -> dict[str, Any]:
-        kept = dict(values)
-        for name, kind, marks in _fields(cls):
-            if HOW in marks:
-                del kept[name]
-            elif dataclasses.is_dataclass(kind):
-                kept[name] = without_how(kind, kept[name])
-        return kept
-
-    return without_how(type(config), values_of(config))
+    """A config's values without those marked `HOW`: equal for runs that have the same result."""
+    names = [name for name, _, marks in _fields(type(config)) if HOW not in marks]
+    values = {name: getattr(config, name) for name in names}
+    return {n: identity(v) if dataclasses.is_dataclass(v) else v for n, v in values.items()}
 
 
 def from_values(cls: type[Config], values: Any, place: str) -> Config:
     """A config from plain JSON values; missing fields take their defaults.
 
-    Args:
-        cls: The dataclass.
-        values: What `values_of` returned, or a part of it.
-        place: What to call its origin in an error, such as a file.
-
-    Raises:
-        UserError: An unknown field, a value of another type, a missing field without a default, or
-            the config of another command.
+    Refused are unknown fields, values of another type, missing ones without a default, and the
+    config of another command; `place`, such as a file, is where the values come from.
     """
     if not isinstance(values, dict):
         raise UserError(f"{place} is {values!r}, but it must be a JSON object with its options.")
@@ -170,17 +130,12 @@ def _fields(cls: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Name, type and marks of the fields of a dataclass; marks of parts of a type count, too."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
-        yield field.name, *_plain(hints[field.name])
-
-
-def _plain(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A type without `Annotated` around it, and the marks, those of its parts included."""
-    marks: tuple[Any, ...] = ()
-    while typing.get_origin(hint) is Annotated:
-        hint, marks = hint.__origin__, (*marks, *hint.__metadata__)
-    for part in typing.get_args(hint):
-        marks += getattr(part, "__metadata__", ())
-    return hint, marks
+        hint, marks = hints[field.name], ()
+        if typing.get_origin(hint) is Annotated:
+            hint, marks = hint.__origin__, hint.__metadata__
+        for part in typing.get_args(hint):
+            marks += getattr(part, "__metadata__", ())
+        yield field.name, hint, marks
 
 
 def _value_of(kind: Any, value: Any, name: str, place: str) -> Any:
@@ -192,14 +147,13 @@ def _value_of(kind: Any, value: Any, name: str, place: str) -> Any:
     if not _fits(plain, kind):
         shown = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
         raise UserError(f"{name} in {place} is {value!r}, which is not {shown}.")
-    kinds = {kind, *typing.get_args(kind)}
-    is_rate = float in kinds and int not in kinds  # JSON may write 1.0 as 1
-    return float(plain) if is_rate and type(plain) is int else plain
+    return plain
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    kind, _ = _plain(kind)
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return _fits(value, parts[0])
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, part) for part in parts)
     if origin is typing.Literal:

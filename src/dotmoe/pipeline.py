@@ -9,26 +9,18 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dotmoe import pruning
-from dotmoe.align import AlignConfig, align
-from dotmoe.baselines import (
-    Baseline,
-    SplitInputs,
-    active_share,
-    baseline,
-    granularity_of,
-    routed_by_own,
-    state_of,
-)
+from dotmoe import baselines, pruning
+from dotmoe.align import align
+from dotmoe.baselines import Baseline
 from dotmoe.calibrate import calibrate
 from dotmoe.checkpoint import checkpoint_folder, fingerprint
 from dotmoe.checkpoint.on_disk import on_disk
-from dotmoe.config import AnyRunConfig, FinetuneRunConfig, PruneRunConfig, RunConfig
+from dotmoe.config import FinetuneRunConfig, PruneRunConfig, RunConfig
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import (
     broadcast_from_rank_zero,
@@ -70,9 +62,6 @@ from dotmoe.run_folder import RESULTS, RunFolder
 from dotmoe.tokenise import OTHER, Text, require_sources, samples_itself, tokenise, write_windows
 from dotmoe.training.folder import Metrics, OnStep
 
-Config = TypeVar("Config", bound=AnyRunConfig)
-Result = TypeVar("Result")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
@@ -101,14 +90,13 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
     with ExitStack() as work:
         with process_group(resolved_device(config.load.device)):
             config = raise_on_all_ranks(lambda: checked(config).settled())
-            run = _Run(config, config.align, progress)
-            run.start(work, config, lambda: {"model": fingerprint(checkpoint_folder(config.model))})
-            if run.is_finished:
+            run = _Run(config, config, config.align, progress)
+            if run.start(work, lambda: _model_of(checkpoint_folder(config.model))):
                 return run.conversion()
             dense = load_dense(config.model, config.load)
             split = raise_on_all_ranks(lambda: split_of(config, dense))
-            run.begin(config.model, {"model": fingerprint(dense.folder)})
-            text = run.text(config, dense, min_tokens=_fewest_tokens(config, dense))
+            run.folder.begin(config, config.model, _model_of(dense.folder))
+            text = run.text(dense, _fewest_tokens(config, dense))
             state = None
             if config.method == "dot_moe" or config.align.steps:
                 start = run.state("calibrate", dense, lambda at: _start(run, dense, split, text))
@@ -146,15 +134,10 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
         weights = dense
         if config.repair:
             run.repair("repair", dense, made.layout, text)
-            weights = left_on_disk(run.changed("repair"), config.load)
-        record = run.export(weights, made.layout, text, origin=dense)
+            weights = run.changed("repair")
         steps = {"steps": 0 if state is None else state.step}
-        run.evaluate(
-            dense,
-            made.layout,
-            record,
-            also=lambda: steps | _not_exported(run, dense, made),
-        )
+        run.export(weights, made.layout, text, origin=dense)
+        run.evaluate(dense, made.layout, also=lambda: steps | _not_exported(run, dense, made))
         return run.conversion()
 
 
@@ -172,19 +155,19 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             source, converted = raise_on_all_ranks(lambda: _source(config))
             repairs = config.finetune.train == "repair"
             training = replace(config.finetune, steps=0) if repairs else config.finetune
-            run = _Run(config, training, progress)
-            run.start(work, converted, lambda: source.fingerprints)
-            if run.is_finished:
+            run = _Run(config, converted, training, progress)
+            if run.start(work, lambda: source.fingerprints):
                 return run.conversion()
             dense = raise_on_all_ranks(source.origin)
             start = raise_on_all_ranks(source.described) if source.has_own_weights else dense
-            split = source.layout.granularity
+            layout, tokens = source.layout, 0
+            split = layout.granularity
             raise_on_all_ranks(lambda: require_exportable(dense, split, config.export))
             if repairs:
                 raise_on_all_ranks(lambda: config.repairing.require(split))
-            run.begin(source.model, source.fingerprints)
-            tokens = config.repairing.tokens(split, dense.config) if repairs else 0
-            text = run.text(converted, dense, min_tokens=tokens, beside=source.text)
+                tokens = config.repairing.tokens(split, dense.config)
+            run.folder.begin(config, source.model, source.fingerprints)
+            text = run.text(dense, tokens, beside=source.text)
 
             def trained(at: Path) -> ExpertLayout:
                 with run.steps(f"finetune ({config.finetune.train})", text) as on_step:
@@ -201,31 +184,28 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
                         on_step=on_step,
                     )
 
-            layout = source.layout
             if repairs:
                 run.repair("finetune", dense, layout, text)
             else:
                 layout = run.stage("finetune", lambda at: ExpertLayout.load(at / LAYOUT), trained)
         if not run.is_first:
             return run.conversion()
-        tuned = left_on_disk(run.changed("finetune"), config.load)
-        record = run.export(tuned, layout, text, origin=dense)
+        run.export(run.changed("finetune"), layout, text, origin=dense)
         before = "repaired" if source.has_own_weights else "frozen" if repairs else "converted"
-
-        def also() -> dict[str, Any]:
-            if repairs:
-                figures = run.repair_figures("finetune")
-                return {"steps": 0, "tokens": figures["tokens"], "repair": figures}
-            steps = steps_to_take(training, text.training.num_blocks)
-            tokens = steps * training.batch_size * text.training.seq_len
-            return {"steps": steps, "tokens": tokens}
-
+        steps = steps_to_take(training, text.training.num_blocks)
+        tokens = steps * training.batch_size * text.training.seq_len
+        also: dict[str, Any] = {"steps": steps, "tokens": tokens}
+        if repairs:
+            figures = read_json(run.folder.stage("finetune") / FIGURES)
+            also |= {"tokens": figures["tokens"], "repair": figures}
+        if source.has_own_weights and not config.eval_text and source.folder.holds("evaluate"):
+            measured = read_json(source.folder.verified("evaluate") / RESULTS)
+            also["frozen"] = measured["frozen"]  # of the same text, before the repair
         run.evaluate(
             left_on_disk(dense, config.load),
             layout,
-            record,
             beside={before: source.folder} if source.folder.holds("export") else {},
-            also=lambda: also() | _frozen_of(source, config),
+            also=lambda: also,
         )
         return run.conversion()
 
@@ -241,17 +221,15 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
         UserError: As `convert`; or the method does not fit the model.
     """
     config = checked(config)
-    training = AlignConfig(steps=config.steps, batch_size=config.batch_size)
-    run = _Run[Any](config, training, progress)
+    run = _Run(config, config, config.align, progress)
     with ExitStack() as work:
-        inputs = {"model": fingerprint(checkpoint_folder(config.model))}
-        run.start(work, config, lambda: inputs, "prune")
-        if run.is_finished:
-            return read_json(run.folder.verified("evaluate") / RESULTS)
+        inputs = _model_of(checkpoint_folder(config.model))
+        if run.start(work, lambda: inputs, "prune"):
+            return run.results()
         dense = describe_dense(config.model)
-        run.begin(config.model, inputs)
-        tokens = config.calibrate.tokens(dense.widths.model)
-        text = run.text(config, dense, min_tokens=tokens)
+        run.folder.begin(config, config.model, inputs)
+        tokens, batch_size = config.calibrate.tokens(dense.widths.model), config.align.batch_size
+        text = run.text(dense, tokens)
 
         def pruned(at: Path) -> dict[str, Any]:
             with run.progress.bar(config.method) as update:
@@ -259,8 +237,8 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
                     dense=load_dense(config.model, config.load),
                     tokens_BT=text.training.drawn(tokens),
                     wanted=budget_of(config, dense),
-                    batch=lambda step: text.training.batch(step, config.batch_size, config.seed),
-                    steps=config.steps,
+                    batch=lambda step: text.training.batch(step, batch_size, config.seed),
+                    steps=config.align.steps,
                     seed=config.seed,
                     on_progress=update,
                     log=lambda said: run.progress.log(f"{config.method}: {said}"),
@@ -269,40 +247,37 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
 
         figures = run.stage("prune", lambda at: read_json(at / pruning.FIGURES), pruned)
 
-        def measured(at: Path) -> dict[str, Any]:
+        def measured() -> dict[str, Any]:
             folder, runnable = run.folder.stage("prune"), left_on_disk(dense, config.load)
             applied = pruning.PRUNING[config.method].applied
             exports = {} if applied else {"pruned": folder / pruning.MODEL}
-            with run.progress.bar("evaluate", tokens=1) as update:
-                found = perplexities(runnable, exports, run.texts, update)
+            found = run.perplexities(runnable, exports)
             if applied:
                 changed = applied(runnable, **load_file(folder / pruning.TENSORS))
                 found["pruned"] = run.measured(config.method, runnable, changed)
-            results = {
-                **found,
-                "origin": "measured",
-                "parameters": {"dense": num_parameters(dense.model)},
-                "pruning": figures,
-                "config": values_of(config),
-                "provenance": provenance(seed=0),
-            }
-            write_json(at / RESULTS, results)
-            return results
+            parameters = {"dense": num_parameters(dense.model)}
+            return {**found, "parameters": parameters, "pruning": figures}
 
-        return run.stage("evaluate", lambda at: read_json(at / RESULTS), measured)
+        run.measure(measured)
+        return run.results()
 
 
-class _Run(Generic[Config]):
-    """A run under way, and what both commands do alike."""
+class _Run:
+    """A run under way, and what all three commands do alike."""
 
-    is_finished = False
     texts: dict[tuple[str, ...], TokenBlocks]
     """What perplexity is measured on, by name: held-out text, and another if one is asked for."""
 
     def __init__(
-        self, config: Config, training: ObjectiveConfig, progress: Progress | None
+        self,
+        config: Any,
+        converted: RunConfig,
+        training: ObjectiveConfig,
+        progress: Progress | None,
     ) -> None:
         self.config = config
+        self.converted = converted
+        """The config of the conversion, whose sources of text are read."""
         self.training = training
         self.is_first = is_rank_zero()
         self.progress = progress if progress and self.is_first else Progress(quiet=True)
@@ -310,16 +285,9 @@ class _Run(Generic[Config]):
         self.stage = self.folder.run_stage
 
     def start(
-        self,
-        work: ExitStack,
-        converted: RunConfig | PruneRunConfig,
-        inputs: Callable[[], dict[str, str]],
-        made: str = "export",
-    ) -> None:
-        """Take the run folder, for as long as `work` is open, and see what is to be done.
-
-        The stage `made` is the one that writes the model that is measured.
-        """
+        self, work: ExitStack, inputs: Callable[[], dict[str, str]], made: str = "export"
+    ) -> bool:
+        """Take the run folder while `work` is open; whether `made` and its evaluation are done."""
 
         def start() -> bool:
             work.enter_context(self.folder.at_work(self.config))
@@ -327,38 +295,28 @@ class _Run(Generic[Config]):
                 self.folder.require_inputs(inputs())
                 return True
             if not self.folder.holds("data"):
-                texts = (*self.config.eval_text, *converted.other_text)
-                require_sources(converted.data, texts)
+                texts = (*self.config.eval_text, *self.converted.other_text)
+                require_sources(self.converted.data, texts)
             return False
 
         if self.training.steps:
             raise_on_all_ranks(lambda: require_equal_shares(self.training.batch_size))
-        self.is_finished = broadcast_from_rank_zero(start)
+        return broadcast_from_rank_zero(start)
 
-    def begin(self, model: str, inputs: dict[str, str]) -> None:
-        """Record what the run is made of."""
-        broadcast_from_rank_zero(lambda: self.folder.begin(self.config, model, inputs))
-
-    def text(
-        self,
-        converted: RunConfig | PruneRunConfig,
-        dense: DenseModel,
-        *,
-        min_tokens: int = 0,
-        beside: Text | None = None,
-    ) -> Text:
-        """Text to train on and to measure on, with the sources of a conversion."""
+    def text(self, dense: DenseModel, min_tokens: int, beside: Text | None = None) -> Text:
+        """Text to train on and to measure on."""
+        converted = self.converted
 
         def make(at: Path) -> Text:
             is_whole = dense.device.type != "meta" and not is_divided(dense.model)
-            samples = samples_itself(converted.data)
+            loads = samples_itself(converted.data) and not is_whole
             if converted.other_text:
                 asked = (converted.other_text, converted.data)
                 write_windows(*asked, dense, at / OTHER, self.config.eval_tokens, self.progress)
             return tokenise(
                 converted.data,
                 converted.sample,
-                load_here(dense, self.config.load) if samples and not is_whole else dense,
+                load_here(dense, self.config.load) if loads else dense,
                 at,
                 blocks=self.training.steps * self.training.batch_size,
                 min_tokens=min_tokens,
@@ -370,9 +328,8 @@ class _Run(Generic[Config]):
 
         text = self.stage("data", Text.load, make, alone=True)
         self.texts = {text.heldout_name: text.heldout}
-        if converted.other_text:
-            other = TokenBlocks.load(self.folder.stage("data") / OTHER)
-            self.texts[converted.other_text] = other
+        if other := converted.other_text:
+            self.texts[other] = TokenBlocks.load(self.folder.stage("data") / OTHER)
         return text
 
     def state(self, name: str, dense: DenseModel, make: Callable[[Path], AlignState]) -> AlignState:
@@ -398,12 +355,8 @@ class _Run(Generic[Config]):
         self.stage(stage, lambda at: read_json(at / FIGURES), make)
 
     def changed(self, stage: str) -> DenseModel:
-        """The dense checkpoint that a stage has written, described."""
-        return describe_dense(str(self.folder.stage(stage) / MODEL))
-
-    def repair_figures(self, stage: str) -> dict[str, Any]:
-        """What a repair says of itself."""
-        return read_json(self.folder.stage(stage) / FIGURES)
+        """The dense checkpoint that a stage has written."""
+        return left_on_disk(describe_dense(str(self.folder.stage(stage) / MODEL)), self.config.load)
 
     @contextmanager
     def steps(self, title: str, text: Text) -> Iterator[OnStep]:
@@ -419,53 +372,62 @@ class _Run(Generic[Config]):
             yield on_step
 
     def export(
-        self, dense: DenseModel, layout: ExpertLayout, text: Text, origin: DenseModel | None = None
-    ) -> ExportRecord:
+        self, dense: DenseModel, layout: ExpertLayout, text: Text, origin: DenseModel
+    ) -> None:
         """The checkpoint, verified; `origin` as for `dotmoe.export.export`."""
-
-        def load(at: Path) -> ExportRecord:
-            require_checksums(at)
-            return ExportRecord.load(at)
 
         def make(at: Path) -> ExportRecord:
             tokens_BT, how = text.heldout.tokens_BT, self.config.export
             with self.progress.bar("export") as update:
                 return export(dense, layout, at, how, tokens_BT, origin=origin, on_progress=update)
 
-        return self.stage("export", load, make)
+        self.stage("export", require_checksums, make)
 
     def evaluate(
         self,
         dense: DenseModel,
         layout: ExpertLayout,
-        record: ExportRecord,
         *,
         also: Callable[[], dict[str, Any]],
         beside: dict[str, RunFolder] | None = None,
     ) -> None:
         """Perplexity of the dense model and of exports, this run's last; also into its card."""
-        runs = {**(beside or {}), "moe": self.folder}
 
-        def make(at: Path) -> dict[str, Any]:
+        def measured() -> dict[str, Any]:
+            runs = {**(beside or {}), "moe": self.folder}
             exports = {name: run.stage("export") for name, run in runs.items()}
-            with self.progress.bar("evaluate", tokens=1) as update:
-                found = perplexities(dense, exports, self.texts, update)
+            record = ExportRecord.load(exports["moe"])
+            found = self.perplexities(dense, exports)
             table = replace(perplexity_table(found), note=f"Text: {text_names(found['dense'])}.")
             write_model_card(exports["moe"], record, table)
-            results = {
+            return {
                 **found,
                 **also(),
-                "origin": "measured",
                 "granularity": asdict(layout.granularity),
                 "parameters": record.parameters,
                 "verification": record.verification_in_short(),
-                "config": values_of(self.config),
-                "provenance": provenance(self.config.seed),
             }
-            write_json(at / RESULTS, results)
-            return results
 
-        self.stage("evaluate", lambda at: read_json(at / RESULTS), make)
+        self.measure(measured)
+
+    def measure(self, measured: Callable[[], dict[str, Any]]) -> None:
+        """The evaluate stage: what is measured, and where it comes from."""
+
+        def make(at: Path) -> None:
+            about = {"origin": "measured", "config": values_of(self.config)}
+            about |= {"provenance": provenance(self.config.seed)}
+            write_json(at / RESULTS, measured() | about)
+
+        self.stage("evaluate", lambda at: None, make)
+
+    def results(self) -> dict[str, Any]:
+        """What the evaluate stage has written."""
+        return read_json(self.folder.verified("evaluate") / RESULTS)
+
+    def perplexities(self, dense: DenseModel, exports: dict[str, Path]) -> dict[str, Any]:
+        """Perplexity of the dense model and of exports, by name."""
+        with self.progress.bar("evaluate", tokens=1) as update:
+            return perplexities(dense, exports, self.texts, update)
 
     def measured(
         self, name: str, dense: DenseModel, changed: AbstractContextManager[None]
@@ -479,34 +441,34 @@ class _Run(Generic[Config]):
         path, exported = self.folder.path, self.folder.stage("export")
         page, results = self.folder.stage("report") / "report.html", {}
         if self.is_first:
-            results = read_json(self.folder.verified("evaluate") / RESULTS)
+            results = self.results()
             require_checksums(exported, read_weights=False)
             page = html_report(path)
         return Conversion(folder=path, export=exported, report=page, results=results)
 
 
 def split_of(config: RunConfig, dense: DenseModel) -> Granularity:
-    """Experts of a conversion.
-
-    Raises:
-        UserError: They do not fit the model, no format of the export can hold them, or options of
-            the repair mean nothing for them.
-    """
-    split = granularity_of(config.method, _asked(config, dense), config.baseline)
+    """Experts of a conversion; refused if the model, all exports or the repair cannot have them."""
+    split = baselines.granularity_of(config.method, _asked(config, dense), config.baseline)
     require_exportable(dense, split, config.export)
     if config.repair:
         config.repairing.require(split)
     return split
 
 
-def budget_of(config: RunConfig | PruneRunConfig, dense: DenseModel) -> int:
+def budget_of(config: RunConfig, dense: DenseModel) -> int:
     """Parameters that work on one token of a conversion with these experts, without routers."""
     return count_parameters(dense.config, dense.family, _asked(config, dense)).active
 
 
-def _asked(config: RunConfig | PruneRunConfig, dense: DenseModel) -> Granularity:
+def _asked(config: RunConfig, dense: DenseModel) -> Granularity:
     """The split that was asked for, before a method has its say."""
     return splits_of(config.experts, dense.widths.ffn, dense.config.num_attention_heads)
+
+
+def _model_of(folder: Path) -> dict[str, str]:
+    """Of what a conversion is made: the files of the dense model."""
+    return {"model": fingerprint(folder)}
 
 
 def _fewest_tokens(config: RunConfig, dense: DenseModel) -> int:
@@ -517,20 +479,19 @@ def _fewest_tokens(config: RunConfig, dense: DenseModel) -> int:
     return max(0 if at_random else config.calibrate.tokens(dense.widths.model), repair)
 
 
-def _start(run: _Run[RunConfig], dense: DenseModel, split: Granularity, text: Text) -> AlignState:
+def _start(run: _Run, dense: DenseModel, split: Granularity, text: Text) -> AlignState:
     """Initial affinities and routers."""
-    config = run.config.calibrate
     if run.config.method != "dot_moe":
-        return state_of(_baseline(run, dense, split, text).layout, dense.device)
+        return baselines.state_of(_baseline(run, dense, split, text).layout, dense.device)
+    config, seed = run.config.calibrate, run.config.seed
     with run.progress.bar(f"calibrate ({config.start})") as update:
-        seed = run.config.seed
         return calibrate(dense, text.training, split, config, seed=seed, on_progress=update)
 
 
-def _baseline(run: _Run[RunConfig], dense: DenseModel, split: Granularity, text: Text) -> Baseline:
+def _baseline(run: _Run, dense: DenseModel, split: Granularity, text: Text) -> Baseline:
     """Experts and router of a method other than DOT-MoE."""
     config = run.config
-    inputs = SplitInputs(
+    inputs = baselines.SplitInputs(
         dense=dense,
         tokens_BT=text.training.drawn(config.calibrate.tokens(dense.widths.model)),
         granularity=split,
@@ -539,30 +500,23 @@ def _baseline(run: _Run[RunConfig], dense: DenseModel, split: Granularity, text:
         seed=config.seed,
     )
     with run.progress.bar(config.method) as update:
-        return baseline(config.method, inputs, on_progress=update)
+        return baselines.baseline(config.method, inputs, on_progress=update)
 
 
-def _not_exported(run: _Run[RunConfig], dense: DenseModel, made: Baseline) -> dict[str, Any]:
+def _not_exported(run: _Run, dense: DenseModel, made: Baseline) -> dict[str, Any]:
     """Perplexity before a repair, and under the method's own router if no export can have it."""
     found = {}
     if run.config.repair:
         frozen = masked_by(dense, made.layout)
         found["frozen"] = run.measured("what was repaired", dense, frozen)
-        found["repair"] = run.repair_figures("repair")
+        found["repair"] = read_json(run.folder.stage("repair") / FIGURES)
     if made.own and run.config.baseline.split_router == "own":
         shares = list[Tensor]()
-        routed = routed_by_own(run.config.method, dense, made, shares)
+        routed = baselines.routed_by_own(run.config.method, dense, made, shares)
         found["moe_own_router"] = run.measured("its own router", dense, routed)
         layers = len(made.layout.moe_layers)
-        found["moe_own_router"]["active"] = active_share(shares, layers)
+        found["moe_own_router"]["active"] = baselines.active_share(shares, layers)
     return found
-
-
-def _frozen_of(source: FinishedRun, config: FinetuneRunConfig) -> dict[str, Any]:
-    """Perplexity of a repaired source before its repair, where it is of the same text."""
-    if not source.has_own_weights or config.eval_text or not source.folder.holds("evaluate"):
-        return {}
-    return {"frozen": read_json(source.folder.verified("evaluate") / RESULTS)["frozen"]}
 
 
 def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
@@ -574,8 +528,7 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
     source = FinishedRun(Path(config.run))
     if not isinstance(source.config, RunConfig):
         raise UserError(
-            f"{config.run} is finetuned already. Name the run of dotmoe convert that it "
-            "was made of, and train for more steps."
+            f"{config.run} is finetuned already. Name the run of dotmoe convert before it."
         )
     if source.has_own_weights and config.finetune.train == "repair":
         raise UserError(f"{config.run} is repaired already. Name a run converted without --repair.")
@@ -584,7 +537,5 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
             f"train is {config.finetune.train}, but {config.run} has experts made of heads, which "
             "can be repaired and not yet trained further. Set --train repair."
         )
-    data = config.data
-    if not data.data:
-        data = replace(source.config.data, seq_len=data.seq_len)
-    return source, replace(source.config, data=data)
+    data = replace(source.config.data, seq_len=config.data.seq_len)
+    return source, replace(source.config, data=config.data if config.data.data else data)

@@ -38,11 +38,8 @@ class Progress:
         """A progress bar, or where the output is no terminal a line now and then.
 
         Lines come with the first and the last update, and between them after 10 s, later when a
-        tenth more time has passed, at most 5 minutes. They state the time left.
-
-        Args:
-            title: What is done.
-            tokens: Of one of the things that are counted, to state tokens a second; 0: no tokens.
+        tenth more time has passed, at most 5 minutes. `tokens` is how many each of the things that
+        are counted has, to state tokens a second.
         """
         speed = _Speed(tokens)
         if not self.console.is_terminal:

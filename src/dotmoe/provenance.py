@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from dotmoe import __version__
 
 
 def provenance(seed: int) -> dict[str, Any]:
@@ -19,23 +21,17 @@ def provenance(seed: int) -> dict[str, Any]:
     program = Path(sys.argv[0])
     name = "dotmoe" if program.stem == "__main__" else program.name
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    packages = ("dotmoe", "torch", "transformers", "safetensors", "datasets")
+    packages = ("torch", "transformers", "safetensors", "datasets")
+    versions = {"python": platform.python_version(), "dotmoe": __version__}
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": shlex.join([name, *sys.argv[1:]]),
         "commit": commit(),
-        "versions": {"python": platform.python_version()} | {n: _version(n) for n in packages},
+        "versions": versions | {name: version(name) for name in packages},
         "hardware": gpu or f"CPU, {os.cpu_count()} cores, {platform.machine()}",
         "threads": torch.get_num_threads(),
         "seed": seed,
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 @lru_cache

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from dotmoe.checkpoint import EMBEDDED
-from dotmoe.config import RunConfig
+from dotmoe.config import RunConfig, recipe
 from dotmoe.evaluate import EvaluateConfig, evaluate
 from dotmoe.files import write_json
 from dotmoe.options import at_least
 from dotmoe.pipeline import convert
 from dotmoe.progress import Progress
 from dotmoe.provenance import provenance
-from dotmoe.recipes import recipe
 from dotmoe.report.page import html_report
 
 PROMPT = "def read_config(path):\n"
@@ -44,6 +43,9 @@ def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:
         progress.log(f"{name}:")
         made[name] = convert(run, progress)
     random, learned = made["random split"].results, made["DOT-MoE"].results
+    model = str(made["DOT-MoE"].export)
+    said = evaluate(EvaluateConfig(model=model, against=EMBEDDED, generate=60, prompts=(PROMPT,)))
+    texts = [said[side]["texts"][0] for side in ("against", "model")]
     summary = {
         "origin": "measured",
         "dense": learned["dense"],
@@ -53,9 +55,9 @@ def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:
         "dot_moe_repaired": learned["moe"],
         **{name: learned[name] for name in ("granularity", "parameters", "verification")},
         "steps": config.steps,
-        "samples": samples(made["DOT-MoE"].export),
+        "samples": {"prompt": PROMPT, "dense": texts[0], "moe": texts[1]},
         "seconds": time.monotonic() - started,
-        "checkpoint": str(made["DOT-MoE"].export),
+        "checkpoint": model,
         "report": str(out / "report.html"),
         "provenance": provenance(config.seed),
     }
@@ -72,11 +74,3 @@ def run_configs(config: QuickstartConfig) -> dict[str, RunConfig]:
     router = replace(base.baseline, split_router="ridge", router_steps=config.steps)
     random = replace(learned, out=str(out / "random_split"), method="random_split", baseline=router)
     return {"random split": random, "DOT-MoE": learned}
-
-
-def samples(export: Path) -> dict[str, str]:
-    """Greedy continuations of one prompt, by the dense model and by the exported one."""
-    asked = EvaluateConfig(model=str(export), against=EMBEDDED, generate=60, prompts=(PROMPT,))
-    found = evaluate(asked)
-    dense, moe = (found[side]["texts"][0] for side in ("against", "model"))
-    return {"prompt": PROMPT, "dense": dense, "moe": moe}

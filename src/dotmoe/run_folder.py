@@ -9,7 +9,7 @@ files. It is replaced in one step, so its records are always those of the first 
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,10 +46,9 @@ STAGES = {
 RESULTS = "results.json"
 """The file of the evaluate stage; what else lies in its folder is of other commands."""
 
-_MANIFEST, _CONFIG, _LOCK = "manifest.json", "config.json", ".lock"
-_CHECKPOINTS = "checkpoints"
-_LOGS = ("tensorboard", "wandb")
-_PROGRESS = (_CHECKPOINTS, "metrics.jsonl", *_LOGS)
+_MANIFEST, _CONFIG, _LOCK, _CHECKPOINTS = "manifest.json", "config.json", ".lock", "checkpoints"
+_UNCHECKED = (_CHECKPOINTS, "tensorboard", "wandb")
+_PROGRESS = ("metrics.jsonl", *_UNCHECKED)
 """What an unfinished stage goes on from; `*.parts` besides."""
 
 Config = TypeVar("Config")
@@ -73,11 +72,7 @@ class RunFolder:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """`command`, `model` (its name), `config`, `inputs` (fingerprints) and `stages`.
-
-        Raises:
-            UserError: There is none, or it is damaged.
-        """
+        """`command`, `model` (its name), `config`, `inputs` (fingerprints) and `stages`."""
         if self._manifest is None:
             try:
                 self._manifest = read_with_checksum(self.path / _MANIFEST)
@@ -89,11 +84,7 @@ class RunFolder:
         return self._manifest
 
     def config(self, cls: type[Config]) -> Config:
-        """The config of the run.
-
-        Raises:
-            UserError: It is of another command.
-        """
+        """The config of the run, refused if it is of another command."""
         return from_values(cls, self.manifest["config"], str(self.path / _MANIFEST))
 
     def stage(self, name: str) -> Path:
@@ -107,16 +98,9 @@ class RunFolder:
         )
 
     def verified(self, name: str, *only: str) -> Path:
-        """Folder of a finished stage after comparing its files with their checksums, once.
+        """Folder of a finished stage whose files, or `only` these, are as they were recorded.
 
         An export has checksums of its own, see `dotmoe.export.require_checksums`.
-
-        Args:
-            name: The stage.
-            only: Files that are read now, by their names in the folder. Default: all.
-
-        Raises:
-            UserError: A file is missing, truncated or altered since the stage ended.
         """
         folder = self.stage(name)
         if name not in self._verified:
@@ -138,11 +122,7 @@ class RunFolder:
         return sum(times) if times else None
 
     def alone(self) -> AbstractContextManager[None]:
-        """Keep other processes out of the folder; the system takes the lock back after any end.
-
-        Raises:
-            UserError: Another process is at work in it.
-        """
+        """Keep other processes out of the folder; the system takes the lock back after any end."""
         return locked(
             self.path / _LOCK,
             f"{self.path} is being worked on by another dotmoe process. Wait for it, or choose "
@@ -153,64 +133,54 @@ class RunFolder:
     def at_work(self, config: Any) -> Iterator[None]:
         """Make the folder and keep other processes out; leave nothing if nothing was finished.
 
-        Raises:
-            UserError: It holds something else, or a run with another config; it cannot be made; or
-                another process works in it. It is left as it was.
+        It is left as it was if it holds something else, or a run with another config.
         """
         self._require_usable(config)
-        with ExitStack() as held:
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                held.enter_context(self.alone())
-            except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
-                with suppress(OSError):
-                    self.path.rmdir()
-                raise UserError(
-                    f"{self.path} cannot be made ({error.strerror}: {error.filename}). Choose "
-                    "another folder, or get permission."
-                ) from error
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
+            raise UserError(
+                f"{self.path} cannot be made ({error.strerror}: {error.filename}). Choose another "
+                "folder, or get permission."
+            ) from error
+        with self.alone():
             self._manifest = None  # another process may have changed it
             self._require_usable(config)
             is_new = not self.exists
             try:
                 yield
             except BaseException:
-                if is_new and not self._has_progress():
-                    self._remove()
+                if is_new:
+                    self._remove_unless_progress()
                 raise
 
     def begin(self, config: Any, model: str, inputs: Mapping[str, str]) -> None:
         """Record what the run is made of, or refuse to go on with anything else.
 
-        Args:
-            config: Of the run.
-            model: What the user calls the dense model.
-            inputs: Fingerprints: of the dense `model`, and of the `layout` that is finetuned.
-
-        Raises:
-            UserError: An input is not what the run was started with.
+        `model` is what the user calls the dense model; `inputs` are fingerprints of it, and of the
+        `layout` that is finetuned.
         """
-        if self.exists:
-            self.require_inputs(inputs)
-        values = values_of(config)
-        manifest = {
-            "format": 1,
-            COMMAND: config.command,
-            "model": model,
-            "config": values,
-            "inputs": dict(inputs),
-            "stages": self.manifest["stages"] if self.exists else {},
-        }
-        if not self.exists or manifest != self.manifest:
-            self._write(manifest)
-        write_json(self.path / _CONFIG, values)
+
+        def begin() -> None:
+            if self.exists:
+                self.require_inputs(inputs)
+            values = values_of(config)
+            manifest = {
+                "format": 1,
+                COMMAND: config.command,
+                "model": model,
+                "config": values,
+                "inputs": dict(inputs),
+                "stages": self.manifest["stages"] if self.exists else {},
+            }
+            if not self.exists or manifest != self.manifest:
+                self._write(manifest)
+            write_json(self.path / _CONFIG, values)
+
+        broadcast_from_rank_zero(begin)
 
     def require_inputs(self, inputs: Mapping[str, str]) -> None:
-        """Refuse to go on with another model or layout than the run was started with.
-
-        Raises:
-            UserError: An input has another fingerprint.
-        """
+        """Refuse to go on with another model or layout than the run was started with."""
         known = self.manifest["inputs"]
         if known["model"] != inputs["model"]:
             raise UserError(
@@ -233,17 +203,9 @@ class RunFolder:
     ) -> Result:
         """The result of a stage: loaded if the stage is finished, else made and recorded.
 
-        A finished stage whose folder is gone is made again, and so is everything after it.
-
-        Args:
-            name: The stage.
-            load: Reads the result from the stage's folder.
-            make: Writes the result into the folder and returns it. The folder may hold checkpoints
-                and parts of a process that was stopped. All ranks call it together.
-            alone: Whether rank zero alone makes the result, and the others load it.
-
-        Raises:
-            UserError: A file of the finished stage is damaged.
+        A finished stage whose folder is gone is made again, and so is everything after it. All
+        ranks call `make` together, or `alone` rank zero does and the others `load`. It writes the
+        result into the folder, which may hold checkpoints and parts of a process that was stopped.
         """
         folder, made = self.stage(name), list[Result]()
         if not broadcast_from_rank_zero(lambda: self._is_ready(name)):
@@ -260,8 +222,8 @@ class RunFolder:
         if self.holds(name):
             self.verified(name)
             return True
-        folder, names, stages = self.stage(name), list(STAGES), self.manifest["stages"]
-        later = names[names.index(name) :]
+        folder, stages = self.stage(name), self.manifest["stages"]
+        later = list(STAGES)[list(STAGES).index(name) :]
         if name in stages:
             self._log(f"{folder} is gone: it is made again, and all that follows it")
         if not stages.keys().isdisjoint(later):
@@ -283,13 +245,12 @@ class RunFolder:
             files = [RESULTS]
         elif name != "export":
             paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-            skipped = (_CHECKPOINTS, *_LOGS)
-            files = [path.as_posix() for path in paths if path.parts[0] not in skipped]
+            files = [path.as_posix() for path in paths if path.parts[0] not in _UNCHECKED]
         for file in files:
             sync(folder / file)
         record = {
             "seconds": round(seconds, 3),
-            "provenance": provenance(self.manifest["config"].get("seed", 0)),
+            "provenance": provenance(self.manifest["config"]["seed"]),
             "files": checksums(folder, files),
         }
         self._write({**self.manifest, "stages": {**self.manifest["stages"], name: record}})
@@ -298,12 +259,6 @@ class RunFolder:
 
     def _require_usable(self, config: Any) -> None:
         if self.exists:
-            command = self.manifest[COMMAND]
-            if command != config.command:
-                raise UserError(
-                    f"{self.path} holds a run of dotmoe {command}, not of dotmoe {config.command}. "
-                    "Choose another folder."
-                )
             if identity(self.config(type(config))) != identity(config):
                 raise UserError(
                     f"{self.path} holds a run with another config. Choose another folder, repeat "
@@ -324,15 +279,11 @@ class RunFolder:
         write_text(self.path / _MANIFEST, with_checksum(manifest))
         self._manifest = manifest
 
-    def _has_progress(self) -> bool:
-        """Whether a stage is finished, or has left something to go on from."""
-        folders = (self.stage(name) for name in STAGES)
-        return (self.exists and bool(self.manifest["stages"])) or any(
-            _is_progress(item) for folder in folders for item in folder.glob("*")
-        )
-
-    def _remove(self) -> None:
-        """Remove what this process made; the folder goes if nothing else is in it."""
+    def _remove_unless_progress(self) -> None:
+        """Remove what this process made, unless a stage is finished or has begun something."""
+        items = (item for name in STAGES for item in self.stage(name).glob("*"))
+        if (self.exists and self.manifest["stages"]) or any(map(_is_progress, items)):
+            return
         for path in (*self._made, *(self.path / name for name in (_MANIFEST, _CONFIG, _LOCK))):
             _remove(path)
         with suppress(OSError):
@@ -350,7 +301,7 @@ def _is_filled(path: Path) -> bool:
 
 
 def _is_progress(path: Path) -> bool:
-    """Whether this in the folder of a stage is something from which the stage can go on."""
+    """Whether a stage can go on from this in its folder."""
     return path.name in _PROGRESS or path.suffix == ".parts"
 
 

@@ -50,23 +50,14 @@ def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, An
     sweep that was stopped goes on where it was, and one with more values makes only those.
 
     Returns:
-        Contents of `sweep.json`: `axis`, `rows` (one a model that was measured, the dense one
-        first), `curves` (training metrics by run, step by step), and for `over_active` `grid`:
-        `trained_at` and `measured_at` (shares), `active_experts_AB`, `perplexity_AB` and
-        `loss_above_dense_AB`, a row for each trained share.
+        Contents of `sweep.json`: `axis`, `rows` (the dense model's first), `curves` (training
+        metrics by run, step by step), and for `over_active` `grid`: `trained_at` and `measured_at`
+        (shares), `perplexity_AB` and `loss_above_dense_AB`, a row for each trained share.
 
     Raises:
-        UserError: Before anything is run: nothing or more than one thing swept, options that mean
-            nothing for it, a split that does not fit, no text to measure on that all runs share. As
-            `convert`; runs that were finished before are kept.
+        UserError: As `convert`; or, before anything is run, options that do not go together.
     """
-    progress = progress or Progress(quiet=True)
-    axis = _axis_of(config)
-    if config.experts.targets != "ffn":
-        raise UserError(
-            f"targets is {config.experts.targets}, but a sweep is of FFNs. Leave it out, or use "
-            "dotmoe compare."
-        )
+    progress, axis = progress or Progress(quiet=True), _axis_of(config)
     values, plain = dict.fromkeys(getattr(config, f"over_{axis}")), plain_run(config)
     points = [_point(axis, value, plain) for value in values]
     width = widths_of(dense_config(config.model)[0]).ffn
@@ -89,18 +80,15 @@ def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, An
     summary |= {"axis": axis, "curves": curves}
     if axis == "active":
         measured = [_measured(config, point, active, progress) for point in points]
-
-        def by_k(figure: str) -> list[list[float]]:
-            found = [{at["active_experts"]: at[figure] for at in m["points"]} for m in measured]
-            return [[row[k] for k in active] for row in found]
-
+        by_k = [{at["active_experts"]: at for at in curve["points"]} for curve in measured]
+        at_AB = [[points_by_k[k] for k in active] for points_by_k in by_k]
         summary["grid"] = {
             "trained_at": [point.value for point in points],
             "measured_at": list(shares),
             "active_experts": active,
             "dense_perplexity": measured[0]["all_experts"]["perplexity"],
-            "perplexity_AB": by_k("perplexity"),
-            "loss_above_dense_AB": by_k("loss_above_all_experts"),
+            "perplexity_AB": [[at["perplexity"] for at in row] for row in at_AB],
+            "loss_above_dense_AB": [[at["loss_above_all_experts"] for at in row] for row in at_AB],
             "protocol": measured[0]["protocol"],
         }
     write_summary(config.out, "sweep", summary, tables(summary))
@@ -109,10 +97,6 @@ def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, An
 
 def tables(summary: dict[str, Any]) -> list[Table]:
     """All models of a sweep, and where there is a grid, perplexity by trained and measured k."""
-
-    def known(name: str, form: str) -> Any:
-        return lambda row: form.format(row[name]) if row.get(name) is not None else None
-
     columns = {
         _HEADINGS[summary["axis"]]: lambda row: (
             percent(row["value"]) if isinstance(row["value"], float) else str(row["value"])
@@ -122,8 +106,8 @@ def tables(summary: dict[str, Any]) -> list[Table]:
         ),
         "active parameters": lambda row: millions(row["parameters"]),
         **COLUMNS,
-        "steps": known("steps", "{}"),
-        "align, s": known("align_seconds", "{:.0f}"),
+        "steps": lambda row: str(row["steps"]) if "steps" in row else None,
+        "align, s": lambda row: f"{row['align_seconds']:.0f}" if row.get("align_seconds") else None,
     }
     found = [table_of(summary["rows"], columns)]
     if grid := summary.get("grid"):
@@ -147,6 +131,8 @@ def _axis_of(config: SweepConfig) -> str:
         raise UserError(
             f"{len(chosen)} things are to be swept, but it must be 1. Give one of {options}."
         )
+    if config.experts.targets != "ffn":
+        raise UserError(f"targets is {config.experts.targets}, but a sweep is of FFNs.")
     (axis,) = chosen
     if config.measured_at and axis != "active":
         raise UserError("measured_at is for --over-active alone. Leave it out.")

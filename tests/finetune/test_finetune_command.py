@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dotmoe.cli import run
+from dotmoe.config import finetune_recipe
 from dotmoe.data import TokenBlocks
 from dotmoe.evaluate.models import stock_nats
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked_by
-from dotmoe.recipes import finetune_recipe
 
 QUICK = ["--scale-tokens", "256", "--verify-tokens", "128"]
 TRAIN = ["--steps", "6", "--batch-size", "4", "--seq-len", "32", "--lr", "1e-3", *QUICK]

@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from dotmoe.align import AlignConfig, align
 from dotmoe.calibrate import CalibrateConfig, calibrate
+from dotmoe.config import recipe
 from dotmoe.data import TokenBlocks
 from dotmoe.granularity import ExpertsConfig, splits_of
 from dotmoe.models.family import family_of
 from dotmoe.moe.assignment import AssignmentConfig
 from dotmoe.parameters import count_parameters
-from dotmoe.recipes import recipe
 from dotmoe.training.loop import TrainingConfig
 from runs import TINY_CONVERT, TinyRun
 

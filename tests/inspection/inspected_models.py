@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.inspection import InspectConfig, inspect_model
 from dotmoe.inspection.planner import ON_CPU, Accelerator
-from dotmoe.inspection.sizes import Step, sizes_of
+from dotmoe.inspection.sizes import Sizes, Step
 from dotmoe.models.family import family_of
 from dotmoe.moe.masked import MaskedFFN, Masking
 
@@ -59,10 +59,9 @@ def inspection(config, *, stored=torch.bfloat16, **options):
     )
 
 
-def sizes(config, *, held=2, written=torch.bfloat16, **experts):
+def sizes(config, *, written=torch.bfloat16, **experts):
     split = resolve(ExpertsConfig(**experts), config.intermediate_size)
-    stored = torch.bfloat16
-    return sizes_of(config, family_of(config), split, stored=stored, written=written, held=held)
+    return Sizes(config, split, stored=torch.bfloat16, written=written)
 
 
 def step(found, **changes):

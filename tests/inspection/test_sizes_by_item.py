@@ -9,8 +9,7 @@ from transformers import Glm4MoeConfig, LlamaConfig, Qwen2Config, Qwen3Config
 from dotmoe.align import AlignConfig, Alignment
 from dotmoe.data import TokenBlocks
 from dotmoe.granularity import ExpertsConfig, resolve
-from dotmoe.inspection.memory import disk, exported_bytes, kept_per_token, step_memory
-from dotmoe.inspection.sizes import sizes_of
+from dotmoe.inspection.sizes import Sizes, disk, exported_bytes, kept_per_token, step_memory
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.assignment import AlignState, AssignmentConfig
 from dotmoe.moe.masked import masked, recomputing
@@ -47,7 +46,7 @@ def test_the_activation_estimate_is_what_autograd_really_keeps(kind, dtype):
         for n in (2, 4)
     )
     real = (deep - shallow) / 2 / tokens.numel()
-    estimate = kept_per_token(step(sizes(tiny(kind), experts=E, held=dtype.itemsize)))
+    estimate = kept_per_token(step(sizes(tiny(kind), experts=E), held=dtype.itemsize))
     assert estimate == pytest.approx(real, rel=0.02)
 
 
@@ -92,9 +91,9 @@ def test_the_peak_of_a_step_is_predicted_within_15_percent(tiny_dense, changes, 
     dense = load_dense(str(tiny_dense("llama", **changes)), LoadConfig(device="cpu"))
     most, left = one_step(dense, checkpointing=checkpointing)
     split = resolve(ExpertsConfig(experts=E, active_experts=K), dense.widths.ffn)
-    float32 = {"stored": torch.float32, "written": torch.float32, "held": 4}
-    found = sizes_of(dense.config, dense.family, split, **float32)
-    batch = {"batch_size": ROWS, "seq_len": LENGTH, "micro_batch_size": ROWS, "on_cpu": True}
+    found = Sizes(dense.config, split, stored=torch.float32, written=torch.float32)
+    batch = {"batch_size": ROWS, "seq_len": LENGTH, "micro_batch_size": ROWS}
+    batch |= {"held": 4, "on_cpu": True}
     trainables = found.affinities + found.counts.routers
     before = sum(p.nbytes for p in dense.model.parameters()) + 3 * 4 * trainables
     predicted = sum(step_memory(step(found, **batch, checkpointing=checkpointing)).values())

@@ -21,7 +21,7 @@ from dotmoe.inspection.planner import (
     repair_flops,
     seconds,
 )
-from dotmoe.inspection.sizes import sizes_of
+from dotmoe.inspection.sizes import Sizes
 
 RECORD = json.loads(
     (Path(__file__).resolve().parents[2] / "results" / "planner_check.json").read_text()
@@ -30,8 +30,8 @@ EXPERTS = 16
 
 
 def one_sequence(config, **changes):
-    found = sizes(config, held=4, experts=EXPERTS)
-    return step(found, batch_size=1, micro_batch_size=1, seq_len=64, on_cpu=True, **changes)
+    found, one = sizes(config, experts=EXPERTS), {"batch_size": 1, "micro_batch_size": 1}
+    return step(found, **one, seq_len=64, held=4, on_cpu=True, **changes)
 
 
 def test_the_products_of_a_step_are_those_that_pytorch_counts():
@@ -61,9 +61,7 @@ def test_the_products_of_a_repair_are_those_that_pytorch_counts(dense_of, layout
     with FlopCounterMode(display=False) as counter:
         repair(dense, layout, blocks, repairing, folder=tmp_path)
     split = Granularity(num_experts=6, expert_size=64, active_experts=2)
-    found = sizes_of(
-        dense.config, dense.family, split, stored=torch.float32, written=torch.float32, held=4
-    )
+    found = Sizes(dense.config, split, stored=torch.float32, written=torch.float32)
     width, tokens = 384, 64 * 64
     gram = 3 * 2 * tokens * width * (width + 64)  # counted twice, since it is in float64
     solutions = 3 * 2 * 10 * width**2 * (width // 3 + 2 * 64)  # which PyTorch does not count
@@ -94,10 +92,11 @@ def test_measured_steps_are_predicted_within_15_percent(row):
         tie_word_embeddings=False,
     )
     one = step(
-        sizes(config, held=4, experts=subject["experts"], active_experts=subject["active"]),
+        sizes(config, experts=subject["experts"], active_experts=subject["active"]),
         batch_size=subject["micro_batch"] * subject["micro_batches"],
         seq_len=subject["seq_len"],
         micro_batch_size=subject["micro_batch"],
+        held=4,
         on_cpu=True,
         checkpointing=row["checkpointing"],
     )

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig
 
 from dotmoe import sweep
-from dotmoe.cli import COMMANDS, commands, parse, run
+from dotmoe.cli import COMMANDS, commands, run
 from dotmoe.compare import CompareConfig, points_of
 from dotmoe.config import RunConfig
 from dotmoe.inspection import InspectConfig, inspect_model
@@ -90,12 +90,12 @@ PRINTED = {f"{name}: {' '.join(arguments)}": arguments for name, arguments in pr
 @pytest.fixture
 def config_of(monkeypatch):
     """The config that a line's own command makes of it."""
-    config = parse.Line.config
+    config = commands.Line.config
 
     def stop(line, cls, notes=""):
         raise ParsedError(config(line, cls, notes))
 
-    monkeypatch.setattr(parse.Line, "config", stop)
+    monkeypatch.setattr(commands.Line, "config", stop)
 
     def make(arguments):
         name, *rest = [PLACEHOLDERS.get(word, word) for word in arguments if word != "..."]
@@ -106,7 +106,7 @@ def config_of(monkeypatch):
         if name == "convert" and not rest:
             rest = ["MODEL", "OUT"]
         with pytest.raises(ParsedError) as found:
-            getattr(commands, f"run_{name}")(parse.Line(name, tuple(rest)))
+            getattr(commands, f"run_{name}")(commands.Line(name, tuple(rest)))
         return found.value.args[0]
 
     return make

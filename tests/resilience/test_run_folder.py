@@ -63,7 +63,7 @@ def test_another_aim_is_refused_and_nothing_touched(finished, command, tmp_path)
 
 def test_a_run_of_another_command_is_refused(finetuned, finished, command, tmp_path):
     line = command(*finished.at(finetuned.folder).command()).refusal()
-    assert "holds a run of dotmoe finetune, not of dotmoe convert" in line
+    assert "is the config of a dotmoe finetune, not of a dotmoe convert" in line
     config = finetuned.folder / "config.json"
     line = command("convert", finished.source, tmp_path / "new", config=config).refusal()
     assert "is the config of a dotmoe finetune" in line

@@ -27,7 +27,7 @@ def alter(path):
 
 TENSORS, MANIFEST = "__0_0.distcp", "manifest.json"
 DAMAGES = {
-    "truncated": (lambda c: truncate(c / TENSORS), rf"{TENSORS} is truncated: \d+ of \d+ bytes"),
+    "truncated": (lambda c: truncate(c / TENSORS), rf"{TENSORS} is damaged: \d+ of \d+ bytes"),
     "altered": (lambda c: alter(c / TENSORS), rf"{TENSORS} has been altered"),
     "file missing": (lambda c: (c / TENSORS).unlink(), rf"{TENSORS} is missing"),
     "index altered": (lambda c: alter(c / ".metadata"), r"\.metadata has been altered"),

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from toy_tasks import SCHEDULE, Regression, interrupt
 
+from dotmoe.config import recipe
 from dotmoe.errors import UserError
 from dotmoe.options import check
-from dotmoe.recipes import recipe
 from dotmoe.training.loop import TrainingConfig, train
 
 

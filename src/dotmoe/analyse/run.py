@@ -80,9 +80,7 @@ class AnalysedRun(FinishedRun):
     @cached_property
     def dense(self) -> DenseModel:
         """The weights that the experts are made of."""
-        dense = load_dense(self.weights, self.asked.load)
-        self.require_same_model(dense.folder)
-        return dense
+        return load_dense(self.described().source, self.asked.load)
 
     @cached_property
     def routes(self) -> dict[str, Int[Tensor, "L T K"]]:

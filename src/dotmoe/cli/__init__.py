@@ -17,9 +17,6 @@ from types import FrameType
 from dotmoe import __version__
 from dotmoe.errors import Interrupted, RankError, UserError, nearest, one_line
 
-USAGE_ERROR = 2
-INTERRUPTED = 130
-
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -87,19 +84,18 @@ def run(arguments: Sequence[str]) -> int:
     except UserError as error:
         _fail(str(error), only_here=isinstance(error, RankError))
         return error.exit_code
-    except Interrupted as stop:
-        _fail(f"{stop}; the same command goes on from there.")
-        return 128 + stop.signum
-    except KeyboardInterrupt:
-        _fail("interrupted. What is finished is kept; the same command goes on from there.")
-        return INTERRUPTED
+    except KeyboardInterrupt as stop:
+        said = str(stop) or "interrupted. What is finished is kept"
+        _fail(f"{said}; the same command goes on from there.")
+        return 128 + (stop.signum if isinstance(stop, Interrupted) else signal.SIGINT)
     except BrokenPipeError:  # whoever read our output has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         message = message_of(error, name)
         if message is None:
             raise
-        return _fail(message)
+        _fail(message)
+        return UserError.exit_code
     return 0
 
 
@@ -111,21 +107,20 @@ def _dispatch(name: str, arguments: Sequence[str]) -> None:
         print(f"dotmoe {__version__}")
     elif name in COMMANDS:
         from dotmoe.checkpoint.on_disk import quiet_transformers
-        from dotmoe.cli import commands, parse
+        from dotmoe.cli import commands
 
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
         with quiet_transformers():
-            getattr(commands, f"run_{name}")(parse.Line(name, tuple(arguments)))
+            getattr(commands, f"run_{name}")(commands.Line(name, tuple(arguments)))
     else:
-        known = ", ".join(COMMANDS)
-        raise UserError(f"{name} is no command. Commands: {known}.{nearest(name, COMMANDS)}")
+        known = ", ".join(COMMANDS) + "." + nearest(name, COMMANDS)
+        raise UserError(f"{name} is no command. Commands: {known}")
 
 
-def _fail(message: str, *, only_here: bool = False) -> int:
+def _fail(message: str, *, only_here: bool = False) -> None:
     """Print a failure; one that all ranks of torchrun know of is printed by rank zero alone."""
     if only_here or os.environ.get("RANK", "0") == "0":
         print(f"dotmoe: error: {one_line(message)}", file=sys.stderr, flush=True)
-    return USAGE_ERROR
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:

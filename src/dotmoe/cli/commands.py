@@ -1,29 +1,38 @@
 """The commands: each makes its config of the line, calls one function, and prints the result."""
 
+import argparse
+import io
 import json
 import os
-from dataclasses import dataclass, replace
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from textwrap import fill
+from typing import Annotated, Any, NamedTuple, TypeVar
+from unittest.mock import patch
 
+import docstring_parser
 import tyro
 from rich.console import Console
 from tyro.conf import Positional
 
 from dotmoe import bench, sweep
 from dotmoe.analyse import AnalyseConfig, analyse
-from dotmoe.cli.parse import Line
+from dotmoe.cli import COMMANDS
 from dotmoe.compare import CompareConfig, compare, table
-from dotmoe.config import FinetuneRunConfig, RunConfig
-from dotmoe.errors import UserError
+from dotmoe.config import RECIPES, FinetuneRunConfig, RunConfig, recipe_of
+from dotmoe.errors import UserError, nearest
 from dotmoe.evaluate import EvaluateConfig, evaluate
 from dotmoe.evaluate.models import gguf_file
 from dotmoe.export import explained, set_active_experts
+from dotmoe.files import read_json
 from dotmoe.inspection import InspectConfig, inspect_model, render, stored_dtype
 from dotmoe.load import dense_config
-from dotmoe.models.family import family_of
-from dotmoe.options import at_least
-from dotmoe.pipeline import Conversion, convert, finetune
+from dotmoe.options import at_least, check, from_values
+from dotmoe.pipeline import convert, finetune
 from dotmoe.progress import Progress
 from dotmoe.quickstart import QuickstartConfig, quickstart
 from dotmoe.reexport import ReexportConfig, reexport
@@ -31,10 +40,124 @@ from dotmoe.report import page, plots
 from dotmoe.run_folder import export_folder
 from dotmoe.tables import Table, to_rich
 
+Config = TypeVar("Config")
+
+_HELP_COLUMNS = 100
 _GGUF = (
     "gguf: for llama.cpp, as gguf_glm4moe (gates exactly 1) or gguf_llama, whichever holds the "
     "model; k can be edited; gguf_dense: the dense model, to compare with."
 )
+
+
+class Line(NamedTuple):
+    """What was typed after `dotmoe`."""
+
+    name: str
+    arguments: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return shlex.join(["dotmoe", self.name, *self.arguments])
+
+    def config(self, cls: type[Config], notes: str = "") -> Config:
+        """The options as a config that is in range; `notes` are for the help.
+
+        Names of nested fields must differ, since prefixes are left out. Raises SystemExit after the
+        help, and a UserError with the nearest option or choice if there is one.
+        """
+        command, arguments, start = COMMANDS[self.name], list(self.arguments), None
+        if command.recipes:
+            start, arguments = self._start(command.recipes)
+            values = {field.name: getattr(start, field.name) for field in fields(start)}
+            if type(start) is not cls:  # a comparison or a sweep, of what is said for all runs
+                values["method"] = "dot_moe"
+            start = cls(**values)
+            notes = (
+                f"Start from --recipe NAME ({', '.join(RECIPES[command.recipes])}) or from "
+                "--config FILE, the config.json of an earlier run; options given besides change it."
+            )
+        asked = next((word for word in arguments if word in ("-h", "--help", "--help-all")), None)
+        said, out = io.StringIO(), io.StringIO()
+        try:
+            columns = {"COLUMNS": str(_HELP_COLUMNS)} if asked else {}
+            shown = redirect_stdout(out) if asked else nullcontext()
+            texts = patch("docstring_parser.parse_from_object", _attributes_in_one_line)
+            with patch.dict(os.environ, columns), texts, redirect_stderr(said), shown:
+                config: Config = tyro.cli(
+                    cls,
+                    prog=f"dotmoe {self.name}",
+                    description=f"{command.help} {notes}".strip(),
+                    args=["--help"] if asked else arguments,
+                    config=(tyro.conf.OmitArgPrefixes,),
+                    **({} if start is None else {"default": start}),
+                )
+        except SystemExit as stop:
+            if asked:
+                # tyro wraps what it says of options, and leaves the description one line.
+                lines = (fill(line, _HELP_COLUMNS) for line in out.getvalue().splitlines())
+                text, is_short = "\n".join(lines), asked != "--help-all" and command.common
+                print(_short_help(text, command.common) if is_short else text)
+                raise
+            line = _in_one_line(said.getvalue())
+            raise UserError(f"{line} See dotmoe {self.name} --help.") from stop
+        check(config)
+        return config
+
+    def _start(self, command: str) -> tuple[Any, list[str]]:
+        """The config that --recipe or --config names, and the other arguments."""
+        start = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        start.add_argument("--recipe")
+        start.add_argument("--config", type=Path)
+        try:
+            chosen, rest = start.parse_known_args(self.arguments)
+        except argparse.ArgumentError as error:
+            raise UserError(f"{error}. See dotmoe {self.name} --help.") from error
+        if chosen.recipe and chosen.config:
+            raise UserError("--recipe and --config both name a start. Give one of them.")
+        recipe = recipe_of(command, chosen.recipe)
+        if chosen.config:
+            read = from_values(type(recipe), read_json(chosen.config), str(chosen.config))
+            return read, rest
+        source = "model" if command == "convert" else "run"
+        made_of: Any = getattr(recipe, source) or tyro.MISSING
+        return replace(recipe, **{source: made_of, "out": tyro.MISSING}), rest
+
+
+def _attributes_in_one_line(
+    obj: Any, parse: Callable[..., Any] = docstring_parser.parse_from_object
+) -> Any:
+    """Docstrings of attributes as tyro wraps them well: it keeps line ends before an indent."""
+    parsed = parse(obj)
+    for attribute in parsed.params:
+        attribute.description = " ".join((attribute.description or "").split()) or None
+    return parsed
+
+
+def _short_help(text: str, common: Sequence[str]) -> str:
+    """Usage, description and the common options of a command, from its whole help."""
+    head, _, rest = text.partition(" positional arguments")
+    starts = r"  (--[\w-]+|[A-Z]+(?= |$))"
+    found = re.finditer(rf"^{starts}.*(?:\n(?!{starts}|\s*$).+)*", rest, re.MULTILINE)
+    blocks = {block[1]: re.sub(r" +$", "", block[0], flags=re.MULTILINE) for block in found}
+    names = [name for name in blocks if not name.startswith("--")]
+    shown = [blocks[name] for name in (*names, *(f"--{option}" for option in common))]
+    number = len(blocks) - len(names) + 1  # with --help
+    return "\n".join([head.rstrip(), "", *shown, f"  {'--help-all':<24} show all {number} options"])
+
+
+def _in_one_line(box: str) -> str:
+    r"""The first section of tyro's boxed error, with the nearest option or choice if there is one.
+
+    Example:
+        >>> _in_one_line("│ Unrecognized options: --stpes │\n│ ─ │\n│ Perhaps you meant: --steps │")
+        'Unrecognized options: --stpes. Did you mean --steps?'
+    """
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ") for line in box.splitlines()]
+    sections = " ".join(line for line in lines if not line.startswith(("╭", "╰"))).split(" ─")
+    text = sections[0].strip().rstrip(".")
+    offered = next((s for s in sections if "Perhaps you meant" in s), "")
+    wrong, *choices = re.findall(r"'([^']*)'", text) or [""]
+    near: Sequence[str] = re.findall(r"(?<=\s)--[a-z][\w-]*", offered)
+    return f"{text}.{f' Did you mean {near[0]}?' if near else nearest(wrong, choices)}"
 
 
 def _show(*parts: Any, to_stderr: bool = False) -> None:
@@ -55,25 +178,22 @@ def run_inspect(line: Line) -> None:
     """`dotmoe inspect MODEL`."""
     asked = line.config(InspectConfig)
     config, folder = dense_config(asked.model)
-    found = inspect_model(config, asked, stored=stored_dtype(config, family_of(config), folder))
-    if asked.json:
-        print(json.dumps({"model": asked.model, **found}, indent=2))
-    else:
-        _show(render(found, details=asked.details))
+    found = inspect_model(config, asked, stored=stored_dtype(config, folder))
+    found = {"model": asked.model, **found}
+    _show(json.dumps(found, indent=2) if asked.json else render(found, details=asked.details))
 
 
 def run_convert(line: Line) -> None:
     """`dotmoe convert MODEL OUT`."""
-    _show_summary(convert(line.config(RunConfig), Progress()))
+    made = convert(line.config(RunConfig), Progress())
+    if made.results:  # rank zero's alone
+        _show(page.summary(made.folder))
 
 
 def run_finetune(line: Line) -> None:
     """`dotmoe finetune RUN OUT`."""
-    _show_summary(finetune(line.config(FinetuneRunConfig), Progress()))
-
-
-def _show_summary(made: Conversion) -> None:
-    if made.results:  # rank zero's alone
+    made = finetune(line.config(FinetuneRunConfig), Progress())
+    if made.results:
         _show(page.summary(made.folder))
 
 
@@ -139,10 +259,8 @@ def run_evaluate(line: Line) -> None:
     """`dotmoe evaluate MODEL`."""
     config = line.config(EvaluateConfig)
     result = evaluate(config, Progress(), str(line))
-    if config.json:
-        print(json.dumps(result, indent=2))
-    else:
-        _show(page.evaluation(config.measurement, result))
+    said = page.evaluation(config.measurement, result)
+    _show(json.dumps(result, indent=2) if config.json else said)
 
 
 def run_analyse(line: Line) -> None:
@@ -159,10 +277,7 @@ def run_bench(line: Line) -> None:
     dense, moe = (str(gguf_file(Path(name)) or name) for name in (config.dense, config.moe))
     with Progress().bar("bench") as update:
         result = bench.bench(replace(config, dense=dense, moe=moe), update)
-    if config.json:
-        print(json.dumps(result, indent=2))
-    else:
-        _show(to_rich(bench.table(result)))
+    _show(json.dumps(result, indent=2) if config.json else to_rich(bench.table(result)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

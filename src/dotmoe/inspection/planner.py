@@ -13,8 +13,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from dotmoe.finetuning.repair import RIDGES
-from dotmoe.inspection.memory import step_memory
-from dotmoe.inspection.sizes import FLOAT32, Sizes, Step, dtype_name
+from dotmoe.inspection.sizes import FLOAT32, Sizes, Step, step_memory
 
 ROUTED_PASSES = 3
 """Over the input of an expert, once for each of k: it is gathered, and the outputs are summed."""
@@ -93,13 +92,7 @@ ACCELERATORS = {
 
 
 def measured_here(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.3) -> Accelerator:
-    """This machine: square matrices multiplied for a moment, and memory copied for another.
-
-    Args:
-        device: Of this machine.
-        dtype: Of the matrices.
-        seconds: About how long, for each.
-    """
+    """This machine: square matrices multiplied for about so long, and memory copied as long."""
     on_cpu = device.type == "cpu"
     width, entries = (512, 1 << 24) if on_cpu else (8_192, 1 << 28)
     # Varied entries: a GPU multiplies constants faster than it would real data.
@@ -122,28 +115,29 @@ def measured_here(device: torch.device, dtype: torch.dtype, *, seconds: float = 
     )
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16`, not `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def products(step: Step) -> dict[str, int]:
     """FLOP of the matrix products of one step on one GPU, by part.
 
     A backward costs one forward for the activations and, where all weights are trained, one more
     for the weights. Of attention the whole square counts. An alignment runs teacher and student.
     """
-    sizes, counts, widths, again = (
-        step.sizes,
-        step.sizes.counts,
-        step.sizes.widths,
-        step.checkpointing,
-    )
+    sizes, counts, widths = step.sizes, step.sizes.counts, step.sizes.widths
     tokens, trains_all = step.part(step.batch_size) * step.seq_len, step.train == "everything"
     ffn = counts.ffn_total if step.is_alignment else counts.ffn_active
     linear = 2 * (counts.attention_and_norms + ffn + counts.routers)
-    scores = 4 * step.seq_len * sizes.heads * sizes.traits.head_dim * widths.layers
+    scores = 4 * step.seq_len * sizes.queries * widths.layers
     head = (2 + step.is_alignment + trains_all) * 2 * widths.vocabulary * widths.model
+    again = step.checkpointing * (linear + scores)
     plan = 2 * sizes.affinities * step.is_alignment  # neurons' gradients are summed by expert
     return {
         "forward": tokens * (1 + step.is_alignment) * (linear + scores),
         "head and loss": tokens * head,
-        "backward": tokens * ((1 + trains_all + again) * linear + (2 + again) * scores + plan),
+        "backward": tokens * ((1 + trains_all) * linear + 2 * scores + again + plan),
     }
 
 
@@ -157,7 +151,7 @@ def repair_flops(sizes: Sizes, tokens: int, epochs: int) -> int:
     counts, width = sizes.counts, sizes.widths.model
     streams = 3 * 2 * (counts.attention_and_norms + counts.ffn_total) * tokens
     trained = (sizes.split.target == "ffn") * epochs * 14 * counts.ffn_total * tokens // 3
-    refitted = sum(
+    refitted: int = sum(
         2 * tokens * n * (n + width) + (len(RIDGES) + 1) * n**2 * (n // 3 + 2 * width)
         for n in sizes.repaired_inputs
     )
@@ -176,10 +170,10 @@ def moved(step: Step, passes: Efficiency) -> dict[str, int]:
         layer += ROUTED_PASSES * sizes.split.active_experts * widths.model
         logits //= 2  # of one model, not two
         optimizer = ADAM_BYTES * (step.part(step.trained) if step.sharded else step.trained)
-    forward = tokens * sizes.held * widths.layers * layer
+    forward = tokens * step.held * widths.layers * layer
     return {
         "forward": (1 + step.is_alignment) * forward,
-        "head and loss": tokens * sizes.held * logits,
+        "head and loss": tokens * step.held * logits,
         "backward": (2 + step.checkpointing) * forward,
         "assignment and optimizer" if step.is_alignment else "optimizer": optimizer,
     }
@@ -207,7 +201,7 @@ def traffic(step: Step) -> int:
     every micro-batch.
     """
     sizes, times = step.sizes, -(-step.part(step.batch_size) // step.micro_batch_size)
-    layers = sizes.held * sizes.widths.layers * sizes.layer_parameters
+    layers = step.held * sizes.widths.layers * sizes.layer_parameters
     gathering = step.sharded * times * (2 + step.is_alignment) * layers
     if step.is_alignment:
         return gathering + FLOAT32 * sizes.affinities
@@ -216,24 +210,14 @@ def traffic(step: Step) -> int:
 
 
 def plan(step: Step, gpu: Accelerator, *, gpus: int, nodes: int, tokens: int) -> dict[str, Any]:
-    """What is recommended on so many GPUs of one type, and what it would take.
+    """What is recommended for a run of so many tokens on nodes of so many GPUs, as JSON values.
 
-    Args:
-        step: What runs; where and at which micro-batch is decided here.
-        gpu: Type of all GPUs.
-        gpus: Of one node.
-        nodes: Of so many GPUs.
-        tokens: Of the whole run.
-
-    Returns:
-        JSON values. `choices` are the ways to run, whole before sharded weights and both before
-        checkpointing. `recommended` is the fastest that fits, or an earlier one that is as fast;
-        where none fits it is None, as are the hours, and `gpus_needed` says on how many one does.
+    `choices` are the ways to run, whole before sharded weights and both before checkpointing, at
+    the largest micro-batch. `recommended` is the fastest that fits, or an earlier one that is as
+    fast; where none fits it is None, as are the hours, and `gpus_needed` says on how many one does.
     """
-    ranks = gpus * nodes
-    ways = product((False, True), (False, True) if ranks > 1 else (False,))
-    choices = []
-    for checkpointing, sharded in ways:
+    ranks, choices = gpus * nodes, []
+    for checkpointing, sharded in product((False, True), (False, True)[: min(2, ranks)]):
         way = replace(step, ranks=ranks, sharded=sharded, checkpointing=checkpointing)
         fits = most_at_once(way, gpu)
         way = replace(way, micro_batch_size=max(1, fits))

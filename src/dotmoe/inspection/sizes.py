@@ -1,151 +1,59 @@
-"""What is asked of an inspection, and all that its estimates read of a model and of a step."""
+"""What estimates read of a model and of a step; what a conversion holds in memory and on disk.
+
+Bytes are for planning: allocator slack, the framework itself (about 1 GiB on a GPU) and the
+operating system come on top.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-import tyro
-from tyro.conf import Positional
 
-from dotmoe.checkpoint import Tensors
-from dotmoe.errors import UserError
-from dotmoe.granularity import ExpertsConfig, Granularity, parts_of, targets_of
-from dotmoe.models.family import DecoderTraits, Family, Widths, widths_of
-from dotmoe.options import at_least
-from dotmoe.parameters import ParameterCounts, count_parameters
+from dotmoe.granularity import Granularity, parts_of, targets_of
+from dotmoe.models.family import family_of, widths_of
+from dotmoe.moe.objective import chunk_rows
+from dotmoe.parameters import count_parameters
 
 Items = Mapping[str, int]
 """Bytes by what they are for."""
 
-PAPER_TOKENS = 3_500 * 64 * 2_048
-"""Tokens of the paper's alignment: steps, batch size, sequence length."""
 FLOAT32 = 4
-EXPORTED = (torch.float32, torch.bfloat16)
-"""Dtypes whose range and spacing hold the scaled routers."""
+FFN_TENSORS_IN_BACKWARD = 5
+"""Of the width that computes, while the gradient passes one FFN."""
+ROWS_IN_BACKWARD = 4
+"""Tensors of k rows a token at one moment of an expert layer's backward."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InspectConfig:
-    """What to look at before paying for a conversion."""
-
-    model: Annotated[Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """Local folder, GGUF file or hub name of the dense model; `embedded` is the bundled one."""
-    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
-    steps: Annotated[int, at_least(0)] = 3_500
-    """Optimizer steps of an alignment (`dotmoe convert --steps`, by itself 0). Paper: 3,500."""
-    batch_size: Annotated[int, at_least(1)] = 64
-    """Sequences a step. Paper: 64 (tab:hyperparams_moefication)."""
-    seq_len: Annotated[int, at_least(1)] = 2_048
-    """Tokens a sequence. Paper: 2,048 (tab:hyperparams_moefication)."""
-    micro_batch_size: Annotated[int, at_least(1)] = 4
-    """Sequences that are in memory at once; at most `batch_size`."""
-    bytes_per_weight: Literal[2, 4] | None = None
-    """Bytes of a dense weight in memory. Left out: 4 on a CPU, the checkpoint's on a GPU."""
-    calibration_tokens: Annotated[int, at_least(0)] | None = None
-    """Tokens seen by the training-free start; 0 for none. Left out: 40 a model dimension."""
-    device: str = "auto"
-    """Where it would run, and what is measured: cpu, cuda, or auto (a GPU if there is one)."""
-    task: Literal["align", "finetune"] = "align"
-    """What GPUs are to do: the alignment, or fine-tuning of what it gave."""
-    gpu: Literal["a100", "h100", "h200", "b200", "l40s"] | None = None
-    """GPU type. Left out: each of them."""
-    gpus: Annotated[int, at_least(1)] | None = None
-    """GPUs of one node. Left out: 1 and 8."""
-    nodes: Annotated[int, at_least(1)] = 1
-    """Nodes of so many GPUs, joined by InfiniBand."""
-    finetune_tokens: Annotated[int, at_least(1)] = 1_200_000_000
-    """Tokens of fine-tuning. Paper: 1.2B."""
-    finetune_batch_size: Annotated[int, at_least(1)] = 128
-    """Sequences a step of fine-tuning. Paper: 128 (tab:hyperparams_sft)."""
-    train: Literal["everything", "router", "lora"] = "everything"
-    """What fine-tuning trains: all weights and the routers, the routers alone, or low-rank
-    adapters on experts and attention and the routers."""
-    lora_rank: Annotated[int, at_least(1)] = 16
-    """Rank of the adapters."""
-    export_dtype: Literal["source", "float32", "bfloat16"] = "source"
-    """Dtype of the exported weights, as for convert; `source` keeps the checkpoint's."""
-    details: bool = False
-    """List what each size of memory and disk is the sum of, and all ways that were weighed."""
-    json: bool = False
-    """Print JSON, always with details, instead of tables."""
-
-    def check_together(self) -> None:
-        """Refuse a micro-batch larger than the batch."""
-        if self.micro_batch_size > self.batch_size:
-            raise UserError(
-                f"micro_batch_size is {self.micro_batch_size}, more than batch_size "
-                f"{self.batch_size}. Choose 1 to {self.batch_size}."
-            )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
     """All that the estimates read about a model and its split.
 
-    Dtypes are those of the dense checkpoint (`stored`) and of the exported one (`written`); `held`
-    are the bytes of a dense weight in memory while working.
+    Dtypes are those of the dense checkpoint (`stored`) and of the exported one (`written`).
     """
 
-    widths: Widths
-    traits: DecoderTraits
-    split: Granularity
-    counts: ParameterCounts
-    heads: int
-    """Query heads a layer."""
-    head_width: int
-    """Entries of all queries and keys of a token in one layer."""
-    stored: torch.dtype
-    written: torch.dtype
-    held: Literal[2, 4]
-
-    @property
-    def moe_layers(self) -> int:
-        """Layers that are split."""
-        return self.widths.layers - self.split.first_dense_layers
-
-    @property
-    def affinities_of_a_layer(self) -> int:
+    def __init__(
+        self, config: Any, split: Granularity, *, stored: torch.dtype, written: torch.dtype
+    ) -> None:
+        family = family_of(config)
+        self.split, self.stored, self.written = split, stored, written
+        self.widths, self.traits = widths_of(config), family.traits(config)
+        self.counts = counts = count_parameters(config, family, split)
+        self.queries: int = config.num_attention_heads * self.traits.head_dim
+        """Entries of all queries of a token in one layer."""
+        self.head_width: int = self.queries + config.num_key_value_heads * self.traits.head_dim
+        """The same with its keys."""
+        self.moe_layers = self.widths.layers - split.first_dense_layers
+        self.affinities_of_a_layer = sum(part.units * part.columns for part in parts_of(split))
         """Entries of A of all targets in a layer that is split."""
-        return sum(part.units * part.columns for part in parts_of(self.split))
-
-    @property
-    def affinities(self) -> int:
-        """Entries of A in the layers that are split."""
-        return self.moe_layers * self.affinities_of_a_layer
-
-    @property
-    def repaired_inputs(self) -> list[int]:
+        self.affinities = self.moe_layers * self.affinities_of_a_layer
+        inputs = {"ffn": self.widths.ffn, "attention": self.queries}
+        self.repaired_inputs = [inputs[part.target] for part in parts_of(split)]
         """Inputs of W_down, W_O or both, of those that a repair refits."""
-        inputs = {"ffn": self.widths.ffn, "attention": self.heads * self.traits.head_dim}
-        return [inputs[part.target] for part in parts_of(self.split)]
-
-    @property
-    def has_heads(self) -> bool:
-        """Whether some experts are made of heads."""
-        return targets_of(self.split) != "ffn"
-
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of one decoder layer: attention, its norms, FFN."""
+        self.has_heads = targets_of(split) != "ffn"
         # The last norm, of the model width, belongs to no layer.
-        in_layers = self.counts.attention_and_norms - self.widths.model + self.counts.ffn_total
-        return in_layers // self.widths.layers
-
-
-def sizes_of(config: Any, family: Family, split: Granularity, **dtypes: Any) -> Sizes:
-    """Gather what the estimates need, from a Hugging Face config, the split and the dtypes."""
-    traits = family.traits(config)
-    return Sizes(
-        widths=widths_of(config),
-        traits=traits,
-        split=split,
-        counts=count_parameters(config, family, split),
-        heads=config.num_attention_heads,
-        head_width=(config.num_attention_heads + config.num_key_value_heads) * traits.head_dim,
-        **dtypes,
-    )
+        in_layers = counts.attention_and_norms - self.widths.model + counts.ffn_total
+        self.layer_parameters = in_layers // self.widths.layers
+        """Of one decoder layer: attention, its norms, FFN."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,6 +71,8 @@ class Step:
     seq_len: int
     micro_batch_size: int
     """Sequences in memory at once on each GPU."""
+    held: Literal[2, 4] = 2
+    """Bytes of a dense weight in memory."""
     train: Literal["assignment", "everything", "router", "lora"] = "assignment"
     """`assignment`: an alignment, with a teacher, all experts and the dense weights frozen."""
     lora_rank: int = 16
@@ -210,21 +120,120 @@ class Step:
         return -(-number // self.ranks)
 
 
-def stored_dtype(config: Any, family: Family, folder: Path) -> torch.dtype:
-    """Dtype of the FFN weights in a checkpoint, or the config's while no weights are there.
+def step_memory(step: Step) -> Items:
+    """Peak of one optimizer step on one GPU, in the backward of a micro-batch."""
+    sizes, counts, width = step.sizes, step.sizes.counts, step.sizes.widths.model
+    tokens, layers = step.micro_batch_size * step.seq_len, sizes.widths.layers
+    stream, layer = step.held * width * tokens, kept_per_token(step) * tokens
+    kept = layers * stream + layer if step.checkpointing else layers * layer
+    weights, working = counts.dense_total, FFN_TENSORS_IN_BACKWARD * step.neurons
+    if step.sharded and step.ranks > 1:
+        weights = gathered(sizes) + (step.train != "everything") * step.part(weights)
+    if step.train == "lora":
+        # The sum of an expert's weights and its adapters stays for the layer's backward.
+        weights += counts.ffn_total // (layers if step.checkpointing else 1)
+    if step.is_alignment:
+        own, routers = step.own_affinities, counts.routers
+        trained = {
+            "affinities, routers, Adam": 3 * FLOAT32 * (own + routers),
+            # The plan's gradient is whole on each GPU.
+            "soft plan and gradients": FLOAT32 * (own + sizes.affinities + routers),
+        }
+    else:
+        is_divided = step.sharded and step.train == "everything"
+        own = step.part(step.trained) if is_divided else step.trained
+        trained = {"trained weights in float32, gradients, Adam": 4 * FLOAT32 * own}
+        working += ROWS_IN_BACKWARD * sizes.split.active_experts * width
+    # Of one chunk of logits: three tensors in float32, and 16-bit ones themselves.
+    vocabulary = sizes.widths.vocabulary
+    rows = min(tokens, chunk_rows(vocabulary, on_cpu=step.on_cpu))
+    chunk = rows * vocabulary * (3 * FLOAT32 + step.held * (step.held < FLOAT32))
+    return {
+        "dense weights": step.held * weights,
+        **trained,
+        "activations kept for the backward": kept,
+        "buffers of one layer, or one chunk of logits": max(step.held * working * tokens, chunk),
+        "hidden states": (3 if step.is_alignment else 2) * stream,
+    }
 
-    Where neither says anything it is bfloat16.
 
-    Raises:
-        UserError: A file is damaged or missing, or its weights are not plain numbers.
+def gathered(sizes: Sizes) -> int:
+    """Sharded parameters that are whole at one moment: this layer and the next, or the head."""
+    layers = min(2, sizes.widths.layers) * sizes.layer_parameters
+    return max(layers, sizes.widths.vocabulary * sizes.widths.model)
+
+
+def kept_per_token(step: Step) -> int:
+    """Bytes that the backward pass of one layer keeps for each token.
+
+        b * (2 N + 2 (H + H_kv) * head_dim) + 4 * (3 D + 4 E)
+
+    Frozen projections keep nothing of their inputs. In float32: the inputs of both norms and of
+    the router, four tensors of router scores, and the inputs of query and key norms if there are.
+    In fine-tuning: the N that run, and b * D more. Where experts are trained or adapted, their
+    inputs too, b * (N + k * D), and where all weights are, those of attention, b * D again.
     """
-    if not any(folder.glob("*.safetensors")):
-        dtype = getattr(config, "dtype", None) or torch.bfloat16
-        return getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    tensors = Tensors(folder, tied=False, part_of=lambda name: family.stored(config, name))
-    return tensors.dtype
+    sizes, width = step.sizes, step.sizes.widths.model
+    inputs = {"assignment": 0, "everything": 2}.get(step.train, 1)
+    trains_experts = step.train in ("everything", "lora")
+    inputs += trains_experts * sizes.split.active_experts
+    norms = 0 if sizes.traits.qk_norm == "none" else sizes.head_width
+    narrow = (2 + trains_experts) * step.neurons + 2 * sizes.head_width + inputs * width
+    return step.held * narrow + FLOAT32 * (3 * width + 4 * sizes.split.num_experts + norms)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16`, not `torch.bfloat16`."""
-    return str(dtype).removeprefix("torch.")
+def calibration_memory(sizes: Sizes, tokens: int, held: int) -> Items:
+    """Peak of the start from data of so many tokens, weights in `held` bytes each."""
+    widths = sizes.widths
+    return {
+        "dense weights": held * sizes.counts.dense_total,
+        # FFN inputs of one layer in float64 too.
+        "stream and FFN inputs": (2 * held + 2 * FLOAT32) * widths.model * tokens,
+        # Activations, their sizes, and these times the norms of W_down's columns.
+        "contributions of one layer": 3 * FLOAT32 * widths.ffn * tokens,
+        "affinities and routers": FLOAT32 * (sizes.affinities + sizes.counts.routers),
+    }
+
+
+def repair_memory(sizes: Sizes, tokens: int, held: int) -> Items:
+    """Peak of a repair on so many tokens; beside a GPU the host holds the second item."""
+    widths = sizes.widths
+    trained = 6 * FLOAT32 * 3 * widths.ffn * widths.model * (sizes.split.target == "ffn")
+    matrices = 5 * 2 * FLOAT32 * max(sizes.repaired_inputs) ** 2
+    return {
+        "dense weights": held * sizes.counts.dense_total,
+        "both streams, FFN inputs and wanted outputs": 4 * held * widths.model * tokens,
+        "matrices in float64, then one FFN's training": max(matrices, trained),
+    }
+
+
+def exported_bytes(sizes: Sizes) -> Items:
+    """The exported folder (glm4_moe; with experts made of heads dotmoe)."""
+    written, split = sizes.written.itemsize, sizes.split
+    tied = 0 if sizes.counts.output_head else sizes.counts.input_embedding
+    always = {
+        "exported weights and routers": written * sizes.counts.stored,
+        "tied head written out": written * tied,
+    }
+    if sizes.has_heads:
+        return always
+    empty = 0 if split.shared_size else split.expert_size
+    zeros = 3 * empty * sizes.widths.model * sizes.moe_layers
+    return always | {
+        "zero shared expert of the format": written * zeros,
+        "router score biases": FLOAT32 * sizes.moe_layers * split.num_experts,
+    }
+
+
+def disk(sizes: Sizes, tokens: int) -> Items:
+    """Bytes on disk of a run that reads so many tokens."""
+    trainables = sizes.affinities + sizes.counts.routers
+    units = sizes.widths.layers * sum(part.units for part in parts_of(sizes.split))
+    return {
+        "dense checkpoint (unless it is there)": sizes.stored.itemsize * sizes.counts.dense_total,
+        "packed tokens": 4 * tokens,
+        # A, routers and both moments; while a new one is written the last one is still there.
+        "two alignment checkpoints": 2 * 3 * FLOAT32 * trainables,
+        "layout": FLOAT32 * (units + sizes.counts.routers),
+        "exported folder": sum(exported_bytes(sizes).values()),
+    }

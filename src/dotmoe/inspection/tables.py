@@ -20,17 +20,14 @@ ITEMISED = {
 
 
 def render(found: Values, *, details: bool = False) -> RenderableType:
-    """What would be made of the model, what it would cost, and what to know before.
+    """What `inspect_model` found: what would be made of the model, its cost, and warnings.
 
-    Args:
-        found: From `inspect_model`.
-        details: Also the items that each size is the sum of, and all ways to run on GPUs.
+    With `details` also the items that each size is the sum of, and all ways to run on GPUs.
     """
-    before, after = [_model(found), counts_table(found["counts"]), _sizes(found, details)], []
+    before = [_model(found), counts_table(found["counts"]), _sizes(found, details)]
     if details:
         before += [_items(title, found[name]) for name, title in ITEMISED.items()]
-    if plans := found["plans"]:
-        after.append(_plans(plans))
+    after = [_plans(plans)] if (plans := found["plans"]) else []
     if details or len(plans) == 1:
         after += [table for plan in plans for table in _plan_details(plan)]
     if found["warnings"]:
@@ -50,9 +47,10 @@ def _model(found: Values) -> Table:
     )
     rows = [["model", model]]
     for part in parts:
-        units = {"ffn": "neurons", "attention": "query heads"}[part.target]
+        units, whole = "neurons", "FFN neurons"
+        if part.target == "attention":
+            units, whole = "query heads", "query heads; all keys and values"
         shared = f"and {part.shared_size} neurons always, " if part.shared_size else ""
-        whole = "FFN neurons" if part.target == "ffn" else "query heads; all keys and values"
         experts = (
             f"{which}{part.num_experts} experts of {part.expert_size} {units}; "
             f"{part.active_experts} run per token, {shared}"
@@ -64,6 +62,7 @@ def _model(found: Values) -> Table:
 
 def counts_table(counts: Values, title: str = "") -> Table:
     """Those of `ParameterCounts` that are there; each weight once, however often it is stored."""
+    whole = " (whole)" if counts.get("heads_total") else ""
     names = {
         "dense_total": "dense model",
         "stored": "dense model and routers",
@@ -72,9 +71,7 @@ def counts_table(counts: Values, title: str = "") -> Table:
         "active_with_routers": "  with routers",
         "active_without_embeddings": "  without embeddings and head",
         "floor": "outside what is split: always active",
-        "attention_and_norms": "  attention"
-        + " (whole)" * bool(counts.get("heads_total"))
-        + " and norms",
+        "attention_and_norms": f"  attention{whole} and norms",
         "input_embedding": "  input embedding",
         "output_head": "  output head" + " (tied)" * (counts.get("output_head") == 0),
     }
@@ -175,7 +172,5 @@ def _machine(plan: Values) -> str:
 
 
 def _items(title: str, items: Items) -> Table:
-    rows = [
-        [name, in_bytes(size)] for name, size in {**items, "total": sum(items.values())}.items()
-    ]
-    return Table(columns=(title, "size"), rows=rows)
+    whole = {**items, "total": sum(items.values())}
+    return table_of(whole, {title: str, "size": lambda name: in_bytes(whole[name])})
