@@ -271,6 +271,19 @@ def trained_repair() -> str:
     return parts("smollm2_trained.json")
 
 
+def decomposition() -> str:
+    """What each thing of the method costs on a real model, and what wins it back."""
+    record = result("smollm2_decomposition.json")
+    rows = record["rows"]
+    columns: dict[str, Callable[[str], str]] = {"what runs": str}
+    for text in rows["repaired"]:
+        columns[f"KL, {text}"] = partial(lambda t, name: f"{rows[name][t]['kl']:.3f}", text)
+        columns[f"nats above dense, {text}"] = partial(
+            lambda t, name: f"{rows[name][t]['nats_above_dense']:.3f}", text
+        )
+    return part(table_of(rows, columns), record, "smollm2_decomposition.json")
+
+
 def vllm() -> str:
     """Exports in a real vLLM beside Transformers."""
     record = result("vllm_parity.json")
@@ -488,6 +501,7 @@ PARTS: dict[str, Callable[[], str]] = {
         repaired,
         parts,
         trained_repair,
+        decomposition,
         vllm,
         speed,
         streaming,
