@@ -1,6 +1,7 @@
 """The command line itself: help, version, failures of the machine. Oracle: the words."""
 
 import errno
+import os
 import subprocess
 import sys
 from itertools import pairwise
@@ -52,3 +53,14 @@ def test_the_version_comes_without_pytorch():
 def test_failures_of_the_machine_are_one_line_and_defects_are_not(name, error, words):
     message = cli.message_of(error, name)
     assert message is None if words is None else words in message
+
+
+def test_a_reader_that_has_read_enough_is_no_failure():
+    code = (
+        "import sys; from dotmoe.cli import commands, run; "
+        "commands.run_bench = lambda line: commands._show('a table'); sys.exit(run(['bench']))"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert subprocess.run([sys.executable, "-c", code], stdout=writer).returncode == 0
+    os.close(writer)

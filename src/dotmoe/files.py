@@ -153,7 +153,7 @@ def complete_folder(out: Path) -> Iterator[Path]:
         UserError: `out` exists already and is not an empty folder, or another process writes it.
     """
     out = out.absolute()
-    if out.is_file() or (out.exists() and any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already. Remove it, or choose another folder.")
     partial, lock = (out.with_name(f".{out.name}.{end}") for end in ("partial", "lock"))
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -112,7 +112,7 @@ def from_values(cls: type[Config], values: Any, place: str) -> Config:
     if expected is not None and (command := values.pop(COMMAND, expected)) != expected:
         raise UserError(
             f"{place} is the config of a dotmoe {command}, not of a dotmoe {expected}. "
-            "Give it to the command it is for."
+            "Give it to the command it is for, or choose another folder."
         )
     kinds = {name: kind for name, kind, _ in _fields(cls)}
     for name, value in values.items():

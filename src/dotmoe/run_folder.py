@@ -138,6 +138,7 @@ class RunFolder:
         self._require_usable(config)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / _LOCK).touch()
         except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
             raise UserError(
                 f"{self.path} cannot be made ({error.strerror}: {error.filename}). Choose another "

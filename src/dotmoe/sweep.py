@@ -131,8 +131,8 @@ def _axis_of(config: SweepConfig) -> str:
         raise UserError(
             f"{len(chosen)} things are to be swept, but it must be 1. Give one of {options}."
         )
-    if config.experts.targets != "ffn":
-        raise UserError(f"targets is {config.experts.targets}, but a sweep is of FFNs.")
+    if (targets := config.experts.targets) != "ffn":
+        raise UserError(f"targets is {targets}, but a sweep is of FFNs. Use dotmoe compare.")
     (axis,) = chosen
     if config.measured_at and axis != "active":
         raise UserError("measured_at is for --over-active alone. Leave it out.")

@@ -160,9 +160,14 @@ def _in_one_line(box: str) -> str:
     return f"{text}.{f' Did you mean {near[0]}?' if near else nearest(wrong, choices)}"
 
 
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # which is no failure to `run`; Rich would exit with 1
+
+
 def _show(*parts: Any, to_stderr: bool = False) -> None:
     """Print text as it is, tables with frames, and in a file or pipe as wide as they are."""
-    console = Console(stderr=to_stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = _Output(stderr=to_stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 1_000  # more than a table needs
     for part in parts:

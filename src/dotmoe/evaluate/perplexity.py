@@ -37,8 +37,6 @@ from dotmoe.tables import Table, figure, percent, table_of
 
 PAPER_WINDOWS = (2048, 4096, 8192, 32768)
 """Windows of tab:seqlen_ppl, in tokens."""
-
-
 Heldout = Mapping[tuple[str, ...], TokenBlocks]
 """Blocks of held-out text by what to call them."""
 
@@ -178,8 +176,8 @@ def measure_perplexity(config: EvaluateConfig, progress: Progress) -> Values:
         name = config.tokenizer or str(read_json(file.parent / RECORD_FILE)["source"])
         tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder(name), local_files_only=True)
         window = corpus.window_in(GgufFile(file).size("context_length"))
+        text = packed_text(corpus, tokenizer)
         with LlamaCppModel(file, context=window) as model:
-            text = packed_text(corpus, tokenizer)
             return perplexity(row_nats(model.logits), text, window, 1, update)
 
     sides = by_side(config, progress, measured, of_gguf)

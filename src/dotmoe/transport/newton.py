@@ -134,9 +134,8 @@ class _SemiDual:
             tau = max(hot / factor, self.tau)
             wanted = tolerance if tau == self.tau else enough
             before, ratio = self.num_passes, hot / tau
-            start_E = solution_E * ratio + drift_E * (
-                1.0 - ratio
-            )  # tau * v is nearly linear in tau
+            # tau * v is nearly linear in tau.
+            start_E = solution_E * ratio + drift_E * (1.0 - ratio)
             potential_E, error = self.newton(start_E, tau, wanted)
             if tau == self.tau and error <= max(wanted, ROUNDING_ERROR):
                 return potential_E, error
