@@ -15,7 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from dotmoe.export import ExportRecord, GgufConfig, export
+from dotmoe.export import export
+from dotmoe.export.format import GgufConfig
+from dotmoe.export.record import ExportRecord
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, describe_dense, left_on_disk
 from dotmoe.models.dense import DenseModel

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dotmoe import bench
 from dotmoe.bench import BenchConfig, TransformersRunner
-from dotmoe.export import FORMATS
+from dotmoe.export.architectures import FORMATS
 from dotmoe.granularity import ExpertsConfig, Granularity, resolve
 from dotmoe.load import LoadConfig
 from dotmoe.models.dense import DenseModel

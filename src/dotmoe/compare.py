@@ -15,18 +15,17 @@ from dotmoe.calibrate import CalibrateConfig
 from dotmoe.config import PruneRunConfig, RunConfig, finetune_recipe
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.files import write_json, write_text
-from dotmoe.granularity import ExpertsConfig, Granularity, resolve
+from dotmoe.granularity import ExpertsConfig, Granularity, nearest_active_experts, resolve
 from dotmoe.load import describe_dense
+from dotmoe.models.dense import num_parameters
 from dotmoe.options import above, at_least, at_most
-from dotmoe.parameters import nearest_active_experts, num_parameters
 from dotmoe.pipeline import budget_of, convert, finetune, prune, split_of
 from dotmoe.progress import Progress
-from dotmoe.provenance import provenance
 from dotmoe.pruning import PRUNING, PruningName
 from dotmoe.report import plots
 from dotmoe.report.page import html_page
 from dotmoe.report.sections import Block
-from dotmoe.run_folder import RunFolder
+from dotmoe.run_folder import RunFolder, provenance
 from dotmoe.tables import Table, millions, percent, table_of, to_latex, to_markdown
 
 Row = dict[str, Any]

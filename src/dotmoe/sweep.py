@@ -10,7 +10,8 @@ from dotmoe.checkpoint import fingerprint
 from dotmoe.compare import COLUMNS, Point, Row, moe_row, plain_run, summary_of, write_summary
 from dotmoe.config import RunConfig
 from dotmoe.errors import UserError
-from dotmoe.evaluate import EvaluateConfig, TextConfig, evaluate
+from dotmoe.evaluate import evaluate
+from dotmoe.evaluate.models import EvaluateConfig, TextConfig
 from dotmoe.files import read_json, write_json
 from dotmoe.granularity import resolve
 from dotmoe.load import dense_config

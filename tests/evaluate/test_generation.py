@@ -5,8 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dotmoe.errors import UserError
-from dotmoe.evaluate import EvaluateConfig, TextConfig, evaluate
+from dotmoe.evaluate import EvaluateConfig, evaluate
 from dotmoe.evaluate.generation import continuations
+from dotmoe.evaluate.models import TextConfig
 
 PROMPTS = [[0, 40, 41, 42], [0, 99, 98, 97, 96, 95]]
 

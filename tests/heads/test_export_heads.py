@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dotmoe.bench import weights_of
-from dotmoe.export import ExportConfig, export, set_active_experts
+from dotmoe.export import ExportConfig, export
+from dotmoe.export.record import set_active_experts
 from dotmoe.moe.masked import masked_by
 from heads.families import FAMILIES, head_layout
 

@@ -12,8 +12,8 @@ from transformers import AutoConfig, GraniteConfig
 
 from dotmoe.cli import run
 from dotmoe.errors import UserError
-from dotmoe.inspection import PAPER_TOKENS, render, stored_dtype
-from dotmoe.inspection.tables import ITEMISED
+from dotmoe.inspection import PAPER_TOKENS, stored_dtype
+from dotmoe.inspection.tables import ITEMISED, render
 from dotmoe.tables import in_bytes
 
 EXACT = [

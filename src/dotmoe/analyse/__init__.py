@@ -13,9 +13,7 @@ from dotmoe.files import Values, read_json, sha256_of, write_json
 from dotmoe.granularity import targets_of
 from dotmoe.options import check, values_of
 from dotmoe.progress import Progress
-from dotmoe.provenance import provenance
-
-__all__ = ["ANALYSES", "AnalyseConfig", "Analysis", "analyse"]
+from dotmoe.run_folder import provenance
 
 FORM = 4
 """Of the result files. To be raised where their content changes, so that they are made anew."""

@@ -26,9 +26,8 @@ from dotmoe.baselines.moefication import by_predictor, co_activation, weight_clu
 from dotmoe.calibrate import RidgeRouter, affinity_of, expert_sums, log_energy, unit_logits
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity, joined, parts_of
-from dotmoe.layout import ALWAYS_ON, ExpertLayout
+from dotmoe.layout import ALWAYS_ON, AlignState, ExpertLayout
 from dotmoe.models.dense import DenseModel
-from dotmoe.moe.assignment import AlignState
 from dotmoe.moe.masked import gated
 from dotmoe.progress import Update, no_update
 

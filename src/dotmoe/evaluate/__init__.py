@@ -4,22 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dotmoe.evaluate import fidelity, generation, perplexity, tasks
-from dotmoe.evaluate.models import SIDES, EvaluateConfig, TextConfig, stock_nats
-from dotmoe.evaluate.perplexity import heldout_perplexity, packed_text
+from dotmoe.evaluate.models import SIDES, EvaluateConfig
 from dotmoe.files import Values, write_json
 from dotmoe.options import check
 from dotmoe.progress import Progress
-from dotmoe.provenance import provenance
+from dotmoe.run_folder import provenance
 from dotmoe.tables import Table
-
-__all__ = [
-    "EvaluateConfig",
-    "TextConfig",
-    "evaluate",
-    "heldout_perplexity",
-    "packed_text",
-    "stock_nats",
-]
 
 
 def _shown_perplexity(result: Values) -> list[Table | str]:

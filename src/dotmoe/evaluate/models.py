@@ -15,8 +15,7 @@ from tyro.conf import Positional
 from dotmoe.checkpoint import checkpoint_folder, require_checkpoint
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
-from dotmoe.export import require_checksums
-from dotmoe.export.record import RECORD_FILE
+from dotmoe.export.record import RECORD_FILE, require_checksums
 from dotmoe.load import LoadConfig, load_weights, resolved_dtype
 from dotmoe.options import at_least
 from dotmoe.progress import Progress, Update

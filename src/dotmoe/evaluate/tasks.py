@@ -14,8 +14,7 @@ from dotmoe.evaluate.models import SIDES, EvaluateConfig, model_folder
 from dotmoe.files import Values, read_json, sha256_of, write_json
 from dotmoe.load import resolved_dtype
 from dotmoe.progress import Progress
-from dotmoe.provenance import provenance
-from dotmoe.run_folder import STAGES
+from dotmoe.run_folder import STAGES, provenance
 from dotmoe.tables import Table, figure, table_of
 
 FEWSHOT_SEED = 1234

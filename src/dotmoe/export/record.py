@@ -23,10 +23,9 @@ from dotmoe.files import (
     write_json,
     write_text,
 )
-from dotmoe.granularity import Granularity
+from dotmoe.granularity import Granularity, count_parameters
 from dotmoe.models.dense import DenseModel
 from dotmoe.models.family import TARGETS
-from dotmoe.parameters import count_parameters
 from dotmoe.tables import Table, figure, percent, table_of, to_markdown
 
 RECORD_FILE = "dotmoe.json"

@@ -38,13 +38,10 @@ from dotmoe.inspection.sizes import (
     exported_bytes,
     repair_memory,
 )
-from dotmoe.inspection.tables import render
 from dotmoe.llama_cpp import most_active_experts_of
 from dotmoe.models.family import Multipliers, family_of
 from dotmoe.options import at_least, check
 from dotmoe.tables import in_bytes
-
-__all__ = ["InspectConfig", "inspect_model", "render", "stored_dtype"]
 
 PAPER_TOKENS = 3_500 * 64 * 2_048
 """Tokens of the paper's alignment: steps, batch size, sequence length."""

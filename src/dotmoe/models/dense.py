@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from dotmoe.models.family import Family, Widths, widths_of
 
@@ -100,3 +101,27 @@ def _arguments(dense: DenseModel, tokens_1T: Tensor) -> list[dict[str, Any]]:
         for hook in hooks:
             hook.remove()
     return found
+
+
+def meta_model(config: Any, dtype: torch.dtype | None = None) -> nn.Module:
+    """The stock model of a config, frozen, without storage, in `dtype` or that of the config."""
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype or config.dtype
+        )
+    return model.requires_grad_(False).eval()
+
+
+def compute_constants(model: nn.Module, device: torch.device) -> None:
+    """Make the modules anew that hold what no checkpoint stores: rotary frequencies."""
+    config = model.config
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            buffers = {key for key, _ in child.named_buffers(recurse=False)}
+            if buffers - child.state_dict().keys():
+                setattr(parent, name, type(child)(config).to(device))
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Parameters of a module; a tied head is counted once."""
+    return sum(parameter.numel() for parameter in module.parameters())
