@@ -83,11 +83,9 @@ class Point(NamedTuple):
 def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     """Make every run that is not finished yet, and write `compare.json`, `.md`, `.html` and `.tex`.
 
-    Where matplotlib is installed, `compare.svg` shows perplexity against active parameters.
-
-    Raises:
-        UserError: As `convert`; or no text to measure on, two budgets, one that cannot be met, an
-            option that is not built for heads. Runs that were finished before are kept.
+    Where matplotlib is installed, `compare.svg` shows perplexity against active parameters. Raises
+    a `UserError`: as `convert`; or no text to measure on, two budgets, one that cannot be met, an
+    option that is not built for heads. Runs that were finished before are kept.
     """
     for name in ("active_params", "finetune_steps"):
         if config.experts.targets != "ffn" and (value := getattr(config, name)):

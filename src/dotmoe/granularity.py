@@ -181,11 +181,8 @@ def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
     """Turn what was asked for into E, s and k for one FFN width.
 
     What is not given: s is `default_expert_size`, and k is a quarter of E. A share of E is rounded
-    half up, to at least 1.
-
-    Raises:
-        UserError: Experts that do not fit the width (the nearest that do are named), k above E, or
-            two settings that contradict each other.
+    half up, to at least 1. Raises a `UserError`: experts that do not fit the width (the nearest
+    that do are named), k above E, or two settings that contradict each other.
 
     Example:
         >>> resolve(ExpertsConfig(), 11_008)

@@ -55,8 +55,7 @@ def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, An
         metrics by run, step by step), and for `over_active` `grid`: `trained_at` and `measured_at`
         (shares), `perplexity_AB` and `loss_above_dense_AB`, a row for each trained share.
 
-    Raises:
-        UserError: As `convert`; or, before anything is run, options that do not go together.
+    Raises a `UserError`: as `convert`; or, before anything is run, options that do not go together.
     """
     progress, axis = progress or Progress(quiet=True), _axis_of(config)
     values, plain = dict.fromkeys(getattr(config, f"over_{axis}")), plain_run(config)

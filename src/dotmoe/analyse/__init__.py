@@ -59,9 +59,8 @@ def analyse(
     Returns:
         Contents of the result files, by name; those the run has nothing for are left out.
 
-    Raises:
-        UserError: No finished run, a number out of range, another process at work in the run
-            folder, or an analysis that was asked for by name cannot be made.
+    Raises a `UserError`: no finished run, a number out of range, another process at work in the run
+    folder, or an analysis that was asked for by name cannot be made.
     """
     check(config)
     for name in config.only:

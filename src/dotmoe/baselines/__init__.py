@@ -91,10 +91,7 @@ def granularity_of(method: str, split: Granularity, config: BaselineConfig) -> G
     """The split of a method, at the active neurons of `split`.
 
     A method with a shared expert merges `shared_experts` of the k active experts into it, unless
-    `split` has one.
-
-    Raises:
-        UserError: The method cannot have that split.
+    `split` has one. Raises a `UserError`: the method cannot have that split.
 
     Example:
         >>> granularity_of("cmoe", Granularity(num_experts=16, expert_size=8, active_experts=4),

@@ -37,10 +37,8 @@ def evaluate(
     """Make the one measurement that is asked for.
 
     The result has `name`, `command` (what was typed) and `provenance`, and also lies in
-    `config.out`/NAME.json if a folder was named.
-
-    Raises:
-        UserError: Options out of range, no such model or text, or one that does not fit the other.
+    `config.out`/NAME.json if a folder was named. Raises a `UserError`: options out of range, no
+    such model or text, or one that does not fit the other.
     """
     check(config)
     measure, _ = MEASUREMENTS[config.measurement]

@@ -176,8 +176,7 @@ def loaded(folder: Path, load: LoadConfig) -> StockModel:
 def model_folder(name: str) -> Path:
     """Folder of a checkpoint that stock Transformers can load.
 
-    Raises:
-        UserError: There is none, it is a damaged export, or a GGUF that dotmoe exported.
+    Raises a `UserError`: there is none, it is a damaged export, or a GGUF that dotmoe exported.
     """
     file = gguf_file(Path(name))
     if file and (file.parent / RECORD_FILE).is_file():

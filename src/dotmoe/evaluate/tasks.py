@@ -72,10 +72,8 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
     """Run `config.tasks`: of each model its `tasks`, as in their files, and `averages`.
 
     A task that is finished already, of the same model with the same settings, is read and not run
-    again; one that was interrupted starts anew.
-
-    Raises:
-        UserError: No harness, model, task or file, or another result where one would be written.
+    again; one that was interrupted starts anew. Raises a `UserError`: no harness, model, task or
+    file, or another result where one would be written.
     """
     version = harness.require_harness()
     names = list(dict.fromkeys(t for name in config.tasks for t in TASK_SETS.get(name, [name])))

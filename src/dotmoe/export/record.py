@@ -239,10 +239,8 @@ def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
     What decides what a runtime does is replaced last and in one step: a process that is killed
     leaves a model with the old k or one with the new, and the same call finishes what it left.
     After an error in writing, such as a full disk, all files are the old ones. The card's
-    perplexities, measured with the old k, are left out of the new one.
-
-    Raises:
-        UserError: No such export, it is damaged, its weights depend on k, or k out of range.
+    perplexities, measured with the old k, are left out of the new one. Raises a `UserError`: no
+    such export, it is damaged, its weights depend on k, or k out of range.
     """
     record = ExportRecord.load(folder)
     require_free_k(folder, record, active_experts)

@@ -292,8 +292,7 @@ def finetune(
     Returns:
         The same experts with trained routers.
 
-    Raises:
-        UserError: See `train`; or the dtype to compute in is float16.
+    Raises a `UserError`: see `train`; or the dtype to compute in is float16.
     """
     device = resolved_device(load.device)
     dtype = resolved_dtype(load.dtype, device)

@@ -151,8 +151,7 @@ def repair(
         attention `target`) what `refit` says, and of a trained FFN the `trained_error`, which is
         what is left on held-out tokens of the error of the dense weights.
 
-    Raises:
-        UserError: Too little text, or a k out of range.
+    Raises a `UserError`: too little text, or a k out of range.
     """
     config.require(layout.granularity)
     streams = _Streams(dense, layout, blocks, config)

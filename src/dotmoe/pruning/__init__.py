@@ -78,8 +78,7 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
         Contents of `pruning.json`: `parameters` that work on a token and that are `stored`,
         `calibration_tokens` read, `seconds` without reading and writing models, `plan`.
 
-    Raises:
-        UserError: The method does not fit the model.
+    Raises a `UserError`: the method does not fit the model.
     """
     PRUNING[method].require(inputs.dense)
     total, started = num_parameters(inputs.dense.model), time.monotonic()
