@@ -79,6 +79,7 @@ def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, An
     summary = summary_of(config, points, rows_of, progress)
     summary |= {"axis": axis, "curves": curves}
     if axis == "active":
+        points = [point for point in points if point.name not in summary["left_out"]]
         measured = [_measured(config, point, active, progress) for point in points]
         by_k = [{at["active_experts"]: at for at in curve["points"]} for curve in measured]
         at_AB = [[points_by_k[k] for k in active] for points_by_k in by_k]
