@@ -32,7 +32,7 @@ from dotmoe.finetuning.repair import RepairConfig, repair
 from dotmoe.granularity import ExpertsConfig, Granularity, joined, parts_of, splits_of
 from dotmoe.layout import AlignState, extract
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.moe.masked import masked, masked_by
 from dotmoe.progress import Progress
 from dotmoe.tokenise import Text, tokenise

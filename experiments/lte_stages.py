@@ -28,7 +28,7 @@ from dotmoe.evaluate.perplexity import heldout_perplexity
 from dotmoe.files import write_json
 from dotmoe.finished_run import FinishedRun
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.run_folder import provenance
 
 

@@ -28,7 +28,7 @@ from dotmoe.files import write_json
 from dotmoe.finetuning import Finetuning, Student
 from dotmoe.finished_run import FinishedRun
 from dotmoe.load import LoadConfig, describe_dense, load_dense
-from dotmoe.models.dense import DenseModel, meta_model
+from dotmoe.models.family import DenseModel, meta_model
 from dotmoe.moe.masked import masked_by
 from dotmoe.run_folder import provenance
 from dotmoe.training.loop import train

@@ -35,7 +35,7 @@ from dotmoe.files import write_json
 from dotmoe.finished_run import FinishedRun
 from dotmoe.layout import ExpertLayout, extract
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.moe.masked import masked, masked_by, watched
 from dotmoe.moe.objective import Taught
 from dotmoe.run_folder import provenance

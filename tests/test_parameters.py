@@ -5,8 +5,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from dotmoe.errors import UserError
 from dotmoe.granularity import ExpertsConfig, count_parameters, nearest_active_experts, resolve
-from dotmoe.models.dense import meta_model
-from dotmoe.models.family import family_of
+from dotmoe.models.family import family_of, meta_model
 
 
 def published(kind, vocabulary, width, ffn, layers, heads, key_value_heads, tied=False):

@@ -22,7 +22,7 @@ from dotmoe.distributed import (
 )
 from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.layout import AlignState, AssignmentConfig
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.moe.masked import Masking, masked, recomputing
 from dotmoe.moe.objective import Objective, ObjectiveConfig, require_trainable
 from dotmoe.options import above, at_least, between

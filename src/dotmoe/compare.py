@@ -17,7 +17,7 @@ from dotmoe.errors import UserError, VerificationError
 from dotmoe.files import write_json, write_text
 from dotmoe.granularity import ExpertsConfig, Granularity, nearest_active_experts, resolve
 from dotmoe.load import describe_dense
-from dotmoe.models.dense import num_parameters
+from dotmoe.models.family import num_parameters
 from dotmoe.options import above, at_least, at_most
 from dotmoe.pipeline import budget_of, convert, finetune, prune, split_of
 from dotmoe.progress import Progress

@@ -12,8 +12,7 @@ from fractions import Fraction
 from typing import Annotated, Any, Literal, TypeVar
 
 from dotmoe.errors import UserError
-from dotmoe.models.dense import meta_model, num_parameters
-from dotmoe.models.family import Family
+from dotmoe.models.family import Family, meta_model, num_parameters
 from dotmoe.options import above, at_least, at_most
 
 PAPER_EXPERT_SIZE, PAPER_ACTIVE = 128, 0.25

@@ -48,7 +48,7 @@ from dotmoe.finished_run import FinishedRun
 from dotmoe.granularity import Granularity, count_parameters, splits_of
 from dotmoe.layout import AlignState, ExpertLayout, extract
 from dotmoe.load import describe_dense, is_divided, left_on_disk, load_dense, load_here
-from dotmoe.models.dense import DenseModel, num_parameters
+from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.moe.masked import masked_by
 from dotmoe.moe.objective import ObjectiveConfig, steps_to_take
 from dotmoe.options import checked, values_of

@@ -16,7 +16,7 @@ from dotmoe.export.record import ExportRecord
 from dotmoe.finished_run import FinishedRun
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, describe_dense, left_on_disk
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.options import at_least, check
 from dotmoe.progress import Update, no_update
 

@@ -21,7 +21,7 @@ from dotmoe.data import (
 )
 from dotmoe.data.sources import SELF, DataConfig, documents, sources_of
 from dotmoe.files import read_json, write_json
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.options import above, at_least
 from dotmoe.progress import Progress, Update, no_update
 

@@ -12,7 +12,7 @@ from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.inspection.sizes import Sizes, disk, exported_bytes, kept_per_token, step_memory
 from dotmoe.layout import AlignState, AssignmentConfig
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.models.dense import meta_model
+from dotmoe.models.family import meta_model
 from dotmoe.moe.masked import masked, recomputing
 
 E, K, ROWS, LENGTH = 16, 4, 4, 128

@@ -27,7 +27,7 @@ from dotmoe.calibrate import RidgeRouter, affinity_of, expert_sums, log_energy, 
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.layout import ALWAYS_ON, AlignState, ExpertLayout
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.moe.masked import gated
 from dotmoe.progress import Update, no_update
 

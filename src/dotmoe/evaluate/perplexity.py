@@ -31,7 +31,7 @@ from dotmoe.export.architectures import FORMATS
 from dotmoe.export.record import RECORD_FILE, ExportRecord, require_checksums, require_free_k
 from dotmoe.files import Values, read_json
 from dotmoe.load import load_weights
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.progress import Progress, Update, no_update
 from dotmoe.tables import Table, figure, percent, table_of
 

@@ -19,8 +19,7 @@ from dotmoe.export.verify import sample_tokens
 from dotmoe.files import complete_folder
 from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.layout import ExpertLayout
-from dotmoe.models.dense import DenseModel
-from dotmoe.models.family import TARGETS
+from dotmoe.models.family import TARGETS, DenseModel
 from dotmoe.progress import Update, no_update
 
 

@@ -24,8 +24,7 @@ from dotmoe.files import (
     write_text,
 )
 from dotmoe.granularity import Granularity, count_parameters
-from dotmoe.models.dense import DenseModel
-from dotmoe.models.family import TARGETS
+from dotmoe.models.family import TARGETS, DenseModel
 from dotmoe.tables import Table, figure, percent, table_of, to_markdown
 
 RECORD_FILE = "dotmoe.json"

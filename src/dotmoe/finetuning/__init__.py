@@ -29,7 +29,7 @@ from dotmoe.distributed import (
 from dotmoe.files import write_json
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, fill_own_rows, is_sharded, load_dense, resolved_dtype
-from dotmoe.models.dense import DenseModel, compute_constants, meta_model
+from dotmoe.models.family import DenseModel, compute_constants, meta_model
 from dotmoe.moe.masked import recomputing
 from dotmoe.moe.objective import (
     Objective,

@@ -21,8 +21,7 @@ from dotmoe.files import read_json, write_json
 from dotmoe.finetuning import LAYOUT, MODEL, begin_checkpoint
 from dotmoe.granularity import Granularity, parts_of
 from dotmoe.layout import ExpertLayout
-from dotmoe.models.dense import TOKENS_AT_ONCE, DenseModel, Stream
-from dotmoe.models.family import TARGETS, Target
+from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, DenseModel, Stream, Target
 from dotmoe.moe.masked import Masking, masked, maskings_of, watched
 from dotmoe.options import at_least
 from dotmoe.progress import Update, no_update

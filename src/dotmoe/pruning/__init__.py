@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from dotmoe.files import read_json, write_json
 from dotmoe.finetuning import MODEL as MODEL
 from dotmoe.finetuning import write_weights
-from dotmoe.models.dense import DenseModel, num_parameters
+from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.pruning import two_of_four
 from dotmoe.pruning.by_curvature import k_obd, llm_surgeon, require_memory
 from dotmoe.pruning.contract import Pruned

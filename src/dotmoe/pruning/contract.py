@@ -11,8 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dotmoe.errors import UserError
-from dotmoe.models.dense import TOKENS_AT_ONCE, DenseModel, num_parameters
-from dotmoe.models.family import DecoderTraits
+from dotmoe.models.family import TOKENS_AT_ONCE, DecoderTraits, DenseModel, num_parameters
 from dotmoe.moe.masked import recomputing
 from dotmoe.progress import Update, no_update
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dotmoe.models.dense import DenseModel, Stream, num_parameters
+from dotmoe.models.family import DenseModel, Stream, num_parameters
 from dotmoe.moe.masked import watched
 from dotmoe.pruning.contract import Pruned, PruneInputs, refusing
 
