@@ -106,11 +106,9 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
 
     `on_progress` is told rounds done, rounds in all, and the point.
 
-    Returns:
-        JSON values: both models, every point of both, ratios, settings and provenance.
-
-    Raises a `UserError`: the two are not a dense model and its MoE, or not for the same software;
-    no such model, device or context, no llama.cpp, or too little memory.
+    Returns JSON values: both models, every point of both, ratios, settings and provenance. Raises a
+    `UserError`: the two are not a dense model and its MoE, or not for the same software; no such
+    model, device or context, no llama.cpp, or too little memory.
     """
     check(config)
     in_gguf = config.moe.lower().endswith(".gguf")

@@ -50,11 +50,9 @@ def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, An
     Runs have the same model, text, seed and budget. Each is a run folder of its own, so that a
     sweep that was stopped goes on where it was, and one with more values makes only those.
 
-    Returns:
-        Contents of `sweep.json`: `axis`, `rows` (the dense model's first), `curves` (training
-        metrics by run, step by step), and for `over_active` `grid`: `trained_at` and `measured_at`
-        (shares), `perplexity_AB` and `loss_above_dense_AB`, a row for each trained share.
-
+    Returns the contents of `sweep.json`: `axis`, `rows` (the dense model's first), `curves`
+    (training metrics by run, step by step), and for `over_active` `grid`: `trained_at` and
+    `measured_at` (shares), `perplexity_AB` and `loss_above_dense_AB`, a row for each trained share.
     Raises a `UserError`: as `convert`; or, before anything is run, options that do not go together.
     """
     progress, axis = progress or Progress(quiet=True), _axis_of(config)

@@ -56,9 +56,7 @@ def analyse(
 
     `command` is what was typed, for the record.
 
-    Returns:
-        Contents of the result files, by name; those the run has nothing for are left out.
-
+    Returns the contents of the result files, by name; those the run has nothing for are left out.
     Raises a `UserError`: no finished run, a number out of range, another process at work in the run
     folder, or an analysis that was asked for by name cannot be made.
     """

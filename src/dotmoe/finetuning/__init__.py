@@ -289,10 +289,8 @@ def finetune(
     files of `dense`, which is described; where that is a repaired model, `origin` is the dense one
     to learn from. `load` says the dtype to compute in, and whether ranks divide the weights.
 
-    Returns:
-        The same experts with trained routers.
-
-    Raises a `UserError`: see `train`; or the dtype to compute in is float16.
+    Returns the same experts with trained routers. Raises a `UserError`: see `train`; or the dtype
+    to compute in is float16.
     """
     device = resolved_device(load.device)
     dtype = resolved_dtype(load.dtype, device)

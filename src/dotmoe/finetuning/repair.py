@@ -145,12 +145,10 @@ def repair(
     checkpoint with the new projections in the dtypes of its source, `layout.safetensors` and
     `repair.json`.
 
-    Returns:
-        Contents of `repair.json`: `tokens`, `active_experts`, and of each of `layers` (and with
-        attention `target`) what `refit` says, and of a trained FFN the `trained_error`, which is
-        what is left on held-out tokens of the error of the dense weights.
-
-    Raises a `UserError`: too little text, or a k out of range.
+    Returns the contents of `repair.json`: `tokens`, `active_experts`, and of each of `layers` (and
+    with attention `target`) what `refit` says, and of a trained FFN the `trained_error`, which is
+    what is left on held-out tokens of the error of the dense weights. Raises a `UserError`: too
+    little text, or a k out of range.
     """
     config.require(layout.granularity)
     streams = _Streams(dense, layout, blocks, config)

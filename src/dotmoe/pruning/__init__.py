@@ -74,11 +74,9 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
     `folder` receives `model/`, a stock checkpoint in the dtype of the dense one, or in its place
     `tensors.safetensors`, and `pruning.json`.
 
-    Returns:
-        Contents of `pruning.json`: `parameters` that work on a token and that are `stored`,
-        `calibration_tokens` read, `seconds` without reading and writing models, `plan`.
-
-    Raises a `UserError`: the method does not fit the model.
+    Returns the contents of `pruning.json`: `parameters` that work on a token and that are `stored`,
+    `calibration_tokens` read, `seconds` without reading and writing models, `plan`. Raises a
+    `UserError`: the method does not fit the model.
     """
     PRUNING[method].require(inputs.dense)
     total, started = num_parameters(inputs.dense.model), time.monotonic()
