@@ -1,11 +1,7 @@
 import pytest
 
 from dotmoe.errors import UserError
-from dotmoe.granularity import (
-    ExpertsConfig,
-    default_expert_size,
-    resolve,
-)
+from dotmoe.granularity import ExpertsConfig, default_expert_size, resolve
 
 
 def split(width, **settings):

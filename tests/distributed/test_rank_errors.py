@@ -8,12 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dotmoe import distributed
-from dotmoe.distributed import (
-    divided,
-    own_rows,
-    process_group,
-    resolved_device,
-)
+from dotmoe.distributed import divided, own_rows, process_group, resolved_device
 from dotmoe.errors import UserError
 
 

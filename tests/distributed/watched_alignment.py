@@ -135,11 +135,7 @@ def shared_failures():
     return {"said": said}
 
 
-JOBS = {
-    "run": watched_run,
-    "read_sizes": read_sizes,
-    "shared_failures": shared_failures,
-}
+JOBS = {"run": watched_run, "read_sizes": read_sizes, "shared_failures": shared_failures}
 
 
 def main(jobs, out):

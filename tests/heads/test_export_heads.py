@@ -103,9 +103,8 @@ def test_both_targets_and_leading_dense_layers(family, dense_of, layout_of, toke
     heads.expert_of_neuron_LN[0] = -1
     both = replace(layout_of(dense, dense_layers=1), beside=heads)
     model, record = exported(dense, both, tmp_path / "out", tokens_BT)
-    assert {layer.get("target", "ffn") for layer in record.verification["layers"]} == {
-        *("ffn", "attention"),
-    }
+    targets = {layer.get("target", "ffn") for layer in record.verification["layers"]}
+    assert targets == {"ffn", "attention"}
     with torch.no_grad(), masked_by(dense, both):
         expected = dense.model(tokens_BT).logits
     with torch.no_grad():

@@ -229,11 +229,7 @@ def pack(
 
 
 def pack_sources(
-    config: DataConfig,
-    tokenizer: Any,
-    path: Path,
-    max_tokens: int,
-    on_progress: Update = no_update,
+    config: DataConfig, tokenizer: Any, path: Path, max_tokens: int, on_progress: Update = no_update
 ) -> Record:
     """Tokenise, mix, join and cut into blocks of `config.seq_len` tokens, straight to a file.
 
