@@ -1,10 +1,10 @@
 import pytest
 import torch
-from affinities import affinity
 from torch import Tensor
 
 from dotmoe.transport import Capacity, balanced_plan, sinkhorn
 from dotmoe.transport.newton import _ImplicitPlan, factored
+from runs import affinity
 
 
 @pytest.mark.parametrize(

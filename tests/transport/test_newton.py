@@ -5,11 +5,11 @@ import numpy as np
 import ot
 import pytest
 import torch
-from affinities import affinity
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from dotmoe.transport import balanced_plan, newton, sinkhorn
+from runs import affinity
 
 SHAPES = [(512, 16), (24, 6), (40, 2), (30, 30), (7, 1)]
 WIDER_SHAPES = [(2960, 148), (1280, 10), (128, 128), (999, 27)]

@@ -1,8 +1,8 @@
 import numpy as np
 import torch
-from affinities import affinity
 
 from dotmoe.transport import sinkhorn
+from runs import affinity
 
 
 def test_few_sweeps_equal_plain_scaling_of_rows_and_columns() -> None:
