@@ -26,8 +26,8 @@ from dotmoe.granularity import Granularity
 from dotmoe.inspection.planner import ON_CPU, ON_GPU, Accelerator, products, seconds
 from dotmoe.inspection.sizes import Sizes, step_memory
 from dotmoe.inspection.sizes import Step as PlannedStep
-from dotmoe.models.dense import DenseModel
-from dotmoe.moe.assignment import AlignState, AssignmentConfig
+from dotmoe.layout import AlignState, AssignmentConfig
+from dotmoe.models.family import DenseModel
 from dotmoe.moe.masked import masked, recomputing
 from dotmoe.training.loop import adamw
 from random_models import (

@@ -39,7 +39,7 @@ import gpu_parts
 import real_model
 from dotmoe.errors import one_line
 from dotmoe.files import read_json, write_json
-from dotmoe.provenance import commit, provenance
+from dotmoe.run_folder import commit, provenance
 from dotmoe.tables import to_rich
 from gpu_goals import PARTS
 from rounds import require_device

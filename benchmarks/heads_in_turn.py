@@ -26,13 +26,13 @@ import tyro
 from dotmoe.align import AlignConfig, Alignment
 from dotmoe.calibrate import calibrate
 from dotmoe.config import RunConfig, recipe
-from dotmoe.evaluate import heldout_perplexity
+from dotmoe.evaluate.perplexity import heldout_perplexity
 from dotmoe.finetuning import MODEL
 from dotmoe.finetuning.repair import RepairConfig, repair
 from dotmoe.granularity import ExpertsConfig, Granularity, joined, parts_of, splits_of
+from dotmoe.layout import AlignState, extract
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.models.dense import DenseModel
-from dotmoe.moe.assignment import AlignState, extract
+from dotmoe.models.family import DenseModel
 from dotmoe.moe.masked import masked, masked_by
 from dotmoe.progress import Progress
 from dotmoe.tokenise import Text, tokenise

@@ -15,11 +15,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from dotmoe.export import ExportRecord, GgufConfig, export
+from dotmoe.export import export
+from dotmoe.export.format import GgufConfig
+from dotmoe.export.record import ExportRecord
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, describe_dense, left_on_disk
-from dotmoe.models.dense import DenseModel
-from dotmoe.models.family import family_of
+from dotmoe.models.family import DenseModel, family_of
 
 ROUTER_LOGIT_STD = 2.5
 """Of the random routers' logits, for FFN inputs of unit variance."""

@@ -14,7 +14,8 @@ import torch
 
 import alignment_step
 from dotmoe import DataConfig, LoadConfig, convert, finetune, finetune_recipe, recipe
-from dotmoe.evaluate import EvaluateConfig, TextConfig, evaluate
+from dotmoe.evaluate import evaluate
+from dotmoe.evaluate.models import EvaluateConfig, TextConfig
 from dotmoe.files import read_json
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.load import load_dense

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from dotmoe.analyse.overhead import Clock
 from dotmoe.files import write_json
-from dotmoe.provenance import provenance
+from dotmoe.run_folder import provenance
 
 Measured = TypeVar("Measured")
 Name = TypeVar("Name")

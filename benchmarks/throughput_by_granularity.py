@@ -21,10 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dotmoe import bench
 from dotmoe.bench import BenchConfig, TransformersRunner
-from dotmoe.export import FORMATS
+from dotmoe.export.architectures import FORMATS
 from dotmoe.granularity import ExpertsConfig, Granularity, resolve
 from dotmoe.load import LoadConfig
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 from random_models import QWEN25_7B, Shape, default_dtype, random_dense
 from rounds import keep, require_device
 from serving_speed import measured

@@ -16,7 +16,7 @@ from tyro.conf import Positional
 
 from dotmoe.data.sources import stdlib_documents
 from dotmoe.files import write_json
-from dotmoe.provenance import provenance
+from dotmoe.run_folder import provenance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

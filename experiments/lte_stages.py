@@ -24,12 +24,12 @@ from dotmoe.baselines import Baseline, active_share, routed_by_own
 from dotmoe.baselines.contract import next_token_loss
 from dotmoe.baselines.lte import soft_stage, stepped
 from dotmoe.calibrate import block_inputs, unit_logits
-from dotmoe.evaluate import heldout_perplexity
+from dotmoe.evaluate.perplexity import heldout_perplexity
 from dotmoe.files import write_json
 from dotmoe.finished_run import FinishedRun
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.models.dense import DenseModel
-from dotmoe.provenance import provenance
+from dotmoe.models.family import DenseModel
+from dotmoe.run_folder import provenance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,13 +19,14 @@ from tyro.conf import Positional
 
 from dotmoe import convert, finetune, finetune_recipe, recipe
 from dotmoe.config import RunConfig
-from dotmoe.evaluate import EvaluateConfig, TextConfig, evaluate
+from dotmoe.evaluate import evaluate
+from dotmoe.evaluate.models import EvaluateConfig, TextConfig
 from dotmoe.files import read_json, write_json
 from dotmoe.finetuning.repair import RepairConfig
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.load import LoadConfig
 from dotmoe.progress import Progress
-from dotmoe.provenance import provenance
+from dotmoe.run_folder import provenance
 
 DOCUMENTS = Path(__file__).resolve().parents[1] / "docs"
 RIVALS = ("random_split", "co_activation", "llama_moe_v2")

@@ -17,7 +17,7 @@ from tyro.conf import Positional
 
 from dotmoe.files import write_json
 from dotmoe.load import describe_dense
-from dotmoe.provenance import provenance
+from dotmoe.run_folder import provenance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,16 +22,15 @@ from tyro.conf import Positional
 from dotmoe.config import finetune_recipe
 from dotmoe.data import TokenBlocks, write_decontaminated
 from dotmoe.distributed import fsdp_mesh
-from dotmoe.evaluate import TextConfig, packed_text, stock_nats
-from dotmoe.evaluate.perplexity import perplexity
+from dotmoe.evaluate.models import TextConfig, stock_nats
+from dotmoe.evaluate.perplexity import packed_text, perplexity
 from dotmoe.files import write_json
 from dotmoe.finetuning import Finetuning, Student
 from dotmoe.finished_run import FinishedRun
 from dotmoe.load import LoadConfig, describe_dense, load_dense
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel, meta_model
 from dotmoe.moe.masked import masked_by
-from dotmoe.parameters import meta_model
-from dotmoe.provenance import provenance
+from dotmoe.run_folder import provenance
 from dotmoe.training.loop import train
 
 HELDOUT = ("python-stdlib-heldout",)

@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import Any
 
 from dotmoe.files import write_json
-from dotmoe.provenance import provenance
+from dotmoe.run_folder import provenance
 from readmes import readmes
 from specification import Experiment, Run, all_experiments, all_runs, folder_name, of_seeds
 

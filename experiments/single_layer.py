@@ -33,13 +33,12 @@ from dotmoe.calibrate import block_inputs, calibrate
 from dotmoe.config import RunConfig
 from dotmoe.files import write_json
 from dotmoe.finished_run import FinishedRun
-from dotmoe.layout import ExpertLayout
+from dotmoe.layout import ExpertLayout, extract
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.models.dense import DenseModel
-from dotmoe.moe.assignment import extract
+from dotmoe.models.family import DenseModel
 from dotmoe.moe.masked import masked, masked_by, watched
 from dotmoe.moe.objective import Taught
-from dotmoe.provenance import provenance
+from dotmoe.run_folder import provenance
 from dotmoe.training.loop import train
 
 RIVALS = ("cmoe", "llama_moe_v2", "random_split")

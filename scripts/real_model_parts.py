@@ -13,7 +13,7 @@ from dotmoe.config import RunConfig
 from dotmoe.export.record import ExportRecord
 from dotmoe.files import read_json, write_json
 from dotmoe.finished_run import FinishedRun
-from dotmoe.provenance import provenance
+from dotmoe.run_folder import provenance
 
 
 def row(name: str, run: Path) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from typing import Any
 
 from dotmoe.export.record import ExportRecord
 from dotmoe.files import read_json, write_json
-from dotmoe.provenance import provenance
-from dotmoe.run_folder import RunFolder
+from dotmoe.run_folder import RunFolder, provenance
 from real_model_rows import main_scores
 
 STAGES = ("calibrate", "align", "extract", "repair", "finetune", "export")

@@ -11,8 +11,8 @@ from dotmoe.align import AlignConfig, Alignment, align
 from dotmoe.data import TokenBlocks
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
+from dotmoe.layout import AlignState, AssignmentConfig, extract
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe.assignment import AlignState, AssignmentConfig, extract
 from dotmoe.moe.masked import masked
 from dotmoe.moe.objective import steps_to_take
 from dotmoe.training.loop import TrainingConfig, train

@@ -7,8 +7,7 @@ import torch
 
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
-from dotmoe.layout import ExpertLayout
-from dotmoe.moe.assignment import AlignState, AssignmentConfig, extract
+from dotmoe.layout import AlignState, AssignmentConfig, ExpertLayout, extract
 
 
 def layout(**changes):

@@ -4,9 +4,8 @@ import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from dotmoe.errors import UserError
-from dotmoe.granularity import ExpertsConfig, resolve
-from dotmoe.models.family import family_of
-from dotmoe.parameters import count_parameters, meta_model, nearest_active_experts
+from dotmoe.granularity import ExpertsConfig, count_parameters, nearest_active_experts, resolve
+from dotmoe.models.family import family_of, meta_model
 
 
 def published(kind, vocabulary, width, ffn, layers, heads, key_value_heads, tied=False):

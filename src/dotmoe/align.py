@@ -21,8 +21,8 @@ from dotmoe.distributed import (
     summed_rows,
 )
 from dotmoe.granularity import Granularity, joined, parts_of
-from dotmoe.models.dense import DenseModel
-from dotmoe.moe.assignment import AlignState, AssignmentConfig
+from dotmoe.layout import AlignState, AssignmentConfig
+from dotmoe.models.family import DenseModel
 from dotmoe.moe.masked import Masking, masked, recomputing
 from dotmoe.moe.objective import Objective, ObjectiveConfig, require_trainable
 from dotmoe.options import above, at_least, between
@@ -269,10 +269,8 @@ def align(
     Under torchrun each rank takes an equal part of every batch and solves the assignment of some
     layers; all ranks call this together, and return the same state. That of leading dense layers is
     the initial one. Teacher and student share the frozen weights of `dense`; `seed` is that of the
-    data order; see `train` of `folder`, `training` and `on_step`.
-
-    Raises:
-        UserError: As `train`; or the model was loaded in float16.
+    data order; see `train` of `folder`, `training` and `on_step`. Raises a `UserError`: as `train`;
+    or the model was loaded in float16.
     """
     schedule, dtype = config.schedule(blocks.num_blocks), next(dense.model.parameters()).dtype
     if schedule.steps == 0:

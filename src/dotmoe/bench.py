@@ -23,13 +23,13 @@ from tyro.conf import Positional
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.evaluate.models import in_context, model_folder
-from dotmoe.export import require_checksums
+from dotmoe.export.record import require_checksums
 from dotmoe.files import Values
 from dotmoe.llama_cpp import Runtime
 from dotmoe.load import LoadConfig, load_weights, resolved_dtype
 from dotmoe.options import above, at_least, at_most, check
 from dotmoe.progress import Update, no_update
-from dotmoe.provenance import provenance
+from dotmoe.run_folder import provenance
 from dotmoe.tables import Table, in_bytes, percent, table_of
 from dotmoe.worker import Worker
 
@@ -106,12 +106,9 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
 
     `on_progress` is told rounds done, rounds in all, and the point.
 
-    Returns:
-        JSON values: both models, every point of both, ratios, settings and provenance.
-
-    Raises:
-        UserError: The two are not a dense model and its MoE, or not for the same software; no such
-            model, device or context, no llama.cpp, or too little memory.
+    Returns JSON values: both models, every point of both, ratios, settings and provenance. Raises a
+    `UserError`: the two are not a dense model and its MoE, or not for the same software; no such
+    model, device or context, no llama.cpp, or too little memory.
     """
     check(config)
     in_gguf = config.moe.lower().endswith(".gguf")

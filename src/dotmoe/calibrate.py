@@ -13,10 +13,9 @@ from torch import Tensor
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import num_ranks
 from dotmoe.granularity import Granularity, joined, parts_of
+from dotmoe.layout import AlignState
 from dotmoe.load import whole_weights
-from dotmoe.models.dense import DenseModel, Stream
-from dotmoe.models.family import TARGETS, GatedFFN
-from dotmoe.moe.assignment import AlignState
+from dotmoe.models.family import TARGETS, DenseModel, GatedFFN, Stream
 from dotmoe.moe.masked import watched
 from dotmoe.moe.router import router_logits, top_k_mask
 from dotmoe.options import above, at_least

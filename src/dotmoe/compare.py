@@ -15,18 +15,17 @@ from dotmoe.calibrate import CalibrateConfig
 from dotmoe.config import PruneRunConfig, RunConfig, finetune_recipe
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.files import write_json, write_text
-from dotmoe.granularity import ExpertsConfig, Granularity, resolve
+from dotmoe.granularity import ExpertsConfig, Granularity, nearest_active_experts, resolve
 from dotmoe.load import describe_dense
+from dotmoe.models.family import num_parameters
 from dotmoe.options import above, at_least, at_most
-from dotmoe.parameters import nearest_active_experts, num_parameters
 from dotmoe.pipeline import budget_of, convert, finetune, prune, split_of
 from dotmoe.progress import Progress
-from dotmoe.provenance import provenance
 from dotmoe.pruning import PRUNING, PruningName
 from dotmoe.report import plots
 from dotmoe.report.page import html_page
 from dotmoe.report.sections import Block
-from dotmoe.run_folder import RunFolder
+from dotmoe.run_folder import RunFolder, provenance
 from dotmoe.tables import Table, millions, percent, table_of, to_latex, to_markdown
 
 Row = dict[str, Any]
@@ -84,11 +83,9 @@ class Point(NamedTuple):
 def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     """Make every run that is not finished yet, and write `compare.json`, `.md`, `.html` and `.tex`.
 
-    Where matplotlib is installed, `compare.svg` shows perplexity against active parameters.
-
-    Raises:
-        UserError: As `convert`; or no text to measure on, two budgets, one that cannot be met, an
-            option that is not built for heads. Runs that were finished before are kept.
+    Where matplotlib is installed, `compare.svg` shows perplexity against active parameters. Raises
+    a `UserError`: as `convert`; or no text to measure on, two budgets, one that cannot be met, an
+    option that is not built for heads. Runs that were finished before are kept.
     """
     for name in ("active_params", "finetune_steps"):
         if config.experts.targets != "ffn" and (value := getattr(config, name)):

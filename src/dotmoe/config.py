@@ -12,12 +12,12 @@ from dotmoe.calibrate import CalibrateConfig
 from dotmoe.data.sources import DataConfig
 from dotmoe.distributed import require_one_process
 from dotmoe.errors import UserError, nearest
-from dotmoe.export import ExportConfig
+from dotmoe.export.format import ExportConfig
 from dotmoe.finetuning import FinetuneConfig
 from dotmoe.finetuning.repair import RepairConfig
 from dotmoe.granularity import ExpertsConfig
+from dotmoe.layout import AssignmentConfig
 from dotmoe.load import LoadConfig
-from dotmoe.moe.assignment import AssignmentConfig
 from dotmoe.options import HOW, at_least
 from dotmoe.pruning import PruningName
 from dotmoe.tokenise import SampleConfig

@@ -147,10 +147,8 @@ def complete_folder(out: Path) -> Iterator[Path]:
     """A sibling `.OUT.partial` to write into; it becomes `out` when the block ends without error.
 
     Everything is on disk before the name changes, so `out` is never half-written, even after a
-    power cut. On any exception the partial folder is removed.
-
-    Raises:
-        UserError: `out` exists already and is not an empty folder, or another process writes it.
+    power cut. On any exception the partial folder is removed. Raises a `UserError`: `out` exists
+    already and is not an empty folder, or another process writes it.
     """
     out = out.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -10,7 +10,7 @@ from dotmoe.errors import UserError
 from dotmoe.finetuning import LAYOUT, MODEL
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import describe_dense
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.run_folder import RunFolder
 from dotmoe.tokenise import HELDOUT_FILES, Text
 

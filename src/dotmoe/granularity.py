@@ -1,5 +1,7 @@
 """How finely a layer is split: expert size s, experts E and active experts k of so many units.
 
+And what that makes of the parameters, exactly, from the Hugging Face config alone.
+
 Units are FFN neurons or query heads. Every layer has as many: one `Granularity` holds for all.
 """
 
@@ -10,6 +12,7 @@ from fractions import Fraction
 from typing import Annotated, Any, Literal, TypeVar
 
 from dotmoe.errors import UserError
+from dotmoe.models.family import Family, meta_model, num_parameters
 from dotmoe.options import above, at_least, at_most
 
 PAPER_EXPERT_SIZE, PAPER_ACTIVE = 128, 0.25
@@ -177,11 +180,8 @@ def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
     """Turn what was asked for into E, s and k for one FFN width.
 
     What is not given: s is `default_expert_size`, and k is a quarter of E. A share of E is rounded
-    half up, to at least 1.
-
-    Raises:
-        UserError: Experts that do not fit the width (the nearest that do are named), k above E, or
-            two settings that contradict each other.
+    half up, to at least 1. Raises a `UserError`: experts that do not fit the width (the nearest
+    that do are named), k above E, or two settings that contradict each other.
 
     Example:
         >>> resolve(ExpertsConfig(), 11_008)
@@ -278,3 +278,104 @@ def _require(name: str, value: int, ascending: list[int], whole: str) -> None:
             f"{name} is {value}, which does not divide the {whole} into 2 or more equal experts. "
             f"Choose {choose}."
         )
+
+
+# --- parameters ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterCounts:
+    """Counts of whole parameters; a tied output head is counted once."""
+
+    dense_total: int
+    stored: int
+    """The dense model's and the routers', less what is dropped: what files must hold."""
+    active: int
+    """Parameters that work on one token, without routers: the figure that papers print."""
+    active_with_routers: int
+    """The same with the router rows, all of which are read for every token."""
+    active_without_embeddings: int
+    """`active` without the input embedding and the output head."""
+    floor: int
+    """What conversion cannot remove: everything outside what is split."""
+    attention_and_norms: int
+    input_embedding: int
+    """The token embedding (and the head, if tied to it)."""
+    output_head: int
+    """The output projection; 0 if tied to the embedding."""
+    ffn_total: int
+    ffn_active: int
+    """FFN parameters that work on one token."""
+    heads_total: int
+    """Those that belong to one query head each, in W_Q and W_O; 0 where attention is not split."""
+    routers: int
+    """Router rows of all split layers."""
+
+    @property
+    def active_fraction(self) -> float:
+        """`active / dense_total`: what is left of the model, unlike the share of FFN neurons."""
+        return self.active / self.dense_total
+
+
+def count_parameters(config: Any, family: Family, granularity: Granularity) -> ParameterCounts:
+    """Exact counts of a dense model and its split.
+
+        active = all - (1 - k / E) * FFN        (FFN = 3 * d * d_ffn * L)
+        stored = all + L * E * d - 3 * d * dropped * L
+
+    where L counts the split layers only, and a shared expert is active. Of attention, 1 - k / E of
+    W_Q and W_O (2 * d * d_h * N_h * L, and a bias of queries) is idle; of W_O alone where all
+    queries are normed at once, since that needs them all. The split must be of the model's units.
+    """
+    model, traits = meta_model(config), family.traits(config)
+    total, width = num_parameters(model), config.hidden_size
+    ffn_total = 3 * width * config.intermediate_size * config.num_hidden_layers
+    embedding = model.get_input_embeddings().weight.numel()  # type: ignore[operator]
+    head = total - num_parameters(family.trunk(model))
+    of_a_query = 0 if traits.qk_norm == "full" else width + traits.qkv_bias
+    of_a_unit = {"ffn": 3 * width, "attention": traits.head_dim * (width + of_a_query)}
+    whole, idle = {"ffn": 0, "attention": 0}, {"ffn": 0, "attention": 0}
+    dropped = routers = 0
+    for split in parts_of(granularity):
+        layers = config.num_hidden_layers - split.first_dense_layers
+        size = of_a_unit[split.target]
+        whole[split.target] = config.num_hidden_layers * split.units * size
+        idle[split.target] = layers * (split.units - split.active_units) * size
+        dropped += layers * split.dropped_size * size
+        routers += layers * split.num_experts * width
+    active = total - sum(idle.values())
+    return ParameterCounts(
+        dense_total=total,
+        stored=total + routers - dropped,
+        active=active,
+        active_with_routers=active + routers,
+        active_without_embeddings=active - embedding - head,
+        floor=total - sum(whole.values()),
+        attention_and_norms=total - ffn_total - embedding - head,
+        input_embedding=embedding,
+        output_head=head,
+        ffn_total=ffn_total,
+        ffn_active=ffn_total - idle["ffn"],
+        heads_total=whole["attention"],
+        routers=routers,
+    )
+
+
+def nearest_active_experts(
+    share: float, config: Any, family: Family, granularity: Granularity
+) -> int:
+    """The k at which about that share of the dense model's parameters works on one token.
+
+    Of a split of FFNs without a shared expert, whose own k does not matter; shared experts that are
+    to be are counted in k. A `UserError`: one expert a layer is more than that.
+    """
+    experts, one = granularity.num_experts, replace(granularity, active_experts=1)
+    least = count_parameters(config, family, one)
+    an_expert = (least.dense_total - least.active) / (experts - 1)
+    active = experts - round((1 - share) * least.dense_total / an_expert)
+    if active < 1:
+        raise UserError(
+            f"active_params is {share:g}, but {least.active_fraction:.3f} of the parameters work "
+            "on a token where one expert a layer runs. Choose at least that."
+        )
+    return active

@@ -1,8 +1,13 @@
-"""`ExpertLayout`, in which every method ends, and all that export, evaluation and report know."""
+"""How units come to experts: affinities, their plans and rounding, and the layout that they become.
 
+`ExpertLayout`, in which every method ends, is all that export, evaluation and report know.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -13,6 +18,8 @@ from torch import Tensor
 from dotmoe.errors import UserError, one_line
 from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.models.family import TARGETS
+from dotmoe.options import above, at_least
+from dotmoe.transport import Capacity, TransportPlan, balanced_plan, greedy_assignment, sinkhorn
 
 ALWAYS_ON = -1
 """In place of an expert's number: the neuron runs for every token."""
@@ -138,10 +145,6 @@ class ExpertLayout:
         """The layout of one target, if it is split."""
         return next((part for part in parts_of(self) if part.target == target), None)
 
-    def with_active_experts(self, active_experts: int) -> "ExpertLayout":
-        """The same experts and routers with another k."""
-        return replace(self, active_experts=active_experts)
-
     def without_idlest(self, work_LE: Float[Tensor, "L E"], num_dropped: int) -> "ExpertLayout":
         """The same without so many experts of each split layer, those of least `work_LE`."""
         experts, own_LN = self.num_experts, self.expert_of_neuron_LN.clone()
@@ -158,33 +161,142 @@ class ExpertLayout:
         """Write as one safetensors file."""
         tensors, metadata = {}, {"format": "dotmoe-layout-1"}
         for part in parts_of(self):
-            expert_of_neuron = part.expert_of_neuron_LN.to(torch.int32).cpu().contiguous()
+            expert_of_neuron = part.expert_of_neuron_LN.to(torch.int32)
             tensors[in_file(part.target, "expert_of_neuron")] = expert_of_neuron
-            tensors[in_file(part.target, "router")] = part.router_LED.float().cpu().contiguous()
+            tensors[in_file(part.target, "router")] = part.router_LED.float()
             metadata[in_file(part.target, "active_experts")] = str(part.active_experts)
-        save_file(tensors, path, metadata=metadata)
+        save_file({n: t.cpu().contiguous() for n, t in tensors.items()}, path, metadata=metadata)
 
     @classmethod
     def load(cls, path: Path) -> "ExpertLayout":
         """Read a file written by `save`. A `UserError`: it is missing, truncated or no layout."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                said = file.metadata() or {}
-                names = {target: partial(in_file, target) for target in TARGETS}
-                return joined(
-                    cls(
-                        expert_of_neuron_LN=file.get_tensor(named("expert_of_neuron")).long(),
-                        router_LED=file.get_tensor(named("router")),
-                        active_experts=int(said[named("active_experts")]),
-                        target=target,
-                    )
-                    for target, named in names.items()
-                    if named("active_experts") in said
+        with _opened(path, "layout", "Extract again.") as (file, said, targets):
+            return joined(
+                cls(
+                    expert_of_neuron_LN=file.get_tensor(in_file(name, "expert_of_neuron")).long(),
+                    router_LED=file.get_tensor(in_file(name, "router")),
+                    active_experts=int(said[in_file(name, "active_experts")]),
+                    target=name,
                 )
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise UserError(f"{path} is no layout ({one_line(error)}). Extract again.") from error
+                for name in targets
+            )
 
 
 def in_file(target: str, name: str) -> str:
     """Name of a tensor or value of a target in the files of a run: that of FFNs is plain."""
     return name if target == "ffn" else f"{target}.{name}"
+
+
+@contextmanager
+def _opened(
+    path: Path, what: str, remedy: str, device: str = "cpu"
+) -> Iterator[tuple[Any, dict[str, str], Sequence[str]]]:
+    """A file of the run, its values, and the targets that it has routers of; else a `UserError`."""
+    try:
+        with safe_open(path, framework="pt", device=device) as file:
+            names = set(file.keys())
+            targets = [target for target in TARGETS if in_file(target, "router") in names]
+            yield file, file.metadata() or {}, targets
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise UserError(f"{path} is no {what} ({one_line(error)}). {remedy}") from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AssignmentConfig:
+    """How affinities become experts."""
+
+    tau_start: Annotated[float, above(0)] = 1.0
+    """Transport temperature at the first step, in units of affinity (paper: 1.0)."""
+    tau_end: Annotated[float, above(0)] = 0.1
+    """Transport temperature after the warm-up, and of every extraction (paper: 0.1)."""
+    solver: Literal["newton", "sinkhorn"] = "newton"
+    """`newton`: semi-dual Newton with implicit gradient, to convergence. `sinkhorn`: the paper's
+    unrolled sweeps."""
+    sinkhorn_sweeps: Annotated[int, at_least(1)] = 50
+    """Sweeps of the `sinkhorn` solver (paper: 50)."""
+
+    def tau(self, step: int, warmup_steps: int) -> float:
+        """Of a step: linear over the warm-up, then constant (app:log_domain_sinkhorn)."""
+        if step >= warmup_steps:
+            return self.tau_end
+        return self.tau_start + (self.tau_end - self.tau_start) * (step / warmup_steps)
+
+    def solve(
+        self,
+        affinity_LNE: Float[Tensor, "L N E"],
+        capacity: Capacity,
+        tau: float,
+        start_LE: Float[Tensor, "L E"] | None = None,
+    ) -> TransportPlan:
+        """Balanced soft plan of every layer, of which there may be none (eq:entropic_ot).
+
+        `start_LE` has column potentials of an earlier plan: a warm start, `newton` only. Gradient:
+        to the affinities, implicit for `newton`, unrolled for `sinkhorn`.
+        """
+        if self.solver == "sinkhorn":
+            sweeps = self.sinkhorn_sweeps
+            return sinkhorn(affinity_LNE, capacity=capacity, tau=tau, num_sweeps=sweeps)
+        return balanced_plan(affinity_LNE, capacity=capacity, tau=tau, start=start_LE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlignState:
+    """What the alignment phase learns, always float32."""
+
+    affinity_LNE: Float[Tensor, "L N F"]
+    """Score of unit n for expert e in each layer (A; "assignment logits" in the paper), and where
+    there is a shared expert its score for that in a last column."""
+    router_LED: Float[Tensor, "L E D"]
+    """Router rows."""
+    step: int
+    """Optimizer steps taken; 0 for an initial state."""
+    target: str = "ffn"
+    """What is split."""
+    beside: "AlignState | None" = None
+    """That of attention, where FFNs are not all."""
+
+    def save(self, path: Path) -> None:
+        """Write as one safetensors file."""
+        tensors = {}
+        for part in parts_of(self):
+            tensors[in_file(part.target, "affinity")] = part.affinity_LNE.cpu().contiguous()
+            tensors[in_file(part.target, "router")] = part.router_LED.cpu().contiguous()
+        save_file(tensors, path, metadata={"format": "dotmoe-state-1", "step": str(self.step)})
+
+    @classmethod
+    def load(cls, path: Path, device: torch.device) -> "AlignState":
+        """Read a file written by `save`; a `UserError` says what is wrong with it."""
+        remedy = "Delete its folder to run the stage again."
+        with _opened(path, "alignment state", remedy, str(device)) as (file, said, targets):
+            return joined(
+                cls(
+                    affinity_LNE=file.get_tensor(in_file(name, "affinity")),
+                    router_LED=file.get_tensor(in_file(name, "router")),
+                    step=int(said["step"]),
+                    target=name,
+                )
+                for name in targets
+            )
+
+
+@torch.no_grad()
+def extract(state: AlignState, split: Granularity, config: AssignmentConfig) -> ExpertLayout:
+    """STAGE extract: round the plan at the final temperature to the layout that is exported.
+
+    Router rows are centred over experts first: that changes no routing, and keeps the gates of the
+    exported architecture closest to 1. All neurons of leading dense layers are always on.
+    """
+    if split.beside:
+        pairs = zip(parts_of(state), parts_of(split), strict=True)
+        return joined(extract(part, of_part, config) for part, of_part in pairs)
+    plan = config.solve(state.affinity_LNE, split.capacity, config.tau_end)
+    centred_LED = state.router_LED - state.router_LED.mean(dim=1, keepdim=True)
+    expert_of_neuron_LN = greedy_assignment(plan.plan, capacity=split.capacity).cpu()
+    expert_of_neuron_LN[expert_of_neuron_LN == split.num_experts] = ALWAYS_ON
+    expert_of_neuron_LN[: split.first_dense_layers] = ALWAYS_ON
+    return ExpertLayout(
+        expert_of_neuron_LN=expert_of_neuron_LN,
+        router_LED=centred_LED.cpu(),
+        active_experts=split.active_experts,
+        target=split.target,
+    )

@@ -27,10 +27,15 @@ from dotmoe.checkpoint import Tensors, checkpoint_folder, is_local, require_toke
 from dotmoe.checkpoint.on_disk import on_disk, quiet_transformers
 from dotmoe.errors import UserError, one_line
 from dotmoe.files import read_json
-from dotmoe.models.dense import DenseModel
-from dotmoe.models.family import FAMILIES, family_of
+from dotmoe.models.family import (
+    FAMILIES,
+    DenseModel,
+    compute_constants,
+    family_of,
+    meta_model,
+    num_parameters,
+)
 from dotmoe.options import HOW
-from dotmoe.parameters import compute_constants, meta_model, num_parameters
 
 Sharding = Literal["auto", "replicate", "shard"]
 LARGEST_SHARE = 0.5

@@ -32,33 +32,29 @@ from dotmoe.distributed import (
     resolved_device,
 )
 from dotmoe.errors import UserError, require_package
-from dotmoe.evaluate import heldout_perplexity
-from dotmoe.evaluate.perplexity import perplexities, perplexity_table, text_names
-from dotmoe.export import (
-    ExportRecord,
-    export,
-    require_checksums,
-    require_exportable,
-    write_model_card,
+from dotmoe.evaluate.perplexity import (
+    heldout_perplexity,
+    perplexities,
+    perplexity_table,
+    text_names,
 )
+from dotmoe.export import export, require_exportable
+from dotmoe.export.record import ExportRecord, require_checksums, write_model_card
 from dotmoe.files import read_json, write_json
 from dotmoe.finetuning import LAYOUT, MODEL
 from dotmoe.finetuning import finetune as train
 from dotmoe.finetuning.repair import FIGURES, repair
 from dotmoe.finished_run import FinishedRun
-from dotmoe.granularity import Granularity, splits_of
-from dotmoe.layout import ExpertLayout
+from dotmoe.granularity import Granularity, count_parameters, splits_of
+from dotmoe.layout import AlignState, ExpertLayout, extract
 from dotmoe.load import describe_dense, is_divided, left_on_disk, load_dense, load_here
-from dotmoe.models.dense import DenseModel
-from dotmoe.moe.assignment import AlignState, extract
+from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.moe.masked import masked_by
 from dotmoe.moe.objective import ObjectiveConfig, steps_to_take
 from dotmoe.options import checked, values_of
-from dotmoe.parameters import count_parameters, num_parameters
 from dotmoe.progress import Progress
-from dotmoe.provenance import provenance
 from dotmoe.report.page import html_report
-from dotmoe.run_folder import RESULTS, RunFolder
+from dotmoe.run_folder import RESULTS, RunFolder, provenance
 from dotmoe.tokenise import OTHER, Text, require_sources, samples_itself, tokenise, write_windows
 from dotmoe.training.folder import Metrics, OnStep
 

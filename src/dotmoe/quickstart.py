@@ -7,13 +7,14 @@ from typing import Annotated, Any
 
 from dotmoe.checkpoint import EMBEDDED
 from dotmoe.config import RunConfig, recipe
-from dotmoe.evaluate import EvaluateConfig, evaluate
+from dotmoe.evaluate import evaluate
+from dotmoe.evaluate.models import EvaluateConfig
 from dotmoe.files import write_json
 from dotmoe.options import at_least
 from dotmoe.pipeline import convert
 from dotmoe.progress import Progress
-from dotmoe.provenance import provenance
 from dotmoe.report.page import html_report
+from dotmoe.run_folder import provenance
 
 PROMPT = "def read_config(path):\n"
 

@@ -9,11 +9,14 @@ from tyro.conf import Positional
 
 from dotmoe.analyse.run import expert_energies
 from dotmoe.errors import UserError
-from dotmoe.export import GGUF_NAMES, ExportRecord, GgufConfig, export
+from dotmoe.export import export
+from dotmoe.export.architectures import GGUF_NAMES
+from dotmoe.export.format import GgufConfig
+from dotmoe.export.record import ExportRecord
 from dotmoe.finished_run import FinishedRun
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, describe_dense, left_on_disk
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.options import at_least, check
 from dotmoe.progress import Update, no_update
 
@@ -63,7 +66,7 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
     layout, described = run.layout, run.described()
     dense = left_on_disk(described, config.load)
     if config.active_experts is not None:
-        layout = layout.with_active_experts(config.active_experts)
+        layout = replace(layout, active_experts=config.active_experts)
     if config.drop_experts:
         layout = _without_idlest(run, layout, dense, config.drop_experts, on_progress)
     return export(

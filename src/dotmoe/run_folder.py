@@ -6,13 +6,23 @@ files. It is replaced in one step, so its records are always those of the first 
 `config.json` is a plain copy of the config, for `--config`.
 """
 
+import os
+import platform
+import shlex
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
+from dotmoe import __version__
 from dotmoe.distributed import broadcast_from_rank_zero, raise_on_all_ranks
 from dotmoe.errors import UserError
 from dotmoe.files import (
@@ -27,7 +37,6 @@ from dotmoe.files import (
     write_text,
 )
 from dotmoe.options import COMMAND, from_values, identity, values_of
-from dotmoe.provenance import provenance
 
 STAGES = {
     "data": "0_data",
@@ -311,3 +320,33 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def provenance(seed: int) -> dict[str, Any]:
+    """Command, versions, commit, machine, seed and time, to be written beside a result."""
+    program = Path(sys.argv[0])
+    name = "dotmoe" if program.stem == "__main__" else program.name
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    packages = ("torch", "transformers", "safetensors", "datasets")
+    versions = {"python": platform.python_version(), "dotmoe": __version__}
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": shlex.join([name, *sys.argv[1:]]),
+        "commit": commit(),
+        "versions": versions | {name: version(name) for name in packages},
+        "hardware": gpu or f"CPU, {os.cpu_count()} cores, {platform.machine()}",
+        "threads": torch.get_num_threads(),
+        "seed": seed,
+    }
+
+
+@lru_cache
+def commit() -> str | None:
+    """Commit of our source tree, with `+changes` where it is not clean; None outside git."""
+    root = Path(__file__).parents[2]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty=+changes", "--abbrev=12"]
+    try:
+        said = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said.strip() if (root / ".git").exists() else None

@@ -10,7 +10,8 @@ from dotmoe.checkpoint import fingerprint
 from dotmoe.compare import COLUMNS, Point, Row, moe_row, plain_run, summary_of, write_summary
 from dotmoe.config import RunConfig
 from dotmoe.errors import UserError
-from dotmoe.evaluate import EvaluateConfig, TextConfig, evaluate
+from dotmoe.evaluate import evaluate
+from dotmoe.evaluate.models import EvaluateConfig, TextConfig
 from dotmoe.files import read_json, write_json
 from dotmoe.granularity import resolve
 from dotmoe.load import dense_config
@@ -49,13 +50,10 @@ def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, An
     Runs have the same model, text, seed and budget. Each is a run folder of its own, so that a
     sweep that was stopped goes on where it was, and one with more values makes only those.
 
-    Returns:
-        Contents of `sweep.json`: `axis`, `rows` (the dense model's first), `curves` (training
-        metrics by run, step by step), and for `over_active` `grid`: `trained_at` and `measured_at`
-        (shares), `perplexity_AB` and `loss_above_dense_AB`, a row for each trained share.
-
-    Raises:
-        UserError: As `convert`; or, before anything is run, options that do not go together.
+    Returns the contents of `sweep.json`: `axis`, `rows` (the dense model's first), `curves`
+    (training metrics by run, step by step), and for `over_active` `grid`: `trained_at` and
+    `measured_at` (shares), `perplexity_AB` and `loss_above_dense_AB`, a row for each trained share.
+    Raises a `UserError`: as `convert`; or, before anything is run, options that do not go together.
     """
     progress, axis = progress or Progress(quiet=True), _axis_of(config)
     values, plain = dict.fromkeys(getattr(config, f"over_{axis}")), plain_run(config)
@@ -79,6 +77,7 @@ def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, An
     summary = summary_of(config, points, rows_of, progress)
     summary |= {"axis": axis, "curves": curves}
     if axis == "active":
+        points = [point for point in points if point.name not in summary["left_out"]]
         measured = [_measured(config, point, active, progress) for point in points]
         by_k = [{at["active_experts"]: at for at in curve["points"]} for curve in measured]
         at_AB = [[points_by_k[k] for k in active] for points_by_k in by_k]

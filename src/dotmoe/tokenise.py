@@ -21,7 +21,7 @@ from dotmoe.data import (
 )
 from dotmoe.data.sources import SELF, DataConfig, documents, sources_of
 from dotmoe.files import read_json, write_json
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.options import above, at_least
 from dotmoe.progress import Progress, Update, no_update
 
@@ -98,10 +98,8 @@ def tokenise(
 
     The held-out text, `eval_tokens` at most, is `eval_text`; else that of `beside`, the text of the
     run that is finetuned; else the last training blocks. With `beside`, blocks that are part of the
-    held-out text are left out of training.
-
-    Raises:
-        UserError: A source that cannot be read, too little text, or no room.
+    held-out text are left out of training. Raises a `UserError`: a source that cannot be read, too
+    little text, or no room.
     """
     if data.seq_len > dense.widths.context:
         data = replace(data, seq_len=dense.widths.context)

@@ -83,7 +83,7 @@ def test_a_later_layer_sees_what_the_masked_layers_before_it_give(dense, layout,
     dense_first = (inputs_of_the_last_ffn(dense, tokens) @ last.T).argmax(dim=1)
     everything = captured_routes(dense, both, tokens)["ffn"]
     assert torch.equal(everything[1, :, 0].long(), dense_first)
-    one = captured_routes(dense, both.with_active_experts(1), tokens)["ffn"]
+    one = captured_routes(dense, replace(both, active_experts=1), tokens)["ffn"]
     assert not torch.equal(one[1, :, 0].long(), dense_first)
 
 

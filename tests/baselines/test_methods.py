@@ -28,8 +28,7 @@ from dotmoe.baselines.moefication import by_predictor, co_activation_counts, swa
 from dotmoe.calibrate import CalibrateConfig, RidgeRouter, block_inputs, contributions
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
-from dotmoe.layout import ALWAYS_ON
-from dotmoe.moe.assignment import AssignmentConfig, extract
+from dotmoe.layout import ALWAYS_ON, AssignmentConfig, extract
 
 S, E, K = 8, 12, 4
 SPLIT = Granularity(num_experts=E, expert_size=S, active_experts=K)
@@ -402,7 +401,7 @@ def test_cmoes_own_router_is_its_representatives_activation(dense, tokens_BT, gi
         runs = torch.tensor([e in chosen for e in layout.expert_of_neuron_LN[1].tolist()])
         torch.testing.assert_close(out, mlp.down_proj(hidden * runs), rtol=1e-4, atol=1e-5)
     target = dense.model(input_ids=tokens_BT).logits
-    whole = replace(made, layout=layout.with_active_experts(layout.num_experts))
+    whole = replace(made, layout=replace(layout, active_experts=layout.num_experts))
     with routed_by_own("cmoe", dense, whole):
         logits = dense.model(input_ids=tokens_BT).logits
     torch.testing.assert_close(logits, target, rtol=1e-4, atol=1e-4)

@@ -26,8 +26,8 @@ from dotmoe.distributed import (
 )
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
+from dotmoe.layout import AssignmentConfig
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe.assignment import AssignmentConfig
 from dotmoe.moe.masked import masked, recomputing
 from dotmoe.training.loop import Schedule, TrainingConfig, train
 

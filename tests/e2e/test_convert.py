@@ -56,9 +56,7 @@ def test_the_written_config_repeats_the_run(finished, command, tmp_path):
 def test_sigterm_says_how_to_go_on(moment, finished, tmp_path):
     made = finished.at(tmp_path / "run", steps=4000, max_epochs=10_000)
     process = subprocess.Popen(
-        [sys.executable, "-m", "dotmoe", *made.command()],
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-m", "dotmoe", *made.command()], stderr=subprocess.PIPE, text=True
     )
     while not (made.folder / moment).exists():
         time.sleep(0.02)

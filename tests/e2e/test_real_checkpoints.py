@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dotmoe.evaluate import TextConfig, packed_text, stock_nats
-from dotmoe.evaluate.perplexity import perplexity
+from dotmoe.evaluate.models import TextConfig, stock_nats
+from dotmoe.evaluate.perplexity import packed_text, perplexity
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked_by

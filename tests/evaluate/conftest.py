@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from dotmoe.evaluate import TextConfig
+from dotmoe.evaluate.models import TextConfig
 from dotmoe.export import ExportConfig, export
 from dotmoe.progress import Progress
 

@@ -2,14 +2,16 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dotmoe.errors import UserError
-from dotmoe.evaluate import EvaluateConfig, evaluate, stock_nats
+from dotmoe.evaluate import EvaluateConfig, evaluate
+from dotmoe.evaluate.models import stock_nats
 from dotmoe.evaluate.perplexity import curve_table, ladder
-from dotmoe.export import set_active_experts
+from dotmoe.export.record import set_active_experts
 from dotmoe.moe.masked import masked_by
 
 
@@ -30,7 +32,7 @@ def test_every_point_is_the_masked_model_with_that_k(exported, bars):
         return float(torch.cat([nats(window[None])[0] for window in windows]).mean())
 
     for active, point in points.items():
-        with masked_by(case.dense, case.layout.with_active_experts(active)):
+        with masked_by(case.dense, replace(case.layout, active_experts=active)):
             assert point["loss"] == pytest.approx(loss(), rel=2e-3)
         assert point["perplexity"] == pytest.approx(math.exp(point["loss"]))
         assert point["loss_above_all_experts"] == point["loss"] - points[12]["loss"]

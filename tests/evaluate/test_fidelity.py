@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from dotmoe.errors import UserError
 from dotmoe.evaluate import EvaluateConfig, evaluate, models
-from dotmoe.export import set_active_experts
+from dotmoe.export.record import set_active_experts
 from dotmoe.load import LoadConfig
 from dotmoe.moe.masked import masked_by
 

@@ -5,8 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dotmoe.errors import UserError
-from dotmoe.evaluate import EvaluateConfig, TextConfig, evaluate
+from dotmoe.evaluate import EvaluateConfig, evaluate
 from dotmoe.evaluate.generation import continuations
+from dotmoe.evaluate.models import TextConfig
 
 PROMPTS = [[0, 40, 41, 42], [0, 99, 98, 97, 96, 95]]
 
@@ -71,10 +72,7 @@ def test_both_models_continue_the_same_prompts_cut_at_equal_distances(
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [
-        ({"generate": 300}, "context is 256"),
-        ({"generate": 4, "prompts": ()}, "or --prompts"),
-    ],
+    [({"generate": 300}, "context is 256"), ({"generate": 4, "prompts": ()}, "or --prompts")],
 )
 def test_settings_out_of_range_are_refused(options, words, tiny_dense):
     config = EvaluateConfig(model=str(tiny_dense("llama")), **{"prompts": ("a",), **options})

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from dotmoe.data.sources import Continuation, DataConfig, documents
 from dotmoe.errors import UserError
-from dotmoe.evaluate import EvaluateConfig, TextConfig, evaluate, models
-from dotmoe.evaluate.models import row_nats, stock_nats
+from dotmoe.evaluate import EvaluateConfig, evaluate, models
+from dotmoe.evaluate.models import TextConfig, row_nats, stock_nats
 from dotmoe.evaluate.perplexity import packed_text, perplexity, rolling_perplexity
 from dotmoe.export import GgufConfig, export
 from dotmoe.load import LoadConfig, load_dense

@@ -13,10 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dotmoe.errors import UserError
-from dotmoe.export import ExportConfig, ExportRecord, export, set_active_experts
+from dotmoe.export import ExportConfig, ExportRecord, export
+from dotmoe.export.record import set_active_experts
 from dotmoe.files import with_checksum
+from dotmoe.granularity import count_parameters
 from dotmoe.moe.masked import masked_by
-from dotmoe.parameters import count_parameters
 
 FILES = ("README.md", "dotmoe.json", "config.json")
 
@@ -50,7 +51,7 @@ def test_the_edited_export_computes_the_masked_model_with_that_k(
     with torch.no_grad():
         logits = model(input_ids=tokens_BT).logits
         assert torch.equal(unedited(input_ids=tokens_BT).logits, logits)
-        with masked_by(dense, layout.with_active_experts(7)):
+        with masked_by(dense, replace(layout, active_experts=7)):
             reference = dense.model(input_ids=tokens_BT).logits
     # Of the median token: a near-tie that falls the other way changes all later tokens of its row.
     per_token = (logits - reference).abs().mean(dim=-1).flatten()
@@ -72,7 +73,7 @@ def test_config_record_and_card_agree_and_counts_are_those_of_the_design(
     fitted = replace(record, is_finetuned=True).with_active_experts(8)
     assert "fitted" not in changed.notes[-1]
     assert fitted.notes[-1].endswith("measured at 3, and the weights were fitted at it.")
-    split = layout.with_active_experts(8).granularity
+    split = replace(layout, active_experts=8).granularity
     counts = count_parameters(dense.config, dense.family, split)
     assert changed.parameters["stored"] == counts.stored
     assert changed.parameters["active"] == counts.active
@@ -140,7 +141,7 @@ def test_after_an_error_such_as_a_full_disk_all_files_are_the_old_ones(
 KILLED = """
 import os, sys
 from pathlib import Path
-from dotmoe.export import set_active_experts
+from dotmoe.export.record import set_active_experts
 real = Path.replace
 def replace_or_die(source, target):
     if source.name == f".{sys.argv[2]}.new":

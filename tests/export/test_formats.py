@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dotmoe.errors import UserError
-from dotmoe.export import FORMATS, ExportConfig, export, require_exportable
-from dotmoe.export.architectures import formats_like
+from dotmoe.export import ExportConfig, export, require_exportable
+from dotmoe.export.architectures import FORMATS, formats_like
 from dotmoe.granularity import Granularity
 from dotmoe.layout import DROPPED
 from dotmoe.load import LoadConfig, describe_dense, load_dense
@@ -144,7 +144,7 @@ def test_neurons_of_dropped_experts_are_gone_and_all_others_are_as_they_were(
     dense = dense_of(family, num_hidden_layers=3, intermediate_size=width)
     layout = layout_of(dense, **beside)
     layout = layout.without_idlest(torch.ones(len(layout.moe_layers), layout.num_experts), 4)
-    layout = layout.with_active_experts(layout.num_experts)
+    layout = replace(layout, active_experts=layout.num_experts)
     gone = layout.expert_of_neuron_LN == DROPPED
     assert gone.sum() == 4 * layout.expert_size * len(layout.moe_layers) > 0
     record = export(dense, layout, tmp_path / "out", ExportConfig(format=target), tokens_BT)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,17 +15,11 @@ from dotmoe import llama_cpp
 from dotmoe.checkpoint.from_gguf import GgufFile
 from dotmoe.cli import run
 from dotmoe.errors import UserError, VerificationError
-from dotmoe.export import (
-    ExportRecord,
-    GgufConfig,
-    export,
-    gguf_file,
-    require_checksums,
-    set_active_experts,
-)
+from dotmoe.export import ExportRecord, GgufConfig, export, gguf_file
 from dotmoe.export.format import TensorSpec
 from dotmoe.export.gguf_file import write_gguf
 from dotmoe.export.gguf_format import GgufFormat, pairwise_order
+from dotmoe.export.record import require_checksums, set_active_experts
 from dotmoe.options import check
 from dotmoe.reexport import ReexportConfig
 
@@ -314,7 +309,7 @@ def test_the_file_becomes_that_of_a_fresh_export_byte_for_byte(
     record, file = write(dense, layout, name, out="three", type=kind)
     before = file.path.read_bytes()
     for active_experts in (12, 1):
-        changed = layout.with_active_experts(active_experts)
+        changed = replace(layout, active_experts=active_experts)
         _, fresh = write(dense, changed, name, out=f"fresh{active_experts}", type=kind)
         edited = set_active_experts(tmp_path / "three", active_experts)
         assert file.path.read_bytes() == fresh.path.read_bytes()
@@ -365,7 +360,7 @@ def test_more_experts_than_llama_cpp_has_room_for_are_refused_before_anything_is
     with pytest.raises(UserError, match=r"32 experts run per token.*has room for 28"):
         write(dense, layout)
     assert not (tmp_path / "out").exists()
-    write(dense, layout.with_active_experts(3))
+    write(dense, replace(layout, active_experts=3))
     with pytest.raises(UserError, match="has room for 28"):
         set_active_experts(tmp_path / "out", 32)
     split = ["--experts", "48", "--active-experts"]

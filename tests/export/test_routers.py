@@ -13,7 +13,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from dotmoe.export import FORMATS, routers
+from dotmoe.export import routers
+from dotmoe.export.architectures import FORMATS
 from dotmoe.export.routers import (
     route,
     router_exponent,

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from dotmoe.checkpoint import Tensors
 from dotmoe.cli import run
 from dotmoe.errors import VerificationError
-from dotmoe.export import FORMATS, ExportConfig, ExportRecord, GgufConfig, export
+from dotmoe.export import ExportConfig, ExportRecord, GgufConfig, export
+from dotmoe.export.architectures import FORMATS
 from dotmoe.export.format import Conversion
 from dotmoe.export.verify import binary_gate_ffn, problems, relative_error, sample_tokens
 from dotmoe.load import describe_dense

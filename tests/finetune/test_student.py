@@ -42,7 +42,7 @@ def test_with_all_experts_gradients_are_those_of_the_stock_dense_model(
 ):
     folder = tiny_dense(family, tied=family == "llama")
     stock = loaded(folder).model.requires_grad_(True)
-    student = new_student(folder, layout=layout.with_active_experts(layout.num_experts))
+    student = new_student(folder, layout=replace(layout, active_experts=layout.num_experts))
     task = task_of(student, blocks, replace(PLAIN, balance_weight=0.0))
     tokens = blocks.batch(0, 4, 0)
     loss = F.cross_entropy(

@@ -11,7 +11,7 @@ from dotmoe.distributed import num_ranks, process_group
 from dotmoe.finetuning import FinetuneConfig, finetune
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, describe_dense
-from dotmoe.parameters import meta_model
+from dotmoe.models.family import meta_model
 
 CONFIG = FinetuneConfig(
     steps=4, batch_size=4, micro_batch_size=1, lr=1e-3, max_epochs=10, kl_weight=0.5

@@ -11,10 +11,9 @@ from dotmoe.align import AlignConfig, align
 from dotmoe.calibrate import CalibrateConfig, calibrate
 from dotmoe.config import recipe
 from dotmoe.data import TokenBlocks
-from dotmoe.granularity import ExpertsConfig, splits_of
+from dotmoe.granularity import ExpertsConfig, count_parameters, splits_of
+from dotmoe.layout import AssignmentConfig
 from dotmoe.models.family import family_of
-from dotmoe.moe.assignment import AssignmentConfig
-from dotmoe.parameters import count_parameters
 from dotmoe.training.loop import TrainingConfig
 from runs import TINY_CONVERT, TinyRun
 

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dotmoe.bench import weights_of
-from dotmoe.export import ExportConfig, export, set_active_experts
+from dotmoe.export import ExportConfig, export
+from dotmoe.export.record import set_active_experts
 from dotmoe.moe.masked import masked_by
 from heads.families import FAMILIES, head_layout
 
@@ -102,9 +103,8 @@ def test_both_targets_and_leading_dense_layers(family, dense_of, layout_of, toke
     heads.expert_of_neuron_LN[0] = -1
     both = replace(layout_of(dense, dense_layers=1), beside=heads)
     model, record = exported(dense, both, tmp_path / "out", tokens_BT)
-    assert {layer.get("target", "ffn") for layer in record.verification["layers"]} == {
-        *("ffn", "attention"),
-    }
+    targets = {layer.get("target", "ffn") for layer in record.verification["layers"]}
+    assert targets == {"ffn", "attention"}
     with torch.no_grad(), masked_by(dense, both):
         expected = dense.model(tokens_BT).logits
     with torch.no_grad():

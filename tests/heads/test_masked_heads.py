@@ -42,7 +42,7 @@ def test_each_token_is_the_dense_model_without_its_idle_heads(family, dense_of, 
     weight.data = whole
     with torch.no_grad():
         expected = dense.model(tokens).logits
-        with masked_by(dense, layout.with_active_experts(4)):
+        with masked_by(dense, replace(layout, active_experts=4)):
             assert torch.equal(dense.model(tokens).logits, expected)
 
 

@@ -12,8 +12,8 @@ from transformers import AutoConfig, GraniteConfig
 
 from dotmoe.cli import run
 from dotmoe.errors import UserError
-from dotmoe.inspection import PAPER_TOKENS, render, stored_dtype
-from dotmoe.inspection.tables import ITEMISED
+from dotmoe.inspection import PAPER_TOKENS, stored_dtype
+from dotmoe.inspection.tables import render
 from dotmoe.tables import in_bytes
 
 EXACT = [
@@ -26,6 +26,10 @@ EXACT = [
     "1,342,443,520",
     "525,336,576",
 ]
+
+
+def itemised(found):
+    return [name for name in found if f"{name}_total" in found]
 
 
 def inspected(**options):
@@ -64,7 +68,7 @@ def test_the_short_form_fits_a_screen_and_details_show_every_item():
     found = inspected()
     short, long = (shown(found, details=flag) for flag in (False, True))
     assert len(short.splitlines()) <= 57
-    for name in ITEMISED:
+    for name in itemised(found):
         assert in_bytes(sum(found[name].values())) in short
         for item, amount in found[name].items():
             assert item in long
@@ -96,7 +100,7 @@ def test_the_record_is_json_and_its_totals_are_sums():
     record = json.loads(json.dumps(inspection(llama_3_8b())))
     assert record["origin"] == "estimated"
     assert record["here"]["hours"] < record["here"]["hours_checkpointing"]
-    for name in ITEMISED:
+    for name in itemised(record):
         assert record[f"{name}_total"] == sum(record[name].values()) > 0
     for plan in record["plans"]:
         assert plan["origin"] == "quoted"

@@ -11,8 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dotmoe.inspection.planner import ACCELERATORS, USABLE_SHARE, most_at_once, products, traffic
 from dotmoe.inspection.sizes import gathered, step_memory
-from dotmoe.models.family import family_of
-from dotmoe.parameters import meta_model
+from dotmoe.models.family import family_of, meta_model
 
 RANKS = 8
 

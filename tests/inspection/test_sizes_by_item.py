@@ -10,10 +10,10 @@ from dotmoe.align import AlignConfig, Alignment
 from dotmoe.data import TokenBlocks
 from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.inspection.sizes import Sizes, disk, exported_bytes, kept_per_token, step_memory
+from dotmoe.layout import AlignState, AssignmentConfig
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe.assignment import AlignState, AssignmentConfig
+from dotmoe.models.family import meta_model
 from dotmoe.moe.masked import masked, recomputing
-from dotmoe.parameters import meta_model
 
 E, K, ROWS, LENGTH = 16, 4, 4, 128
 KEPT = "activations kept for the backward"

@@ -6,7 +6,7 @@ import torch
 from inspected_models import inspection, tiny
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
-from dotmoe.export import FORMATS
+from dotmoe.export.architectures import FORMATS
 from dotmoe.granularity import GROUPED_MATMUL_BYTES, Granularity
 from dotmoe.load import LoadConfig, load_dense
 

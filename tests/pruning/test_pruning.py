@@ -13,9 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dotmoe.models.dense import DenseModel
-from dotmoe.models.family import family_of
-from dotmoe.parameters import meta_model
+from dotmoe.models.family import DenseModel, family_of, meta_model
 from dotmoe.pruning import PRUNING, PruneInputs, by_curvature, prune, two_of_four
 from dotmoe.pruning.contract import made_up, threshold
 from dotmoe.pruning.disp_llm import disp_llm, gated, kept_parameters

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dotmoe.export import FORMATS, ExportConfig, export
+from dotmoe.export import ExportConfig, export
+from dotmoe.export.architectures import FORMATS
 from dotmoe.export.transformers_format import limits_met
 from runs import weights_of
 

@@ -1,11 +1,14 @@
 """`dotmoe sweep`. Oracles: the runs' own results, and `dotmoe edit` with `dotmoe evaluate`."""
 
 import json
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 from dotmoe.config import RunConfig
+from dotmoe.errors import VerificationError
+from dotmoe.pipeline import convert
 from dotmoe.run_folder import RunFolder
 from runs import TINY_CONVERT
 
@@ -82,6 +85,20 @@ def test_the_grid_is_each_export_with_its_k_edited(sweep, out, tmp_path, command
             measured = json.loads(command("evaluate", folder / "5_export", **text).out)
             assert measured["perplexity"] == pytest.approx(perplexity, rel=1e-5)
     assert "75 % (k = 9)" in (out / "sweep.md").read_text()
+
+
+def test_the_grid_has_no_row_for_a_run_whose_export_fails_its_verification(sweep, out, monkeypatch):
+    def convert_but_one(config, progress):
+        if Path(config.out).name == "active-0.5":
+            raise VerificationError("layer 2 routes otherwise.")
+        return convert(config, progress)
+
+    monkeypatch.setattr("dotmoe.compare.convert", convert_but_one)
+    assert sweep(expert_size=8, steps=0, over_active=[0.25, 0.5]).status == 0
+    found = written(out)
+    assert found["left_out"] == {"active-0.5": "layer 2 routes otherwise."}
+    assert (found["grid"]["trained_at"], found["grid"]["measured_at"]) == ([0.25], [0.25, 0.5])
+    assert len(found["grid"]["perplexity_AB"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,7 @@ from torch import Tensor
 
 from dotmoe.transport import Capacity, balanced_plan, sinkhorn
 from dotmoe.transport.newton import _ImplicitPlan, factored
-
-
-def affinity(*shape: int, std: float = 1.0, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return std * torch.randn(*shape, generator=generator, dtype=torch.float64)
+from runs import affinity
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,10 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from dotmoe.transport import balanced_plan, newton, sinkhorn
+from runs import affinity
 
 SHAPES = [(512, 16), (24, 6), (40, 2), (30, 30), (7, 1)]
 WIDER_SHAPES = [(2960, 148), (1280, 10), (128, 128), (999, 27)]
-
-
-def affinity(*shape: int, std: float = 1.0, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return std * torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def one_hot(wanted_N: Tensor, num_experts: int) -> Tensor:

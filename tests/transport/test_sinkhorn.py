@@ -2,11 +2,7 @@ import numpy as np
 import torch
 
 from dotmoe.transport import sinkhorn
-
-
-def affinity(*shape: int, std: float = 1.0, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return std * torch.randn(*shape, generator=generator, dtype=torch.float64)
+from runs import affinity
 
 
 def test_few_sweeps_equal_plain_scaling_of_rows_and_columns() -> None:

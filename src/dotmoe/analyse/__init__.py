@@ -13,9 +13,7 @@ from dotmoe.files import Values, read_json, sha256_of, write_json
 from dotmoe.granularity import targets_of
 from dotmoe.options import check, values_of
 from dotmoe.progress import Progress
-from dotmoe.provenance import provenance
-
-__all__ = ["ANALYSES", "AnalyseConfig", "Analysis", "analyse"]
+from dotmoe.run_folder import provenance
 
 FORM = 4
 """Of the result files. To be raised where their content changes, so that they are made anew."""
@@ -58,12 +56,9 @@ def analyse(
 
     `command` is what was typed, for the record.
 
-    Returns:
-        Contents of the result files, by name; those the run has nothing for are left out.
-
-    Raises:
-        UserError: No finished run, a number out of range, another process at work in the run
-            folder, or an analysis that was asked for by name cannot be made.
+    Returns the contents of the result files, by name; those the run has nothing for are left out.
+    Raises a `UserError`: no finished run, a number out of range, another process at work in the run
+    folder, or an analysis that was asked for by name cannot be made.
     """
     check(config)
     for name in config.only:

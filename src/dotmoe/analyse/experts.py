@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dotmoe.analyse.run import FORWARD_TOKENS, AnalysedRun, Findings, router_inputs
-from dotmoe.evaluate import stock_nats
+from dotmoe.evaluate.models import stock_nats
 from dotmoe.granularity import parts_of
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.load import load_dense

@@ -12,9 +12,8 @@ import torch
 from dotmoe.align import Alignment
 from dotmoe.analyse.run import AnalysedRun, Findings
 from dotmoe.config import RunConfig
-from dotmoe.layout import ExpertLayout
+from dotmoe.layout import AlignState, ExpertLayout
 from dotmoe.load import load_dense
-from dotmoe.moe.assignment import AlignState
 from dotmoe.moe.masked import masked, recomputing
 from dotmoe.tokenise import Text
 from dotmoe.training.loop import adamw, global_norm, update

@@ -21,7 +21,7 @@ from dotmoe.finished_run import FinishedRun
 from dotmoe.granularity import parts_of
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.moe.router import router_logits
 from dotmoe.options import at_least
 from dotmoe.progress import Progress, Update, no_update

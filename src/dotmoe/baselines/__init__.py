@@ -26,9 +26,8 @@ from dotmoe.baselines.moefication import by_predictor, co_activation, weight_clu
 from dotmoe.calibrate import RidgeRouter, affinity_of, expert_sums, log_energy, unit_logits
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity, joined, parts_of
-from dotmoe.layout import ALWAYS_ON, ExpertLayout
-from dotmoe.models.dense import DenseModel
-from dotmoe.moe.assignment import AlignState
+from dotmoe.layout import ALWAYS_ON, AlignState, ExpertLayout
+from dotmoe.models.family import DenseModel
 from dotmoe.moe.masked import gated
 from dotmoe.progress import Update, no_update
 
@@ -92,10 +91,7 @@ def granularity_of(method: str, split: Granularity, config: BaselineConfig) -> G
     """The split of a method, at the active neurons of `split`.
 
     A method with a shared expert merges `shared_experts` of the k active experts into it, unless
-    `split` has one.
-
-    Raises:
-        UserError: The method cannot have that split.
+    `split` has one. Raises a `UserError`: the method cannot have that split.
 
     Example:
         >>> granularity_of("cmoe", Granularity(num_experts=16, expert_size=8, active_experts=4),

@@ -13,8 +13,7 @@ from torch import Tensor
 from dotmoe.calibrate import CalibrateConfig, activations, block_inputs, harden
 from dotmoe.errors import require_package
 from dotmoe.granularity import Granularity
-from dotmoe.models.dense import DenseModel
-from dotmoe.models.family import GatedFFN
+from dotmoe.models.family import DenseModel, GatedFFN
 from dotmoe.moe.objective import IGNORED, distillation_loss, hidden_states, next_token_labels
 from dotmoe.options import at_least
 

@@ -25,7 +25,7 @@ from dotmoe.baselines.contract import (
     next_token_loss,
 )
 from dotmoe.layout import ALWAYS_ON
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.moe.masked import watched
 from dotmoe.transport import greedy_assignment
 

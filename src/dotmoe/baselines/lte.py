@@ -22,7 +22,7 @@ from torch import Tensor
 from dotmoe.baselines.contract import LayerSplit, SplitInputs, next_token_loss
 from dotmoe.baselines.moefication import weight_clusters
 from dotmoe.calibrate import unit_logits
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.moe.masked import gated
 
 THRESHOLD = 0.5

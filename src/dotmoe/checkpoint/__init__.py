@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from dotmoe.errors import UserError, nearest, one_line
 from dotmoe.files import read_json
-from dotmoe.models.dense import DenseModel
-from dotmoe.models.family import TensorPart
+from dotmoe.models.family import DenseModel, TensorPart
 
 EMBEDDED = "embedded"
 """Name of the checkpoint that the package carries."""

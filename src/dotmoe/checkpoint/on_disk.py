@@ -20,8 +20,7 @@ from transformers.utils import logging as transformers_logging
 from dotmoe.checkpoint import Tensors
 from dotmoe.errors import UserError, VerificationError, one_line
 from dotmoe.files import read_json
-from dotmoe.models.dense import DenseModel
-from dotmoe.parameters import compute_constants, meta_model
+from dotmoe.models.family import DenseModel, compute_constants, meta_model
 
 KEPT_BYTES = 2**28
 """Models with weights up to this size are kept in memory once they are read."""

@@ -20,16 +20,19 @@ from rich.console import Console
 from tyro.conf import Positional
 
 from dotmoe import bench, sweep
-from dotmoe.analyse import AnalyseConfig, analyse
+from dotmoe.analyse import analyse
+from dotmoe.analyse.run import AnalyseConfig
 from dotmoe.cli import COMMANDS
 from dotmoe.compare import CompareConfig, compare, table
 from dotmoe.config import RECIPES, FinetuneRunConfig, RunConfig, recipe_of
 from dotmoe.errors import UserError, nearest
-from dotmoe.evaluate import EvaluateConfig, evaluate
-from dotmoe.evaluate.models import gguf_file
-from dotmoe.export import explained, set_active_experts
+from dotmoe.evaluate import evaluate
+from dotmoe.evaluate.models import EvaluateConfig, gguf_file
+from dotmoe.export.architectures import explained
+from dotmoe.export.record import set_active_experts
 from dotmoe.files import read_json
-from dotmoe.inspection import InspectConfig, inspect_model, render, stored_dtype
+from dotmoe.inspection import InspectConfig, inspect_model, stored_dtype
+from dotmoe.inspection.tables import render
 from dotmoe.load import dense_config
 from dotmoe.options import at_least, check, from_values
 from dotmoe.pipeline import convert, finetune

@@ -235,12 +235,9 @@ def pack_sources(
 
     Memory does not grow with the text, which is read up to `max_tokens`.
 
-    Returns:
-        A record of the text: tokens, and for each source its weight, its share of the tokens, its
-        documents, how often it was begun (`passes`), and whether it ran out.
-
-    Raises:
-        UserError: The text, or `max_tokens`, is shorter than one block; a source is refused.
+    Returns a record of the text: tokens, and for each source its weight, its share of the tokens,
+    its documents, how often it was begun (`passes`), and whether it ran out. Raises a `UserError`:
+    the text, or `max_tokens`, is shorter than one block; a source is refused.
     """
     records = [source_record(source, weight) for source, weight in sources_of(config)]
     sources = [(record, _passes(record, config, tokenizer)) for record in records]

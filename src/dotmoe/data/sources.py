@@ -106,11 +106,8 @@ def documents(config: DataConfig) -> Iterator[str]:
     """Stream the documents of all sources, one source after the other.
 
     A long .txt file comes in pieces, those after the first as `Continuation`, so that memory stays
-    bounded.
-
-    Raises:
-        UserError: A source that is not there, before any is read, or weights, which only
-            `pack_sources` can mix; while reading, a source that is empty, damaged or not text.
+    bounded. Raises a `UserError`: a source that is not there, before any is read, or weights, which
+    only `pack_sources` can mix; while reading, a source that is empty, damaged or not text.
     """
     if config.is_mix:
         raise UserError(

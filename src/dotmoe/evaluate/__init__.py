@@ -4,22 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dotmoe.evaluate import fidelity, generation, perplexity, tasks
-from dotmoe.evaluate.models import SIDES, EvaluateConfig, TextConfig, stock_nats
-from dotmoe.evaluate.perplexity import heldout_perplexity, packed_text
+from dotmoe.evaluate.models import SIDES, EvaluateConfig
 from dotmoe.files import Values, write_json
 from dotmoe.options import check
 from dotmoe.progress import Progress
-from dotmoe.provenance import provenance
+from dotmoe.run_folder import provenance
 from dotmoe.tables import Table
-
-__all__ = [
-    "EvaluateConfig",
-    "TextConfig",
-    "evaluate",
-    "heldout_perplexity",
-    "packed_text",
-    "stock_nats",
-]
 
 
 def _shown_perplexity(result: Values) -> list[Table | str]:
@@ -47,10 +37,8 @@ def evaluate(
     """Make the one measurement that is asked for.
 
     The result has `name`, `command` (what was typed) and `provenance`, and also lies in
-    `config.out`/NAME.json if a folder was named.
-
-    Raises:
-        UserError: Options out of range, no such model or text, or one that does not fit the other.
+    `config.out`/NAME.json if a folder was named. Raises a `UserError`: options out of range, no
+    such model or text, or one that does not fit the other.
     """
     check(config)
     measure, _ = MEASUREMENTS[config.measurement]

@@ -18,8 +18,8 @@ from dotmoe.evaluate.models import (
     model_folder,
 )
 from dotmoe.evaluate.perplexity import packed_text, text_names
-from dotmoe.export import FORMATS, ExportRecord
-from dotmoe.export.record import RECORD_FILE
+from dotmoe.export.architectures import FORMATS
+from dotmoe.export.record import RECORD_FILE, ExportRecord
 from dotmoe.files import Values
 from dotmoe.models.family import family_of
 from dotmoe.progress import Progress

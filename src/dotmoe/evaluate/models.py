@@ -15,8 +15,7 @@ from tyro.conf import Positional
 from dotmoe.checkpoint import checkpoint_folder, require_checkpoint
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
-from dotmoe.export import require_checksums
-from dotmoe.export.record import RECORD_FILE
+from dotmoe.export.record import RECORD_FILE, require_checksums
 from dotmoe.load import LoadConfig, load_weights, resolved_dtype
 from dotmoe.options import at_least
 from dotmoe.progress import Progress, Update
@@ -177,8 +176,7 @@ def loaded(folder: Path, load: LoadConfig) -> StockModel:
 def model_folder(name: str) -> Path:
     """Folder of a checkpoint that stock Transformers can load.
 
-    Raises:
-        UserError: There is none, it is a damaged export, or a GGUF that dotmoe exported.
+    Raises a `UserError`: there is none, it is a damaged export, or a GGUF that dotmoe exported.
     """
     file = gguf_file(Path(name))
     if file and (file.parent / RECORD_FILE).is_file():

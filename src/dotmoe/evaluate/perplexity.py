@@ -27,11 +27,11 @@ from dotmoe.evaluate.models import (
     row_nats,
     stock_nats,
 )
-from dotmoe.export import FORMATS, ExportRecord, require_checksums, require_free_k
-from dotmoe.export.record import RECORD_FILE
+from dotmoe.export.architectures import FORMATS
+from dotmoe.export.record import RECORD_FILE, ExportRecord, require_checksums, require_free_k
 from dotmoe.files import Values, read_json
 from dotmoe.load import load_weights
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.progress import Progress, Update, no_update
 from dotmoe.tables import Table, figure, percent, table_of
 

@@ -14,8 +14,7 @@ from dotmoe.evaluate.models import SIDES, EvaluateConfig, model_folder
 from dotmoe.files import Values, read_json, sha256_of, write_json
 from dotmoe.load import resolved_dtype
 from dotmoe.progress import Progress
-from dotmoe.provenance import provenance
-from dotmoe.run_folder import STAGES
+from dotmoe.run_folder import STAGES, provenance
 from dotmoe.tables import Table, figure, table_of
 
 FEWSHOT_SEED = 1234
@@ -73,10 +72,8 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
     """Run `config.tasks`: of each model its `tasks`, as in their files, and `averages`.
 
     A task that is finished already, of the same model with the same settings, is read and not run
-    again; one that was interrupted starts anew.
-
-    Raises:
-        UserError: No harness, model, task or file, or another result where one would be written.
+    again; one that was interrupted starts anew. Raises a `UserError`: no harness, model, task or
+    file, or another result where one would be written.
     """
     version = harness.require_harness()
     names = list(dict.fromkeys(t for name in config.tasks for t in TASK_SETS.get(name, [name])))

@@ -11,40 +11,16 @@ from torch import Tensor
 from dotmoe.checkpoint import Tensors
 from dotmoe.checkpoint.on_disk import on_disk
 from dotmoe.errors import UserError, VerificationError
-from dotmoe.export.architectures import FORMATS, GGUF_NAMES, explained, format_for
+from dotmoe.export.architectures import GGUF_NAMES, format_for
 from dotmoe.export.format import Conversion, ExportConfig, GgufConfig
-from dotmoe.export.record import (
-    RECORD_FILE,
-    ExportRecord,
-    record_of,
-    require_checksums,
-    require_free_k,
-    set_active_experts,
-    write_model_card,
-)
+from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of, write_model_card
 from dotmoe.export.routers import routing_notes, routing_problems, scale_routers
 from dotmoe.export.verify import sample_tokens
 from dotmoe.files import complete_folder
 from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.layout import ExpertLayout
-from dotmoe.models.dense import DenseModel
-from dotmoe.models.family import TARGETS
+from dotmoe.models.family import TARGETS, DenseModel
 from dotmoe.progress import Update, no_update
-
-__all__ = [
-    "FORMATS",
-    "GGUF_NAMES",
-    "ExportConfig",
-    "ExportRecord",
-    "GgufConfig",
-    "explained",
-    "export",
-    "require_checksums",
-    "require_exportable",
-    "require_free_k",
-    "set_active_experts",
-    "write_model_card",
-]
 
 
 def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:

@@ -14,11 +14,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from dotmoe.errors import UserError, nearest, require_package
 from dotmoe.export.format import Conversion, Format, Gating, Holds, TensorSpec, layer_names
 from dotmoe.export.transformers_format import TransformersFormat
-from dotmoe.granularity import Granularity, parts_of, targets_of
+from dotmoe.granularity import Granularity, count_parameters, parts_of, targets_of
 from dotmoe.models import modeling_dotmoe
-from dotmoe.models.dense import DenseModel
-from dotmoe.models.family import TARGETS, head_dim
-from dotmoe.parameters import count_parameters
+from dotmoe.models.family import TARGETS, DenseModel, head_dim
 
 SHARED_GATE = 2.0**-20
 """Entry of the gate of Qwen2-MoE's shared expert: its sigmoid is 1/2. A gate of zero would do in

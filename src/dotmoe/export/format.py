@@ -21,8 +21,7 @@ from dotmoe.checkpoint import DTYPES, EMBEDDING, HEAD, NORM, Tensors
 from dotmoe.errors import UserError
 from dotmoe.granularity import GROUPED_MATMUL_BYTES, Granularity, targets_of
 from dotmoe.layout import ExpertLayout
-from dotmoe.models.dense import DenseModel
-from dotmoe.models.family import Multipliers
+from dotmoe.models.family import DenseModel, Multipliers
 from dotmoe.options import above, at_least
 from dotmoe.progress import Update, no_update
 

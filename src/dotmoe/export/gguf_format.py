@@ -28,7 +28,7 @@ from dotmoe.export.gguf_file import check_gguf, write_gguf
 from dotmoe.export.tokenizer import tokenizer_keys, tokenizer_name
 from dotmoe.granularity import Granularity
 from dotmoe.llama_cpp import most_active_experts_of
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 
 SOFTMAX_OF_CHOSEN = 3
 """`expert_gating_func` of the softmax over the chosen logits; gguf has no name for it."""

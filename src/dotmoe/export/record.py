@@ -23,10 +23,8 @@ from dotmoe.files import (
     write_json,
     write_text,
 )
-from dotmoe.granularity import Granularity
-from dotmoe.models.dense import DenseModel
-from dotmoe.models.family import TARGETS
-from dotmoe.parameters import count_parameters
+from dotmoe.granularity import Granularity, count_parameters
+from dotmoe.models.family import TARGETS, DenseModel
 from dotmoe.tables import Table, figure, percent, table_of, to_markdown
 
 RECORD_FILE = "dotmoe.json"
@@ -240,10 +238,8 @@ def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
     What decides what a runtime does is replaced last and in one step: a process that is killed
     leaves a model with the old k or one with the new, and the same call finishes what it left.
     After an error in writing, such as a full disk, all files are the old ones. The card's
-    perplexities, measured with the old k, are left out of the new one.
-
-    Raises:
-        UserError: No such export, it is damaged, its weights depend on k, or k out of range.
+    perplexities, measured with the old k, are left out of the new one. Raises a `UserError`: no
+    such export, it is damaged, its weights depend on k, or k out of range.
     """
     record = ExportRecord.load(folder)
     require_free_k(folder, record, active_experts)

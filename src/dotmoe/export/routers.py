@@ -17,8 +17,7 @@ from torch import Tensor
 
 from dotmoe.export.format import Gating
 from dotmoe.layout import ExpertLayout
-from dotmoe.models.dense import DenseModel
-from dotmoe.models.family import TARGETS
+from dotmoe.models.family import TARGETS, DenseModel
 from dotmoe.moe.masked import masked_by, watched
 from dotmoe.moe.router import router_logits
 

@@ -19,7 +19,7 @@ from gguf import TokenType
 from tokenizers import Regex, pre_tokenizers
 
 from dotmoe.files import Values
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 
 _FILE = Path(__file__).with_name("tokenizer_rules.toml")
 RULES: dict[str, dict[str, Any]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))

@@ -29,7 +29,7 @@ from dotmoe.distributed import (
 from dotmoe.files import write_json
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, fill_own_rows, is_sharded, load_dense, resolved_dtype
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel, compute_constants, meta_model
 from dotmoe.moe.masked import recomputing
 from dotmoe.moe.objective import (
     Objective,
@@ -41,7 +41,6 @@ from dotmoe.moe.objective import (
 from dotmoe.moe.router import Routing
 from dotmoe.moe.sparse import EXPERT_WEIGHTS, SparseFFN, make_sparse
 from dotmoe.options import above, at_least, between
-from dotmoe.parameters import compute_constants, meta_model
 from dotmoe.training.folder import OnStep
 from dotmoe.training.loop import DEFAULT_TRAINING, ParameterGroup, TrainingConfig, train
 
@@ -290,11 +289,8 @@ def finetune(
     files of `dense`, which is described; where that is a repaired model, `origin` is the dense one
     to learn from. `load` says the dtype to compute in, and whether ranks divide the weights.
 
-    Returns:
-        The same experts with trained routers.
-
-    Raises:
-        UserError: See `train`; or the dtype to compute in is float16.
+    Returns the same experts with trained routers. Raises a `UserError`: see `train`; or the dtype
+    to compute in is float16.
     """
     device = resolved_device(load.device)
     dtype = resolved_dtype(load.dtype, device)

@@ -21,8 +21,7 @@ from dotmoe.files import read_json, write_json
 from dotmoe.finetuning import LAYOUT, MODEL, begin_checkpoint
 from dotmoe.granularity import Granularity, parts_of
 from dotmoe.layout import ExpertLayout
-from dotmoe.models.dense import TOKENS_AT_ONCE, DenseModel, Stream
-from dotmoe.models.family import TARGETS, Target
+from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, DenseModel, Stream, Target
 from dotmoe.moe.masked import Masking, masked, maskings_of, watched
 from dotmoe.options import at_least
 from dotmoe.progress import Update, no_update
@@ -146,13 +145,10 @@ def repair(
     checkpoint with the new projections in the dtypes of its source, `layout.safetensors` and
     `repair.json`.
 
-    Returns:
-        Contents of `repair.json`: `tokens`, `active_experts`, and of each of `layers` (and with
-        attention `target`) what `refit` says, and of a trained FFN the `trained_error`, which is
-        what is left on held-out tokens of the error of the dense weights.
-
-    Raises:
-        UserError: Too little text, or a k out of range.
+    Returns the contents of `repair.json`: `tokens`, `active_experts`, and of each of `layers` (and
+    with attention `target`) what `refit` says, and of a trained FFN the `trained_error`, which is
+    what is left on held-out tokens of the error of the dense weights. Raises a `UserError`: too
+    little text, or a k out of range.
     """
     config.require(layout.granularity)
     streams = _Streams(dense, layout, blocks, config)

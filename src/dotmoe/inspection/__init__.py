@@ -38,13 +38,10 @@ from dotmoe.inspection.sizes import (
     exported_bytes,
     repair_memory,
 )
-from dotmoe.inspection.tables import render
 from dotmoe.llama_cpp import most_active_experts_of
 from dotmoe.models.family import Multipliers, family_of
 from dotmoe.options import at_least, check
 from dotmoe.tables import in_bytes
-
-__all__ = ["InspectConfig", "inspect_model", "render", "stored_dtype"]
 
 PAPER_TOKENS = 3_500 * 64 * 2_048
 """Tokens of the paper's alignment: steps, batch size, sequence length."""
@@ -109,12 +106,9 @@ def inspect_model(
 ) -> dict[str, Any]:
     """Sizes, costs and warnings of converting a model of this Hugging Face config, as JSON values.
 
-    `stored` is the dtype of its checkpoint. `here` is this machine; None measures it (0.6 s, and
-    as long in float32, if it is not that).
-
-    Raises:
-        UserError: The family is not supported, the split does not fit the model, a size is out of
-            range, or the device is not there.
+    `stored` is the dtype of its checkpoint. `here` is this machine; None measures it (0.6 s, and as
+    long in float32, if it is not that). Raises a `UserError`: the family is not supported, the
+    split does not fit the model, a size is out of range, or the device is not there.
     """
     check(asked)
     asked = replace(asked, micro_batch_size=min(asked.micro_batch_size, asked.batch_size))

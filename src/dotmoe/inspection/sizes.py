@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 import torch
 
-from dotmoe.granularity import Granularity, parts_of, targets_of
+from dotmoe.granularity import Granularity, count_parameters, parts_of, targets_of
 from dotmoe.models.family import family_of, widths_of
 from dotmoe.moe.objective import chunk_rows
-from dotmoe.parameters import count_parameters
 
 Items = Mapping[str, int]
 """Bytes by what they are for."""

@@ -8,16 +8,6 @@ from dotmoe.granularity import Granularity, parts_of
 from dotmoe.inspection.sizes import Items
 from dotmoe.tables import Table, in_bytes, in_time, table_of, to_rich
 
-ITEMISED = {
-    "calibration_memory": "memory of the start from data",
-    "repair_memory": "memory of the repair",
-    "memory": "memory of the alignment",
-    "memory_checkpointing": "memory of the alignment, checkpointing",
-    "disk": "disk",
-    "exported": "exported checkpoint",
-}
-"""What is a sum of items, by its key."""
-
 
 def render(found: Values, *, details: bool = False) -> RenderableType:
     """What `inspect_model` found: what would be made of the model, its cost, and warnings.
@@ -26,7 +16,7 @@ def render(found: Values, *, details: bool = False) -> RenderableType:
     """
     before = [_model(found), counts_table(found["counts"]), _sizes(found, details)]
     if details:
-        before += [_items(title, found[name]) for name, title in ITEMISED.items()]
+        before += [_items(name.strip(), found[key]) for key, name in _sized(found["run"]).items()]
     after = [_plans(plans)] if (plans := found["plans"]) else []
     if details or len(plans) == 1:
         after += [table for plan in plans for table in _plan_details(plan)]
@@ -86,8 +76,8 @@ def counts_table(counts: Values, title: str = "") -> Table:
     )
 
 
-def _sizes(found: Values, details: bool) -> Table:
-    run = found["run"]
+def _sized(run: Values) -> dict[str, str]:
+    """What is a sum of items, by its key; what does not run is left out."""
     at_once = f"{run['micro_batch_size']} x {run['seq_len']:,} tokens at once"
     names = {
         "calibration_memory": "start from data" * (run["calibration_tokens"] > 0),
@@ -97,13 +87,18 @@ def _sizes(found: Values, details: bool) -> Table:
         "disk": "disk",
         "exported": "  exported checkpoint",
     }
+    return {key: name for key, name in names.items() if name}
+
+
+def _sizes(found: Values, details: bool) -> Table:
+    run = found["run"]
     note = "" if details else "--details lists what each is the sum of."
     if run["device"] == "cpu" and run["bytes_per_weight"] == 4:
         note += " --bytes-per-weight 2 is for a GPU."
     title = f"memory and disk (estimated; weights in {run['bytes_per_weight']} bytes each)"
-    shown = {name: key for key, name in names.items() if name}
-    total = {"size": lambda name: in_bytes(found[f"{shown[name]}_total"])}
-    return table_of(shown, {title: str, **total}, note=note)
+    shown = _sized(run)
+    total = {"size": lambda key: in_bytes(found[f"{key}_total"])}
+    return table_of(shown, {title: lambda key: shown[key], **total}, note=note)
 
 
 def _here(found: Values) -> str:

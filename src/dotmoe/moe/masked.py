@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dotmoe.granularity import parts_of
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
-from dotmoe.models.dense import DenseModel
-from dotmoe.models.family import TARGETS, GatedFFN
+from dotmoe.models.family import TARGETS, DenseModel, GatedFFN
 from dotmoe.moe.router import Routing, kernels_for, router_logits
 
 

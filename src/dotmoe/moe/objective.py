@@ -12,7 +12,7 @@ from torch import Tensor
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import full_tensor, num_ranks, rank, require_equal_shares, sum_over_ranks
 from dotmoe.errors import UserError
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.moe.masked import product_in_float32
 from dotmoe.moe.router import Routing, Surrogate
 from dotmoe.options import HOW, above, at_least, between

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from dotmoe.distributed import full_tensor
 from dotmoe.layout import ExpertLayout
-from dotmoe.models.dense import DenseModel
-from dotmoe.models.family import GatedFFN
+from dotmoe.models.family import DenseModel, GatedFFN
 from dotmoe.moe.masked import masked_activation
 from dotmoe.moe.router import Routing, router_logits
 

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from dotmoe.files import read_json, write_json
 from dotmoe.finetuning import MODEL as MODEL
 from dotmoe.finetuning import write_weights
-from dotmoe.models.dense import DenseModel
-from dotmoe.parameters import num_parameters
+from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.pruning import two_of_four
 from dotmoe.pruning.by_curvature import k_obd, llm_surgeon, require_memory
 from dotmoe.pruning.contract import Pruned
@@ -75,12 +74,9 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
     `folder` receives `model/`, a stock checkpoint in the dtype of the dense one, or in its place
     `tensors.safetensors`, and `pruning.json`.
 
-    Returns:
-        Contents of `pruning.json`: `parameters` that work on a token and that are `stored`,
-        `calibration_tokens` read, `seconds` without reading and writing models, `plan`.
-
-    Raises:
-        UserError: The method does not fit the model.
+    Returns the contents of `pruning.json`: `parameters` that work on a token and that are `stored`,
+    `calibration_tokens` read, `seconds` without reading and writing models, `plan`. Raises a
+    `UserError`: the method does not fit the model.
     """
     PRUNING[method].require(inputs.dense)
     total, started = num_parameters(inputs.dense.model), time.monotonic()

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dotmoe.errors import UserError
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.progress import no_update
 from dotmoe.pruning.contract import (
     Pruned,

@@ -11,10 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dotmoe.errors import UserError
-from dotmoe.models.dense import TOKENS_AT_ONCE, DenseModel
-from dotmoe.models.family import DecoderTraits
+from dotmoe.models.family import TOKENS_AT_ONCE, DecoderTraits, DenseModel, num_parameters
 from dotmoe.moe.masked import recomputing
-from dotmoe.parameters import num_parameters
 from dotmoe.progress import Update, no_update
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.moe.masked import recomputing, watched
 from dotmoe.pruning.contract import Pruned, PruneInputs, linears_of, threshold
 

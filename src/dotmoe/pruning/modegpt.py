@@ -20,8 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dotmoe.models.dense import DenseModel, Stream
-from dotmoe.models.family import head_dim
+from dotmoe.models.family import DenseModel, Stream, head_dim
 from dotmoe.moe.masked import watched
 from dotmoe.pruning.contract import Pruned, PruneInputs, damped_inverse, made_up, refusing
 from dotmoe.pruning.llm_pruner import grouped, kinds_of

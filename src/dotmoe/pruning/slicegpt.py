@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dotmoe.models.dense import DenseModel, Stream
+from dotmoe.models.family import DenseModel, Stream, num_parameters
 from dotmoe.moe.masked import watched
-from dotmoe.parameters import num_parameters
 from dotmoe.pruning.contract import Pruned, PruneInputs, refusing
 
 

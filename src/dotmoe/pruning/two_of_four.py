@@ -29,7 +29,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dotmoe.errors import UserError
-from dotmoe.models.dense import DenseModel, Stream
+from dotmoe.models.family import DenseModel, Stream
 from dotmoe.moe.masked import watched
 from dotmoe.pruning.contract import Pruned, PruneInputs, backward, damped_inverse, linears_of
 

@@ -18,8 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from dotmoe.evaluate.models import nats_of
-from dotmoe.models.dense import Stream
-from dotmoe.parameters import num_parameters
+from dotmoe.models.family import Stream, num_parameters
 from dotmoe.pruning.contract import Pruned, PruneInputs
 
 

@@ -17,8 +17,7 @@ from dotmoe.run_folder import STAGES
 class RunResults:
     """Contents of the result files of a finished run, or of a quickstart with both of its splits.
 
-    Raises:
-        UserError: No run, not finished, or a damaged file.
+    Raises a `UserError`: no run, not finished, or a damaged file.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -30,8 +30,7 @@ def html_report(run: Path, page: Path | None = None, plots_folder: Path | None =
         page: File to write, alone. Default: `default_page`, and Markdown beside it.
         plots_folder: Receives each plot as SVG and PNG. Default: plots are in the page only.
 
-    Raises:
-        UserError: No finished run, or a result file that is damaged.
+    Raises a `UserError`: no finished run, or a result file that is damaged.
     """
     found, file = RunResults(run), page or default_page(run)
     figures = draw_all(found) if is_installed() else {}
