@@ -27,9 +27,9 @@ from dotmoe.files import write_json
 from dotmoe.finished_run import FinishedRun
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.models.dense import DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.moe.masked import masked_by, neuron_mask, watched
-from dotmoe.provenance import provenance
+from dotmoe.run_folder import provenance
 
 Way = Callable[[DenseModel, ExpertLayout], AbstractContextManager[None]]
 """Inside, the model runs for each token what one row is about."""

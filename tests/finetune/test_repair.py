@@ -3,6 +3,7 @@
 import argparse
 import json
 import subprocess
+import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked_by
 from dotmoe.report import RunResults
-from runs import TINY_CONVERT, torchrun
+from runs import TINY_CONVERT, Forked, TinyRun, torchrun
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "phi3")
 SCALED = {"granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5}}
@@ -250,6 +251,22 @@ def test_frozen_repaired_and_finetuned_are_three_rows(
     assert float(nats) == pytest.approx(loss["repaired"], abs=5e-3)
     out = tmp_path / "mixtral"
     assert run(["export", str(tmp_path / "repaired"), str(out), "--format", "mixtral", *QUICK]) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
+def test_a_run_killed_while_it_repairs_ends_as_one_that_was_not(tiny_dense, text_file, tmp_path):
+    repair = {"repair_tokens": 2000, "repair_epochs": 1}
+    options = {**TINY_CONVERT, "data": text_file, "steps": 0, **repair}
+    dense = tiny_dense("llama", num_hidden_layers=4)
+    whole = TinyRun("convert", dense, tmp_path / "whole", options)
+    assert run([*whole.command(), "--repair"]) == 0
+    killed = whole.at(tmp_path / "killed")
+    process = Forked([*killed.command(), "--repair"])
+    finished = killed.folder / "4_repair/checkpoints/00000.safetensors"
+    assert process.kill_when(finished.exists, 0), process.said()
+    assert not (killed.folder / "4_repair/model").exists()
+    assert run([*killed.command(), "--repair"]) == 0
+    assert killed.tensors() == whole.tensors()
 
 
 def test_what_cannot_be_repaired_is_refused_in_one_line(

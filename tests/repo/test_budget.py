@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BUDGET = {"src": (20_223, 99), "tests": (15_641, 106)}
+BUDGET = {"src": (20_080, 95), "tests": (15_647, 106)}
 """Lines and files of Python. To be lowered to 15,000 lines in 120 files, and 10,000 of tests."""
 
 
