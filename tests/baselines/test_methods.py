@@ -300,6 +300,27 @@ def test_importance_is_the_gradient_of_a_factor_on_each_activation(dense, tokens
     assert all(p.grad is None for p in dense.model.parameters())
 
 
+def test_importance_holds_a_chunk_of_the_logits_at_once(dense, tokens_BT, monkeypatch):
+    rows, vocabulary = 5, dense.config.vocab_size
+    monkeypatch.setattr("dotmoe.moe.objective.MAX_CHUNK_ELEMENTS", rows * vocabulary)
+    products = dense.model.lm_head.weight
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            is_tensor = isinstance(out, torch.Tensor) and out.shape[-1:] == (vocabulary,)
+            if is_tensor and out.numel() != products.numel():
+                largest = max(largest, out.numel())
+            return out
+
+    experts = [torch.zeros(tokens_BT.numel(), dtype=torch.long)] * 2
+    with Watch():
+        importance(dense, tokens_BT, experts, 1, rows=3)
+    assert 0 < largest <= rows * vocabulary
+
+
 def greedy(score_NE, free, room):
     """The expert with room whose best free neuron is worth most takes it, again and again."""
     expert_of, room, free = {}, [room] * score_NE.shape[1], set(free)

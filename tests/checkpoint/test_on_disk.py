@@ -8,10 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from dotmoe import llama_cpp
 from dotmoe.checkpoint import on_disk as module
 from dotmoe.checkpoint.on_disk import exported_on_disk, on_disk, parts_of
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.export import ExportConfig, export
+from dotmoe.export.format import GgufConfig
 from dotmoe.load import describe_dense
 from dotmoe.models.family import FAMILIES
 
@@ -143,3 +145,35 @@ def test_a_tensor_too_many_is_found_wherever_it_is(
     change(tmp_path / "out", stray, lambda tensor: torch.zeros(8, 64))
     with pytest.raises(VerificationError, match=problem):
         logits_of(exported_on_disk(tmp_path / "out", CPU, torch.float32), tokens_BT)
+
+
+class Silent:
+    """In place of llama.cpp, which is not installed everywhere: no logit says anything."""
+
+    def __init__(self, path, *, context):
+        self.path = path
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def logits(self, tokens_T):
+        return torch.zeros(len(tokens_T), 264)
+
+    def ask(self, what):
+        return "0"
+
+
+def test_a_gguf_is_compared_with_one_part_in_memory(
+    tiny_dense, layout_of, tokens_BT, tmp_path, nothing_is_kept, filled, monkeypatch
+):
+    monkeypatch.setattr(llama_cpp, "is_installed", lambda: True)
+    monkeypatch.setattr(llama_cpp, "LlamaCppModel", Silent)
+    dense = describe_dense(str(tiny_dense("llama", num_hidden_layers=5)))
+    config = GgufConfig(format="gguf_glm4moe", gguf_type="f32", gguf_tokenizer="none")
+    with pytest.raises(VerificationError, match=r"llama.cpp runs the file otherwise"):
+        export(dense, layout_of(dense), tmp_path / "out", config, tokens_BT)
+    assert max(filled) == 1
+    assert len(filled) > 2 * len(parts_of(dense.model))

@@ -16,6 +16,7 @@ from dotmoe.evaluate.models import stock_nats
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked_by
+from runs import torchrun
 
 QUICK = ["--scale-tokens", "256", "--verify-tokens", "128"]
 TRAIN = ["--steps", "6", "--batch-size", "4", "--seq-len", "32", "--lr", "1e-3", *QUICK]
@@ -83,3 +84,15 @@ def test_the_recipe_is_the_papers():
     assert (tuning.lr, tuning.warmup_ratio, tuning.batch_size) == (5e-5, 0.1, 128)
     assert (tuning.max_grad_norm, tuning.balance_weight) == (1.0, 1e-4)
     assert tuning.steps * tuning.batch_size * config.data.seq_len >= 1.2e9
+
+
+@pytest.mark.slow
+def test_two_ranks_finetune_on_as_many_samples_as_the_run_has(finished, tmp_path):
+    """All ranks load the model before rank zero samples alone."""
+    made = finished.at(tmp_path / "run", sample_tokens=1024).made()
+    options = [*TRAIN, "--steps", "2", "--data", "self"]
+    ended = torchrun(2, "-m", "dotmoe", "finetune", made.folder, tmp_path / "out", *options)
+    assert ended.returncode == 0, ended.stderr
+    record = json.loads((tmp_path / "out/0_data/data.json").read_text())
+    assert record["training"]["sources"][0]["name"] == "self"
+    assert 900 < record["training"]["tokens"] <= 1024

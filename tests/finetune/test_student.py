@@ -200,3 +200,28 @@ def test_adapters_are_disabled_in_the_teacher_and_merged_as_peft_computes_them(
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
     with torch.no_grad(), masked_by(original, layout):
         assert (original.model(input_ids=tokens).logits - before).abs().max() > 1e-2
+
+
+def test_replicas_meet_after_the_last_micro_batch_alone(tiny_dense, blocks, new_student):
+    student, met = new_student(tiny_dense("llama", dtype="bfloat16"), dtype="bfloat16"), []
+    student.set_requires_all_reduce = met.append
+    task_of(student, blocks, replace(PLAIN, micro_batch_size=1)).accumulate_gradients(0)
+    assert met == [False, False, False, True]
+
+
+def test_no_copy_of_the_experts_waits_for_the_backward_pass(tiny_dense, new_student):
+    """What a 16-bit product reads of weights that are trained in float32 is made again there."""
+    student = new_student(tiny_dense("llama", dtype="bfloat16"), dtype="bfloat16")
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = logits_of(student, torch.randint(2, 250, (1, 8))).sum()
+    assert loss.requires_grad
+    (size,) = {w.numel() for ffn in student.ffns for _, w, _ in ffn.weights()}
+    held = [tensor for tensor in kept if tensor.numel() == size]
+    assert len(held) == 2 * 3
+    assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 0

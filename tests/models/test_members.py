@@ -199,7 +199,9 @@ def refusal_of(config):
     return message
 
 
-@pytest.mark.parametrize("key", ["num_local_experts", "num_experts", "n_routed_experts"])
+@pytest.mark.parametrize(
+    "key", ["num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"]
+)
 def test_experts_in_a_config_are_a_mixture_whatever_its_type(key):
     assert MOE in refusal_of(SimpleNamespace(model_type="new", **{key: 8}))
     message = refusal_of(AutoConfig.for_model("llama", **{key: 8}))

@@ -13,7 +13,7 @@ from dotmoe.errors import UserError
 from dotmoe.report import RunResults
 from dotmoe.report.page import html, html_report, markdown
 from dotmoe.report.plots import NO_PLOTS, draw_all
-from dotmoe.report.sections import verdict
+from dotmoe.report.sections import tiles, verdict
 from dotmoe.tables import in_bytes
 from runs import weights_of
 
@@ -98,6 +98,28 @@ def test_tasks_are_averaged_in_the_metric_of_the_paper(measured):
     assert "Over 2 benchmark tasks (boolq, piqa)" in text
     assert "(dense) to" in text
     assert "Only the first questions were asked: 6 of boolq, 6 of piqa." in text
+
+
+def test_one_average_of_tasks_in_which_nothing_is_taken_for_zero(found):
+    """The paper's metric counts, whichever is a task's main one."""
+    other = found.files["tasks/piqa"]["scores"]
+    other[:] = [other[0] | {"sets": [], "value": 0.1}]
+    other.append(other[0] | {"metric": "acc_norm", "sets": ["paper"], "value": 0.9})
+    boolq = next(s for s in found.scores("tasks") if s["task"] == "boolq" and s["sets"])
+    del found.files["against/piqa"]
+    said = f"over 2 benchmark tasks (boolq, piqa): {50 * (0.9 + boolq['value']):.1f} ± "
+    assert said in verdict(found)[0]
+    assert not any("mean accuracy" in name for name in tiles(found))
+    found.files["against/boolq"]["model"]["name"] = "another"
+    assert found.against == "another"
+
+
+def test_what_an_export_notes_ends_the_command_and_stands_on_the_page(found):
+    note = "The first token of every text is at a near-tie in layer 1."
+    found.export["notes"] = [note]
+    assert note in html(found, {})
+    assert note in markdown(found)
+    assert verdict(found)[-1] == note
 
 
 def test_sizes_and_weights_are_those_of_the_export(measured, found):

@@ -11,6 +11,7 @@ from toy_tasks import EVERY_5, SCHEDULE, Regression, warnings_in
 
 from dotmoe.cli import message_of
 from dotmoe.errors import UserError
+from dotmoe.files import sha256_of
 from dotmoe.training.folder import Checkpoints
 from dotmoe.training.loop import train
 
@@ -95,3 +96,15 @@ def test_a_full_disk_loses_no_checkpoint(tmp_path):
     assert Checkpoints(tmp_path).newest().name == "step_00000005"
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 11))
+
+
+def test_a_checkpoint_is_read_once_when_it_is_written(tmp_path, monkeypatch):
+    read = []
+
+    def remembered(path):
+        read.append(path.name)
+        return sha256_of(path)
+
+    monkeypatch.setattr("dotmoe.files.sha256_of", remembered)
+    Checkpoints(tmp_path).save(1, {"weight": torch.ones(3)}, {"step": 1})
+    assert sorted(read) == sorted({".metadata", TENSORS, "values.json"})

@@ -11,7 +11,8 @@ import torch
 from toy_tasks import EVERY_5, SCHEDULE, Regression, interrupt, warnings_in
 
 from dotmoe.errors import UserError
-from dotmoe.training.loop import LossWatch, TrainingConfig, train
+from dotmoe.training import loop
+from dotmoe.training.loop import LossWatch, TrainingConfig, adamw, train
 
 SKIP = TrainingConfig(checkpoint_every=5, on_bad_loss="skip")
 
@@ -143,3 +144,39 @@ def test_where_nothing_fits_that_is_said(tmp_path):
     """The command line names the options: see `message_of`."""
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 2 GiB"):
         train(Hungry(8, 0), SCHEDULE, tmp_path)
+
+
+def test_moments_are_in_memory_before_the_first_batch(tmp_path, monkeypatch):
+    """So that the micro-batch is halved until it fits beside them."""
+    made, moments = [], []
+
+    def remembered(*groups, **options):
+        made.append(adamw(*groups, **options))
+        return made[0]
+
+    def look(task, metrics):
+        moments.append(made[0].state[task.weight]["exp_avg_sq"].numel())
+
+    monkeypatch.setattr(loop, "adamw", remembered)
+    train(Regression({0: look}), SCHEDULE, tmp_path)
+    assert moments == [4]
+
+
+def test_the_place_is_looked_for_by_all_ranks_together(tmp_path, monkeypatch):
+    """Finding it communicates, and what may fail on one rank alone must not."""
+    alone, places = [], []
+
+    def on_each(make):
+        alone.append(True)
+        result = make()
+        alone.pop()
+        return result
+
+    def place(trainer):
+        places.append(bool(alone))
+        return "somewhere"
+
+    monkeypatch.setattr(loop, "raise_on_all_ranks", on_each)
+    monkeypatch.setattr(loop._Trainer, "_worst_place", place)
+    train(Regression({3: not_a_number}), SCHEDULE, tmp_path, SKIP)
+    assert places == [False]
