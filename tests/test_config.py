@@ -76,7 +76,7 @@ def test_recipes_by_name():
         finetune_recipe("paper")
 
 
-@pytest.mark.parametrize("data", [{"data_epochs": 2}, {"split": "test"}, {"data_seed": 1}])
+@pytest.mark.parametrize("data", [{"shuffle_buffer": 2}, {"split": "test"}, {"data_seed": 1}])
 def test_options_of_a_text_that_is_not_named_are_refused(data):
     with pytest.raises(UserError, match="data names no source"):
         check(FinetuneRunConfig(run="r", out="o", data=DataConfig(**data)))

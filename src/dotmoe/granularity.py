@@ -1,8 +1,7 @@
 """How finely a layer is split: expert size s, experts E and active experts k of so many units.
 
-And what that makes of the parameters, exactly, from the Hugging Face config alone.
-
-Units are FFN neurons or query heads. Every layer has as many: one `Granularity` holds for all.
+And what that makes of the parameters, exactly, from the Hugging Face config alone. Every layer has
+as many units: one `Granularity` holds for all.
 """
 
 import math
@@ -95,30 +94,25 @@ class Granularity:
         return cls(**values | {"beside": cls.of(beside) if beside else None})
 
     @property
-    def units(self) -> int:
-        """Units of one layer, E * s, the shared expert's and those that are left out."""
-        return self.num_experts * self.expert_size + self.shared_size + self.dropped_size
-
-    def with_shared(self, shared_experts: int) -> "Granularity":
-        """So many of the active experts merged into the shared expert; as many neurons run."""
-        return replace(
-            self,
-            num_experts=self.num_experts - shared_experts,
-            active_experts=self.active_experts - shared_experts,
-            shared_size=self.shared_size + shared_experts * self.expert_size,
-        )
+    def targets(self) -> str:
+        """What is split: ffn, attention or both."""
+        return "both" if self.beside else self.target
 
     @property
-    def capacity(self) -> int | tuple[int, ...]:
-        """Units of every expert, or of each column of the transport problem, shared one last."""
-        if not self.shared_size:
-            return self.expert_size
-        return (*[self.expert_size] * self.num_experts, self.shared_size)
+    def capacity(self) -> tuple[int, ...]:
+        """Units of each column of the transport problem: the experts, and a shared one last."""
+        shared = (self.shared_size,) if self.shared_size else ()
+        return (self.expert_size,) * self.num_experts + shared
 
     @property
     def columns(self) -> int:
         """Columns of the transport problem, E or E + 1."""
-        return self.num_experts + bool(self.shared_size)
+        return len(self.capacity)
+
+    @property
+    def units(self) -> int:
+        """Units of one layer (N), those that are left out too."""
+        return sum(self.capacity) + self.dropped_size
 
     @property
     def active_units(self) -> int:
@@ -129,6 +123,15 @@ class Granularity:
     def active_fraction(self) -> float:
         """Share of a split layer's units that run per token, k / E without a shared expert."""
         return self.active_units / self.units
+
+    def with_shared(self, shared_experts: int) -> "Granularity":
+        """So many of the active experts merged into the shared expert; as many neurons run."""
+        return replace(
+            self,
+            num_experts=self.num_experts - shared_experts,
+            active_experts=self.active_experts - shared_experts,
+            shared_size=self.shared_size + shared_experts * self.expert_size,
+        )
 
 
 Whole = TypeVar("Whole", bound=Any)
@@ -144,11 +147,6 @@ def joined(parts: Iterable[Whole]) -> Whole:
     """Inverse of `parts_of`."""
     first, *rest = parts
     return replace(first, beside=rest[0]) if rest else first
-
-
-def targets_of(split: Granularity) -> str:
-    """What is split: ffn, attention or both."""
-    return "both" if split.beside else split.target
 
 
 def splits_of(config: ExpertsConfig, ffn_width: int, heads: int) -> Granularity:
@@ -187,7 +185,7 @@ def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
         >>> resolve(ExpertsConfig(), 11_008)
         Granularity(num_experts=86, expert_size=128, active_experts=22, ...)
     """
-    size, experts, share = config.expert_size, config.experts, config.active
+    size, experts, active = config.expert_size, config.experts, config.active_experts
     sizes, whole = fitting_sizes(ffn_width), f"FFN width {ffn_width}"
     if experts is not None:
         _require("experts", experts, [ffn_width // n for n in reversed(sizes)], whole)
@@ -199,9 +197,9 @@ def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
             f"expert_size {size} and experts {experts} contradict each other: the FFN width is "
             f"{ffn_width}. Give one of the two."
         )
-    experts, active = ffn_width // size, config.active_experts
-    if active is None or share is not None:
-        share = PAPER_ACTIVE if share is None else share
+    experts = ffn_width // size
+    if active is None or config.active is not None:
+        share = PAPER_ACTIVE if config.active is None else config.active
         rounded = _part_of(experts, share)
         if active not in (None, rounded):
             raise UserError(
@@ -214,28 +212,26 @@ def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
             f"active_experts is {active}, but a layer has {experts} experts. Choose 1 to "
             f"{experts}, or a smaller expert_size."
         )
-    split = Granularity(
-        num_experts=experts,
-        expert_size=size,
-        active_experts=active,
-        first_dense_layers=config.first_dense_layers,
-    )
     shared = _part_of(experts, config.shared) if config.shared else 0
     if shared >= active:
         raise UserError(
             f"shared {config.shared:g} of {experts} experts is {shared}, but only {active} are "
             "active, of which one must be routed. Set a smaller shared, or a larger active."
         )
-    return split.with_shared(shared)
+    return Granularity(
+        num_experts=experts,
+        expert_size=size,
+        active_experts=active,
+        first_dense_layers=config.first_dense_layers,
+    ).with_shared(shared)
 
 
 def default_expert_size(ffn_width: int) -> int:
     """Size of the experts where none is asked for.
 
     Among the divisors of the width up to 128 (tab:hyperparams_moefication) that leave at least 16
-    experts: the largest multiple of 8, else of 4, else the largest. Multiples of 8 can be exported
-    in every dtype, multiples of 4 in float32 (`GROUPED_MATMUL_BYTES`). Raises a `UserError`: the
-    width has fewer than 16 neurons.
+    experts: the largest multiple of 8, else of 4, else the largest; `GROUPED_MATMUL_BYTES` says
+    why. Raises a `UserError`: the width has fewer than 16 neurons.
 
     Example:
         >>> [default_expert_size(width) for width in (11_008, 768, 172)]
@@ -297,7 +293,7 @@ class ParameterCounts:
     active_without_embeddings: int
     """`active` without the input embedding and the output head."""
     floor: int
-    """What conversion cannot remove: everything outside what is split."""
+    """Everything outside what is split."""
     attention_and_norms: int
     input_embedding: int
     """The token embedding (and the head, if tied to it)."""
@@ -305,7 +301,7 @@ class ParameterCounts:
     """The output projection; 0 if tied to the embedding."""
     ffn_total: int
     ffn_active: int
-    """FFN parameters that work on one token."""
+    """Those that work on one token."""
     heads_total: int
     """Those that belong to one query head each, in W_Q and W_O; 0 where attention is not split."""
     routers: int
