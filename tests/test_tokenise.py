@@ -114,39 +114,30 @@ def test_beside_a_run_its_heldout_text_is_taken_with_its_name(text, tokenised):
 # --- text of the model itself
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
-def sampler(request, dense_of):
-    return dense_of(request.param)
-
-
 def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.mark.parametrize(("family", "bos"), [("llama", 0), ("qwen2", None)])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_every_token_is_drawn_given_all_before_it(sampler, temperature):
+def test_every_token_is_drawn_given_all_before_it(family, bos, temperature, dense_of):
+    sampler, draws = dense_of(family), generator(5)
+    eos, specials = sampler.tokenizer.eos_token_id, set(sampler.tokenizer.all_special_ids)
+    assert sampler.tokenizer.bos_token_id == bos
     rows = sampled_rows(sampler, 3, 24, temperature, generator(5)).long()
-    draws, tokenizer = generator(5), sampler.tokenizer
-    if tokenizer.bos_token_id is None:
-        plain = len(tokenizer) - len(tokenizer.all_special_ids)
-        torch.randint(plain, (3,), generator=draws)
+    if bos is None:
+        plain = torch.tensor([token for token in range(258) if token not in specials])
+        assert torch.equal(rows[:, 0], plain[torch.randint(len(plain), (3,), generator=draws)])
+    else:
+        assert rows[:, 0].tolist() == [bos] * 3
     for place in range(1, 24):
         with torch.no_grad():
             logits = sampler.model(input_ids=rows[:, :place], use_cache=False).logits[:, -1, :258]
         probabilities = (logits / temperature).softmax(-1)
         expected = torch.multinomial(probabilities, 1, generator=draws)[:, 0]
-        if tokenizer.bos_token_id is not None:
-            expected[rows[:, place - 1] == tokenizer.eos_token_id] = 0
+        if bos is not None:
+            expected[rows[:, place - 1] == eos] = bos
         assert torch.equal(rows[:, place], expected)
-
-
-def test_rows_begin_with_bos_or_with_a_plain_token_of_their_own(sampler):
-    first = sampled_rows(sampler, 64, 2, 1.0, generator(0))[:, 0]
-    if sampler.tokenizer.bos_token_id is not None:
-        assert first.unique().tolist() == [0]
-    else:
-        assert not set(first.tolist()) & set(sampler.tokenizer.all_special_ids)
-        assert len(first.unique()) > 40
 
 
 def test_bos_follows_eos_where_both_are_there(dense):

@@ -51,15 +51,21 @@ class ExpertsConfig:
     """Share of the experts made of heads that run per token. Left out: 0.5 (paper)."""
 
     def check_together(self) -> None:
-        """Refuse what says nothing of the targets."""
-        if self.targets == "ffn":
-            for name in ("heads_per_expert", "active_attention"):
-                if getattr(self, name) is not None:
-                    raise UserError(
-                        f"{name} is {getattr(self, name):g}, but targets is ffn: no heads become "
-                        "experts. Set targets to attention or both, or leave it out."
-                    )
-        elif self.shared:
+        """Refuse what says nothing of the targets, or twice the same."""
+        for name, other in (("expert_size", "experts"), ("active", "active_experts")):
+            value, beside = getattr(self, name), getattr(self, other)
+            if None not in (value, beside):
+                raise UserError(
+                    f"{name} is {value:g} and {other} is {beside:g}, but one of them says it all. "
+                    "Give one of the two."
+                )
+        for name in ("heads_per_expert", "active_attention"):
+            if self.targets == "ffn" and getattr(self, name) is not None:
+                raise UserError(
+                    f"{name} is {getattr(self, name):g}, but targets is ffn: no heads become "
+                    "experts. Set targets to attention or both, or leave it out."
+                )
+        if self.targets != "ffn" and self.shared:
             raise UserError(
                 f"shared is {self.shared:g}, but a shared expert is for targets ffn alone. Leave "
                 "one of the two out."
@@ -160,15 +166,13 @@ def resolve_heads(config: ExpertsConfig, heads: int) -> Granularity:
 
     Raises a `UserError`: experts that do not fit the number of heads.
     """
-    size, sizes = config.heads_per_expert, fitting_sizes(heads)
-    if size is None:
-        size = PAPER_HEADS if PAPER_HEADS in sizes else 1
+    sizes = fitting_sizes(heads)
+    size = config.heads_per_expert or (PAPER_HEADS if PAPER_HEADS in sizes else 1)
     _require("heads_per_expert", size, sizes, f"{heads} query heads")
-    share = PAPER_ACTIVE_ATTENTION if config.active_attention is None else config.active_attention
     return Granularity(
         num_experts=heads // size,
         expert_size=size,
-        active_experts=_part_of(heads // size, share),
+        active_experts=_part_of(heads // size, config.active_attention or PAPER_ACTIVE_ATTENTION),
         first_dense_layers=config.first_dense_layers,
         target="attention",
     )
@@ -179,34 +183,21 @@ def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
 
     What is not given: s is `default_expert_size`, and k is a quarter of E. A share of E is rounded
     half up, to at least 1. Raises a `UserError`: experts that do not fit the width (the nearest
-    that do are named), k above E, or two settings that contradict each other.
+    that do are named), k above E, or a shared expert of all that is active.
 
     Example:
         >>> resolve(ExpertsConfig(), 11_008)
         Granularity(num_experts=86, expert_size=128, active_experts=22, ...)
     """
-    size, experts, active = config.expert_size, config.experts, config.active_experts
     sizes, whole = fitting_sizes(ffn_width), f"FFN width {ffn_width}"
-    if experts is not None:
+    if config.experts is None:
+        size = config.expert_size or default_expert_size(ffn_width)
+        _require("expert_size", size, sizes, whole)
+        experts = ffn_width // size
+    else:
+        experts = config.experts
         _require("experts", experts, [ffn_width // n for n in reversed(sizes)], whole)
-    if size is None:
-        size = ffn_width // experts if experts else default_expert_size(ffn_width)
-    _require("expert_size", size, sizes, whole)
-    if experts not in (None, ffn_width // size):
-        raise UserError(
-            f"expert_size {size} and experts {experts} contradict each other: the FFN width is "
-            f"{ffn_width}. Give one of the two."
-        )
-    experts = ffn_width // size
-    if active is None or config.active is not None:
-        share = PAPER_ACTIVE if config.active is None else config.active
-        rounded = _part_of(experts, share)
-        if active not in (None, rounded):
-            raise UserError(
-                f"active {share:g} of {experts} experts is {rounded}, but active_experts is "
-                f"{active}. Give one of the two."
-            )
-        active = rounded
+    active = config.active_experts or _part_of(experts, config.active or PAPER_ACTIVE)
     if active > experts:
         raise UserError(
             f"active_experts is {active}, but a layer has {experts} experts. Choose 1 to "
@@ -220,7 +211,7 @@ def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
         )
     return Granularity(
         num_experts=experts,
-        expert_size=size,
+        expert_size=ffn_width // experts,
         active_experts=active,
         first_dense_layers=config.first_dense_layers,
     ).with_shared(shared)
@@ -232,10 +223,6 @@ def default_expert_size(ffn_width: int) -> int:
     Among the divisors of the width up to 128 (tab:hyperparams_moefication) that leave at least 16
     experts: the largest multiple of 8, else of 4, else the largest; `GROUPED_MATMUL_BYTES` says
     why. Raises a `UserError`: the width has fewer than 16 neurons.
-
-    Example:
-        >>> [default_expert_size(width) for width in (11_008, 768, 172)]
-        [128, 48, 4]
     """
     largest = min(PAPER_EXPERT_SIZE, ffn_width // FEWEST_DEFAULT_EXPERTS)
     if not largest:
