@@ -13,7 +13,7 @@ from dotmoe.granularity import resolve
 from dotmoe.options import check, from_values, values_of
 
 HYPERPARAMETERS = {  # tab:hyperparams_moefication
-    "assignment": {"sinkhorn_sweeps": 50, "tau_start": 1.0, "tau_end": 0.1},
+    "assignment": {"tau_start": 1.0, "tau_end": 0.1},
     "data": {"seq_len": 2048},
     "align": {
         "lr": 5e-4,

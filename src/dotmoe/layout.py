@@ -18,7 +18,7 @@ from torch import Tensor
 from dotmoe.errors import UserError, one_line
 from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.models.family import TARGETS
-from dotmoe.options import above, at_least
+from dotmoe.options import above
 from dotmoe.transport import Capacity, TransportPlan, balanced_plan, greedy_assignment, sinkhorn
 
 ALWAYS_ON = -1
@@ -194,10 +194,8 @@ class AssignmentConfig:
     tau_end: Annotated[float, above(0)] = 0.1
     """Transport temperature after the warm-up, and of every extraction (paper: 0.1)."""
     solver: Literal["newton", "sinkhorn"] = "newton"
-    """`newton`: semi-dual Newton with implicit gradient, to convergence. `sinkhorn`: the paper's
+    """`newton`: semi-dual Newton with implicit gradient, to convergence. `sinkhorn`: the paper's 50
     unrolled sweeps."""
-    sinkhorn_sweeps: Annotated[int, at_least(1)] = 50
-    """Sweeps of the `sinkhorn` solver (paper: 50)."""
 
     def tau(self, step: int, warmup_steps: int) -> float:
         """Of a step: linear over the warm-up, then constant (app:log_domain_sinkhorn)."""
@@ -218,8 +216,7 @@ class AssignmentConfig:
         to the affinities, implicit for `newton`, unrolled for `sinkhorn`.
         """
         if self.solver == "sinkhorn":
-            sweeps = self.sinkhorn_sweeps
-            return sinkhorn(affinity_LNE, capacity=capacity, tau=tau, num_sweeps=sweeps)
+            return sinkhorn(affinity_LNE, capacity=capacity, tau=tau)
         return balanced_plan(affinity_LNE, capacity=capacity, tau=tau, start=start_LE)
 
 

@@ -90,7 +90,7 @@ class BlockWriter:
     def append(self, tokens: Sequence[int] | Tensor) -> None:
         """Write token ids after those before."""
         self.num_tokens += len(tokens)
-        self.file.write(torch.as_tensor(tokens, dtype=torch.int32).numpy())
+        self.file.write(torch.as_tensor(tokens, dtype=torch.int32).numpy().data)
 
 
 @contextmanager

@@ -62,20 +62,18 @@ class TensorPart(NamedTuple):
     """First row and the row after the last; None: all."""
 
 
-class Rows(nn.Module):
+class Rows(NamedTuple):
     """Some rows of a fused projection, called like a projection of its own; nothing is copied."""
 
-    def __init__(self, fused: nn.Linear, start: int, stop: int) -> None:
-        super().__init__()
-        self._fused = (fused,)  # in a tuple: not registered a second time
-        self._rows = slice(start, stop)
+    fused: nn.Linear
+    rows: slice
 
     @property
     def weight(self) -> Tensor:
         """The rows, a view."""
-        return self._fused[0].weight[self._rows]
+        return self.fused.weight[self.rows]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., rows]."""
         return F.linear(x, self.weight)
 
@@ -169,7 +167,8 @@ class _Phi3(Family):
         fused = cast(nn.Linear, layer.get_submodule("mlp.gate_up_proj"))
         down = cast(nn.Linear, layer.get_submodule("mlp.down_proj"))
         width = down.weight.shape[1]
-        return GatedFFN(Rows(fused, 0, width), Rows(fused, width, 2 * width), down)
+        gate, up = slice(0, width), slice(width, 2 * width)
+        return GatedFFN(Rows(fused, gate), Rows(fused, up), down)
 
     def stored(self, config: Any, name: str) -> TensorPart:
         query, width = config.num_attention_heads * head_dim(config), config.intermediate_size
