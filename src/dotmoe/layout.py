@@ -56,13 +56,12 @@ class ExpertLayout:
             raise ValueError(f"{len(expert_LN)} assigned layers, {num_layers} routers")
         if expert_LN.min() < DROPPED or expert_LN.max() >= num_experts:
             raise ValueError(f"expert numbers must lie in 0 to {num_experts - 1}, or be -1 or -2")
-        split = slice(self.moe_layers.start, None)
-        if bool((expert_LN[split] == ALWAYS_ON).all(dim=1).any()) or not self.moe_layers:
+        split_LN = expert_LN[self.moe_layers.start :]
+        if not len(split_LN) or bool((split_LN == ALWAYS_ON).all(dim=1).any()):
             raise ValueError("only leading layers can be dense, and not all of them")
         # Of each split layer how many are dropped, always on, and of expert 0, 1 and so on.
-        counts = torch.stack([
-            torch.bincount(row - DROPPED, minlength=num_experts + 2) for row in expert_LN[split]
-        ])  # fmt: skip
+        rows = [torch.bincount(row - DROPPED, minlength=num_experts + 2) for row in split_LN]
+        counts = torch.stack(rows)
         sizes_LE = counts[:, 2:]
         if bool((counts != counts[0]).any() or (sizes_LE != sizes_LE[0, 0]).any()):
             least, most = sizes_LE.aminmax()
