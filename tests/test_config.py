@@ -13,7 +13,7 @@ from dotmoe.granularity import resolve
 from dotmoe.options import check, from_values, values_of
 
 HYPERPARAMETERS = {  # tab:hyperparams_moefication
-    "assignment": {"sinkhorn_sweeps": 50, "tau_start": 1.0, "tau_end": 0.1},
+    "assignment": {"tau_start": 1.0, "tau_end": 0.1},
     "data": {"seq_len": 2048},
     "align": {
         "lr": 5e-4,
@@ -76,7 +76,7 @@ def test_recipes_by_name():
         finetune_recipe("paper")
 
 
-@pytest.mark.parametrize("data", [{"data_epochs": 2}, {"split": "test"}, {"data_seed": 1}])
+@pytest.mark.parametrize("data", [{"shuffle_buffer": 2}, {"split": "test"}, {"data_seed": 1}])
 def test_options_of_a_text_that_is_not_named_are_refused(data):
     with pytest.raises(UserError, match="data names no source"):
         check(FinetuneRunConfig(run="r", out="o", data=DataConfig(**data)))

@@ -3,8 +3,15 @@
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from dotmoe.config import recipe
 from dotmoe.errors import UserError
-from dotmoe.granularity import ExpertsConfig, count_parameters, nearest_active_experts, resolve
+from dotmoe.granularity import (
+    ExpertsConfig,
+    count_parameters,
+    nearest_active_experts,
+    resolve,
+    splits_of,
+)
 from dotmoe.models.family import family_of, meta_model
 
 
@@ -62,12 +69,8 @@ def test_a_share_of_the_parameters_gives_the_k_nearest_to_it(config, settings, s
     at_work = {k: total - expert * (split.num_experts - k) for k in range(1, 1 + split.num_experts)}
     nearest = min(at_work, key=lambda k: abs(at_work[k] - share * total))
     assert nearest_active_experts(share, config, family_of(config), split) == nearest
-
-
-def test_a_share_below_what_conversion_leaves_is_refused():
-    split = resolve(ExpertsConfig(experts=8), 11_008)
-    with pytest.raises(UserError, match=r"active_params is 0\.3, but 0\.438 .* Choose at least"):
-        nearest_active_experts(0.3, LLAMA_2_7B, family_of(LLAMA_2_7B), split)
+    with pytest.raises(UserError, match=r"active_params is 0\.3, but 0\..* Choose at least"):
+        nearest_active_experts(0.3, config, family_of(config), split)
 
 
 def test_every_count_by_hand_for_llama_3():
@@ -88,10 +91,15 @@ def test_every_count_by_hand_for_llama_3():
     assert found.active_without_embeddings == attention + norms + ffn * active // experts
 
 
-def test_a_tied_head_is_counted_and_subtracted_once():
-    found = counts(QWEN_2_5_HALF_B)
-    assert (found.dense_total, found.output_head) == (494_032_768, 0)
-    assert found.active - found.active_without_embeddings == 151_936 * 896
+def test_the_papers_attention_setting_is_a_recipe_and_its_counts_are_exact():
+    split = splits_of(recipe("qwen25_7b_attention").experts, 18_944, 28)
+    assert (split.num_experts, split.expert_size, split.active_experts) == (14, 2, 7)
+    found = count_parameters(QWEN_2_5_7B, family_of(QWEN_2_5_7B), split)
+    idle = 28 * 14 * (128 * 3_584 * 2 + 128)  # layers, idle heads, W_Q, W_O and the bias of W_Q
+    assert (found.dense_total, found.active) == (7_615_616_512, 7_615_616_512 - idle)
+    assert found.heads_total == 2 * idle
+    assert found.routers == 28 * 14 * 3_584
+    assert found.floor == found.dense_total - found.heads_total
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -106,5 +114,7 @@ def test_the_meta_model_counts_as_the_real_model_and_its_parts_add_up(kind, tied
     assert found.dense_total == found.active == sum(stored_once.values())
     ffn = sum(p.numel() for name, p in real.named_parameters() if ".mlp." in name)
     assert found.ffn_total == ffn
-    parts = found.attention_and_norms + found.input_embedding + found.output_head
-    assert parts + ffn == found.dense_total
+    ends = found.input_embedding + found.output_head
+    assert found.attention_and_norms + ends + ffn == found.dense_total
+    assert found.output_head == 0 or not tied
+    assert found.active - found.active_without_embeddings == ends

@@ -10,8 +10,6 @@ import torch
 
 from dotmoe.data import TokenBlocks, pack
 from dotmoe.data.sources import DataConfig, documents
-from dotmoe.errors import UserError
-from dotmoe.options import check
 from dotmoe.progress import Progress
 from dotmoe.tokenise import (
     SampleConfig,
@@ -76,6 +74,9 @@ def test_the_last_blocks_are_kept_apart(text, dense, tokenised):
     assert len(expected) - len(both) < 32
     assert made.record["training"]["separator"] == "<s> before each"
     assert made.text.heldout_name == ("blocks of the data kept out of training",)
+    made = tokenised(text, seq_len=512)
+    assert made.text.training.seq_len == 256
+    assert made.said[0] == "seq_len lowered to 256: the model has no longer context"
 
 
 def test_text_to_measure_on_is_read_in_order_and_unmixed(text, dense, tokenised):
@@ -110,64 +111,36 @@ def test_beside_a_run_its_heldout_text_is_taken_with_its_name(text, tokenised):
     assert any("left out" in line for line in made.said)
 
 
-def test_a_lowered_block_length_is_said(text, tokenised):
-    made = tokenised(text, seq_len=512)
-    assert made.text.training.seq_len == 256
-    assert made.said[0] == "seq_len lowered to 256: the model has no longer context"
-
-
-def test_sources_that_are_not_mixed_cannot_be_repeated():
-    with pytest.raises(UserError, match="only the sources of a mix are repeated"):
-        check(DataConfig(data=("a", "b"), data_epochs=3))
-
-
 # --- text of the model itself
-
-
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
-def sampler(request, dense_of):
-    return dense_of(request.param)
 
 
 def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def sampled(dense, path, seed=0):
-    data = DataConfig(seq_len=10, data_seed=seed)
-    record = sample_blocks(dense, SampleConfig(sample_batch_size=3), path, data, 65)
-    assert record["tokens"] == 70
-    return TokenBlocks.load(path).tokens_BT
-
-
+@pytest.mark.parametrize(("family", "bos"), [("llama", 0), ("qwen2", None)])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_every_token_is_drawn_given_all_before_it(sampler, temperature):
+def test_every_token_is_drawn_given_all_before_it(family, bos, temperature, dense_of):
+    sampler, draws = dense_of(family), generator(5)
+    eos, specials = sampler.tokenizer.eos_token_id, set(sampler.tokenizer.all_special_ids)
+    assert sampler.tokenizer.bos_token_id == bos
     rows = sampled_rows(sampler, 3, 24, temperature, generator(5)).long()
-    draws, tokenizer = generator(5), sampler.tokenizer
-    if tokenizer.bos_token_id is None:
-        plain = len(tokenizer) - len(tokenizer.all_special_ids)
-        torch.randint(plain, (3,), generator=draws)
+    if bos is None:
+        plain = torch.tensor([token for token in range(258) if token not in specials])
+        assert torch.equal(rows[:, 0], plain[torch.randint(len(plain), (3,), generator=draws)])
+    else:
+        assert rows[:, 0].tolist() == [bos] * 3
     for place in range(1, 24):
         with torch.no_grad():
             logits = sampler.model(input_ids=rows[:, :place], use_cache=False).logits[:, -1, :258]
         probabilities = (logits / temperature).softmax(-1)
         expected = torch.multinomial(probabilities, 1, generator=draws)[:, 0]
-        if tokenizer.bos_token_id is not None:
-            expected[rows[:, place - 1] == tokenizer.eos_token_id] = 0
+        if bos is not None:
+            expected[rows[:, place - 1] == eos] = bos
         assert torch.equal(rows[:, place], expected)
 
 
-def test_rows_begin_with_bos_or_with_a_plain_token_of_their_own(sampler):
-    first = sampled_rows(sampler, 64, 2, 1.0, generator(0))[:, 0]
-    if sampler.tokenizer.bos_token_id is not None:
-        assert first.unique().tolist() == [0]
-    else:
-        assert not set(first.tolist()) & set(sampler.tokenizer.all_special_ids)
-        assert len(first.unique()) > 40
-
-
-def test_bos_follows_eos_where_both_are_there(dense_of):
-    dense = dense_of("llama")
+def test_bos_follows_eos_where_both_are_there(dense):
     # Infinite temperature: every token is as likely, so EOS comes often.
     rows = sampled_rows(dense, 40, 60, 1e9, generator(0))
     after = rows[:, 1:][rows[:, :-1] == 1]
@@ -177,16 +150,15 @@ def test_bos_follows_eos_where_both_are_there(dense_of):
     assert math.isclose(float((rows[:, 1:] > 129).float().mean()), 0.5, abs_tol=0.05)
 
 
-def test_each_block_is_a_sample_of_its_own_and_of_the_seed(sampler, tmp_path):
-    found = sampled(sampler, tmp_path / "a.safetensors")
-    assert found.shape == (7, 10)
-    assert len(found.unique(dim=0)) == 7
-    assert torch.equal(found, sampled(sampler, tmp_path / "b.safetensors"))
-    assert not torch.equal(found, sampled(sampler, tmp_path / "c.safetensors", seed=1))
+def test_each_block_is_a_sample_of_its_own_and_of_the_seed(dense, tmp_path):
+    found, told = [], []
+    for number, seed in enumerate((0, 0, 1)):
+        path, data = tmp_path / f"{number}.safetensors", DataConfig(seq_len=10, data_seed=seed)
+        asked = (dense, SampleConfig(sample_batch_size=3), path, data, 65)
+        assert sample_blocks(*asked, lambda done, of: told.append((done, of)))["tokens"] == 70
+        found.append(TokenBlocks.load(path).tokens_BT)
+    assert found[0].shape == found[0].unique(dim=0).shape == (7, 10)
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    assert told == [(30, 65), (60, 65), (65, 65)] * 3
     assert len(os.listdir(tmp_path)) == 3
-
-
-def test_every_sampled_place_is_told(sampler):
-    told = []
-    sampled_rows(sampler, 3, 5, 1.0, generator(0), told.append)
-    assert told == [6, 9, 12, 15]

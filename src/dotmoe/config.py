@@ -132,7 +132,7 @@ PAPER = RunConfig(
     out="",
     data=DataConfig(data=("dolmino",)),
     calibrate=CalibrateConfig(start="random"),
-    assignment=AssignmentConfig(solver="sinkhorn", sinkhorn_sweeps=50),
+    assignment=AssignmentConfig(solver="sinkhorn"),
     align=AlignConfig(surrogate="softmax"),
 )
 """The paper to the letter, on Dolmino-mix, streamed from the hub, unless given other `data`."""

@@ -1,8 +1,7 @@
 """How finely a layer is split: expert size s, experts E and active experts k of so many units.
 
-And what that makes of the parameters, exactly, from the Hugging Face config alone.
-
-Units are FFN neurons or query heads. Every layer has as many: one `Granularity` holds for all.
+And what that makes of the parameters, exactly, from the Hugging Face config alone. Every layer has
+as many units: one `Granularity` holds for all.
 """
 
 import math
@@ -52,15 +51,21 @@ class ExpertsConfig:
     """Share of the experts made of heads that run per token. Left out: 0.5 (paper)."""
 
     def check_together(self) -> None:
-        """Refuse what says nothing of the targets."""
-        if self.targets == "ffn":
-            for name in ("heads_per_expert", "active_attention"):
-                if getattr(self, name) is not None:
-                    raise UserError(
-                        f"{name} is {getattr(self, name):g}, but targets is ffn: no heads become "
-                        "experts. Set targets to attention or both, or leave it out."
-                    )
-        elif self.shared:
+        """Refuse what says nothing of the targets, or twice the same."""
+        for name, other in (("expert_size", "experts"), ("active", "active_experts")):
+            value, beside = getattr(self, name), getattr(self, other)
+            if None not in (value, beside):
+                raise UserError(
+                    f"{name} is {value:g} and {other} is {beside:g}, but one of them says it all. "
+                    "Give one of the two."
+                )
+        for name in ("heads_per_expert", "active_attention"):
+            if self.targets == "ffn" and getattr(self, name) is not None:
+                raise UserError(
+                    f"{name} is {getattr(self, name):g}, but targets is ffn: no heads become "
+                    "experts. Set targets to attention or both, or leave it out."
+                )
+        if self.targets != "ffn" and self.shared:
             raise UserError(
                 f"shared is {self.shared:g}, but a shared expert is for targets ffn alone. Leave "
                 "one of the two out."
@@ -95,30 +100,25 @@ class Granularity:
         return cls(**values | {"beside": cls.of(beside) if beside else None})
 
     @property
-    def units(self) -> int:
-        """Units of one layer, E * s, the shared expert's and those that are left out."""
-        return self.num_experts * self.expert_size + self.shared_size + self.dropped_size
-
-    def with_shared(self, shared_experts: int) -> "Granularity":
-        """So many of the active experts merged into the shared expert; as many neurons run."""
-        return replace(
-            self,
-            num_experts=self.num_experts - shared_experts,
-            active_experts=self.active_experts - shared_experts,
-            shared_size=self.shared_size + shared_experts * self.expert_size,
-        )
+    def targets(self) -> str:
+        """What is split: ffn, attention or both."""
+        return "both" if self.beside else self.target
 
     @property
-    def capacity(self) -> int | tuple[int, ...]:
-        """Units of every expert, or of each column of the transport problem, shared one last."""
-        if not self.shared_size:
-            return self.expert_size
-        return (*[self.expert_size] * self.num_experts, self.shared_size)
+    def capacity(self) -> tuple[int, ...]:
+        """Units of each column of the transport problem: the experts, and a shared one last."""
+        shared = (self.shared_size,) if self.shared_size else ()
+        return (self.expert_size,) * self.num_experts + shared
 
     @property
     def columns(self) -> int:
         """Columns of the transport problem, E or E + 1."""
-        return self.num_experts + bool(self.shared_size)
+        return len(self.capacity)
+
+    @property
+    def units(self) -> int:
+        """Units of one layer (N), those that are left out too."""
+        return sum(self.capacity) + self.dropped_size
 
     @property
     def active_units(self) -> int:
@@ -129,6 +129,15 @@ class Granularity:
     def active_fraction(self) -> float:
         """Share of a split layer's units that run per token, k / E without a shared expert."""
         return self.active_units / self.units
+
+    def with_shared(self, shared_experts: int) -> "Granularity":
+        """So many of the active experts merged into the shared expert; as many neurons run."""
+        return replace(
+            self,
+            num_experts=self.num_experts - shared_experts,
+            active_experts=self.active_experts - shared_experts,
+            shared_size=self.shared_size + shared_experts * self.expert_size,
+        )
 
 
 Whole = TypeVar("Whole", bound=Any)
@@ -146,11 +155,6 @@ def joined(parts: Iterable[Whole]) -> Whole:
     return replace(first, beside=rest[0]) if rest else first
 
 
-def targets_of(split: Granularity) -> str:
-    """What is split: ffn, attention or both."""
-    return "both" if split.beside else split.target
-
-
 def splits_of(config: ExpertsConfig, ffn_width: int, heads: int) -> Granularity:
     """The split of each target of a model, see `resolve`; of heads by `resolve_heads`."""
     made = [resolve(config, ffn_width)] if config.targets != "attention" else []
@@ -162,15 +166,13 @@ def resolve_heads(config: ExpertsConfig, heads: int) -> Granularity:
 
     Raises a `UserError`: experts that do not fit the number of heads.
     """
-    size, sizes = config.heads_per_expert, fitting_sizes(heads)
-    if size is None:
-        size = PAPER_HEADS if PAPER_HEADS in sizes else 1
+    sizes = fitting_sizes(heads)
+    size = config.heads_per_expert or (PAPER_HEADS if PAPER_HEADS in sizes else 1)
     _require("heads_per_expert", size, sizes, f"{heads} query heads")
-    share = PAPER_ACTIVE_ATTENTION if config.active_attention is None else config.active_attention
     return Granularity(
         num_experts=heads // size,
         expert_size=size,
-        active_experts=_part_of(heads // size, share),
+        active_experts=_part_of(heads // size, config.active_attention or PAPER_ACTIVE_ATTENTION),
         first_dense_layers=config.first_dense_layers,
         target="attention",
     )
@@ -181,65 +183,46 @@ def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
 
     What is not given: s is `default_expert_size`, and k is a quarter of E. A share of E is rounded
     half up, to at least 1. Raises a `UserError`: experts that do not fit the width (the nearest
-    that do are named), k above E, or two settings that contradict each other.
+    that do are named), k above E, or a shared expert of all that is active.
 
     Example:
         >>> resolve(ExpertsConfig(), 11_008)
         Granularity(num_experts=86, expert_size=128, active_experts=22, ...)
     """
-    size, experts, share = config.expert_size, config.experts, config.active
     sizes, whole = fitting_sizes(ffn_width), f"FFN width {ffn_width}"
-    if experts is not None:
+    if config.experts is None:
+        size = config.expert_size or default_expert_size(ffn_width)
+        _require("expert_size", size, sizes, whole)
+        experts = ffn_width // size
+    else:
+        experts = config.experts
         _require("experts", experts, [ffn_width // n for n in reversed(sizes)], whole)
-    if size is None:
-        size = ffn_width // experts if experts else default_expert_size(ffn_width)
-    _require("expert_size", size, sizes, whole)
-    if experts not in (None, ffn_width // size):
-        raise UserError(
-            f"expert_size {size} and experts {experts} contradict each other: the FFN width is "
-            f"{ffn_width}. Give one of the two."
-        )
-    experts, active = ffn_width // size, config.active_experts
-    if active is None or share is not None:
-        share = PAPER_ACTIVE if share is None else share
-        rounded = _part_of(experts, share)
-        if active not in (None, rounded):
-            raise UserError(
-                f"active {share:g} of {experts} experts is {rounded}, but active_experts is "
-                f"{active}. Give one of the two."
-            )
-        active = rounded
+    active = config.active_experts or _part_of(experts, config.active or PAPER_ACTIVE)
     if active > experts:
         raise UserError(
             f"active_experts is {active}, but a layer has {experts} experts. Choose 1 to "
             f"{experts}, or a smaller expert_size."
         )
-    split = Granularity(
-        num_experts=experts,
-        expert_size=size,
-        active_experts=active,
-        first_dense_layers=config.first_dense_layers,
-    )
     shared = _part_of(experts, config.shared) if config.shared else 0
     if shared >= active:
         raise UserError(
             f"shared {config.shared:g} of {experts} experts is {shared}, but only {active} are "
             "active, of which one must be routed. Set a smaller shared, or a larger active."
         )
-    return split.with_shared(shared)
+    return Granularity(
+        num_experts=experts,
+        expert_size=ffn_width // experts,
+        active_experts=active,
+        first_dense_layers=config.first_dense_layers,
+    ).with_shared(shared)
 
 
 def default_expert_size(ffn_width: int) -> int:
     """Size of the experts where none is asked for.
 
     Among the divisors of the width up to 128 (tab:hyperparams_moefication) that leave at least 16
-    experts: the largest multiple of 8, else of 4, else the largest. Multiples of 8 can be exported
-    in every dtype, multiples of 4 in float32 (`GROUPED_MATMUL_BYTES`). Raises a `UserError`: the
-    width has fewer than 16 neurons.
-
-    Example:
-        >>> [default_expert_size(width) for width in (11_008, 768, 172)]
-        [128, 48, 4]
+    experts: the largest multiple of 8, else of 4, else the largest; `GROUPED_MATMUL_BYTES` says
+    why. Raises a `UserError`: the width has fewer than 16 neurons.
     """
     largest = min(PAPER_EXPERT_SIZE, ffn_width // FEWEST_DEFAULT_EXPERTS)
     if not largest:
@@ -297,7 +280,7 @@ class ParameterCounts:
     active_without_embeddings: int
     """`active` without the input embedding and the output head."""
     floor: int
-    """What conversion cannot remove: everything outside what is split."""
+    """Everything outside what is split."""
     attention_and_norms: int
     input_embedding: int
     """The token embedding (and the head, if tied to it)."""
@@ -305,7 +288,7 @@ class ParameterCounts:
     """The output projection; 0 if tied to the embedding."""
     ffn_total: int
     ffn_active: int
-    """FFN parameters that work on one token."""
+    """Those that work on one token."""
     heads_total: int
     """Those that belong to one query head each, in W_Q and W_O; 0 where attention is not split."""
     routers: int

@@ -18,7 +18,7 @@ from torch import Tensor
 from dotmoe.errors import UserError, one_line
 from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.models.family import TARGETS
-from dotmoe.options import above, at_least
+from dotmoe.options import above
 from dotmoe.transport import Capacity, TransportPlan, balanced_plan, greedy_assignment, sinkhorn
 
 ALWAYS_ON = -1
@@ -31,14 +31,10 @@ DROPPED = -2
 class ExpertLayout:
     """Which expert each unit belongs to, and which experts run for a token.
 
-    A unit is an FFN neuron; with `target` attention it is a query head, and where both are split
-    `beside` has the layout of the heads.
-
     Token x runs the `active_experts` experts with the largest `router_LED[layer] @ x`, computed in
-    float32; their outputs are summed with weight exactly 1 (eq:moe_output). Neurons may also be
-    always on: those of a shared expert, the same number in every layer, or all of a layer's, which
-    leaves that layer dense. Only leading layers can be dense. Or dropped, as many in each split
-    layer.
+    float32; their outputs are summed with weight exactly 1 (eq:moe_output). Units may also be
+    always on, those of a shared expert or all of a leading layer, which is then dense, or dropped.
+    Split layers have as many of each kind.
     """
 
     expert_of_neuron_LN: Int[Tensor, "L N"]
@@ -60,14 +56,15 @@ class ExpertLayout:
             raise ValueError(f"{len(expert_LN)} assigned layers, {num_layers} routers")
         if expert_LN.min() < DROPPED or expert_LN.max() >= num_experts:
             raise ValueError(f"expert numbers must lie in 0 to {num_experts - 1}, or be -1 or -2")
-        first = self.first_dense_layers
-        if first == num_layers or bool((expert_LN[first:] == ALWAYS_ON).all(dim=1).any()):
+        split_LN = expert_LN[self.moe_layers.start :]
+        if not len(split_LN) or bool((split_LN == ALWAYS_ON).all(dim=1).any()):
             raise ValueError("only leading layers can be dense, and not all of them")
-        rows = [torch.bincount(row - DROPPED, minlength=num_experts + 2) for row in expert_LN]
-        dropped, shared, *sizes = torch.stack(rows[first:]).T.tolist()
-        uneven = any(len(set(counts)) > 1 for counts in (dropped, shared, sizes[0]))
-        if uneven or len(set(map(tuple, sizes))) > 1:
-            least, most = min(map(min, sizes)), max(map(max, sizes))
+        # Of each split layer how many are dropped, always on, and of expert 0, 1 and so on.
+        rows = [torch.bincount(row - DROPPED, minlength=num_experts + 2) for row in split_LN]
+        counts = torch.stack(rows)
+        sizes_LE = counts[:, 2:]
+        if bool((counts != counts[0]).any() or (sizes_LE != sizes_LE[0, 0]).any()):
+            least, most = sizes_LE.aminmax()
             raise ValueError(f"experts are not balanced: {least} to {most} neurons")
         if not bool(torch.isfinite(self.router_LED).all()):
             raise ValueError("router weights contain NaN or infinity")
@@ -89,33 +86,19 @@ class ExpertLayout:
 
     @property
     def num_neurons(self) -> int:
-        """Units of a layer (N): of an FFN d_ffn, of attention N_h."""
+        """Units of a layer (N)."""
         return self.expert_of_neuron_LN.shape[1]
 
     @property
-    def first_dense_layers(self) -> int:
-        """Leading layers that stay dense, 0 to L - 1."""
-        return int((self.expert_of_neuron_LN == ALWAYS_ON).all(dim=1).sum())
+    def expert_size(self) -> int:
+        """Units of one expert (S)."""
+        return int((self.expert_of_neuron_LN[-1] >= 0).sum()) // self.num_experts
 
     @property
     def moe_layers(self) -> range:
-        """Numbers of the layers that are split."""
-        return range(self.first_dense_layers, self.num_layers)
-
-    @property
-    def shared_size(self) -> int:
-        """Neurons of the shared expert of a split layer, 0 where there is none."""
-        return int((self.expert_of_neuron_LN[-1] == ALWAYS_ON).sum())
-
-    @property
-    def dropped_size(self) -> int:
-        """Neurons of a split layer that are left out."""
-        return int((self.expert_of_neuron_LN[-1] == DROPPED).sum())
-
-    @property
-    def expert_size(self) -> int:
-        """Neurons of one expert (S)."""
-        return (self.num_neurons - self.shared_size - self.dropped_size) // self.num_experts
+        """Numbers of the layers that are split; those before them are dense."""
+        num_dense = int((self.expert_of_neuron_LN == ALWAYS_ON).all(dim=1).sum())
+        return range(num_dense, self.num_layers)
 
     @property
     def granularity(self) -> Granularity:
@@ -124,18 +107,18 @@ class ExpertLayout:
             num_experts=self.num_experts,
             expert_size=self.expert_size,
             active_experts=self.active_experts,
-            shared_size=self.shared_size,
-            dropped_size=self.dropped_size,
-            first_dense_layers=self.first_dense_layers,
+            shared_size=int((self.expert_of_neuron_LN[-1] == ALWAYS_ON).sum()),
+            dropped_size=int((self.expert_of_neuron_LN[-1] == DROPPED).sum()),
+            first_dense_layers=self.moe_layers.start,
             target=self.target,
             beside=self.beside.granularity if self.beside else None,
         )
 
     def neurons_of_expert(self, layer: int) -> Int[Tensor, "E S"]:
         """Neuron numbers of each expert of a split layer, ascending within an expert."""
-        order = torch.argsort(self.expert_of_neuron_LN[layer], stable=True)
-        routed = order[self.dropped_size + self.shared_size :]
-        return routed.view(self.num_experts, self.expert_size)
+        own_N = self.expert_of_neuron_LN[layer]
+        order = torch.argsort(own_N, stable=True)
+        return order[int((own_N < 0).sum()) :].view(self.num_experts, -1)
 
     def shared_neurons(self, layer: int) -> Int[Tensor, " N"]:
         """Neuron numbers of the shared expert of a layer, ascending; all of a dense layer's."""
@@ -210,10 +193,8 @@ class AssignmentConfig:
     tau_end: Annotated[float, above(0)] = 0.1
     """Transport temperature after the warm-up, and of every extraction (paper: 0.1)."""
     solver: Literal["newton", "sinkhorn"] = "newton"
-    """`newton`: semi-dual Newton with implicit gradient, to convergence. `sinkhorn`: the paper's
+    """`newton`: semi-dual Newton with implicit gradient, to convergence. `sinkhorn`: the paper's 50
     unrolled sweeps."""
-    sinkhorn_sweeps: Annotated[int, at_least(1)] = 50
-    """Sweeps of the `sinkhorn` solver (paper: 50)."""
 
     def tau(self, step: int, warmup_steps: int) -> float:
         """Of a step: linear over the warm-up, then constant (app:log_domain_sinkhorn)."""
@@ -234,8 +215,7 @@ class AssignmentConfig:
         to the affinities, implicit for `newton`, unrolled for `sinkhorn`.
         """
         if self.solver == "sinkhorn":
-            sweeps = self.sinkhorn_sweeps
-            return sinkhorn(affinity_LNE, capacity=capacity, tau=tau, num_sweeps=sweeps)
+            return sinkhorn(affinity_LNE, capacity=capacity, tau=tau)
         return balanced_plan(affinity_LNE, capacity=capacity, tau=tau, start=start_LE)
 
 

@@ -1,8 +1,7 @@
 """Stage load: a folder, GGUF or hub name -> `DenseModel`, frozen, every weight accounted for.
 
 Under torchrun FSDP2 may divide the weights: each rank holds its rows of every tensor. A decoder
-layer is whole only while it runs, so is the embedding; the head's matrix where
-`distributed.full_tensor` asks for it.
+layer, or the embedding, is whole only while it runs; the head where `full_tensor` asks for it.
 """
 
 import logging
@@ -61,9 +60,8 @@ class LoadConfig:
 def load_dense(source: str, config: LoadConfig) -> DenseModel:
     """A dense checkpoint, frozen, every parameter read and finite; all ranks must come here.
 
-    On a GPU, host memory holds one copy of the weights for a moment; where the ranks divide them,
-    only the rank's rows of one tensor. `source` is a local folder, GGUF file, hub name, or
-    `embedded` (what the package carries; a folder of that name is reached as `./embedded`).
+    `source` is a local folder, GGUF file, hub name, or `embedded` (what the package carries; a
+    folder of that name is reached as `./embedded`).
 
     Raises:
         UserError: Nothing usable under that name, a family that cannot be converted (checked before
@@ -143,14 +141,14 @@ def describe_dense(source: str) -> DenseModel:
 
 
 def dense_config(source: str) -> tuple[Any, Path]:
-    """Only the config of a checkpoint, and the local folder that it lies in."""
+    """The config of a checkpoint, and the local folder that it lies in."""
     folder = checkpoint_folder(source, config_only=True)
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{folder} holds no config.json. Name a Hugging Face checkpoint folder.")
     plain = read_json(path)
     model_type = str(plain.get("model_type", ""))
-    if model_type not in FAMILIES:
+    if model_type not in FAMILIES:  # Transformers need not know it either
         family_of(SimpleNamespace(**plain | {"model_type": model_type}))
     if "quantization_config" in plain:
         raise UserError(
@@ -219,10 +217,7 @@ def is_sharded(sharding: Sharding, num_bytes: int, device: torch.device) -> bool
 def load_sharded(
     dense: DenseModel, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype
 ) -> nn.Module:
-    """A described model, frozen, with its weights; each rank reads its own rows of every tensor.
-
-    Host memory holds the rows of one tensor besides the shards themselves.
-    """
+    """A described model with its weights; each rank reads its own rows, tensor by tensor."""
     family, model, tensors = dense.family, meta_model(dense.config, dtype), Tensors.of(dense)
     tensors.require_shapes(model)
     trunk, head = family.trunk(model), family.head(model)

@@ -2,7 +2,6 @@
 
 import hashlib
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Self
@@ -104,22 +103,13 @@ def tokenise(
     if data.seq_len > dense.widths.context:
         data = replace(data, seq_len=dense.widths.context)
         progress.log(f"seq_len lowered to {data.seq_len}: the model has no longer context")
-    tokens = max(blocks * data.seq_len, _READ_FOR_ONE * min_tokens)
-    origin = "the data"
     if samples_itself(data):
         tokens = max(blocks * data.seq_len, min_tokens)
         tokens = min(tokens, sample.sample_tokens or tokens)
         origin = "text that the dense model itself sampled"
-    training, heldout = folder / _TRAINING, folder / _HELDOUT
-    record: Record = {"heldout": "the last blocks of the same text"}
-    name: tuple[str, ...] = (f"blocks of {origin} kept out of training",)
-    if eval_text:
-        name = eval_text
-        record["heldout"] = write_windows(eval_text, data, dense, heldout, eval_tokens, progress)
-    elif beside is not None:
-        name = beside.heldout_name
-        record["heldout"] = "that of the run that is finetuned"
-        beside.heldout.save(heldout)
+    else:
+        tokens = max(blocks * data.seq_len, _READ_FOR_ONE * min_tokens)
+        origin = "the data"
 
     def write(path: Path, num_tokens: int) -> Record:
         if not samples_itself(data):
@@ -127,21 +117,33 @@ def tokenise(
         with progress.bar("sample from the dense model", tokens=1) as update:
             return sample_blocks(dense, sample, path, data, num_tokens, update)
 
+    training, heldout, whole = (folder / name for name in (_TRAINING, _HELDOUT, "whole"))
+    record: Record = {}
+    if eval_text:
+        name = eval_text
+        record["heldout"] = write_windows(eval_text, data, dense, heldout, eval_tokens, progress)
+    elif beside is not None:
+        name = beside.heldout_name
+        record["heldout"] = "that of the run that is finetuned"
+        beside.heldout.save(heldout)
+    else:
+        name = (f"blocks of {origin} kept out of training",)
+        record["heldout"] = "the last blocks of the same text"
+        record["training"] = write(training, tokens + eval_tokens)
+        split_off_tail(training, heldout, eval_tokens)
     if beside is not None:
         # Some of the held-out text may be part of the source, and is left out.
-        whole, avoided = folder / "whole.safetensors", TokenBlocks.load(heldout)
+        avoided = TokenBlocks.load(heldout)
         record["training"] = write(whole, tokens + avoided.num_tokens)
         left_out = write_decontaminated(TokenBlocks.load(whole), avoided, training)
+        whole.unlink()
         record["left_out_blocks"] = left_out
         if left_out:
             progress.log(
                 f"{left_out} blocks of training text left out: they are part of the held-out text"
             )
-        whole.unlink()
-    else:
-        record["training"] = write(training, tokens if eval_text else tokens + eval_tokens)
-        if not eval_text:
-            split_off_tail(training, heldout, eval_tokens)
+    elif eval_text:
+        record["training"] = write(training, tokens)
     write_json(folder / _RECORD, {**record, "heldout_name": name})
     return Text.load(folder)
 
@@ -178,7 +180,7 @@ def _packed(
 
 def _in_order(data: DataConfig, sources: tuple[str, ...]) -> DataConfig:
     """Other sources, read in their own order."""
-    return replace(data, data=sources, data_weights=(), data_epochs=1, shuffle_buffer=0)
+    return replace(data, data=sources, data_weights=(), shuffle_buffer=0)
 
 
 # --- text of the model itself ------------------------------------------------------------------
@@ -196,9 +198,7 @@ def sample_blocks(
 
     Finished batches are kept beside `path` until all are done, so that a process that was killed
     goes on where it was. A batch is a pure function of model, config, seed and its number.
-
-    `data` says `seq_len` of the blocks and `data_seed` of the draws; `num_tokens` is rounded up to
-    whole blocks. Returns and raises as `pack_sources`.
+    `num_tokens` is rounded up to whole blocks. Returns and raises as `pack_sources`.
     """
     num_blocks, size = -(-num_tokens // data.seq_len), config.sample_batch_size
     parts = path.with_name(path.name + ".parts")
@@ -210,15 +210,11 @@ def sample_blocks(
                 digest = hashlib.sha256(f"{data.data_seed}/{number}".encode()).digest()
                 seed = int.from_bytes(digest[:7], "little")
                 generator = torch.Generator(dense.device).manual_seed(seed)
-                rows = min(size, num_blocks - first)
-                temperature = config.sample_temperature
-
-                def drawn(tokens: int) -> None:
-                    on_progress(min(writer.num_tokens + tokens, num_tokens), num_tokens)
-
-                tokens_BT = sampled_rows(dense, rows, data.seq_len, temperature, generator, drawn)
+                rows, temperature = min(size, num_blocks - first), config.sample_temperature
+                tokens_BT = sampled_rows(dense, rows, data.seq_len, temperature, generator)
                 TokenBlocks(tokens_BT).save(part)
             writer.append(TokenBlocks.load(part).tokens_BT.flatten())
+            on_progress(min(writer.num_tokens, num_tokens), num_tokens)
     shutil.rmtree(parts)
     return {
         "tokens": writer.num_tokens,
@@ -230,12 +226,7 @@ def sample_blocks(
 
 @torch.no_grad()
 def sampled_rows(
-    dense: DenseModel,
-    rows: int,
-    seq_len: int,
-    temperature: float,
-    generator: torch.Generator,
-    on_tokens: Callable[[int], None] = lambda tokens: None,
+    dense: DenseModel, rows: int, seq_len: int, temperature: float, generator: torch.Generator
 ) -> Tensor:
     """Independent samples of the model: int32, [rows, seq_len].
 
@@ -243,7 +234,7 @@ def sampled_rows(
     are not special. Every token after it is drawn from the model's softmax at `temperature`, over
     the tokenizer's own tokens, given all tokens before it. A row goes on after EOS: with BOS where
     that is another token (then a document begins, as in packed text), else as the model likes.
-    The generator of the draws is on the model's device. `on_tokens` is told the tokens so far.
+    The generator of the draws is on the model's device.
     """
     tokenizer = dense.tokenizer
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -267,5 +258,4 @@ def sampled_rows(
         if restarts:
             drawn_B1[last_B1 == eos] = bos
         tokens_BT[:, place] = drawn_B1[:, 0]
-        on_tokens(rows * (place + 1))
     return tokens_BT.int().cpu()

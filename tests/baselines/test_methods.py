@@ -75,7 +75,7 @@ def unit(rows):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs_the_same_number_of_neurons_and_repeats(method, given):
     layout, again = (baseline(method, given(method)).layout for _ in range(2))
-    assert layout.shared_size + layout.active_experts * layout.expert_size == K * S
+    assert layout.granularity.active_units == K * S
     assert torch.equal(layout.expert_of_neuron_LN, again.expert_of_neuron_LN)
     assert torch.equal(layout.router_LED, again.router_LED)
 
@@ -115,7 +115,7 @@ def test_dense_layers_stay_dense_and_what_is_saved_is_loaded(given, tmp_path):
     made = baseline(
         "cmoe", replace(what, granularity=replace(what.granularity, first_dense_layers=1))
     )
-    assert (made.layout.first_dense_layers, made.layout.shared_size) == (1, 2 * S)
+    assert (made.layout.moe_layers.start, made.layout.granularity.shared_size) == (1, 2 * S)
     made.save(tmp_path)
     again = Baseline.load(tmp_path)
     assert torch.equal(again.layout.expert_of_neuron_LN, made.layout.expert_of_neuron_LN)

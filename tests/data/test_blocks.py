@@ -32,15 +32,21 @@ def written(path, tokens, seq_len, piece):
 # --- batches
 
 
-@pytest.mark.parametrize(("num_blocks", "batch_size"), [(7, 3), (8, 4), (5, 12), (1, 2)])
-def test_every_epoch_shows_every_block_once_even_across_batches(num_blocks, batch_size):
+@pytest.mark.parametrize(("num_blocks", "batch_size"), [(7, 12), (8, 6), (40, 6), (1, 6)])
+def test_every_epoch_shows_every_block_once_on_any_number_of_ranks(num_blocks, batch_size):
     blocks = numbered(num_blocks)
-    dealt = torch.cat([blocks.batch(step, batch_size, seed=3) for step in range(5 * num_blocks)])
-    rows = (dealt[:, 0] // 4).tolist()
+    dealt = [blocks.batch(step, batch_size, 3) for step in range(6 + 4 * num_blocks)]
+    rows = (torch.cat(dealt)[:, 0] // 4).tolist()
     for epoch in range(len(rows) // num_blocks):
         part = rows[epoch * num_blocks : (epoch + 1) * num_blocks]
         assert sorted(part) == list(range(num_blocks))
-    assert dealt.dtype == torch.int64
+    fresh = numbered(num_blocks)  # a batch depends on its arguments alone
+    for ranks in (1, 2, 3, 6):
+        for step in (5, 3, 0):
+            parts = [fresh.batch(step, batch_size, 3, rank, ranks) for rank in range(ranks)]
+            assert {len(part) for part in parts} == {batch_size // ranks}
+            assert torch.equal(torch.cat(parts), dealt[step])
+    assert dealt[0].dtype == torch.int64
 
 
 @pytest.mark.parametrize(("num_tokens", "rows"), [(1, [0]), (12, [0, 3, 6]), (99, range(10))])
@@ -49,32 +55,11 @@ def test_blocks_are_drawn_evenly_over_the_text(num_tokens, rows):
     assert torch.equal(blocks.drawn(num_tokens), blocks.tokens_BT[list(rows)].long())
 
 
-def test_a_batch_depends_on_its_arguments_alone():
-    in_order = [numbered(50).batch(step, 7, seed=1) for step in range(40)]
-    fresh = numbered(50)
-    for step in (39, 3, 20, 0):
-        assert torch.equal(fresh.batch(step, 7, seed=1), in_order[step])
-
-
 def test_epochs_and_seeds_have_orders_of_their_own():
-    blocks = numbered(100)
-    orders = {
-        tuple(blocks.batch(epoch, 100, seed)[:, 0].tolist())
-        for seed in range(4)
-        for epoch in range(5)
-    }
+    blocks, places = numbered(100), [(epoch, seed) for seed in range(4) for epoch in range(5)]
+    orders = {tuple(blocks.batch(epoch, 100, seed)[:, 0].tolist()) for epoch, seed in places}
     assert len(orders) == 20
     assert len({order[0] for order in orders}) > 10
-
-
-@pytest.mark.parametrize(("num_blocks", "batch_size"), [(7, 12), (40, 6), (1, 6)])
-@pytest.mark.parametrize("ranks", [2, 3, 6])
-def test_the_ranks_parts_are_the_batch_of_one_rank(num_blocks, batch_size, ranks):
-    blocks = numbered(num_blocks)
-    for step in range(9):
-        parts = [blocks.batch(step, batch_size, 5, rank, ranks) for rank in range(ranks)]
-        assert {len(part) for part in parts} == {batch_size // ranks}
-        assert torch.equal(torch.cat(parts), blocks.batch(step, batch_size, 5))
 
 
 # --- files
@@ -136,7 +121,6 @@ def test_a_killed_writer_leaves_nothing_of_the_right_name(tmp_path):
 
 def test_a_save_that_fails_keeps_the_old_file(tmp_path):
     path = tmp_path / "blocks.safetensors"
-    numbered(3).save(path)
     numbered(5).save(path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
@@ -153,13 +137,13 @@ def test_a_save_that_fails_keeps_the_old_file(tmp_path):
         numbered(3).save(tmp_path / "none" / "a.safetensors")
 
 
-@pytest.mark.parametrize("place", [30, None])
-def test_refuses_a_damaged_or_missing_file_of_blocks(tmp_path, place):
+@pytest.mark.parametrize("is_there", [True, False])
+def test_refuses_a_damaged_or_missing_file_of_blocks(tmp_path, is_there):
     path = tmp_path / "blocks.safetensors"
-    if place is not None:
+    if is_there:
         numbered(5).save(path)
         content = bytearray(path.read_bytes())
-        content[place] ^= 1
+        content[30] ^= 1
         path.write_bytes(content)
     with pytest.raises(UserError, match=r"blocks.safetensors .*Delete it to tokenise again"):
         TokenBlocks.load(path)
@@ -168,18 +152,14 @@ def test_refuses_a_damaged_or_missing_file_of_blocks(tmp_path, place):
 @pytest.mark.parametrize(("tokens", "head"), [(9, 7), (12, 7), (10_000, 5)])
 def test_a_tail_of_whole_blocks_is_split_off_in_place(tmp_path, tokens, head):
     path, tail = tmp_path / "a.safetensors", tmp_path / "tail.safetensors"
-    blocks = numbered(10).tokens_BT
     numbered(10).save(path)
     split_off_tail(path, tail, tokens)
-    for file, part in ((path, blocks[:head]), (tail, blocks[head:])):
-        TokenBlocks(part).save(tmp_path / "same")
-        assert file.read_bytes() == (tmp_path / "same").read_bytes()
-
-
-def test_one_block_cannot_be_split(tmp_path):
-    numbered(1).save(tmp_path / "a")
+    parts = [TokenBlocks.load(file).tokens_BT for file in (path, tail)]
+    assert len(parts[0]) == head
+    assert torch.equal(torch.cat(parts), numbered(10).tokens_BT)
+    numbered(1).save(path)
     with pytest.raises(UserError, match="gives 1 block of 4 tokens"):
-        split_off_tail(tmp_path / "a", tmp_path / "tail", 4)
+        split_off_tail(path, tail, tokens)
 
 
 # --- training text without the held-out text
@@ -201,35 +181,26 @@ def decontaminated(training, heldout, folder):
     return TokenBlocks.load(path).tokens_BT, left_out
 
 
-def test_exactly_the_blocks_that_share_a_run_are_left_out(monkeypatch, tmp_path):
+@pytest.mark.parametrize("num_heldout", [3, 9])
+def test_exactly_the_blocks_that_share_a_run_are_left_out(num_heldout, monkeypatch, tmp_path):
     monkeypatch.setattr(data, "RUN_TOKENS", 4)
     monkeypatch.setattr(data, "_BLOCKS_AT_ONCE", 7)
     training = torch.randint(0, 4, (40, 12), dtype=torch.int32)
-    heldout = torch.randint(0, 4, (9, 9), dtype=torch.int32)
-    left, left_out = decontaminated(training, heldout[:3], tmp_path)
-    expected = [row for row in training if not holds_a_run(row, heldout[:3], 4)]
-    assert 0 < len(expected) < 40
-    assert left_out == 40 - len(expected)
-    assert torch.equal(left, torch.stack(expected))
-    left, _ = decontaminated(training, heldout, tmp_path)
+    heldout = torch.randint(0, 4, (9, 9), dtype=torch.int32)[:num_heldout]
+    left, left_out = decontaminated(training, heldout, tmp_path)
     expected = [row for row in training if not holds_a_run(row, heldout, 4)]
+    assert 0 < len(expected) == 40 - left_out < 40
     assert torch.equal(left, torch.stack(expected))
 
 
-def test_a_held_out_text_cut_otherwise_is_found(tmp_path):
+def test_a_held_out_text_cut_otherwise_is_found_and_nothing_else(tmp_path):
     text = torch.randint(2, 30_000, (2_048,), dtype=torch.int32)
     other = torch.randint(2, 30_000, (1_024,), dtype=torch.int32)
-    training = torch.cat([other, text[37:1_061]]).view(-1, 256)
-    left, left_out = decontaminated(training, text.view(4, 512), tmp_path)
-    assert left_out == 4
-    assert torch.equal(left, other.view(-1, 256))
-    left, left_out = decontaminated(other.view(-1, 256), text.view(4, 512), tmp_path)
-    assert left_out == 0
-    assert torch.equal(left, other.view(-1, 256))
-
-
-def test_nothing_left_is_refused_and_leaves_no_file(tmp_path):
-    tokens = torch.randint(2, 30_000, (4, 128), dtype=torch.int32)
+    for training, found in ((torch.cat([other, text[37:1_061]]), 4), (other, 0)):
+        left, left_out = decontaminated(training.view(-1, 256), text.view(4, 512), tmp_path)
+        assert left_out == found
+        assert torch.equal(left, other.view(-1, 256))
+    (tmp_path / "left.safetensors").unlink()
     with pytest.raises(UserError, match="all 4 blocks of training text are part of the held-out"):
-        decontaminated(tokens, tokens, tmp_path)
+        decontaminated(text.view(4, 512), text.view(4, 512), tmp_path)
     assert not list(tmp_path.iterdir())

@@ -110,7 +110,7 @@ def test_the_masked_model_comes_closer_to_the_dense_one(
     assert all(torch.equal(before[name], v) for name, v in dense.model.state_dict().items())
     repaired = load_dense(str(tmp_path / "model"), LoadConfig(device="cpu", dtype=dtype))
     states, downs = repaired.model.state_dict(), [f"layers.{i}.mlp.down_proj" for i in (0, 1)]
-    first = layout.first_dense_layers
+    first = layout.moe_layers.start
     for name, value in before.items():
         assert torch.equal(states[name], value) != any(each in name for each in downs[first:])
     kl = [divergence(dense, each, layout, heldout) for each in (dense, repaired)]

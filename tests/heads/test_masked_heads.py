@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 
 from dotmoe.calibrate import block_inputs, head_energy
 from dotmoe.data import TokenBlocks
-from dotmoe.errors import UserError
 from dotmoe.finetuning.repair import RepairConfig, repair
-from dotmoe.granularity import ExpertsConfig, resolve_heads, splits_of
+from dotmoe.granularity import parts_of
 from dotmoe.layout import ExpertLayout
 from dotmoe.moe.masked import masked_by, unit_mask
 from heads.families import FAMILIES, head_layout
@@ -112,25 +111,12 @@ def test_repair_is_the_ridge_regression_of_what_attention_lacks(family, dense_of
     assert all(torch.equal(weights[name], same[name]) for name in left)
 
 
-def test_splits_of_heads_and_what_does_not_fit():
-    odd = resolve_heads(ExpertsConfig(targets="attention", active_attention=0.5), 9)
-    assert (odd.num_experts, odd.expert_size, odd.active_experts) == (9, 1, 5)
-    both = splits_of(ExpertsConfig(targets="both"), 768, 6)
-    assert (both.units, both.target, both.beside.units, both.beside.target) == (
-        *(768, "ffn"),
-        *(6, "attention"),
-    )
-    with pytest.raises(UserError, match=r"heads_per_expert is 4, which does not divide the 9 .* 3"):
-        resolve_heads(ExpertsConfig(targets="attention", heads_per_expert=4), 9)
-
-
 def test_layouts_of_both_targets_share_a_file(dense_of, layout_of, tmp_path):
     dense = dense_of("llama")
     both = replace(layout_of(dense), beside=head_layout(dense, active_experts=2))
     both.save(tmp_path / "both")
     again = ExpertLayout.load(tmp_path / "both")
     assert again.granularity == both.granularity
-    for target in ("ffn", "attention"):
-        mine, its = both.of_target(target), again.of_target(target)
+    for mine, its in zip(parts_of(both), parts_of(again), strict=True):
         assert torch.equal(mine.expert_of_neuron_LN, its.expert_of_neuron_LN)
         assert torch.equal(mine.router_LED, its.router_LED)

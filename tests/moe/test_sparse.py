@@ -62,7 +62,7 @@ def test_shared_experts_dense_layers_and_all_experts(options, tiny_dense, layout
         expected = dense.model(input_ids=tokens_BT).logits
     twin, made, _ = sparse_copy(dense, layout)
     torch.testing.assert_close(twin.model(input_ids=tokens_BT).logits, expected)
-    assert len(made) == dense.widths.layers - layout.first_dense_layers
+    assert len(made) == len(layout.moe_layers)
     ffn, original = made[-1], dense.family.ffn(dense.family.layers(dense.model)[-1])
     rows = ffn.dense_rows()
     assert torch.equal(rows["gate"], original.gate.weight)

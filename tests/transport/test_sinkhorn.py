@@ -45,4 +45,5 @@ def test_layers_are_solved_as_if_alone() -> None:
     A = affinity(2, 3, 12, 4)
     together = sinkhorn(A, capacity=3, tau=0.3)
     assert together.marginal_error.shape == (2, 3)
+    assert together.num_passes == 2 * 50  # tab:hyperparams_moefication
     torch.testing.assert_close(together.plan[1, 2], sinkhorn(A[1, 2], capacity=3, tau=0.3).plan)

@@ -10,7 +10,6 @@ from dotmoe.analyse.overhead import profile
 from dotmoe.analyse.run import AnalyseConfig, AnalysedRun, Findings
 from dotmoe.errors import UserError, nearest
 from dotmoe.files import Values, read_json, sha256_of, write_json
-from dotmoe.granularity import targets_of
 from dotmoe.options import check, values_of
 from dotmoe.progress import Progress
 from dotmoe.run_folder import provenance
@@ -91,7 +90,7 @@ def _lack(run: AnalysedRun, analysis: Analysis) -> str | None:
     if analysis.package is not None and find_spec(analysis.package) is None:
         remedy = "pip install -e '.[analysis]' in the checkout brings it"
         return f"{analysis.package} is not installed; {remedy}"
-    if (targets := targets_of(run.layout.granularity)) not in analysis.targets:
+    if (targets := run.layout.granularity.targets) not in analysis.targets:
         return f"{run.asked.run} has targets {targets}, and this looks at {analysis.targets[0]}"
     if not analysis.of_text and run.aligned is None:
         return f"{run.asked.run} has no alignment steps, or its own run is not there"

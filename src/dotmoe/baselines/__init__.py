@@ -168,13 +168,14 @@ def routed_by_own(
     that run for each token, [T] for every call of a layer; see `active_share`.
     """
     layout, choose = made.layout, METHODS[method].own
+    split = layout.granularity
     assert choose is not None
 
     def gate(layer: int, x_TD: Tensor, hidden_TN: Tensor) -> Tensor:
         own = {name: tensor[layer].to(x_TD.device) for name, tensor in made.own.items()}
         runs_TE = choose(own, x_TD, hidden_TN, layout.active_experts)
         if shares is not None:
-            neurons_T = runs_TE.sum(dim=1) * layout.expert_size + layout.shared_size
+            neurons_T = runs_TE.sum(dim=1) * split.expert_size + split.shared_size
             shares.append((neurons_T / layout.num_neurons).cpu())
         return runs_TE
 

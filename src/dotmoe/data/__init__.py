@@ -29,35 +29,29 @@ RUN_TOKENS = 64
 Record = dict[str, Any]
 """What is written about a text, or about one source of it."""
 
-_HEADER_BYTES = 512
-_TOKENS_AT_ONCE = 1 << 20
+_HEADER_BYTES, _BUFFER_BYTES = 512, 1 << 22
 _BLOCKS_AT_ONCE = 256
 _PIECES_AT_ONCE = 64  # since tokenizers work in parallel
 _BASE = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
-@dataclass(eq=False)
 class TokenBlocks:
     """Documents joined end to end and cut into blocks of equal length."""
 
-    tokens_BT: Tensor
-    """int32 token ids, [blocks, seq_len]."""
-
-    def __post_init__(self) -> None:
-        self.num_blocks, self.seq_len = self.tokens_BT.shape
-        self.num_tokens = self.tokens_BT.numel()
+    def __init__(self, tokens_BT: Tensor) -> None:
+        """Of int32 token ids, [blocks, seq_len]."""
+        self.tokens_BT, self.num_tokens = tokens_BT, tokens_BT.numel()
+        self.num_blocks, self.seq_len = tokens_BT.shape
 
     def batch(self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1) -> Tensor:
         """A rank's blocks of one step: int64, [batch_size / ranks, seq_len].
 
-        Blocks are dealt in seeded permutations, one an epoch, end to end: over any stretch of steps
-        every block is seen equally often to within one. The same arguments give the same blocks, so
-        that the step is all there is to resume. The parts of all `ranks`, which divide
-        `batch_size`, put one after the other are the batch of one rank.
+        Blocks are dealt in seeded permutations, one an epoch, end to end. The same arguments give
+        the same blocks, so that the step is all there is to resume. The parts of all `ranks`, which
+        divide `batch_size`, put one after the other are the batch of one rank.
         """
         share = batch_size // ranks
-        first = step * batch_size + rank * share
-        rows = []
+        first, rows = step * batch_size + rank * share, list[int]()
         for position in range(first, first + share):
             epoch, place = divmod(position, self.num_blocks)
             rows.append(int(_permutation(self.num_blocks, seed, epoch)[place]))
@@ -71,12 +65,11 @@ class TokenBlocks:
     def save(self, path: Path) -> None:
         """Write as one safetensors file; see `block_writer`."""
         with block_writer(path, self.seq_len) as writer:
-            for rows in torch.split(self.tokens_BT, max(1, _TOKENS_AT_ONCE // self.seq_len)):
-                writer.append(rows.flatten())
+            writer.append(self.tokens_BT.flatten())
 
     @classmethod
     def load(cls, path: Path) -> "TokenBlocks":
-        """Map a file into memory. A `UserError`: it is missing, damaged or not one of blocks."""
+        """Map a file into memory. A `UserError`: it is missing, damaged or another."""
         try:
             with safe_open(path, framework="pt") as file:
                 return cls(file.get_tensor("tokens"))
@@ -95,23 +88,23 @@ class BlockWriter:
     """Appended so far; the last of them may fill no block, and are dropped in the end."""
 
     def append(self, tokens: Sequence[int] | Tensor) -> None:
-        """Write token ids after those before, as int32."""
+        """Write token ids after those before."""
         self.num_tokens += len(tokens)
-        self.file.write(torch.as_tensor(tokens, dtype=torch.int32).numpy().tobytes())
+        self.file.write(torch.as_tensor(tokens, dtype=torch.int32).numpy().data)
 
 
 @contextmanager
 def block_writer(path: Path, seq_len: int) -> Iterator[BlockWriter]:
     """Inside, tokens are appended to a safetensors file of blocks; memory does not grow with it.
 
-    Room for the header is kept free and filled last. The file has a temporary name until the block
-    ends without an exception: a file of the right name is whole, and one that is there stays until
-    then. Raises a `UserError`: the disk is full, no permission, or no such folder.
+    The file has a temporary name until the block ends without an exception: a file of the right
+    name is whole, and one that is there stays until then. Raises a `UserError`: the disk is full,
+    no permission, or no such folder.
     """
     partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("wb", buffering=4 * _TOKENS_AT_ONCE) as file:
-            file.seek(_HEADER_BYTES)
+        with partial.open("wb", buffering=_BUFFER_BYTES) as file:
+            file.seek(_HEADER_BYTES)  # the header, which states the length, is written last
             writer = BlockWriter(file)
             yield writer
             num_blocks = writer.num_tokens // seq_len
@@ -154,9 +147,8 @@ def write_decontaminated(training: TokenBlocks, heldout: TokenBlocks, path: Path
     """Write the training blocks that share no run of tokens with the held-out text, in order.
 
     The held-out text is cut into runs of `RUN_TOKENS` tokens, and each run is looked for at every
-    place of every training block. So a block that holds twice that many held-out tokens in a row is
-    certain to be found; one that has only a licence header in common may be. Memory does not grow
-    with the training text.
+    place of every training block: one with twice that many held-out tokens in a row is certain to
+    be found. Memory does not grow with the training text.
 
     Returns how many blocks are left out. A `UserError`: no block is left, or there is no room.
     """
@@ -209,8 +201,7 @@ def pack(
     """Tokenise documents and join them: this packing is used for training and for perplexity.
 
     Each document is preceded by the BOS token; where the tokenizer has none it is followed by EOS;
-    where it has neither, nothing is put between. A document longer than 64k characters is
-    tokenised in pieces cut at line ends. They are read no further than `max_tokens` needs.
+    where it has neither, nothing is put between. They are read no further than `max_tokens` needs.
 
     Returns:
         Token ids, int32, and tokens a byte of the same text, which turns nats a token into bits a
@@ -233,14 +224,12 @@ def pack_sources(
 ) -> Record:
     """Tokenise, mix, join and cut into blocks of `config.seq_len` tokens, straight to a file.
 
-    Memory does not grow with the text, which is read up to `max_tokens`.
-
-    Returns a record of the text: tokens, and for each source its weight, its share of the tokens,
-    its documents, how often it was begun (`passes`), and whether it ran out. Raises a `UserError`:
-    the text, or `max_tokens`, is shorter than one block; a source is refused.
+    Memory does not grow with the text, which is read up to `max_tokens`. Returns a record of the
+    text and of each source. Raises a `UserError`: the text, or `max_tokens`, is shorter than one
+    block; a source is refused.
     """
     records = [source_record(source, weight) for source, weight in sources_of(config)]
-    sources = [(record, _passes(record, config, tokenizer)) for record in records]
+    sources = [(one, tokenised(opened(one["name"], config), tokenizer)) for one in records]
     with block_writer(path, config.seq_len) as writer:
         for record, ids, _ in joined(sources, tokenizer):
             excess = max(0, writer.num_tokens + len(ids) - max_tokens)
@@ -266,8 +255,8 @@ def pack_sources(
 
 
 def source_record(name: str, weight: float | None) -> Record:
-    """What is known of a source of which nothing is read yet."""
-    counts = {"share": 0.0, "tokens": 0, "documents": 0, "passes": 0, "ran_out": False}
+    """Of a source of which nothing is read yet."""
+    counts = {"share": 0.0, "tokens": 0, "documents": 0, "ran_out": False}
     return {"name": name, "weight": weight, **counts}
 
 
@@ -277,9 +266,8 @@ def joined(
     """Piece after piece of sources that are read side by side or one after the other.
 
     With weights, the next piece is always of the source whose tokens, divided by its weight, are
-    fewest; docs/data.md has the bounds of its share at every moment. Without weights, one source is
-    read after the other. Where pieces of another source come between those of a long document, the
-    rest of it counts as a document of its own.
+    fewest; docs/data.md has the bounds of its share at every moment. Where another source comes
+    between the pieces of a long document, the rest of it counts as a document of its own.
 
     Yields the record of the source, which is kept up to date, token ids with their separators, and
     bytes of text.
@@ -309,7 +297,7 @@ def joined(
 
 
 def tokenised(documents: Iterable[str], tokenizer: Any) -> Iterator[Piece]:
-    """Pieces of documents as token ids, some at a time; empty documents leave no trace."""
+    """Pieces of documents as token ids; empty documents leave no trace."""
     pieces = (
         (piece, number == 0 and not isinstance(document, Continuation))
         for document in documents
@@ -334,13 +322,3 @@ def separator_of(tokenizer: Any) -> str:
     if tokenizer.eos_token_id is not None:
         return f"{tokenizer.eos_token} after each"
     return "nothing between them"
-
-
-def _passes(record: Record, config: DataConfig, tokenizer: Any) -> Iterator[Piece]:
-    """Pieces of a source, read as often as the config allows."""
-    # Read in order, sources are read once: alignment repeats the blocks themselves.
-    allowed = 1 if record["weight"] is None else config.data_epochs
-    while record["passes"] < allowed:
-        texts = opened(record["name"], config, record["passes"])
-        record["passes"] += 1
-        yield from tokenised(texts, tokenizer)

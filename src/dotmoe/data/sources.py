@@ -64,11 +64,9 @@ class DataConfig:
     the dense model itself samples. `SOURCE@SPLIT#FIELD` gives one source a split and a text field
     of its own."""
     data_weights: tuple[Annotated[float, above(0)], ...] = ()
-    """Mix the sources: the share of each in the tokens, one number a source, of any sum. Default:
-    one source after the other."""
-    data_epochs: Annotated[int, at_least(1)] = 1
-    """How often a source of a mix may be read. After that it has run out, and the others go on in
-    their proportions."""
+    """Mix the sources: the share of each in the tokens, one number a source, of any sum. One that
+    has run out is not read again, and the others go on in their proportions. Default: one source
+    after the other."""
     shuffle_buffer: Annotated[int | None, at_least(0)] = None
     """Documents of a source that are held back and drawn from at random; 0: its own order. With
     `datasets` also the order of the files that make up the source. Default: 10000 for `dolmino`,
@@ -93,21 +91,12 @@ class DataConfig:
         """Whether sources are read side by side, by their weights."""
         return bool(self.data_weights) or self.holds_dolmino
 
-    def check_together(self) -> None:
-        """Refuse to repeat sources that are not mixed."""
-        if self.data and self.data_epochs > 1 and not self.is_mix:
-            raise UserError(
-                f"data_epochs is {self.data_epochs}, but only the sources of a mix are repeated. "
-                "Give data_weights, or leave data_epochs out."
-            )
-
 
 def documents(config: DataConfig) -> Iterator[str]:
     """Stream the documents of all sources, one source after the other.
 
-    A long .txt file comes in pieces, those after the first as `Continuation`, so that memory stays
-    bounded. Raises a `UserError`: a source that is not there, before any is read, or weights, which
-    only `pack_sources` can mix; while reading, a source that is empty, damaged or not text.
+    A long .txt file comes in pieces, those after the first as `Continuation`. Raises a `UserError`:
+    a mix, or a source that is not there; while reading, one that is empty, damaged or not text.
     """
     if config.is_mix:
         raise UserError(
@@ -149,11 +138,8 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
     return sources
 
 
-def opened(source: str, config: DataConfig, epoch: int = 0) -> Iterator[str]:
-    """Stream the documents of one source, whose name may hold a split and a field of its own.
-
-    Shuffled sources have another order in each epoch. Raises a `UserError`: no such source.
-    """
+def opened(source: str, config: DataConfig) -> Iterator[str]:
+    """Stream the documents of one source, or refuse it by a `UserError` if it is not there."""
     name, split, field = source, "", ""
     if not _is_there(name):
         name, _, field = name.partition("#")
@@ -163,7 +149,7 @@ def opened(source: str, config: DataConfig, epoch: int = 0) -> Iterator[str]:
     size = config.shuffle_buffer
     if size is None:  # the files of the mix are sorted by origin
         size = 10_000 if config.holds_dolmino else 0
-    digest = sha256(f"{config.data_seed}/{epoch}/{source}".encode()).digest()
+    digest = sha256(f"{config.data_seed}/0/{source}".encode()).digest()
     seed = int.from_bytes(digest[:4], "little")
     if name in (STDLIB, STDLIB_HELDOUT):
         return shuffled(stdlib_documents("train" if name == STDLIB else "heldout"), size, seed)

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from dotmoe.errors import UserError, nearest, require_package
 from dotmoe.export.format import Conversion, Format, Gating, Holds, TensorSpec, layer_names
 from dotmoe.export.transformers_format import TransformersFormat
-from dotmoe.granularity import Granularity, count_parameters, parts_of, targets_of
+from dotmoe.granularity import Granularity, count_parameters, parts_of
 from dotmoe.models import modeling_dotmoe
 from dotmoe.models.family import TARGETS, DenseModel, head_dim
 
@@ -128,14 +128,14 @@ class _Qwen2Moe(_Qwen3Moe):
         return replace(super().gating(split), renormalised=False, constant=float(split.num_experts))
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
-        size = conversion.layout.shared_size or EMPTY_SHARED_SIZE
+        size = conversion.granularity.shared_size or EMPTY_SHARED_SIZE
         return super().header(conversion) | {"shared_expert_intermediate_size": size}
 
     def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
         yield from super().experts(conversion, layer, prefix)
         gate, width = f"{prefix}.shared_expert_gate.weight", conversion.dense.widths.model
         yield conversion.constant(gate, (1, width), conversion.dtype, SHARED_GATE)
-        size = conversion.layout.shared_size or EMPTY_SHARED_SIZE
+        size = conversion.granularity.shared_size or EMPTY_SHARED_SIZE
         name = f"{prefix}.shared_expert.{{}}_proj.weight"
         yield from conversion.shared(layer, name, size, down=2.0)
 
@@ -164,7 +164,7 @@ class _GraniteMoe(TransformersFormat):
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
         traits = conversion.dense.family.traits(conversion.dense.config)
-        multipliers, size = traits.multipliers, conversion.layout.shared_size
+        multipliers, size = traits.multipliers, conversion.granularity.shared_size
         attention = multipliers.attention
         config = super().header(conversion) | {
             "embedding_multiplier": multipliers.embedding,
@@ -211,7 +211,7 @@ class _DotMoe(TransformersFormat):
     scales_routers = folds = False
 
     def refusal(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
-        if targets_of(split) == "ffn":
+        if split.targets == "ffn":
             return f"{self.name} is for experts made of heads. Set targets to attention or both."
         if split.target == "attention":  # whose sizes no stock implementation limits
             return None

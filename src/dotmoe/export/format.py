@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from dotmoe.checkpoint import DTYPES, EMBEDDING, HEAD, NORM, Tensors
 from dotmoe.errors import UserError
-from dotmoe.granularity import GROUPED_MATMUL_BYTES, Granularity, targets_of
+from dotmoe.granularity import GROUPED_MATMUL_BYTES, Granularity
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.family import DenseModel, Multipliers
 from dotmoe.options import above, at_least
@@ -134,7 +134,7 @@ class Conversion:
     @property
     def shared_experts(self) -> int:
         """Experts as wide as a routed one for the neurons that are always on, at least 1."""
-        return max(1, -(-self.layout.shared_size // self.layout.expert_size))
+        return max(1, -(-self.granularity.shared_size // self.granularity.expert_size))
 
     @staticmethod
     def constant(name: str, shape: tuple[int, ...], dtype: torch.dtype, value: float) -> TensorSpec:
@@ -304,7 +304,7 @@ class Format(ABC):
             "head_dim": (traits.head_dim, (traits.head_dim if holds.any_head_dim else usual,)),
             "rope_type": (rope, holds.rope),
             "neurons in a shared expert": (shared, (shared if holds.shared_expert else 0,)),
-            "targets": (targets_of(split), ("ffn",)),
+            "targets": (split.targets, ("ffn",)),
             "leading dense layers": (leading, (leading if holds.dense_layers else 0,)),
         }
         for what, (found, taken) in features.items():

@@ -169,7 +169,7 @@ def _run(
     if form.splits:
         with masked_by(twin, layout):
             expected_TV = logits_of(twin.model, tokens_BT)
-    if form.splits and not layout.dropped_size:
+    if form.splits and not layout.granularity.dropped_size:
         copy = file.path.with_name(".all_experts.gguf")
         try:
             with suppress(UserError):  # llama.cpp has no room for so many experts

@@ -84,7 +84,8 @@ def verify(
                 hooks.enter_context(block.register_forward_hook(seeing))
         logits_TV = logits_of(exported, tokens_BT)
     at_full_TV = dense_error = None
-    if form.active_experts_editable and layout.beside is None and not layout.dropped_size:
+    drops = bool(layout.granularity.dropped_size)
+    if form.active_experts_editable and layout.beside is None and not drops:
         form.run_active_experts(exported, layout.moe_layers, layout.num_experts)
         at_full_TV = logits_of(exported, tokens_BT)
     loaded_class = f"{type(exported).__module__}.{type(exported).__qualname__}"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from dotmoe.granularity import Granularity, count_parameters, parts_of, targets_of
+from dotmoe.granularity import Granularity, count_parameters, parts_of
 from dotmoe.models.family import family_of, widths_of
 from dotmoe.moe.objective import chunk_rows
 
@@ -48,7 +48,7 @@ class Sizes:
         inputs = {"ffn": self.widths.ffn, "attention": self.queries}
         self.repaired_inputs = [inputs[part.target] for part in parts_of(split)]
         """Inputs of W_down, W_O or both, of those that a repair refits."""
-        self.has_heads = targets_of(split) != "ffn"
+        self.has_heads = split.targets != "ffn"
         # The last norm, of the model width, belongs to no layer.
         in_layers = counts.attention_and_norms - self.widths.model + counts.ffn_total
         self.layer_parameters = in_layers // self.widths.layers

@@ -1,9 +1,7 @@
 """What a dense architecture must tell to be converted: families in `FAMILIES`, parts in `TARGETS`.
 
 A target, the part that is split, ends in one output projection, and a unit is some columns of it:
-an FFN neuron one of `down_proj`, a query head those of `o_proj` that read its output. All else
-treats both alike. `DenseModel` is a checkpoint, loaded or only described, and `Stream` a text taken
-through its layers.
+an FFN neuron one of `down_proj`, a query head those of `o_proj` that read its output.
 """
 
 import copy
@@ -19,8 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from dotmoe.errors import UserError, nearest
 
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Config keys for the experts of a layer."""
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 MOE = "it is a Mixture-of-Experts already, and only a dense model can be split"
 WRAPPER = "it wraps a language model for more than text, and only a plain one can be split"
 TOKENS_AT_ONCE = 4096
@@ -65,20 +62,18 @@ class TensorPart(NamedTuple):
     """First row and the row after the last; None: all."""
 
 
-class Rows(nn.Module):
+class Rows(NamedTuple):
     """Some rows of a fused projection, called like a projection of its own; nothing is copied."""
 
-    def __init__(self, fused: nn.Linear, start: int, stop: int) -> None:
-        super().__init__()
-        self._fused = (fused,)  # in a tuple: not registered a second time
-        self._rows = slice(start, stop)
+    fused: nn.Linear
+    rows: slice
 
     @property
     def weight(self) -> Tensor:
         """The rows, a view."""
-        return self._fused[0].weight[self._rows]
+        return self.fused.weight[self.rows]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., rows]."""
         return F.linear(x, self.weight)
 
@@ -92,7 +87,7 @@ class GatedFFN(NamedTuple):
 
 
 class Family:
-    """A decoder in LLaMA's form; families differ in a few traits, which their configs state."""
+    """A decoder in LLaMA's form, whose traits its config states."""
 
     def __init__(self, model_type: str) -> None:
         self.model_type = model_type
@@ -106,7 +101,7 @@ class Family:
         return None
 
     def traits(self, config: Any) -> DecoderTraits:
-        """What an exporter must know of everything but the FFNs."""
+        """Features of the decoder outside its FFNs."""
         width, has_bias = head_dim(config), bool(getattr(config, "attention_bias", False))
         # Full attention equals that of all layers up to the window.
         kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
@@ -128,7 +123,7 @@ class Family:
         )
 
     def layers(self, model: nn.Module) -> nn.ModuleList:
-        """The decoder layers, in order; each has its FFN as `mlp`."""
+        """The decoder layers, in order."""
         return cast(nn.ModuleList, model.get_submodule("model.layers"))
 
     def ffn(self, layer: nn.Module) -> GatedFFN:
@@ -137,7 +132,7 @@ class Family:
         return GatedFFN(*(cast(nn.Linear, layer.get_submodule(name)) for name in names))
 
     def trunk(self, model: nn.Module) -> nn.Module:
-        """Everything below the head: token ids to the hidden states that the head reads."""
+        """Token ids to the hidden states that the head reads."""
         return model.get_submodule("model")
 
     def head(self, model: nn.Module) -> nn.Linear:
@@ -172,7 +167,8 @@ class _Phi3(Family):
         fused = cast(nn.Linear, layer.get_submodule("mlp.gate_up_proj"))
         down = cast(nn.Linear, layer.get_submodule("mlp.down_proj"))
         width = down.weight.shape[1]
-        return GatedFFN(Rows(fused, 0, width), Rows(fused, width, 2 * width), down)
+        gate, up = slice(0, width), slice(width, 2 * width)
+        return GatedFFN(Rows(fused, gate), Rows(fused, up), down)
 
     def stored(self, config: Any, name: str) -> TensorPart:
         query, width = config.num_attention_heads * head_dim(config), config.intermediate_size
@@ -207,7 +203,7 @@ def head_dim(config: Any) -> int:
 def family_of(config: Any) -> Family:
     """The family of a Hugging Face config. A `UserError`: why it cannot be converted."""
     model_type = config.model_type
-    counts = {key: getattr(config, key, None) for key in EXPERT_COUNTS}
+    counts = {key: getattr(config, key, None) for key in _EXPERT_COUNTS}
     experts = [f"{key} is {n}" for key, n in counts.items() if isinstance(n, int) and n > 1]
     if model_type not in FAMILIES:
         why = WRAPPER if hasattr(config, "text_config") else None
@@ -229,7 +225,7 @@ def family_of(config: Any) -> Family:
 
 
 class Widths(NamedTuple):
-    """Sizes of a dense model that decide how it can be split."""
+    """Sizes of a dense model."""
 
     model: int
     ffn: int
@@ -239,7 +235,7 @@ class Widths(NamedTuple):
 
 
 def widths_of(config: Any) -> Widths:
-    """Sizes read from a Hugging Face config."""
+    """Those of a Hugging Face config."""
     return Widths(
         model=config.hidden_size,
         ffn=config.intermediate_size,
@@ -254,7 +250,6 @@ class Target(NamedTuple):
 
     name: str
     units_named: str
-    """What it is made of, for messages."""
     module: str
     """Its name in a decoder layer; what it is called with is what its router reads."""
     output_name: str
@@ -263,7 +258,7 @@ class Target(NamedTuple):
     """The norm of its output, in families that have one there."""
 
     def units(self, config: Any) -> int:
-        """Units of a layer (N): neurons of its FFN, or query heads."""
+        """Units of a layer (N)."""
         heads = self.name == "attention"
         return int(config.num_attention_heads if heads else config.intermediate_size)
 

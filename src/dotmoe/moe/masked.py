@@ -166,11 +166,11 @@ def maskings_of(dense: DenseModel, layout: ExpertLayout) -> list[Masking]:
     return [
         Masking(
             active_experts=part.active_experts,
-            expert_of_neuron_LN=part.expert_of_neuron_LN[part.first_dense_layers :].to(dense.device)
+            expert_of_neuron_LN=part.expert_of_neuron_LN[part.moe_layers.start :].to(dense.device)
             % (part.num_experts + 2),
-            router_LED=part.router_LED[part.first_dense_layers :].to(dense.device, torch.float32),
+            router_LED=part.router_LED[part.moe_layers.start :].to(dense.device, torch.float32),
             fixed=(0.0, 1.0),  # of DROPPED and ALWAYS_ON, -2 and -1
-            first_layer=part.first_dense_layers,
+            first_layer=part.moe_layers.start,
             target=part.target,
         )
         for part in parts_of(layout)

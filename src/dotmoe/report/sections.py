@@ -14,7 +14,7 @@ from dotmoe.evaluate.fidelity import fidelity_table
 from dotmoe.evaluate.perplexity import curve_table, perplexity_table, text_names, word_table
 from dotmoe.evaluate.tasks import differ, scores_table
 from dotmoe.files import Values
-from dotmoe.granularity import Granularity, parts_of, targets_of
+from dotmoe.granularity import Granularity, parts_of
 from dotmoe.inspection.tables import counts_table
 from dotmoe.report import RunResults
 from dotmoe.tables import Table, figure, in_bytes, millions, percent
@@ -284,7 +284,7 @@ def gained(results: Values) -> str:
     counts, split = results["parameters"], Granularity.of(results["granularity"])
     runs = " and ".join(
         f"{part.active_experts} of {part.num_experts} experts"
-        + f" of {UNITS[part.target]}" * (targets_of(split) != "ffn")
+        + f" of {UNITS[part.target]}" * (split.targets != "ffn")
         for part in parts_of(split)
     )
     return (
@@ -363,7 +363,7 @@ def _speed(bench: Values | None) -> str:
 
 def _weights(found: RunResults) -> str:
     counts, export = found.results["parameters"], found.export
-    target = targets_of(Granularity.of(found.results["granularity"]))
+    target = Granularity.of(found.results["granularity"]).targets
     whole = {"attention": "attention", "both": "FFNs and attention"}.get(target, "FFNs")
     said = f"the experts are slices of the dense {whole}"
     if found.is_repaired:

@@ -52,7 +52,7 @@ def balanced_plan(
         affinity: Score A of neuron n for expert e, larger is closer. Leading indices are problems.
         capacity: Neurons of every expert (s), or of each.
         tau: Temperature > 0, in units of affinity. Small is sharp.
-        start: `potential` of a plan for nearby affinities, which saves passes.
+        start: `potential` of a plan for nearby affinities, which saves passes; any does no harm.
         tolerance: Largest |column sum - s| / s to stop at.
 
     Returns:
@@ -60,7 +60,7 @@ def balanced_plan(
         `tolerance` only where rounding or `MAX_PASSES` stopped the solver. Never NaN.
 
     Raises:
-        ValueError: As `checked_problem`; a non-finite `start`.
+        ValueError: As `checked_problem`.
 
     Example:
         >>> balanced_plan(torch.tensor([[9.0, 0], [9, 0]]), capacity=1, tau=1.0).plan
@@ -74,8 +74,6 @@ def balanced_plan(
     potential_LE = affinity_LNE.new_zeros(len(affinity_LNE), num_experts, dtype=torch.float64)
     if start is not None:
         potential_LE.copy_(start.detach().reshape(potential_LE.shape))
-        if not bool(torch.isfinite(potential_LE).all()):
-            raise ValueError("start contains NaN or infinity; pass None to start afresh.")
     error_L = torch.zeros_like(potential_LE[:, 0])
     factors, num_passes = [], 0
     with torch.no_grad():

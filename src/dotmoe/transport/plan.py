@@ -27,9 +27,9 @@ class TransportPlan:
 
 
 def checked_capacity(scores: Float[Tensor, "*L N E"], capacity: Capacity) -> Int[Tensor, " E"]:
-    """Capacity of each expert, on the device of the scores; there may be no leading index.
+    """Capacity of each expert, on the device of the scores.
 
-    A `ValueError` says that they do not sum to N, one is below 1, or a score is not finite.
+    A `ValueError`: they do not sum to N, one is below 1, or a score is not finite.
     """
     num_neurons, num_experts = scores.shape[-2:]
     capacity_E = torch.as_tensor(capacity, device=scores.device).expand(num_experts)
@@ -99,12 +99,12 @@ def sinkhorn(
         solved.append(checkpoint(swept, layer, use_reentrant=False, preserve_rng_state=False))
     plan, potential = (torch.cat(parts) for parts in zip(*solved, strict=True))
     plan = plan.reshape(affinity.shape)
-    sums = plan.detach().sum(dim=-2, dtype=torch.float64)
-    column_error = (sums - capacity_E).abs() / capacity_E
-    row_error = (plan.detach().sum(dim=-1, dtype=torch.float64) - 1.0).abs()
+    column_sums, row_sums = (plan.detach().sum(dim, dtype=torch.float64) for dim in (-2, -1))
+    column_error = (column_sums - capacity_E).abs() / capacity_E
+    row_error = (row_sums - 1.0).abs()
     return TransportPlan(
         plan=plan,
-        potential=potential.detach().reshape(sums.shape),
+        potential=potential.detach().reshape(column_sums.shape),
         marginal_error=torch.maximum(column_error.amax(dim=-1), row_error.amax(dim=-1)),
         num_passes=2 * num_sweeps,
     )
