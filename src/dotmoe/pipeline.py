@@ -237,7 +237,6 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
                     steps=config.align.steps,
                     seed=config.seed,
                     on_progress=update,
-                    log=lambda said: run.progress.log(f"{config.method}: {said}"),
                 )
                 return pruning.prune(config.method, inputs, at)
 
@@ -445,7 +444,7 @@ class _Run:
 
 def split_of(config: RunConfig, dense: DenseModel) -> Granularity:
     """Experts of a conversion; refused if the model, all exports or the repair cannot have them."""
-    split = baselines.granularity_of(config.method, _asked(config, dense), config.baseline)
+    split = baselines.granularity_of(config.method, _asked(config, dense))
     require_exportable(dense, split, config.export)
     if config.repair:
         config.repairing.require(split)

@@ -22,7 +22,7 @@ from dotmoe.pruning import PRUNING
 from dotmoe.report.plots import is_installed
 from runs import TINY_CONVERT, TINY_FINETUNE
 
-OPTIONS = TINY_CONVERT | {"active_experts": 4, "cluster_starts": 1}
+OPTIONS = TINY_CONVERT | {"active_experts": 4}
 del OPTIONS["steps"]
 
 
@@ -182,12 +182,8 @@ def config_of(eval_text=("b.txt",), **options):
 
 
 def test_options_reach_the_methods_they_are_for_and_no_run_is_made_twice():
-    shared_expert = {"cmoe", "llama_moe_v2_residual"}
-    made = points_of(config_of(baseline=BaselineConfig(shared_experts=2, router_steps=7)))
+    made = points_of(config_of(baseline=BaselineConfig(router_steps=7)))
     assert len({point.name for point in made}) == len(made)
-    for point in made:
-        shared = point.config.baseline.shared_experts
-        assert shared == (2 if point.value in shared_expert else None)
     trained = {point.value for point in made if point.config.baseline.router_steps}
     assert trained == set(METHODS)
     steps = [point.config.align.steps for point in made if point.value == "dot_moe"]

@@ -797,8 +797,8 @@ def test_what_costs_nothing_goes_within_the_budget_too(dense_of, tokens_BT):
 
 
 def test_what_memory_cannot_hold_is_refused_before_it_is_loaded(monkeypatch):
-    monkeypatch.setattr(by_curvature.os, "sysconf", lambda name: 1 << 17)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(by_curvature, "resolved_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(by_curvature, "memory_of", lambda _: 1 << 34)
     with pytest.raises(Exception, match=r"need 93.15 GiB for the curvature .* 16.00 GiB of"):
         PRUNING["k_obd"].require(described(*LLAMA_2_7B))
 
@@ -839,9 +839,7 @@ def test_pruned_models_are_rows_beside_conversions_and_are_made_once(
     options = TINY_CONVERT | {"data": text_file, "eval_text": held, "active_experts": 6}
     del options["steps"]
     options |= {"methods": ["random_split", *PRUNING], "seeds": [0, 1], "mask_steps": 2}
-    told = command("compare", model, out, **options)
-    assert told.status == 0
-    assert "llm_surgeon: 1 times the curvature of 256 tokens, about " in told.err
+    assert command("compare", model, out, **options).status == 0
     summary = json.loads((out / "compare.json").read_text())
     table = (out / "compare.md").read_text()
     rows = {row["run"]: row for row in summary["rows"]}

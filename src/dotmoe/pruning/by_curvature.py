@@ -16,8 +16,6 @@ read, and for rows the same with G; both are taken from the same weight, and add
 """
 
 import math
-import os
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,7 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
+from dotmoe.inspection.planner import memory_of
 from dotmoe.models.family import DenseModel
 from dotmoe.progress import no_update
 from dotmoe.pruning.contract import (
@@ -40,7 +40,7 @@ from dotmoe.pruning.contract import (
     made_up,
     threshold,
 )
-from dotmoe.tables import in_bytes, in_time
+from dotmoe.tables import in_bytes
 
 SHOTS = 40
 
@@ -93,8 +93,6 @@ def _in_shots(
     sizes = [size for each in maps for size in (_reads(each), each.out_features)]
     kept = [torch.ones(size, dtype=torch.bool, device=inputs.dense.device) for size in sizes]
     total = _parameters(kept)
-    if inputs.excess > 0:
-        inputs.log(_estimate(inputs, costs_of))
     for shot in range(SHOTS if inputs.excess > 0 else 0):
         factors, costs = curvature(replace(inputs, on_progress=no_update)), list[Tensor]()
         for each, pair in zip(maps, factors, strict=True):
@@ -125,19 +123,6 @@ def _in_shots(
     return Pruned(total - _parameters(kept), plan)
 
 
-def _estimate(inputs: PruneInputs, costs_of: Callable[[Tensor, Pair], Pair]) -> str:
-    """What all shots take, from one window and the costs by it; an update takes as long."""
-    times, windows = [time.monotonic()], inputs.tokens_BT
-    factors = curvature(replace(inputs, tokens_BT=windows[:1], on_progress=no_update))
-    times.append(time.monotonic())
-    for each, pair in zip(linears_of(inputs.layers), factors, strict=True):
-        costs_of(*_in_float64(each, pair))
-    times.append(time.monotonic())
-    seconds = SHOTS * (len(windows) * (times[1] - times[0]) + 2 * (times[2] - times[1]))
-    said = f"{SHOTS} times the curvature of {windows.numel():,} tokens, about"
-    return f"{said} {in_time(seconds / 3_600)}"
-
-
 def require_memory(dense: DenseModel) -> None:
     """Refuse a model whose factors this machine cannot hold."""
     maps = linears_of(dense.family.layers(dense.model))
@@ -145,9 +130,8 @@ def require_memory(dense: DenseModel) -> None:
     # All factors, one in float64 three times over, and the model.
     weights = sum(each.nbytes for each in dense.model.parameters())
     needed = 4 * sum(size**2 for size in sizes) + 24 * max(sizes) ** 2 + weights
-    held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if dense.device.type == "cuda" or (dense.device.type == "meta" and torch.cuda.is_available()):
-        held = torch.cuda.mem_get_info()[1]
+    is_described = dense.device.type == "meta"
+    held = memory_of(resolved_device("auto") if is_described else dense.device)
     if needed > held:
         raise UserError(
             f"k_obd and llm_surgeon need {in_bytes(needed)} for the curvature of this model, and "

@@ -31,8 +31,6 @@ class PruneInputs:
     steps: int = 0
     seed: int = 0
     on_progress: Update = no_update
-    log: Callable[[str], None] = lambda text: None
-    """Shows a line."""
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -56,8 +54,6 @@ class Pruned(NamedTuple):
     """What has another value in the config of the checkpoint."""
     tensors: dict[str, Tensor] | None = None
     """What is kept in place of a checkpoint, where none can hold the result."""
-    tokens: int | None = None
-    """That were read, if not those of calibration."""
 
 
 def linears_of(module: nn.Module) -> list[nn.Linear]:
