@@ -188,7 +188,7 @@ def run_inspect(line: Line) -> None:
     config, folder = dense_config(asked.model)
     found = inspect_model(config, asked, stored=stored_dtype(config, folder))
     found = {"model": asked.model, **found}
-    _show(json.dumps(found, indent=2) if asked.json else render(found, details=asked.details))
+    _show(json.dumps(found, indent=2) if asked.json else render(found))
 
 
 def run_convert(line: Line) -> None:

@@ -72,10 +72,9 @@ class InspectConfig:
     """Nodes of so many GPUs, joined by InfiniBand."""
     export_dtype: Literal["source", "float32", "bfloat16"] = "source"
     """Dtype of the exported weights, as for convert; `source` keeps the checkpoint's."""
-    details: bool = False
-    """List what each size of memory and disk is the sum of, and all ways that were weighed."""
     json: bool = False
-    """Print JSON, always with details, instead of tables."""
+    """Print JSON instead of tables: also what each size is the sum of, and all ways to run that
+    were weighed."""
 
 
 def inspect_model(
@@ -142,13 +141,12 @@ def inspect_model(
             "tokens": tokens,
             "calibration_tokens": calibrated,
             "repair_tokens": repaired,
-            "bytes_per_weight": here.held,
             "device": str(device),
         },
         **items,
         **{f"{name}_total": sum(each.values()) for name, each in items.items()},
         "repair_flops": repairing,
-        "here": asdict(here) | {"hours_repair": repair_s / 3_600},
+        "here": asdict(here) | {"held": here.held, "hours_repair": repair_s / 3_600},
         "plans": [plan(step, *machine, tokens=tokens) for machine in machines if tokens],
         "warnings": _warnings(config, sizes, asked),
     }

@@ -5,22 +5,13 @@ from rich.text import Text
 
 from dotmoe.files import Values
 from dotmoe.granularity import Granularity, parts_of
-from dotmoe.inspection.sizes import Items
 from dotmoe.tables import Table, in_bytes, in_time, table_of, to_rich
 
 
-def render(found: Values, *, details: bool = False) -> RenderableType:
-    """What `inspect_model` found: what would be made of the model, its cost, and warnings.
-
-    With `details` also the items that each size is the sum of, and all ways to run.
-    """
-    run, plans = found["run"], found["plans"]
-    before = [_model(found), counts_table(found["counts"]), _sizes(run, found, details)]
-    if details:
-        before += [_items(name.strip(), found[key]) for key, name in SIZES.items()]
-    after = [_plans(run, plans)] if plans else []
-    if details or len(plans) == 1:
-        after += [table for plan in plans for table in _plan_details(plan)]
+def render(found: Values) -> RenderableType:
+    """What `inspect_model` found: what would be made of the model, its cost, and warnings."""
+    before = [_model(found), counts_table(found["counts"]), _sizes(found)]
+    after = [_plans(found["run"], found["plans"])] if found["plans"] else []
     if found["warnings"]:
         rows = [["warning:", warning] for warning in found["warnings"]]
         after.append(Table(columns=("", ""), rows=rows, words=2))
@@ -77,20 +68,17 @@ def counts_table(counts: Values, title: str = "") -> Table:
     )
 
 
-SIZES = {
-    "calibration_memory": "start from data",
-    "repair_memory": "repair",
-    "disk": "disk",
-    "exported": "  exported checkpoint",
-}
-"""What is a sum of items, by its key."""
-
-
-def _sizes(run: Values, found: Values, details: bool) -> Table:
-    title = f"memory and disk (estimated; weights in {run['bytes_per_weight']} bytes each)"
-    note = "" if details else "--details lists what each is the sum of."
+def _sizes(found: Values) -> Table:
+    names = {
+        "calibration_memory": "start from data",
+        "repair_memory": "repair",
+        "disk": "disk",
+        "exported": "  exported checkpoint",
+    }
+    title = f"memory and disk (estimated; weights in {found['here']['held']} bytes each)"
     total = {"size": lambda key: in_bytes(found[f"{key}_total"])}
-    return table_of(SIZES, {title: lambda key: SIZES[key], **total}, note=note)
+    note = "--json has what each is the sum of."
+    return table_of(names, {title: lambda key: names[key], **total}, note=note)
 
 
 def _repair(found: Values) -> str:
@@ -109,8 +97,11 @@ def _plans(run: Values, plans: list[Values]) -> Table:
     rows = []
     for plan in plans:
         if plan["recommended"]:
-            hours = [in_time(plan["hours"]), f"{plan['gpu_hours']:,.0f}"]
-            rows.append([_machine(plan), *_way(plan["recommended"]), *hours])
+            way = plan["recommended"]
+            at_once, memory = str(way["micro_batch_size"]), in_bytes(way["memory_total"])
+            speed, hours = f"{way['tokens_per_s']:,.0f}", f"{plan['gpu_hours']:,.0f}"
+            time = in_time(plan["hours"])
+            rows.append([_machine(plan), way["way"], at_once, memory, speed, time, hours])
         else:
             needed = plan["gpus_needed"]
             said = f"needs {needed} of them" if needed else "does not fit"
@@ -121,28 +112,8 @@ def _plans(run: Values, plans: list[Values]) -> Table:
         "from quoted figures, of which shares are assumed, not measured)",
         columns=("on", "weights", "at once", "memory", "tokens/s", "time", "GPU h"),
         rows=rows,
+        note="--json has all ways that were weighed, and where memory and time of each go.",
     )
-
-
-def _plan_details(plan: Values) -> list[Table]:
-    """All ways to run on one machine, and where memory and time of the recommended one go."""
-    chosen, columns = plan["recommended"], ("at once", "memory", "tokens/s", "fits")
-    shown = chosen or plan["choices"][-1]
-    fits = {id(each): "yes" if each["fits"] else "no" for each in plan["choices"]}
-    fits[id(chosen)] = "recommended"
-    ways = [[*_way(each), fits[id(each)]] for each in plan["choices"]]
-    step = {**shown["parts"], "step": shown["step_s"]}
-    parts = [[part, f"{s:.4f}", f"{s / shown['step_s']:.1%}"] for part, s in step.items()]
-    return [
-        Table(columns=(f"{_machine(plan)}: ways", *columns), rows=ways),
-        _items(f"memory of a GPU, {shown['way']}", shown["memory"]),
-        Table(columns=("a step, part by part", "seconds", "share"), rows=parts),
-    ]
-
-
-def _way(choice: Values) -> list[str]:
-    speed = f"{choice['tokens_per_s']:,.0f}"
-    return [choice["way"], str(choice["micro_batch_size"]), in_bytes(choice["memory_total"]), speed]
 
 
 def _machine(plan: Values) -> str:
@@ -151,8 +122,3 @@ def _machine(plan: Values) -> str:
         return str(plan["gpu"])
     nodes = f"{plan['nodes']} x " if plan["nodes"] > 1 else ""
     return f"{nodes}{plan['gpus']} x {plan['gpu'].split()[0]}"
-
-
-def _items(title: str, items: Items) -> Table:
-    whole = {**items, "total": sum(items.values())}
-    return table_of(whole, {title: str, "size": lambda name: in_bytes(whole[name])})
