@@ -17,23 +17,22 @@ import tyro
 from dotmoe.align import AlignConfig
 from dotmoe.baselines import METHODS, MethodName
 from dotmoe.calibrate import CalibrateConfig, Start
-from dotmoe.checkpoint import fingerprint
 from dotmoe.config import PruneRunConfig, RunConfig, finetune_recipe
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.evaluate import evaluate
 from dotmoe.evaluate.models import EvaluateConfig, TextConfig
-from dotmoe.files import read_json, write_json, write_text
+from dotmoe.files import write_json, write_text
 from dotmoe.granularity import ExpertsConfig, Granularity, nearest_active_experts, resolve
 from dotmoe.load import describe_dense
 from dotmoe.models.family import DenseModel, num_parameters
-from dotmoe.options import above, at_least, at_most, values_of
+from dotmoe.options import above, at_least, at_most
 from dotmoe.pipeline import budget_of, convert, finetune, prune, split_of
 from dotmoe.progress import Progress
 from dotmoe.pruning import PRUNING, PruningName
 from dotmoe.report import plots
 from dotmoe.report.page import html_page
 from dotmoe.report.sections import Block
-from dotmoe.run_folder import STAGES, RunFolder, provenance
+from dotmoe.run_folder import RunFolder, provenance
 from dotmoe.tables import Table, millions, percent, table_of, to_latex, to_markdown
 
 Row = dict[str, Any]
@@ -150,10 +149,7 @@ def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, An
     summary = _made(config, points, progress) | {"axis": axis}
     if axis == "active":
         points = [point for point in points if point.name not in summary["left_out"]]
-        curves = [_curve(config, point, at, progress)["points"] for point in points]
-        by_k = [
-            {found["active_experts"]: found["perplexity"] for found in all_k} for all_k in curves
-        ]
+        by_k = [_by_k(config, point, at, progress) for point in points]
         summary["grid"] = {
             "trained_at": [point.value for point in points],
             "measured_at": list(shares),
@@ -417,25 +413,21 @@ def _write(config: CompareConfig | SweepConfig, summary: dict[str, Any], plot: A
     write_text(path.with_suffix(".html"), page)
 
 
-def _curve(
+def _by_k(
     config: SweepConfig, point: Point, active: list[int], progress: Progress
-) -> dict[str, Any]:
-    """Perplexity of one run's export at each k: from disk where the same was measured before."""
-    export, file = Path(point.config.out) / STAGES["export"], f"{point.name}-curve.json"
+) -> dict[int, float]:
+    """Perplexity of a run's export at each k, also kept in the run's `6_evaluate/curve.json`."""
+    progress.log(f"{point.name} at other k:")
+    folder = RunFolder(Path(point.config.out))
     asked = EvaluateConfig(
-        model=str(export),
+        model=str(folder.stage("export")),
+        out=str(folder.stage("evaluate")),
         curve=tuple(active),
         corpus=TextConfig(text=config.eval_text, max_tokens=config.eval_tokens),
         load=config.load,
     )
-    inputs = {"export": fingerprint(export)} | values_of(asked)
-    path = Path(config.out) / file
-    known = read_json(path) if path.is_file() else {}
-    if known.get("inputs") != inputs:
-        progress.log(f"{point.name} at other k:")
-        known = evaluate(asked, progress) | {"inputs": inputs}
-        write_json(path, known)
-    return known
+    found = evaluate(asked, progress)["points"]
+    return {point["active_experts"]: point["perplexity"] for point in found}
 
 
 def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:

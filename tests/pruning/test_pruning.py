@@ -211,22 +211,6 @@ def test_wanda_and_sparsegpt_agree_with_llm_compressor():
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
-def test_sparsegpt_reconstructs_better_than_wanda_and_wanda_better_than_magnitude(
-    pruned_of, tokens_BT
-):
-    error = {}
-    for method in TWO_OF_FOUR:
-        dense, before, *_ = pruned_of(method)
-        now, error[method] = weights_of(dense), 0
-        for name, p in dense.model.named_parameters():
-            p.data = before[name]
-        for name, x_TI in inputs_of(dense, tokens_BT).items():
-            if ".layers.0." in name:  # whose inputs are the same for all
-                change = (before[f"{name}.weight"] - now[f"{name}.weight"]).double().numpy()
-                error[method] += np.square(x_TI @ change.T).sum()
-    assert 1.2 * error["sparsegpt_2_4"] < error["wanda_2_4"] < error["magnitude_2_4"]
-
-
 def test_widths_that_are_no_fours_are_refused(dense_of, tokens_BT, tmp_path):
     dense = dense_of("llama", intermediate_size=90)
     before = weights_of(dense)
@@ -831,21 +815,20 @@ def test_what_is_stored_is_the_model_in_memory_and_repeats(method, pruned_of, to
 
 
 def test_pruned_models_are_rows_beside_conversions_and_are_made_once(
-    tiny_dense, text_file, tmp_path, command, monkeypatch
+    tiny_dense, text_file, heldout_file, tmp_path, command, monkeypatch
 ):
-    held, out, model = tmp_path / "held.txt", tmp_path / "compared", tiny_dense("llama")
-    monkeypatch.setattr(by_curvature, "SHOTS", 1)
-    held.write_text("\n".join(f"Line {i}: the hen ate {i * 7 % 13} figs." for i in range(100)))
-    options = TINY_CONVERT | {"data": text_file, "eval_text": held, "active_experts": 6}
+    out, model = tmp_path / "compared", tiny_dense("llama")
+    options = TINY_CONVERT | {"data": text_file, "eval_text": heldout_file, "active_experts": 6}
     del options["steps"]
-    options |= {"methods": ["random_split", *PRUNING], "seeds": [0, 1], "mask_steps": 2}
+    methods = ("magnitude_2_4", "slicegpt", "disp_llm", "shortgpt")  # one of each kind
+    options |= {"methods": ["random_split", *methods], "seeds": [0, 1], "mask_steps": 2}
     assert command("compare", model, out, **options).status == 0
     summary = json.loads((out / "compare.json").read_text())
     table = (out / "compare.md").read_text()
     rows = {row["run"]: row for row in summary["rows"]}
-    assert len(rows) == len(summary["rows"]) == 1 + 2 * 2 + len(PRUNING) + 1
+    assert len(rows) == len(summary["rows"]) == 1 + 2 * 2 + len(methods) + 1
     budget = rows["random_split-own-seed0"]["parameters"]
-    for method in PRUNING:
+    for method in methods:
         is_trained = PRUNING[method].is_trained
         name = method + "-seed1" * is_trained
         row, folder = rows[name], out / name
@@ -865,7 +848,8 @@ def test_pruned_models_are_rows_beside_conversions_and_are_made_once(
         with torch.no_grad():
             loss = float(stock(tokens_BT, labels=tokens_BT).loss)
         assert row["loss"] == pytest.approx(loss, abs=1e-5)
-    assert command("evaluate", out / "magnitude_2_4", text=held, max_tokens=64).status == 0
+    evaluated = command("evaluate", out / "magnitude_2_4", text=heldout_file, max_tokens=64)
+    assert evaluated.status == 0
     assert "matched" in table
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)

@@ -16,14 +16,12 @@ OPTIONS = {key: value for key, value in TINY_CONVERT.items() if key != "expert_s
 
 
 @pytest.fixture
-def sweep(tiny_dense, text_file, tmp_path, command):
+def sweep(tiny_dense, text_file, heldout_file, out, command):
     """Runs `dotmoe sweep` with what is swept."""
-    held = tmp_path / "held.txt"
-    held.write_text("\n".join(f"Line {i}: the hen ate {i * 7 % 13} figs." for i in range(100)))
 
     def make(**options):
-        texts = {"data": text_file, "eval_text": held}
-        return command("sweep", tiny_dense("llama"), tmp_path / "out", **OPTIONS | texts | options)
+        texts = {"data": text_file, "eval_text": heldout_file}
+        return command("sweep", tiny_dense("llama"), out, **OPTIONS | texts | options)
 
     return make
 
@@ -67,7 +65,7 @@ def test_granularity_keeps_the_share_and_goes_on(sweep, out, monkeypatch):
     )
 
 
-def test_the_grid_is_each_export_with_its_k_edited(sweep, out, tmp_path, command):
+def test_the_grid_is_each_export_with_its_k_edited(sweep, out, heldout_file, command):
     swept = sweep(expert_size=8, steps=0, over_active=[0.25, 0.5], measured_at=[0.25, 0.75])
     assert swept.status == 0
     grid = written(out)["grid"]
@@ -79,7 +77,7 @@ def test_the_grid_is_each_export_with_its_k_edited(sweep, out, tmp_path, command
         assert row[0] != row[1]
         for active, perplexity in zip(grid["active_experts"], row, strict=True):
             assert command("edit", folder, active_experts=active).status == 0
-            text = {"text": tmp_path / "held.txt", "max_tokens": OPTIONS["eval_tokens"], "json": []}
+            text = {"text": heldout_file, "max_tokens": OPTIONS["eval_tokens"], "json": []}
             measured = json.loads(command("evaluate", folder / "5_export", **text).out)
             assert measured["perplexity"] == pytest.approx(perplexity, rel=1e-5)
     assert "75 % (k = 9)" in (out / "sweep.md").read_text()
