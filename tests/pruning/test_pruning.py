@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dotmoe.models.family import DenseModel, family_of, meta_model
 from dotmoe.pruning import PRUNING, PruneInputs, by_curvature, prune, two_of_four
-from dotmoe.pruning.contract import made_up, threshold
+from dotmoe.pruning.contract import made_up
 from dotmoe.pruning.disp_llm import disp_llm, gated, kept_parameters
 from dotmoe.pruning.llm_pruner import removed_parameters
 from dotmoe.pruning.modegpt import joint_rank
@@ -404,21 +404,50 @@ LLAMA_3_8B = (4096, 14336, 32, 32, 8, 128256, "llama")
 QWEN_7B = (3584, 18944, 28, 28, 4, 152064, "qwen2")
 
 
+def by_width(width):
+    return lambda dense: sliced_parameters(dense, width)
+
+
+def by_share(share):
+    """What is left where each selection of the stream keeps that share; biases are not counted."""
+
+    def left(dense):
+        size, layers = dense.widths.model, dense.widths.layers
+
+        def kept(width):
+            return kept_parameters(dense, [*[width] * 3, dense.widths.ffn, width] * layers)
+
+        named = dense.model.named_parameters()
+        total = sum(p.numel() for name, p in named if "bias" not in name)
+        return total - kept(size) + kept(share * size)
+
+    return left
+
+
+def by_groups(dense):
+    total = sum(p.numel() for p in dense.model.parameters())
+    return total - removed_parameters(dense, dense.widths.ffn // 4)
+
+
 @pytest.mark.parametrize(
-    ("sizes", "width", "billions"),
-    [(LLAMA_2_7B, 2048, 3.7298), (LLAMA_3_8B, 1720, 3.9042), (QWEN_7B, 2000, 4.7478)],
+    ("sizes", "left", "billions"),
+    [
+        (LLAMA_2_7B, by_width(2048), 3.7298),
+        (LLAMA_3_8B, by_width(1720), 3.9042),
+        (QWEN_7B, by_width(2000), 4.7478),
+        (LLAMA_3_8B, by_groups, 6.612586496),
+        (LLAMA_2_7B, by_share(0.51), 3.5652),
+        (LLAMA_3_8B, by_share(0.40), 3.8427),
+        (QWEN_7B, by_share(0.585), 4.9075),
+        (QWEN_7B, by_share(0.395), 3.6677),
+    ],
 )
-def test_sliced_parameters_are_those_of_the_published_settings(sizes, width, billions):
-    assert round(sliced_parameters(described(*sizes), width) / 1e9, 4) == billions
+def test_published_settings_leave_the_published_counts(sizes, left, billions):
+    digits = len(str(billions)) - 2
+    assert round(left(described(*sizes)) / 1e9, digits) == billions
 
 
 # --- groups
-
-
-def test_a_quarter_of_the_groups_of_llama_3_8b_is_the_published_count():
-    dense = described(*LLAMA_3_8B)
-    total = sum(p.numel() for p in dense.model.parameters())
-    assert total - removed_parameters(dense, 14336 // 4) == 6_612_586_496
 
 
 def scores_of(dense, tokens_BT, layer):
@@ -492,23 +521,6 @@ def test_llm_pruner_finds_the_parts_of_fused_projections(pruned_of):
 
 
 # --- selections of the stream
-
-
-@pytest.mark.parametrize(
-    ("sizes", "share", "billions"),
-    [
-        (LLAMA_2_7B, 0.51, 3.5652),
-        (LLAMA_3_8B, 0.40, 3.8427),
-        (QWEN_7B, 0.585, 4.9075),
-        (QWEN_7B, 0.395, 3.6677),
-    ],
-)
-def test_selections_of_the_published_share_keep_the_published_counts(sizes, share, billions):
-    dense, (size, neurons, layers, *_) = described(*sizes), sizes
-    whole = kept_parameters(dense, [size, size, size, neurons, size] * layers)
-    kept = kept_parameters(dense, [*[share * size] * 3, neurons, share * size] * layers)
-    total = sum(p.numel() for name, p in dense.model.named_parameters() if "bias" not in name)
-    assert round((total - whole + kept) / 1e9, 4) == billions
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -732,18 +744,6 @@ def test_the_surgeon_moves_the_rest_to_where_the_loss_is_least(kronecker):
     found = by_curvature.moved(torch.tensor(weight), factors, kept)
     there = np.ix_(kept[1].numpy(), kept[0].numpy())
     np.testing.assert_allclose(found.numpy()[there], expected[there], rtol=1e-8)
-
-
-@pytest.mark.parametrize("most", [0, 3, 20, 40, 1000])
-def test_the_threshold_is_the_highest_within_the_budget(most):
-    score, prices = torch.rand(9), np.arange(2, 11)
-
-    def removed(bound):
-        return int(prices[score.numpy() <= bound].sum())
-
-    bounds = [-float("inf"), *score.tolist()]
-    expected = max(bound for bound in bounds if removed(bound) <= most)
-    assert threshold(score.split([4, 5]), removed, most) == expected
 
 
 @pytest.mark.parametrize("method", ["k_obd", "llm_surgeon"])
