@@ -19,8 +19,6 @@ from dotmoe.baselines import METHODS, MethodName
 from dotmoe.calibrate import CalibrateConfig, Start
 from dotmoe.config import PruneRunConfig, RunConfig, finetune_recipe
 from dotmoe.errors import UserError, VerificationError
-from dotmoe.evaluate import evaluate
-from dotmoe.evaluate.models import EvaluateConfig, TextConfig
 from dotmoe.files import write_json, write_text
 from dotmoe.granularity import ExpertsConfig, Granularity, nearest_active_experts, resolve
 from dotmoe.load import describe_dense
@@ -90,10 +88,8 @@ class SweepConfig(RunConfig):
     """Granularity: numbers of experts a layer (E). The active share stays, so that k grows with
     E."""
     over_active: tuple[Share, ...] = ()
-    """Shares of the experts that run while aligning. Each model is then measured at all shares of
-    `measured_at`, with k changed in the export alone."""
-    measured_at: tuple[Share, ...] = ()
-    """Shares of the experts at which `over_active` measures. Default: those of `over_active`."""
+    """Shares of the experts that run, while aligning and in the export. `dotmoe evaluate --curve`
+    measures each model at other k."""
     over_start: tuple[Start, ...] = ()
     """Starts of the alignment: what they are worth."""
 
@@ -134,28 +130,11 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
 def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, Any]:
     """Make every run that is not finished yet, and write `sweep.json`, `.md`, `.html` and `.tex`.
 
-    Returns the contents of `sweep.json`: `axis`, `rows` (the dense model's first), and for
-    `over_active` `grid`: `trained_at` and `measured_at` (shares), `active_experts` (k of the
-    latter) and `perplexity_AB`, a row for each trained share. Raises a `UserError`: as `convert`;
-    or, before anything is run, options that do not go together.
+    Returns the contents of `sweep.json`: `axis`, and `rows`, the dense model's first. Raises a
+    `UserError`: as `convert`; or, before anything is run, options that do not go together.
     """
-    progress = progress or Progress(quiet=True)
     axis, points = swept(config)
-    width, shares = (
-        describe_dense(config.model).widths.ffn,
-        config.measured_at or config.over_active,
-    )
-    at = [resolve(replace(config.experts, active=s), width).active_experts for s in shares]
-    summary = _made(config, points, progress) | {"axis": axis}
-    if axis == "active":
-        points = [point for point in points if point.name not in summary["left_out"]]
-        by_k = [_by_k(config, point, at, progress) for point in points]
-        summary["grid"] = {
-            "trained_at": [point.value for point in points],
-            "measured_at": list(shares),
-            "active_experts": at,
-            "perplexity_AB": [[perplexities[k] for k in at] for perplexities in by_k],
-        }
+    summary = _made(config, points, progress or Progress(quiet=True)) | {"axis": axis}
     _write(config, summary)
     return summary
 
@@ -178,22 +157,6 @@ def _budgeted(config: CompareConfig, share: float, progress: Progress) -> Compar
         f"active_params {share:g}: {active} of {split.num_experts} experts make {met:.4f} ({off})"
     )
     return config
-
-
-def tables(summary: dict[str, Any]) -> list[Table]:
-    """All runs, and where there is a grid, perplexity by trained and measured k."""
-    found = [table(summary)]
-    if grid := summary.get("grid"):
-        shown = zip(grid["measured_at"], grid["active_experts"], strict=True)
-        trained = zip(grid["trained_at"], grid["perplexity_AB"], strict=True)
-        found.append(
-            Table(
-                title="Perplexity by k while aligned and k in the export",
-                columns=["aligned at", *(f"{percent(share)} (k = {k})" for share, k in shown)],
-                rows=[[percent(s), *(f"{value:.2f}" for value in row)] for s, row in trained],
-            )
-        )
-    return found
 
 
 def table(summary: dict[str, Any]) -> Table:
@@ -304,8 +267,6 @@ def swept(config: SweepConfig) -> tuple[str, list[Point]]:
     if (targets := config.experts.targets) != "ffn":
         raise UserError(f"targets is {targets}, but a sweep is of FFNs. Use dotmoe compare.")
     (axis,), k = chosen, config.experts.active_experts
-    if config.measured_at and axis != "active":
-        raise UserError("measured_at is for --over-active alone. Leave it out.")
     if axis in ("experts", "active") and k is not None:
         raise UserError(
             f"active_experts is {k} for all, but k must change with over_{axis}. Give --active, a "
@@ -394,16 +355,16 @@ def _made(
 
 
 def _write(config: CompareConfig | SweepConfig, summary: dict[str, Any], plot: Any = None) -> None:
-    """Write `NAME.json`, tables and protocol as `NAME.md`, `.html` and `.tex`, a plot as `.svg`."""
-    name, found = config.command, tables(summary)
+    """Write `NAME.json`, table and protocol as `NAME.md`, `.html` and `.tex`, a plot as `.svg`."""
+    name, found = config.command, table(summary)
     path, protocol = (
         Path(config.out) / name,
         f"{', '.join(summary['text'])}: {summary['protocol']}\n",
     )
     write_json(path.with_suffix(".json"), summary)
-    write_text(path.with_suffix(".md"), "\n\n".join([*map(to_markdown, found), protocol]))
-    write_text(path.with_suffix(".tex"), "\n".join(map(to_latex, found)))
-    shown: list[Any] = [*found, protocol]
+    write_text(path.with_suffix(".md"), f"{to_markdown(found)}\n\n{protocol}")
+    write_text(path.with_suffix(".tex"), to_latex(found))
+    shown: list[Any] = [found, protocol]
     if plot is not None:
         caption = "Perplexity against the parameters that work on a token."
         shown = [Block("plot", caption, name), *shown]
@@ -411,23 +372,6 @@ def _write(config: CompareConfig | SweepConfig, summary: dict[str, Any], plot: A
     title, figures = f"{Path(summary['model']).name}: {name}", {} if plot is None else {name: plot}
     page = html_page(title=title, sections={"Results": shown}, figures=figures)
     write_text(path.with_suffix(".html"), page)
-
-
-def _by_k(
-    config: SweepConfig, point: Point, active: list[int], progress: Progress
-) -> dict[int, float]:
-    """Perplexity of a run's export at each k, also kept in the run's `6_evaluate/curve.json`."""
-    progress.log(f"{point.name} at other k:")
-    folder = RunFolder(Path(point.config.out))
-    asked = EvaluateConfig(
-        model=str(folder.stage("export")),
-        out=str(folder.stage("evaluate")),
-        curve=tuple(active),
-        corpus=TextConfig(text=config.eval_text, max_tokens=config.eval_tokens),
-        load=config.load,
-    )
-    found = evaluate(asked, progress)["points"]
-    return {point["active_experts"]: point["perplexity"] for point in found}
 
 
 def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:

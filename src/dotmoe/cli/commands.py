@@ -23,7 +23,7 @@ from dotmoe import bench
 from dotmoe.analyse import analyse
 from dotmoe.analyse.run import AnalyseConfig
 from dotmoe.cli import COMMANDS
-from dotmoe.compare import CompareConfig, SweepConfig, compare, sweep, tables
+from dotmoe.compare import CompareConfig, SweepConfig, compare, sweep, table
 from dotmoe.config import RECIPES, FinetuneRunConfig, RunConfig, recipe_of
 from dotmoe.errors import UserError, nearest
 from dotmoe.evaluate import evaluate
@@ -219,7 +219,7 @@ def run_sweep(line: Line) -> None:
 
 def _show_runs(name: str, out: str, summary: dict[str, Any]) -> None:
     _show(
-        *map(to_rich, tables(summary)),
+        to_rich(table(summary)),
         f"{', '.join(summary['text'])}: {summary['protocol']}",
         f"runs, {name}.json, {name}.md in {out}",
     )
