@@ -169,7 +169,7 @@ def _warnings(config: Any, sizes: Sizes, asked: InspectConfig) -> list[str]:
     window, refused = traits.sliding_window or widths.context, _refusal(config, sizes, asked.model)
     rope_type, most = config.rope_parameters.get("rope_type", "default"), active
     only_llama = rope_type in ("llama3", "yarn") or traits.output_bias  # not in gguf_glm4moe
-    if served and not refused:
+    if served and split.first_dense_layers < widths.layers:
         most = most_active_experts_of(traits, split, widths.layers, 5 if only_llama else 8)
     found = {
         f"Export refuses weights stored as {dtype_name(sizes.stored)}. Give --export-dtype "
