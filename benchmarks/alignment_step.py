@@ -23,7 +23,7 @@ from dotmoe.align import AlignConfig, Alignment
 from dotmoe.analyse.overhead import OF_ASSIGNMENT, OF_TASK, Clock, mask_cost, time_methods
 from dotmoe.data import TokenBlocks
 from dotmoe.granularity import Granularity
-from dotmoe.inspection.planner import ON_CPU, ON_GPU, Accelerator, products, seconds
+from dotmoe.inspection.planner import Accelerator, products, seconds
 from dotmoe.inspection.sizes import Sizes, step_memory
 from dotmoe.inspection.sizes import Step as PlannedStep
 from dotmoe.layout import AlignState, AssignmentConfig
@@ -100,7 +100,7 @@ class Subject:
             name="here",
             flops_per_s=found["matmul_flops_per_s"],
             bytes_per_s=found["copy_bytes_per_s"],
-            efficiency=ON_CPU if step.on_cpu else ON_GPU,
+            on_cpu=step.on_cpu,
         )
         return {
             "predicted_s": seconds(step, speed),

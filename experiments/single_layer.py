@@ -164,7 +164,7 @@ def _split(method: str, dense: DenseModel, found: FinishedRun, settings: Setting
     config = found.config
     assert isinstance(config, RunConfig)
     split = replace(found.layout.granularity, active_experts=settings.active_experts)
-    split = granularity_of(method, split, config.baseline)
+    split = granularity_of(method, split)
     inputs = SplitInputs(
         dense=dense,
         tokens_BT=found.text.training.drawn(config.calibrate.tokens(dense.widths.model)),

@@ -27,7 +27,7 @@ from dotmoe.compare import over_seeds, spread, table
 from dotmoe.evaluate.perplexity import curve_table
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.inspection import InspectConfig, inspect_model
-from dotmoe.inspection.planner import ON_CPU, Accelerator
+from dotmoe.inspection.planner import Accelerator
 from dotmoe.report.page import quickstart_summary
 from dotmoe.tables import Table, in_bytes, in_time, percent, table_of, to_markdown
 
@@ -397,7 +397,7 @@ def streaming() -> str:
 
 def planner() -> str:
     """Plans for the paper's models on its machine; estimates, no measurement."""
-    no_machine = Accelerator(name="", flops_per_s=1, bytes_per_s=1, efficiency=ON_CPU)
+    no_machine = Accelerator(name="", dtype="float32", flops_per_s=1, bytes_per_s=1, on_cpu=True)
     rows = []
     for name, config in planned_models().items():
         for task in ("align", "finetune"):
@@ -410,15 +410,15 @@ def planner() -> str:
                 gpus=8,
             )
             (plan,) = inspect_model(config, asked, stored=torch.bfloat16, here=no_machine)["plans"]
-            rows.append((name, plan, plan["recommended"]))
+            rows.append((name, task, plan, plan["recommended"]))
     columns: dict[str, Callable[[Row], str]] = {
         "model": lambda row: row[0],
-        "task": lambda row: row[1]["task"],
-        "weights": lambda row: row[2]["way"],
-        "sequences at once": lambda row: str(row[2]["micro_batch_size"]),
-        "memory of a GPU": lambda row: in_bytes(row[2]["memory_total"]),
-        "tokens/s": lambda row: f"{row[2]['tokens_per_s']:,.0f}",
-        "hours": lambda row: f"{row[1]['hours']:.1f}",
+        "task": lambda row: row[1],
+        "weights": lambda row: row[3]["way"],
+        "sequences at once": lambda row: str(row[3]["micro_batch_size"]),
+        "memory of a GPU": lambda row: in_bytes(row[3]["memory_total"]),
+        "tokens/s": lambda row: f"{row[3]['tokens_per_s']:,.0f}",
+        "hours": lambda row: f"{row[2]['hours']:.1f}",
     }
     return part(table_of(rows, columns, words=3))
 

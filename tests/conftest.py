@@ -137,6 +137,14 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def heldout_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other text, to measure on."""
+    path = tmp_path_factory.mktemp("heldout") / "held.txt"
+    path.write_text("\n".join(f"Line {i}: the hen ate {i * 7 % 13} figs." for i in range(100)))
+    return path
+
+
+@pytest.fixture(scope="session")
 def finished(
     tiny_dense: Callable[..., Path], text_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> TinyRun:

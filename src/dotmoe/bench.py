@@ -27,24 +27,24 @@ from dotmoe.export.record import require_checksums
 from dotmoe.files import Values
 from dotmoe.llama_cpp import Runtime
 from dotmoe.load import LoadConfig, load_weights, resolved_dtype
-from dotmoe.options import above, at_least, at_most, check
+from dotmoe.options import at_least, check
 from dotmoe.progress import Update, no_update
 from dotmoe.run_folder import provenance
 from dotmoe.tables import Table, in_bytes, percent, table_of
 from dotmoe.worker import Worker
 
 PROTOCOL = (
-    "Both models are held in processes of their own. At each point they are warmed up, then take "
-    "turns for the rounds, in alternating order; every round starts from the same cache. Tokens "
-    "per second and their ratio are from a low quantile (--quantile) of the times of all steps, "
-    "the spread is the quartiles over rounds of the ratio of median times. Tokens are drawn evenly "
-    "from the vocabulary. Ideal ratio: of the bytes of weights read (decode) or of the multiply-"
-    "adds with weights (prefill), dense / MoE, as the runtime stores the weights; a step of decode "
-    "reads the distinct experts that independent, even routing would choose. Attention over the "
-    "context is not in it: it costs both models the same, and lowers the share as the context "
-    "grows. A share of the ideal above 1 means that something else bounds the dense model."
+    "Both models, each in a process of its own, are warmed up at each point and take turns, in "
+    "alternating order; every round starts from the same cache, with tokens drawn evenly from the "
+    "vocabulary. Speeds and their ratio are from the 0.1 quantile of the times of all steps. Ideal "
+    "ratio: of the bytes of weights read (decode; of the distinct experts that independent, even "
+    "routing would choose) or of multiply-adds with weights (prefill), without attention over the "
+    "context, which costs both the same. Above 1 its share means that something else bounds the "
+    "dense model."
 )
 
+QUANTILE = 0.1
+"""Of the seconds of all steps, that a speed is taken from: low, since machines are busy."""
 _CPU = torch.device("cpu")
 
 Rounds = Sequence[Sequence[float]]
@@ -70,9 +70,6 @@ class BenchConfig:
     """Tokens that each sequence decodes in a round, at least 1."""
     rounds: Annotated[int, at_least(1)] = 10
     """Turns of each model at each point, at least 1."""
-    quantile: Annotated[float, above(0), at_most(0.5)] = 0.1
-    """Quantile of the seconds of all steps that a speed is taken from: low for a busy machine, 0.5
-    (the median) for a quiet one."""
     threads: Annotated[int | None, at_least(1)] = None
     """CPU threads of each model, at least 1. Left out: those that torch uses."""
     clock: Literal["wall", "cpu"] = "wall"
@@ -184,8 +181,7 @@ def _measured(
                 rounds[side].append(workers[side].ask("run"))
             on_progress(done := done + 1, total, note)
         dense, moe = [
-            _side(point, model["weights"], seconds, config.quantile)
-            | {"peak_bytes": worker.ask("peak")}
+            _side(point, model["weights"], seconds) | {"peak_bytes": worker.ask("peak")}
             for worker, model, seconds in zip(workers, models, rounds, strict=True)
         ]
         work = "weight_bytes" if point["steps"] else "products_per_token"
@@ -200,14 +196,14 @@ def _measured(
     return results
 
 
-def _side(point: Values, weights: Values, rounds: Rounds, quantile: float) -> Values:
+def _side(point: Values, weights: Values, rounds: Rounds) -> Values:
     """One model at one point."""
     head, fixed, expert = weights["head"], weights["fixed"], weights["expert"]
     active, tokens = weights["active_experts"], point["batch" if point["steps"] else "tokens"]
     touched = expected_experts(weights["experts"], active, tokens)
     products = fixed["products"] + active * expert["products"]
     return {
-        "tokens_per_s": tokens / float(np.quantile(np.concatenate(rounds), quantile)),
+        "tokens_per_s": tokens / float(np.quantile(np.concatenate(rounds), QUANTILE)),
         "experts_touched": touched,
         "weight_bytes": head["bytes"] + fixed["bytes"] + touched * expert["bytes"],
         "products_per_token": products + head["products"] * point["batch"] / tokens,

@@ -1,4 +1,9 @@
-"""Several methods on one model: the same budget, data, seed and measurement, side by side."""
+"""Several conversions of one model on the same text, side by side: of methods, or of one setting.
+
+A comparison gives every method the same budget, data and seed; a sweep changes one thing of one
+method. Each run is a run folder of its own, so that what was stopped goes on where it was, and one
+with more runs makes only those.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -11,13 +16,13 @@ import tyro
 
 from dotmoe.align import AlignConfig
 from dotmoe.baselines import METHODS, MethodName
-from dotmoe.calibrate import CalibrateConfig
+from dotmoe.calibrate import CalibrateConfig, Start
 from dotmoe.config import PruneRunConfig, RunConfig, finetune_recipe
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.files import write_json, write_text
 from dotmoe.granularity import ExpertsConfig, Granularity, nearest_active_experts, resolve
 from dotmoe.load import describe_dense
-from dotmoe.models.family import num_parameters
+from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.options import above, at_least, at_most
 from dotmoe.pipeline import budget_of, convert, finetune, prune, split_of
 from dotmoe.progress import Progress
@@ -29,14 +34,15 @@ from dotmoe.run_folder import RunFolder, provenance
 from dotmoe.tables import Table, millions, percent, table_of, to_latex, to_markdown
 
 Row = dict[str, Any]
-
-_CONVERTING = ("calibrate", "align", "extract", "repair")
-"""Stages whose time a conversion is said to take."""
+Share = Annotated[float, above(0), at_most(1)]
 
 _OWN = "own, not exportable"
 
 MATCHED = 0.01
 """Share of the budget by which active parameters may differ from it and still be called matched."""
+
+_SWEPT = {"experts": "E", "active": "aligned at", "start": "start"}
+"""What can be swept, and what a table calls it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +57,7 @@ class CompareConfig(RunConfig):
     alignment, the others their router as long on the same batches. Those that prune give a dense
     model, with as many parameters as are active in a conversion where they can choose: 2_4 ones
     cannot. `all`: all of both kinds that fit the model. Default: all that convert."""
-    active_params: Annotated[float | None, above(0), at_most(1)] = None
+    active_params: Share | None = None
     """Share of the dense model's parameters that work on a token, above 0 and at most 1: sets k as
     near to it as whole experts come. Give this, `active` or `active_experts`."""
     mask_steps: Annotated[int, at_least(1)] = 300
@@ -70,6 +76,22 @@ class CompareConfig(RunConfig):
     """Seeds to make every conversion with; the table has their mean, least and greatest. Default:
     `seed` alone."""
     method: Annotated[Literal["dot_moe"], tyro.conf.Suppress] = "dot_moe"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepConfig(RunConfig):
+    """One model, converted once for each value of what is swept: give one of the three `--over`."""
+
+    command: ClassVar[str] = "sweep"
+
+    over_experts: tuple[Annotated[int, at_least(2)], ...] = ()
+    """Granularity: numbers of experts a layer (E). The active share stays, so that k grows with
+    E."""
+    over_active: tuple[Share, ...] = ()
+    """Shares of the experts that run, while aligning and in the export. `dotmoe evaluate --curve`
+    measures each model at other k."""
+    over_start: tuple[Start, ...] = ()
+    """Starts of the alignment: what they are worth."""
 
 
 class Point(NamedTuple):
@@ -95,29 +117,25 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
             )
     if config.active_params is not None:
         config = _budgeted(config, config.active_params, progress)
-    dense, points = describe_dense(config.model), points_of(config)
-    budget = budget_of(config, dense)
-
-    def rows(point: Point, results: dict[str, Any]) -> Iterator[Row]:
-        for row in _rows(point, results):
-            row["text_tokens"] = _text_tokens(point.config, row, results, dense.widths.model)
-            yield row
-            exported = "repaired" if config.repair else "frozen"
-            is_exported = row.get("weights") == exported and row["router"] != _OWN
-            if is_exported and config.finetune_steps:
-                yield _finetuned(config, row, progress)
-
-    summary = summary_of(config, points, rows, progress, drop_unfit="all" in config.methods)
+    points, budget = points_of(config), budget_of(config, describe_dense(config.model))
+    summary = _made(config, points, progress)
     for row in summary["rows"][1:]:
         row["over_budget"] = row["parameters"] / budget - 1
-    summary |= {
-        "active_params": config.active_params,
-        "other_text": list(config.other_text),
-        "tokens_a_step": config.align.batch_size * config.data.seq_len,
-        "steps": config.baseline.router_steps,
-    }
+    summary |= {"active_params": config.active_params, "other_text": list(config.other_text)}
     plot = plots.draw_comparison(over_seeds(summary["rows"])) if plots.is_installed() else None
-    write_summary(config.out, "compare", summary, [table(summary)], plot)
+    _write(config, summary, plot)
+    return summary
+
+
+def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, Any]:
+    """Make every run that is not finished yet, and write `sweep.json`, `.md`, `.html` and `.tex`.
+
+    Returns the contents of `sweep.json`: `axis`, and `rows`, the dense model's first. Raises a
+    `UserError`: as `convert`; or, before anything is run, options that do not go together.
+    """
+    axis, points = swept(config)
+    summary = _made(config, points, progress or Progress(quiet=True)) | {"axis": axis}
+    _write(config, summary)
     return summary
 
 
@@ -141,32 +159,29 @@ def _budgeted(config: CompareConfig, share: float, progress: Progress) -> Compar
     return config
 
 
-def _active(row: Row) -> str | None:
-    """The share of the neurons that run, and its standard deviation over tokens if there is one."""
-    share = percent(row["active_fraction"]) if "active_fraction" in row else None
-    return f"{share} ± {percent(row['active_std'])}" if "active_std" in row else share
-
-
-COLUMNS: dict[str, Callable[[Row], str | None]] = {
-    "active": _active,
-    "perplexity": lambda row: f"{row['perplexity']:.2f}",
-    "bits a byte": lambda row: f"{row['bits_per_byte']:.3f}",
-    "nats above dense": lambda row: f"{row['loss_above_dense']:.3f}",
-}
-"""What every table of conversions shows of one."""
-
-
 def table(summary: dict[str, Any]) -> Table:
-    """The rows of a comparison, the seeds of a conversion as one."""
-    rows = over_seeds(summary["rows"])
-    columns = {
-        "method": lambda row: row["value"],
+    """The rows of a comparison or a sweep, the seeds of a conversion as one."""
+    rows, axis = over_seeds(summary["rows"]), summary.get("axis")
+    columns: dict[str, Callable[[Row], str | None]] = {
+        _SWEPT[axis] if axis else "method": lambda row: (
+            percent(row["value"]) if isinstance(row["value"], float) else str(row["value"])
+        ),
         "router": lambda row: row.get("router"),
         "trained": lambda row: row.get("trained"),
         "weights": lambda row: row.get("weights"),
-        **COLUMNS,
-        "other text": lambda row: f"{math.exp(row['other_loss']):.2f}",
-        **({"seeds": spread} if any(row["losses"][1:] for row in rows) else {}),
+        "k of E": lambda row: (
+            f"{row['active_experts']} of {row['num_experts']}"
+            if axis and "num_experts" in row
+            else None
+        ),
+        "active": _active,
+        "perplexity": lambda row: f"{row['perplexity']:.2f}",
+        "bits a byte": lambda row: f"{row['bits_per_byte']:.3f}",
+        "nats above dense": lambda row: f"{row['loss_above_dense']:.3f}",
+        "other text": lambda row: (
+            f"{math.exp(row['other_loss']):.2f}" if "other_loss" in row else None
+        ),
+        "seeds": spread,
         "active parameters": lambda row: millions(row["parameters"]),
         "stored": lambda row: millions(row["stored"]),
         "budget": _budget,
@@ -176,15 +191,20 @@ def table(summary: dict[str, Any]) -> Table:
         "tokens": lambda row: f"{row['text_tokens']:,}" if row.get("text_tokens") else None,
         "seconds": lambda row: f"{row['seconds']:.0f}" if row.get("seconds") else None,
     }
-    optional = {"weights": "weights", "shared": "shared_fraction", "other text": "other_loss"}
-    for name, key in optional.items():
-        if not any(row.get(key) for row in rows):
+    for name in ("weights", "k of E", "other text", "seeds", "budget", "shared"):
+        if not any(map(columns[name], rows)):
             del columns[name]
     other = summary.get("other_text")
     note = f"Other text, perplexity: {', '.join(other)}." if other else ""
     if left_out := summary.get("left_out"):
         note += f" Left out, since their export was not verified: {', '.join(left_out)}."
-    return table_of(rows, columns, words=4 if "weights" in columns else 3, note=note.strip())
+    return table_of(rows, columns, words=[*columns].index("active"), note=note.strip())
+
+
+def _active(row: Row) -> str | None:
+    """The share of the neurons that run, and its standard deviation over tokens if there is one."""
+    share = percent(row["active_fraction"]) if "active_fraction" in row else None
+    return f"{share} ± {percent(row['active_std'])}" if "active_std" in row else share
 
 
 def _budget(row: Row) -> str | None:
@@ -217,7 +237,7 @@ def spread(row: Row) -> str | None:
 
 def points_of(config: CompareConfig) -> list[Point]:
     """The runs of a comparison, in the order of its table."""
-    plain, methods = plain_run(config), config.methods
+    plain, methods = _plain(config), config.methods
     if "all" in methods:
         methods = ("dot_moe", *METHODS, *PRUNING)
     made = [
@@ -236,7 +256,37 @@ def points_of(config: CompareConfig) -> list[Point]:
     return points
 
 
-def plain_run(config: RunConfig) -> RunConfig:
+def swept(config: SweepConfig) -> tuple[str, list[Point]]:
+    """What a sweep changes, and its runs."""
+    chosen = [axis for axis in _SWEPT if getattr(config, f"over_{axis}")]
+    if len(chosen) != 1:
+        options = ", ".join(f"--over-{axis}" for axis in _SWEPT)
+        raise UserError(
+            f"{len(chosen)} things are to be swept, but it must be 1. Give one of {options}."
+        )
+    if (targets := config.experts.targets) != "ffn":
+        raise UserError(f"targets is {targets}, but a sweep is of FFNs. Use dotmoe compare.")
+    (axis,), k = chosen, config.experts.active_experts
+    if axis in ("experts", "active") and k is not None:
+        raise UserError(
+            f"active_experts is {k} for all, but k must change with over_{axis}. Give --active, a "
+            "share, or leave it out."
+        )
+    plain, points = _plain(config), list[Point]()
+    for value in dict.fromkeys(getattr(config, f"over_{axis}")):
+        name = f"{axis}-{value:g}" if isinstance(value, float) else f"{axis}-{value}"
+        run = replace(plain, out=str(Path(plain.out) / name))
+        if axis == "start":
+            run = replace(run, calibrate=replace(run.calibrate, start=value))
+        elif axis == "active":
+            run = replace(run, experts=replace(run.experts, active=value))
+        else:
+            run = replace(run, experts=replace(run.experts, experts=value, expert_size=None))
+        points.append(Point(name, value, run))
+    return axis, points
+
+
+def _plain(config: RunConfig) -> RunConfig:
     """The config of a conversion that the config of a comparison or of a sweep holds."""
     if not config.eval_text:
         raise UserError(
@@ -246,36 +296,34 @@ def plain_run(config: RunConfig) -> RunConfig:
     return RunConfig(**{field.name: getattr(config, field.name) for field in fields(RunConfig)})
 
 
-def summary_of(
-    config: RunConfig,
-    points: list[Point],
-    rows_of: Callable[[Point, dict[str, Any]], Iterable[Row]],
-    progress: Progress,
-    *,
-    drop_unfit: bool = False,
+def _fitting(
+    config: CompareConfig | SweepConfig, points: list[Point], dense: DenseModel, progress: Progress
+) -> Iterator[Point]:
+    """Runs that fit the model; any other is refused, or dropped where all methods are asked for."""
+    for point in points:
+        try:
+            if isinstance(point.config, PruneRunConfig):
+                PRUNING[point.config.method].require(dense)
+            else:
+                split_of(point.config, dense)
+        except UserError as error:
+            if "all" not in getattr(config, "methods", ()):
+                raise
+            progress.log(f"{point.name} is left out: {error}")
+        else:
+            yield point
+
+
+def _made(
+    config: CompareConfig | SweepConfig, points: list[Point], progress: Progress
 ) -> dict[str, Any]:
     """What a comparison and a sweep record, after making every run that is not finished yet.
 
-    What does not fit the model is refused before the first run, or dropped. `rows_of` gives the
-    rows of a run from its results. Where an export fails its verification, that run is `left_out`,
-    with why, and the others are made.
-
-    Raises:
-        VerificationError: All failed.
+    Where an export fails its verification, that run is `left_out`, with why, and the others are
+    made. Raises a `VerificationError`: all failed.
     """
-    dense_model = describe_dense(config.model)
-    for point in list(points):
-        try:
-            if isinstance(point.config, PruneRunConfig):
-                PRUNING[point.config.method].require(dense_model)
-            else:
-                split_of(point.config, dense_model)
-        except UserError as error:
-            if not drop_unfit:
-                raise
-            progress.log(f"{point.name} is left out: {error}")
-            points.remove(point)
-    rows, left_out = list[Row](), dict[str, str]()
+    described, rows, left_out = describe_dense(config.model), list[Row](), dict[str, str]()
+    points = list(_fitting(config, points, described, progress))
     for point in points:
         progress.log(f"{point.name}:")
         try:
@@ -288,7 +336,9 @@ def summary_of(
                 whole = {"active_fraction": 1.0, "shared_fraction": 0.0}
                 whole |= dict.fromkeys(("parameters", "stored"), results["parameters"]["dense"])
                 rows.append({"run": "dense", "value": "dense", **whole, **_measured(dense, dense)})
-            rows.extend(rows_of(point, results))
+            for row in _rows(point, results, described.widths.model):
+                rows.append(row)
+                rows.extend(_finetuned(config, row, progress))
         except VerificationError as error:
             left_out[point.name] = str(error)
             progress.log(f"{point.name} is left out: {error}")
@@ -304,32 +354,17 @@ def summary_of(
     }
 
 
-def moe_row(point: Point, results: dict[str, Any]) -> Row:
-    """What a run measured of its export."""
-    split = Granularity.of(results["granularity"])
-    return {
-        "run": point.name,
-        "value": point.value,
-        **asdict(split),
-        "active_fraction": split.active_fraction,
-        "shared_fraction": split.shared_size / split.units,
-        "parameters": results["parameters"]["active"],
-        "stored": results["parameters"]["stored"],
-        "steps": results["steps"],
-        "seconds": RunFolder(Path(point.config.out)).seconds(*_CONVERTING),
-        **_measured(results["moe"], results["dense"]),
-    }
-
-
-def write_summary(
-    out: str, name: str, summary: dict[str, Any], tables: list[Table], plot: Any = None
-) -> None:
-    """Write `NAME.json`, tables and protocol as `NAME.md`, `.html` and `.tex`, a plot as `.svg`."""
-    path, protocol = Path(out) / name, f"{', '.join(summary['text'])}: {summary['protocol']}\n"
+def _write(config: CompareConfig | SweepConfig, summary: dict[str, Any], plot: Any = None) -> None:
+    """Write `NAME.json`, table and protocol as `NAME.md`, `.html` and `.tex`, a plot as `.svg`."""
+    name, found = config.command, table(summary)
+    path, protocol = (
+        Path(config.out) / name,
+        f"{', '.join(summary['text'])}: {summary['protocol']}\n",
+    )
     write_json(path.with_suffix(".json"), summary)
-    write_text(path.with_suffix(".md"), "\n\n".join([*map(to_markdown, tables), protocol]))
-    write_text(path.with_suffix(".tex"), "\n".join(map(to_latex, tables)))
-    shown: list[Any] = [*tables, protocol]
+    write_text(path.with_suffix(".md"), f"{to_markdown(found)}\n\n{protocol}")
+    write_text(path.with_suffix(".tex"), to_latex(found))
+    shown: list[Any] = [found, protocol]
     if plot is not None:
         caption = "Perplexity against the parameters that work on a token."
         shown = [Block("plot", caption, name), *shown]
@@ -366,18 +401,14 @@ def _points_of(method: str, plain: RunConfig, asked: CompareConfig) -> Iterator[
         )
         yield Point(Path(config.out).name, method, config)
         return
-    # What a method does not read must not make it another run.
-    has_shared_expert = method != "dot_moe" and METHODS[method].has_shared_expert
-    shared = plain.baseline.shared_experts if has_shared_expert else None
-    steps, options = plain.baseline.router_steps, plain.baseline
-    options = replace(options, router_steps=0, shared_experts=shared)
+    steps, options = plain.baseline.router_steps, replace(plain.baseline, router_steps=0)
     if method == "dot_moe":
         changes: dict[str, Any] = {"untrained": {"align": replace(plain.align, steps=0)}}
         for variant, learns in (("router", False), ("trained", True)) if steps else ():
             align = replace(plain.align, steps=steps, learn_assignment=learns)
             changes[variant] = {"align": align}
     else:
-        if not has_shared_expert:
+        if not METHODS[method].has_shared_expert:
             plain = replace(plain, experts=replace(plain.experts, shared=0.0))
         own, ridge = (replace(options, split_router=router) for router in ("own", "ridge"))
         changes = {"own": {"baseline": own}, "ridge": {"baseline": ridge}}
@@ -400,42 +431,55 @@ def _trained(config: RunConfig) -> str | None:
     return "router and experts" if config.align.learn_assignment else "router"
 
 
-def _rows(point: Point, results: dict[str, Any]) -> Iterator[Row]:
-    """Rows of a run: what was exported, and what its method's own router would be worth."""
+def _rows(point: Point, results: dict[str, Any], width: int) -> Iterator[Row]:
+    """Rows of a run: what was exported, and what its method's own router would be worth.
+
+    `text_tokens` are those it was given, what a stage reads several times once; `width` is the
+    model's.
+    """
     config, trained, dense = point.config, _trained(point.config), results["dense"]
     if isinstance(config, PruneRunConfig):
         row = {"run": point.name, "value": point.value, "trained": trained}
-        yield row | results["pruning"] | _measured(results["pruned"], dense)
+        row |= results["pruning"] | _measured(results["pruned"], dense)
+        yield row | {"text_tokens": row["calibration_tokens"]}
         return
-    exact = results.get("moe_own_router")
-    row = moe_row(point, results) | {"trained": trained or "nothing", "seed": config.seed}
-    row["router"] = "ridge" if config.method == "dot_moe" else config.baseline.split_router
-    if exact is not None:
-        row["router"] = "own, linear"
-    frozen = row
+    exact, split = results.get("moe_own_router"), Granularity.of(results["granularity"])
+    router = "ridge" if config.method == "dot_moe" else config.baseline.split_router
+    folder, stages = RunFolder(Path(config.out)), ("calibrate", "align", "extract")
+    tokens = results["steps"] * config.align.batch_size * config.data.seq_len
+    frozen = {
+        "run": point.name,
+        "value": point.value,
+        **asdict(split),
+        "active_fraction": split.active_fraction,
+        "shared_fraction": split.shared_size / split.units,
+        "parameters": results["parameters"]["active"],
+        "stored": results["parameters"]["stored"],
+        "steps": results["steps"],
+        "seed": config.seed,
+        "router": router if exact is None else "own, linear",
+        "trained": trained or "nothing",
+        "weights": "frozen",
+        "seconds": folder.seconds(*stages),
+        "text_tokens": config.calibrate.tokens(width) + tokens,
+        **_measured(results["frozen" if config.repair else "moe"], dense),
+    }
+    yield frozen
     if config.repair:
-        seconds = RunFolder(Path(config.out)).seconds(*_CONVERTING[:-1])
-        frozen = row | _measured(results["frozen"], dense)
-        frozen |= {"weights": "frozen", "seconds": seconds}
-        yield frozen
-    row["weights"] = "repaired" if config.repair else "frozen"
-    yield row
+        repaired = {"weights": "repaired", "seconds": folder.seconds(*stages, "repair")}
+        repaired["text_tokens"] = frozen["text_tokens"] + results["repair"]["tokens"]
+        yield frozen | repaired | _measured(results["moe"], dense)
     if exact is not None:
         own = frozen | _measured(exact, dense) | {"router": _OWN}
         yield own | _as_active(exact["active"], frozen, results["parameters"]["dense"])
 
 
-def _text_tokens(config: RunConfig, row: Row, results: dict[str, Any], width: int) -> int:
-    """Tokens of text that a row was given; what a stage reads several times counts once."""
-    if isinstance(config, PruneRunConfig):
-        return int(row["calibration_tokens"])
-    repaired = results["repair"]["tokens"] if row.get("weights") == "repaired" else 0
-    trained = row["steps"] * config.align.batch_size * config.data.seq_len
-    return int(config.calibrate.tokens(width) + trained + repaired)
-
-
-def _finetuned(config: CompareConfig, row: Row, progress: Progress) -> Row:
-    """The row of a conversion after its finetuning, which is made where it is not finished."""
+def _finetuned(config: Any, row: Row, progress: Progress) -> Iterator[Row]:
+    """The row of an export after its finetuning, if there is one, made where it is not finished."""
+    exported = "repaired" if config.repair else "frozen"
+    is_exported = row.get("weights") == exported and row["router"] != _OWN
+    if not (is_exported and getattr(config, "finetune_steps", 0)):
+        return
     settings, out = finetune_recipe(config.finetune_recipe), Path(config.out)
     name = f"{row['run']}-finetuned"
     progress.log(f"{name}:")
@@ -454,7 +498,7 @@ def _finetuned(config: CompareConfig, row: Row, progress: Progress) -> Row:
     tuned: Row = {"run": name, "weights": "finetuned", "finetune_tokens": results["tokens"]}
     tuned["text_tokens"] = row["text_tokens"] + results["tokens"]
     tuned["seconds"] = row["seconds"] + (RunFolder(out / name).seconds("finetune") or 0.0)
-    return row | tuned | _measured(results["moe"], results["dense"])
+    yield row | tuned | _measured(results["moe"], results["dense"])
 
 
 def _as_active(active: dict[str, Any], row: Row, dense: int) -> Row:

@@ -445,7 +445,7 @@ class _Run:
 
 def split_of(config: RunConfig, dense: DenseModel) -> Granularity:
     """Experts of a conversion; refused if the model, all exports or the repair cannot have them."""
-    split = baselines.granularity_of(config.method, _asked(config, dense), config.baseline)
+    split = baselines.granularity_of(config.method, _asked(config, dense))
     require_exportable(dense, split, config.export)
     if config.repair:
         config.repairing.require(split)

@@ -16,6 +16,7 @@ from dotmoe.baselines import (
     BaselineConfig,
     SplitInputs,
     baseline,
+    contract,
     granularity_of,
     routed_by_own,
     state_of,
@@ -39,17 +40,21 @@ def dense(dense_of):
     return dense_of("llama")
 
 
+@pytest.fixture(autouse=True)
+def _one_start(monkeypatch):
+    monkeypatch.setattr(contract, "STARTS", 1)
+
+
 @pytest.fixture
 def given(dense, tokens_BT):
     """What a method of a name is given."""
 
     def make(method, seed=0, **options):
-        config = BaselineConfig(**{"cluster_starts": 1} | options)
         return SplitInputs(
             dense=dense,
             tokens_BT=tokens_BT,
-            granularity=granularity_of(method, SPLIT, config),
-            config=config,
+            granularity=granularity_of(method, SPLIT),
+            config=BaselineConfig(**options),
             calibrate=CalibrateConfig(),
             seed=seed,
         )
@@ -123,30 +128,21 @@ def test_dense_layers_stay_dense_and_what_is_saved_is_loaded(given, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "shared", "active", "said"),
+    ("method", "changes", "said"),
     [
-        ("cmoe", 4, 4, r"shared_experts is 4, but of 4 active"),
-        ("llama_moe_v2_residual", None, 1, r"of 1 active experts llama_moe_v2_residual needs"),
-        ("random_split", 2, 4, r"random_split does not read shared_experts.*choose llama_moe_v2_r"),
-        ("dot_moe", 2, 4, r"dot_moe does not read shared_experts"),
+        ("llama_moe_v2_residual", {"active_experts": 1}, "is 1, but llama_moe_v2_residual needs"),
+        ("random_split", {"shared_size": S}, "random_split does not read shared.*or cmoe"),
     ],
 )
-def test_a_shared_expert_that_does_not_fit_is_refused(method, shared, active, said):
-    with pytest.raises(UserError, match=said) as refused:
-        granularity_of(
-            method, replace(SPLIT, active_experts=active), BaselineConfig(shared_experts=shared)
-        )
-    assert "\n" not in str(refused.value)
+def test_a_split_that_a_method_cannot_have_is_refused_in_a_line(method, changes, said):
+    with pytest.raises(UserError, match=said):
+        granularity_of(method, replace(SPLIT, **changes))
 
 
-def test_a_split_with_a_shared_expert_goes_to_methods_that_have_one():
+def test_a_shared_expert_of_the_split_stands_in_for_the_methods_own():
     split = SPLIT.with_shared(1)
-    for method in ("dot_moe", "cmoe"):
-        assert granularity_of(method, split, BaselineConfig()) == split
-    with pytest.raises(UserError, match=r"random_split does not read shared\."):
-        granularity_of("random_split", split, BaselineConfig())
-    with pytest.raises(UserError, match=r"shared_experts and shared say the same"):
-        granularity_of("cmoe", split, BaselineConfig(shared_experts=1))
+    assert granularity_of("dot_moe", split) == granularity_of("cmoe", split) == split
+    assert granularity_of("cmoe", SPLIT) == SPLIT.with_shared(K // 2)
 
 
 # --- balanced clusters
@@ -180,14 +176,15 @@ def test_without_pot_its_installation_is_named(monkeypatch):
         optimal_assignment(torch.ones(4, 2))
 
 
-def test_planted_clusters_are_found_from_any_seed():
+def test_planted_clusters_are_found_from_any_seed(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     truth = torch.arange(5).repeat(8)[torch.randperm(40, generator=generator)]
     centres = 5 * torch.randn(5, 7, generator=generator)
     features = centres[truth] + 0.3 * torch.randn(40, 7, generator=generator)
+    monkeypatch.setattr(contract, "STARTS", 4)
     for seed in range(3):
         own = torch.Generator().manual_seed(seed)
-        found = balanced_kmeans(features, 5, BaselineConfig(), own)
+        found = balanced_kmeans(features, 5, own)
         for cluster in range(5):
             assert len(set(truth[found == cluster].tolist())) == 1
 
@@ -218,7 +215,8 @@ def test_contiguous_split_cuts_where_the_neurons_lie(given):
         assert made.expert_of_neuron_N.tolist() == [n // S for n in range(E * S)]
 
 
-def test_weight_clusters_join_rows_of_one_direction(dense, given):
+def test_weight_clusters_join_rows_of_one_direction(dense, given, monkeypatch):
+    monkeypatch.setattr(contract, "STARTS", 8)
     generator = torch.Generator().manual_seed(0)
     truth = torch.arange(E).repeat(S)[torch.randperm(E * S, generator=generator)]
     directions = torch.randn(E, 64, generator=generator)
@@ -226,7 +224,7 @@ def test_weight_clusters_join_rows_of_one_direction(dense, given):
     noise = 0.1 * torch.randn(E * S, 64, generator=generator)
     gate = dense.model.model.layers[1].mlp.gate_proj.weight
     gate.data = lengths * (directions[truth] + noise)
-    made = splits("weight_clusters", given("weight_clusters", cluster_starts=8))[1]
+    made = splits("weight_clusters", given("weight_clusters"))[1]
     rows = unit(gate.detach().double().numpy())
     for expert in range(E):
         members = (made.expert_of_neuron_N == expert).numpy()
@@ -378,7 +376,7 @@ def behind_converted(dense, first, what):
 
 
 def test_cmoe_step_by_step(dense, given):
-    what = given("cmoe", marked_neurons=9)
+    what = given("cmoe")
     split = what.granularity
     assert split.shared_size == 2 * S
     first, made = splits("cmoe", what)
@@ -388,7 +386,7 @@ def test_cmoe_step_by_step(dense, given):
     size = np.abs(silu(unit(x) @ unit(gate).T) * (unit(x) @ unit(up).T))
     marks = np.zeros_like(size)
     for token, row in enumerate(size):
-        marks[token, sorted(range(len(row)), key=lambda n: -row[n])[:9]] = 1
+        marks[token, sorted(range(len(row)), key=lambda n: -row[n])[:10]] = 1
     order = sorted(range(E * S), key=lambda n: -marks[:, n].sum())
     shared, routed = order[: split.shared_size], order[split.shared_size :]
     found = made.expert_of_neuron_N.numpy()

@@ -127,47 +127,41 @@ def test_every_round_of_decode_computes_what_a_forward_over_all_tokens_does(runt
         assert torch.allclose(seen[-1].view(2, 264), last_BV, atol=0.05)
 
 
-@pytest.mark.slow
-def test_models_that_cannot_be_compared_are_refused(pair, tiny_dense, tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "5_export").symlink_to(pair / "mixtral")
-    dense, moe, wider = pair / "dense", pair / "glm4_moe", tiny_dense("llama", hidden_size=32)
-    for models, expected in (
-        ((dense, "moe.gguf"), r"moe.gguf is a GGUF file and .* is not"),
-        ((run, dense), r"run has 12 experts a layer .* 0 and .* Give a dense model"),
-        ((dense, tmp_path / "nowhere"), r"nowhere does not exist"),
-        ((wider, moe), r"embedding \[264, 32\], .* 12 and \[264, 64\]"),
-    ):
-        with pytest.raises(UserError, match=expected):
-            bench(BenchConfig(dense=str(models[0]), moe=str(models[1]), **SMALL))
-
-
 def test_without_llama_cpp_the_remedy_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[llama-cpp\]'"):
         Runtime("model.gguf", 1)
 
 
+SLOW = pytest.mark.slow  # said by a process of its own
+
+
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("models", "changes", "expected"),
     [
-        ({"batch_sizes": (0,)}, "batch_sizes is 0, but it must be at least 1"),
-        ({"batch_sizes": (), "prompt_tokens": 0}, "nothing to measure"),
-        ({"threads": 2, "clock": "cpu"}, "clock is cpu with 2 threads"),
+        ("dense glm4_moe", {"batch_sizes": (0,)}, "batch_sizes is 0, but it must be at least 1"),
+        ("dense glm4_moe", {"batch_sizes": (), "prompt_tokens": 0}, "nothing to measure"),
+        ("dense glm4_moe", {"threads": 2, "clock": "cpu"}, "clock is cpu with 2 threads"),
+        ("dense moe.gguf", {}, r"moe.gguf is a GGUF file and .* is not"),
         *(
-            pytest.param(changes, said, marks=pytest.mark.slow)  # said by a process of its own
-            for changes, said in (
-                ({"prompt_tokens": 257}, "prompt_tokens is 257, but must lie in 0 to 256"),
-                ({"context_tokens": 255}, r"context_tokens \+ decode_steps is 257"),
+            pytest.param(models, changes, said, marks=SLOW)
+            for models, changes, said in (
+                ("dense glm4_moe", {"prompt_tokens": 257}, "257, but must lie in 0 to 256"),
+                ("dense glm4_moe", {"context_tokens": 255}, r"tokens \+ decode_steps is 257"),
+                ("run dense", {}, r"run has 12 experts a layer .* 0 and .* Give a dense model"),
+                ("dense nowhere", {}, r"nowhere does not exist"),
+                ("wider glm4_moe", {}, r"embedding \[264, 32\], .* 12 and \[264, 64\]"),
             )
         ),
     ],
 )
-def test_what_cannot_be_measured_is_refused(pair, changes, expected):
-    models = {"dense": str(pair / "dense"), "moe": str(pair / "glm4_moe")}
+def test_what_cannot_be_measured_is_refused(models, changes, expected, pair, tiny_dense, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "5_export").symlink_to(pair / "mixtral")
+    others = {"run": tmp_path / "run", "wider": tiny_dense("llama", hidden_size=32)}
+    dense, moe = (str(others.get(name, pair / name)) for name in models.split())
     with pytest.raises(UserError, match=expected):
-        bench(BenchConfig(**models, **{**SMALL, **changes}))
+        bench(BenchConfig(dense=dense, moe=moe, **{**SMALL, **changes}))
 
 
 def test_time_of_the_processor_stands_still_while_a_process_sleeps(pair):

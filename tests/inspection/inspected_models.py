@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dotmoe.granularity import ExpertsConfig, resolve
 from dotmoe.inspection import InspectConfig, inspect_model
-from dotmoe.inspection.planner import ON_CPU, Accelerator
+from dotmoe.inspection.planner import Accelerator
 from dotmoe.inspection.sizes import Sizes, Step
 from dotmoe.models.family import family_of
 from dotmoe.moe.masked import MaskedFFN, Masking
@@ -15,7 +15,8 @@ HERE = Accelerator(
     dtype="float32",
     flops_per_s=1e12,
     bytes_per_s=1e10,
-    efficiency=ON_CPU,
+    memory_bytes=10**11,
+    on_cpu=True,
     origin="measured",
 )
 TINY = {
@@ -53,10 +54,8 @@ def llama_3_8b(**changes):
 
 def inspection(config, *, stored=torch.bfloat16, **options):
     experts = ExpertsConfig(**{name: options.pop(name) for name in SPLIT if name in options})
-    options = {"model": "any", "bytes_per_weight": 2, **options}
-    return inspect_model(
-        config, InspectConfig(experts=experts, **options), stored=stored, here=HERE
-    )
+    asked = InspectConfig(experts=experts, **{"model": "any", "device": "cpu", **options})
+    return inspect_model(config, asked, stored=stored, here=HERE)
 
 
 def sizes(config, *, written=torch.bfloat16, **experts):

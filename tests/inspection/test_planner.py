@@ -17,8 +17,9 @@ RANKS = 8
 
 
 def planned(config, **options):
-    (found,) = inspection(config, **{"gpu": "h100", "gpus": 8, **options})["plans"]
-    return found
+    found = inspection(config, **{"gpu": "h100", "gpus": 8, **options})
+    (plan,) = found["plans"]
+    return plan | {"tokens": found["run"]["tokens"]}
 
 
 def test_a_shard_is_as_large_as_that_of_fsdp():
@@ -45,9 +46,12 @@ def test_affinities_are_divided_by_layer(ranks, layers):
     assert step(sizes(tiny(), experts=16), ranks=ranks).own_affinities == layers * 256 * 16
 
 
-def test_the_papers_alignment_takes_less_than_its_three_hours_on_eight_h100():
+def test_the_papers_alignment_is_three_forwards_and_takes_less_than_its_three_hours():
+    """On eight H100. To within attention scores, routers and assignment."""
+    simple = 3 * 2 * (8_030_261_248 - 128_256 * 4_096) * 64 * 2_048
+    assert simple < sum(products(step(sizes(llama_3_8b()))).values()) < 1.15 * simple
     plan = planned(llama_3_8b())
-    assert plan["tokens"] == 458_752_000
+    assert plan["tokens"] == 458_752_000 == 3_500 * 64 * 2_048
     # At the peak of eight H100 and nothing but products: 0.73 hours.
     assert 0.8 < plan["hours"] < 3
     assert plan["gpu_hours"] == pytest.approx(8 * plan["hours"])
@@ -59,7 +63,7 @@ def test_the_papers_alignment_takes_less_than_its_three_hours_on_eight_h100():
 def test_published_dense_training_is_predicted_within_25_percent(gpu, nodes, batch_size, published):
     # Llama 3 8B, sequences of 8,192, by torchtitan; it checkpoints some activations, so its speed
     # is between those of all and of none. All experts are on: the work is the dense model's.
-    options = {"seq_len": 8_192, "finetune_batch_size": batch_size, "task": "finetune"}
+    options = {"seq_len": 8_192, "batch_size": batch_size, "task": "finetune"}
     plan = planned(llama_3_8b(), gpu=gpu, nodes=nodes, experts=2, active_experts=2, **options)
     sharded = [choice for choice in plan["choices"] if choice["sharded"]]
     speeds = {each["checkpointing"]: each["tokens_per_s"] / 8 / nodes for each in sharded}
@@ -118,5 +122,4 @@ def test_only_active_experts_cost_products_in_finetuning():
 
 
 def test_finetuning_has_its_own_budget():
-    plan = planned(llama_3_8b(), task="finetune")
-    assert (plan["task"], plan["tokens"]) == ("finetune", 4_578 * 128 * 2_048)
+    assert planned(llama_3_8b(), task="finetune")["tokens"] == 4_578 * 128 * 2_048

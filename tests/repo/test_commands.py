@@ -12,13 +12,11 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from dotmoe import sweep
 from dotmoe.cli import COMMANDS, commands, run
-from dotmoe.compare import CompareConfig, points_of
+from dotmoe.compare import CompareConfig, SweepConfig, points_of, swept
 from dotmoe.config import RunConfig
 from dotmoe.inspection import InspectConfig, inspect_model
-from dotmoe.inspection.planner import ON_CPU, Accelerator
-from dotmoe.sweep import SweepConfig
+from dotmoe.inspection.planner import Accelerator
 from runs import TINY_CONVERT, TINY_FINETUNE, words
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +35,7 @@ WIDTHS = {  # public: model width, FFN width, layers
 }
 OPTIONS = json.loads((ROOT / "tests/contract/golden/options.json").read_text(encoding="utf-8"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-NO_MACHINE = Accelerator(name="", flops_per_s=1, bytes_per_s=1, efficiency=ON_CPU)
+NO_MACHINE = Accelerator(name="", dtype="float32", flops_per_s=1, bytes_per_s=1, on_cpu=True)
 PLACEHOLDERS = {"NAME": "cmoe", "K": "3", "R": "2"}
 
 
@@ -112,19 +110,11 @@ def config_of(monkeypatch):
     return make
 
 
-def conversions(config, monkeypatch):
+def conversions(config):
     """The configs of all conversions that a command makes."""
-    if isinstance(config, CompareConfig):
-        return [point.config for point in points_of(config)]
-    if isinstance(config, SweepConfig):
-        made = []
-        monkeypatch.setattr(sweep, "dense_config", lambda _: (shape_of(config.model), None))
-        monkeypatch.setattr(
-            sweep, "summary_of", lambda _, points, *rest: made.extend(points) or {}[0]
-        )
-        with pytest.raises(KeyError):
-            sweep.sweep(config)
-        return [point.config for point in made]
+    if isinstance(config, CompareConfig | SweepConfig):
+        points = points_of(config) if isinstance(config, CompareConfig) else swept(config)[1]
+        return [point.config for point in points]
     return [config] if isinstance(config, RunConfig | InspectConfig) else []
 
 
@@ -140,10 +130,8 @@ def shape_of(model):
 
 
 @pytest.mark.parametrize("arguments", PRINTED.values(), ids=PRINTED)
-def test_a_printed_command_is_taken_and_its_split_can_be_exported(
-    arguments, config_of, monkeypatch
-):
-    for config in conversions(config_of(arguments), monkeypatch):
+def test_a_printed_command_is_taken_and_its_split_can_be_exported(arguments, config_of):
+    for config in conversions(config_of(arguments)):
         asked = config
         if not isinstance(config, InspectConfig):
             asked = InspectConfig(model=config.model, experts=config.experts, device="cpu")

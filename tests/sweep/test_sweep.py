@@ -1,31 +1,14 @@
-"""`dotmoe sweep`. Oracles: the runs' own results, and `dotmoe edit` with `dotmoe evaluate`."""
+"""`dotmoe sweep`. Oracle: the runs' own results."""
 
 import json
-from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from dotmoe.config import RunConfig
-from dotmoe.errors import VerificationError
-from dotmoe.pipeline import convert
-from dotmoe.run_folder import RunFolder
+from dotmoe.compare import SweepConfig, swept
 from runs import TINY_CONVERT
 
 OPTIONS = {key: value for key, value in TINY_CONVERT.items() if key != "expert_size"}
-
-
-@pytest.fixture
-def sweep(tiny_dense, text_file, tmp_path, command):
-    """Runs `dotmoe sweep` with what is swept."""
-    held = tmp_path / "held.txt"
-    held.write_text("\n".join(f"Line {i}: the hen ate {i * 7 % 13} figs." for i in range(100)))
-
-    def make(**options):
-        texts = {"data": text_file, "eval_text": held}
-        return command("sweep", tiny_dense("llama"), tmp_path / "out", **OPTIONS | texts | options)
-
-    return make
 
 
 @pytest.fixture
@@ -33,72 +16,48 @@ def out(tmp_path):
     return tmp_path / "out"
 
 
-def written(out):
-    return json.loads((out / "sweep.json").read_text())
+@pytest.fixture
+def sweep(tiny_dense, text_file, heldout_file, out, command):
+    """Runs `dotmoe sweep` with what is swept."""
 
+    def make(**options):
+        texts = {"data": text_file, "eval_text": heldout_file}
+        return command("sweep", tiny_dense("llama"), out, **OPTIONS | texts | options)
 
-def own(out, name):
-    return json.loads((out / name / "6_evaluate" / "results.json").read_text())
+    return make
 
 
 def test_granularity_keeps_the_share_and_goes_on(sweep, out, monkeypatch):
-    def swept(*experts):
+    def made(*experts):
         said = sweep(active=0.5, steps=1, over_experts=experts)
         assert said.status == 0
         return said.out
 
-    swept(4)
+    made(4)
     before = (out / "experts-4" / "manifest.json").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(AutoModelForCausalLM, "from_pretrained", None)
-        swept(4)  # loads nothing
-    assert "6 of 12" in swept(4, 12)
+        made(4)  # loads nothing
+    assert "6 of 12" in made(4, 12)
     assert (out / "experts-4" / "manifest.json").read_bytes() == before
-    found = written(out)
-    dense, four, twelve = found["rows"]
+    dense, four, twelve = json.loads((out / "sweep.json").read_text())["rows"]
     assert (dense["run"], dense["loss_above_dense"]) == ("dense", 0.0)
     assert [(r["num_experts"], r["active_experts"]) for r in (four, twelve)] == [(4, 2), (12, 6)]
     for row in (four, twelve):
-        results = own(out, row["run"])
+        results = json.loads((out / row["run"] / "6_evaluate" / "results.json").read_text())
         assert row["perplexity"] == results["moe"]["perplexity"]
         assert row["loss_above_dense"] == results["moe"]["loss"] - results["dense"]["loss"]
-        lines = (out / row["run"] / "2_align" / "metrics.jsonl").read_text().splitlines()
-        logged = [json.loads(line) for line in lines]
-        assert found["curves"][row["run"]]["kl"] == [line["kl"] for line in logged]
-        assert row["align_seconds"] == sum(line["seconds"] for line in logged)
-    assert "| 12 | 6 of 12 |" in (out / "sweep.md").read_text()
+    table = (out / "sweep.md").read_text()
+    assert "| 12 | ridge | router and experts | frozen | 6 of 12 |" in table
 
 
-def test_the_grid_is_each_export_with_its_k_edited(sweep, out, tmp_path, command):
-    swept = sweep(expert_size=8, steps=0, over_active=[0.25, 0.5], measured_at=[0.25, 0.75])
-    assert swept.status == 0
-    grid = written(out)["grid"]
-    assert grid["trained_at"] == [0.25, 0.5]
-    assert grid["active_experts"] == [3, 9]
-    for share, row in zip(grid["trained_at"], grid["perplexity_AB"], strict=True):
-        folder = out / f"active-{share:g}"
-        assert RunFolder(folder).config(RunConfig).experts.active == share
-        assert row[0] != row[1]
-        for active, perplexity in zip(grid["active_experts"], row, strict=True):
-            assert command("edit", folder, active_experts=active).status == 0
-            text = {"text": tmp_path / "held.txt", "max_tokens": OPTIONS["eval_tokens"], "json": []}
-            measured = json.loads(command("evaluate", folder / "5_export", **text).out)
-            assert measured["perplexity"] == pytest.approx(perplexity, rel=1e-5)
-    assert "75 % (k = 9)" in (out / "sweep.md").read_text()
-
-
-def test_the_grid_has_no_row_for_a_run_whose_export_fails_its_verification(sweep, out, monkeypatch):
-    def convert_but_one(config, progress):
-        if Path(config.out).name == "active-0.5":
-            raise VerificationError("layer 2 routes otherwise.")
-        return convert(config, progress)
-
-    monkeypatch.setattr("dotmoe.compare.convert", convert_but_one)
-    assert sweep(expert_size=8, steps=0, over_active=[0.25, 0.5]).status == 0
-    found = written(out)
-    assert found["left_out"] == {"active-0.5": "layer 2 routes otherwise."}
-    assert (found["grid"]["trained_at"], found["grid"]["measured_at"]) == ([0.25], [0.25, 0.5])
-    assert len(found["grid"]["perplexity_AB"]) == 1
+def test_shares_and_starts_reach_their_runs():
+    plain = {"model": "m", "out": "o", "eval_text": ("b.txt",)}
+    axis, points = swept(SweepConfig(**plain, over_active=(0.25, 0.5, 0.25)))
+    assert (axis, [point.name for point in points]) == ("active", ["active-0.25", "active-0.5"])
+    assert [point.config.experts.active for point in points] == [0.25, 0.5]
+    _, points = swept(SweepConfig(**plain, over_start=("random", "data")))
+    assert [point.config.calibrate.start for point in points] == ["random", "data"]
 
 
 @pytest.mark.parametrize(
@@ -109,8 +68,6 @@ def test_the_grid_has_no_row_for_a_run_whose_export_fails_its_verification(sweep
         ({"over_experts": [4, 5]}, "does not divide"),
         ({"over_experts": 4, "active_experts": 2}, "k must change"),
         ({"over_active": [0.5, 1.5]}, "1.5"),
-        ({"over_active": 0.5, "measured_at": 0}, "measured_at is 0.0"),
-        ({"over_start": "data", "measured_at": 0.5}, "for --over-active alone"),
         ({"over_experts": 4, "eval_text": []}, "give --eval-text"),
     ],
 )

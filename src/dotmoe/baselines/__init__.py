@@ -87,41 +87,38 @@ class Baseline:
         return cls(layout=ExpertLayout.load(folder / _LAYOUT), own=own)
 
 
-def granularity_of(method: str, split: Granularity, config: BaselineConfig) -> Granularity:
+def granularity_of(method: str, split: Granularity) -> Granularity:
     """The split of a method, at the active neurons of `split`.
 
-    A method with a shared expert merges `shared_experts` of the k active experts into it, unless
-    `split` has one. Raises a `UserError`: the method cannot have that split.
+    A method with a shared expert merges half of the k active experts into it, unless `split` has
+    one. Raises a `UserError`: the method cannot have that split.
 
     Example:
-        >>> granularity_of("cmoe", Granularity(num_experts=16, expert_size=8, active_experts=4),
-        ...                BaselineConfig())
+        >>> granularity_of("cmoe", Granularity(num_experts=16, expert_size=8, active_experts=4))
         Granularity(num_experts=14, expert_size=8, active_experts=2, shared_size=16, ...)
     """
-    shared, active = config.shared_experts, split.active_experts
-    of_heads = any(part.target == "attention" for part in parts_of(split))
-    if of_heads and method in METHODS and not METHODS[method].of_any_units:
+    if method == "dot_moe":
+        return split
+    chosen, active = METHODS[method], split.active_experts
+    if not chosen.of_any_units and any(part.target == "attention" for part in parts_of(split)):
         able = [name for name in METHODS if METHODS[name].of_any_units]
         raise UserError(
             f"{method} splits FFNs alone, but targets asks for experts of heads, too. Choose "
             f"dot_moe or {', '.join(able)}."
         )
-    having = [name for name in METHODS if METHODS[name].has_shared_expert]
-    able = ["dot_moe", *having] if shared is None else having
-    if method not in able and (shared is not None or split.shared_size):
-        name, others = "shared" if shared is None else "shared_experts", " or ".join(able)
-        raise UserError(f"{method} does not read {name}. Leave it out, or choose {others}.")
-    if method not in having or (split.shared_size and shared is None):
-        return split
-    if split.shared_size:
-        raise UserError("shared_experts and shared say the same. Leave one of the two out.")
-    shared = active // 2 if shared is None else shared
-    if not 1 <= shared < active:
+    if split.shared_size and not chosen.has_shared_expert:
+        able = [name for name in METHODS if METHODS[name].has_shared_expert]
         raise UserError(
-            f"shared_experts is {shared}, but of {active} active experts {method} needs at least "
-            "one that is shared and one that is routed. Choose another number, or more active ones."
+            f"{method} does not read shared. Leave it out, or choose dot_moe, {' or '.join(able)}."
         )
-    return split.with_shared(shared)
+    if split.shared_size or not chosen.has_shared_expert:
+        return split
+    if active < 2:
+        raise UserError(
+            f"active_experts is {active}, but {method} needs one that is shared and one that is "
+            "routed. Choose more active ones."
+        )
+    return split.with_shared(active // 2)
 
 
 @torch.no_grad()

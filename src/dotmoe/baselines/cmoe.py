@@ -26,11 +26,14 @@ from dotmoe.layout import ALWAYS_ON
 from dotmoe.moe.masked import gated
 from dotmoe.moe.router import top_k_mask
 
+MARKED = 10
+"""Neurons that count as active for a token (K_a)."""
+
 
 @torch.no_grad()
 def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer into a shared expert and clusters of markers."""
-    split, config, k = inputs.granularity, inputs.config, inputs.granularity.active_experts
+    split, k = inputs.granularity, inputs.granularity.active_experts
 
     def converted(index: int) -> AbstractContextManager[None]:
         if index < split.first_dense_layers:
@@ -42,15 +45,13 @@ def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
         )
 
     for layer, dense in zip(inputs.layers(converted), inputs.layers(), strict=True):
-        marks_TN = _markers(layer, min(config.marked_neurons, split.units))
+        marks_TN = _markers(layer)
         order_N = marks_TN.sum(dim=0).argsort(descending=True, stable=True)
         routed = order_N[split.shared_size :]
         # Most marked first: the first E are the first centres.
         marks_NT = marks_TN.T[routed]
-        centre_ET = marks_NT[: split.num_experts]
-        for _ in range(config.marker_rounds):
-            cluster_N = optimal_assignment(_l1_distance(marks_NT, centre_ET))
-            centre_ET = means(marks_NT, cluster_N, split.num_experts)
+        cluster_N = optimal_assignment(_l1_distance(marks_NT, marks_NT[: split.num_experts]))
+        centre_ET = means(marks_NT, cluster_N, split.num_experts)
         others = torch.arange(split.num_experts, device=routed.device) != cluster_N[:, None]
         distance_NE = _l1_distance(marks_NT, centre_ET).masked_fill(others, torch.inf)
         representative_E = routed[distance_NE.argmin(dim=0)]
@@ -62,11 +63,11 @@ def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
         yield LayerSplit(layer=dense, expert_of_neuron_N=expert_N, router_ED=router_ED, own=own)
 
 
-def _markers(layer: Layer, marked_neurons: int) -> Float[Tensor, "T N"]:
-    """1 where a normalised activation is among the `marked_neurons` largest of a token, else 0."""
+def _markers(layer: Layer) -> Float[Tensor, "T N"]:
+    """1 where a normalised activation is among the K_a largest of a token, else 0."""
     x_TD = F.normalize(layer.x_TD, dim=1)
     gate_TN, up_TN = (x_TD @ F.normalize(one.weight.float(), dim=1).T for one in layer.ffn[:2])
-    return top_k_mask((F.silu(gate_TN) * up_TN).abs(), marked_neurons)
+    return top_k_mask((F.silu(gate_TN) * up_TN).abs(), min(MARKED, gate_TN.shape[1]))
 
 
 def _l1_distance(marks_NT: Tensor, centre_ET: Tensor) -> Float[Tensor, "N E"]:

@@ -17,33 +17,20 @@ from dotmoe.models.family import DenseModel, GatedFFN
 from dotmoe.moe.objective import IGNORED, distillation_loss, hidden_states, next_token_labels
 from dotmoe.options import at_least
 
+STARTS, ROUNDS = 4, 20
+"""Of k-means: random starts, of which the best is kept, and rounds of each at most."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaselineConfig:
     """What the methods other than DOT-MoE can be told, besides calibration_tokens and ridge."""
 
-    shared_experts: Annotated[int, at_least(1)] | None = None
-    """Active experts that are merged into one shared expert, at least 1 and fewer than k; for cmoe
-    and llama_moe_v2_residual. Default: what `shared` says, or half of k, as in both papers."""
     split_router: Literal["own", "ridge"] = "own"
     """`own`: the router of the method itself (cmoe: a linear fit to it, since no stock architecture
     holds it). `ridge`: the one that DOT-MoE starts from, fitted to the method's experts."""
     router_steps: Annotated[int, at_least(0)] = 0
     """Steps that a baseline's router is trained, by the alignment phase with the experts fixed; 0:
     not at all."""
-    clustered_rows: Literal["gate", "up", "both"] = "gate"
-    """Rows whose directions weight_clusters compares."""
-    cluster_rounds: Annotated[int, at_least(1)] = 20
-    """Rounds of k-means at most; for weight_clusters, co_activation and llama_moe_v2."""
-    cluster_starts: Annotated[int, at_least(1)] = 4
-    """Random starts of k-means, of which the best is kept; for the same methods."""
-    marked_neurons: Annotated[int, at_least(1)] = 10
-    """Neurons that count as active for a token (K_a); for cmoe."""
-    marker_rounds: Annotated[int, at_least(1)] = 1
-    """Rounds of k-means on the markers; for cmoe, whose published code does one."""
-    predictor_epochs: Annotated[int, at_least(1)] = 30
-    """Passes over the calibration tokens in which MoEfication's predictor is trained; for
-    weight_clusters and co_activation."""
     lte_steps: Annotated[int, at_least(1)] = 100
     """Steps of 1,024 calibration tokens in which LTE's gates are trained; for lte."""
 
@@ -142,20 +129,19 @@ def balanced_clusters(
     score: Callable[[Float[Tensor, "N E"]], Float[Tensor, "N E"]],
     num_items: int,
     num_clusters: int,
-    config: BaselineConfig,
     generator: torch.Generator,
 ) -> Int[Tensor, " N"]:
-    """Clusters of one size whose items score high, the best of `cluster_starts`.
+    """Clusters of one size whose items score high, the best of `STARTS`.
 
     Each start has random items as centres, and ends where a round makes nothing better. `score`
     says how well each item fits each cluster, given the clusters: 1 for members, else 0.
     """
     best, best_N = -torch.inf, torch.empty(0)
-    for _ in range(config.cluster_starts):
+    for _ in range(STARTS):
         first = torch.randperm(num_items, generator=generator)[:num_clusters]
         score_NE = score(F.one_hot(first, num_items).T.float())
         reached, expert_N = -torch.inf, torch.empty(0)
-        for _ in range(config.cluster_rounds + 1):
+        for _ in range(ROUNDS + 1):
             moved_N = harden(score_NE)
             weight_NE = F.one_hot(moved_N, num_clusters).float()
             score_NE = score(weight_NE)
@@ -169,7 +155,7 @@ def balanced_clusters(
 
 
 def balanced_kmeans(
-    features_NF: Tensor, num_clusters: int, config: BaselineConfig, generator: torch.Generator
+    features_NF: Tensor, num_clusters: int, generator: torch.Generator
 ) -> Int[Tensor, " N"]:
     """Clusters of equal size with small squared distances to their centres."""
 
@@ -177,7 +163,7 @@ def balanced_kmeans(
         weight_NE = weight_NE.to(features_NF.device)
         return -squared_distance(features_NF, (weight_NE / weight_NE.sum(dim=0)).T @ features_NF)
 
-    return balanced_clusters(score, len(features_NF), num_clusters, config, generator)
+    return balanced_clusters(score, len(features_NF), num_clusters, generator)
 
 
 def means(features_NF: Tensor, expert_N: Tensor, num_clusters: int) -> Float[Tensor, "E F"]:

@@ -46,9 +46,7 @@ def expert_weaver(inputs: SplitInputs) -> Iterator[LayerSplit]:
         expert_N = torch.empty_like(order_N)
         expert_N[order_N[:always]] = torch.arange(always).to(order_N) // split.expert_size
         routed = order_N[always:]
-        cluster_N = balanced_kmeans(
-            profile_NB[routed], split.num_experts - shared, inputs.config, layer.generator
-        )
+        cluster_N = balanced_kmeans(profile_NB[routed], split.num_experts - shared, layer.generator)
         expert_N[routed] = shared + cluster_N.to(order_N)
         gate_ED = means(layer.ffn.gate.weight.float(), expert_N, split.num_experts)
         always_E = torch.arange(split.num_experts, device=gate_ED.device) < shared

@@ -2,8 +2,8 @@
 
 `weight_clusters` is its parameter clustering and LLaMA-MoE v1's independent clustering: rows of a
 projection of unit length, k-means with clusters of equal size. Different here: rows of the gate
-projection stand for MoEfication's only input projection (v1 takes gate or up; `clustered_rows` has
-both), starts are seeded, and v1's random gate is left out because MoEfication's is better.
+projection stand for MoEfication's only input projection (v1 takes gate or up), starts are seeded,
+and v1's random gate is left out because MoEfication's is better.
 
 `co_activation`: a graph of neurons whose edges count the tokens on which both are active, cut into
 equal parts such that most edge weight stays inside them. Different here: SiLU has no zeros, so a
@@ -42,21 +42,20 @@ from dotmoe.baselines.contract import (
 from dotmoe.calibrate import expert_sums
 from dotmoe.moe.router import top_k_mask
 
-_SCREENED, _TOKENS_A_STEP, _RATE = 256, 512, 0.01
-"""Neurons that are looked at together for gainful swaps; of the predictor's training."""
+_SCREENED = 256
+"""Neurons that are looked at together for gainful swaps."""
+_EPOCHS, _TOKENS_A_STEP, _RATE = 30, 512, 0.01
+"""Of the predictor's training."""
 
 
 def weight_clusters(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer by balanced clusters of its weights."""
     num_experts = inputs.granularity.num_experts
-    which = inputs.config.clustered_rows
     for layer in inputs.layers():
-        named = {"gate": layer.ffn.gate, "up": layer.ffn.up}
-        chosen = named.values() if which == "both" else [named[which]]
-        rows_NF = torch.cat([F.normalize(one.weight.float(), dim=1) for one in chosen], dim=1)
-        expert_N = balanced_kmeans(rows_NF, num_experts, inputs.config, layer.generator)
-        centre_EF = means(rows_NF, expert_N, num_experts)
-        expert_N = optimal_assignment(squared_distance(rows_NF, centre_EF))
+        rows_ND = F.normalize(layer.ffn.gate.weight.float(), dim=1)
+        expert_N = balanced_kmeans(rows_ND, num_experts, layer.generator)
+        centre_ED = means(rows_ND, expert_N, num_experts)
+        expert_N = optimal_assignment(squared_distance(rows_ND, centre_ED))
         yield _routed(inputs, layer, expert_N)
 
 
@@ -66,8 +65,7 @@ def co_activation(inputs: SplitInputs) -> Iterator[LayerSplit]:
     for layer in inputs.layers():
         count_NN = co_activation_counts(layer.hidden(), split.active_units)
         score = partial(_weight_to, count_NN)
-        how = split.num_experts, inputs.config, layer.generator
-        expert_N = balanced_clusters(score, len(count_NN), *how)
+        expert_N = balanced_clusters(score, split.units, split.num_experts, layer.generator)
         yield _routed(inputs, layer, swapped(count_NN, expert_N, split.num_experts))
 
 
@@ -77,7 +75,7 @@ def _routed(inputs: SplitInputs, layer: Layer, expert_N: Int[Tensor, " N"]) -> L
     router_ED = F.normalize(means(rows_ND, expert_N, inputs.granularity.num_experts), dim=1)
     own = {}
     if inputs.config.split_router == "own":
-        own = predictor(layer, expert_N, router_ED, inputs.config.predictor_epochs)
+        own = predictor(layer, expert_N, router_ED)
     return LayerSplit(layer=layer, expert_of_neuron_N=expert_N, router_ED=router_ED, own=own)
 
 
@@ -126,7 +124,7 @@ def _weight_to(count_NN: Tensor, members_NE: Tensor) -> Tensor:
 
 
 @torch.enable_grad()
-def predictor(layer: Layer, expert_N: Tensor, centre_ED: Tensor, epochs: int) -> dict[str, Tensor]:
+def predictor(layer: Layer, expert_N: Tensor, centre_ED: Tensor) -> dict[str, Tensor]:
     """Weights of the trained router: `first` [E, D], `second` [E, E]."""
     with torch.no_grad():
         target_TE = expert_sums(layer.hidden().abs(), expert_N, len(centre_ED))
@@ -141,7 +139,7 @@ def predictor(layer: Layer, expert_N: Tensor, centre_ED: Tensor, epochs: int) ->
         return F.binary_cross_entropy_with_logits(logits_TE, target_TE[tokens_T])
 
     best, least = {}, torch.inf
-    for _ in range(epochs):
+    for _ in range(_EPOCHS):
         order = torch.randperm(len(trained_T), generator=layer.generator)
         for part in torch.split(trained_T[order.to(trained_T.device)], _TOKENS_A_STEP):
             adam.zero_grad()

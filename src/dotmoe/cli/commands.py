@@ -19,11 +19,11 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional
 
-from dotmoe import bench, sweep
+from dotmoe import bench
 from dotmoe.analyse import analyse
 from dotmoe.analyse.run import AnalyseConfig
 from dotmoe.cli import COMMANDS
-from dotmoe.compare import CompareConfig, compare, table
+from dotmoe.compare import CompareConfig, SweepConfig, compare, sweep, table
 from dotmoe.config import RECIPES, FinetuneRunConfig, RunConfig, recipe_of
 from dotmoe.errors import UserError, nearest
 from dotmoe.evaluate import evaluate
@@ -41,7 +41,7 @@ from dotmoe.quickstart import QuickstartConfig, quickstart
 from dotmoe.reexport import ReexportConfig, reexport
 from dotmoe.report import page, plots
 from dotmoe.run_folder import export_folder
-from dotmoe.tables import Table, to_rich
+from dotmoe.tables import to_rich
 
 Config = TypeVar("Config")
 
@@ -188,7 +188,7 @@ def run_inspect(line: Line) -> None:
     config, folder = dense_config(asked.model)
     found = inspect_model(config, asked, stored=stored_dtype(config, folder))
     found = {"model": asked.model, **found}
-    _show(json.dumps(found, indent=2) if asked.json else render(found, details=asked.details))
+    _show(json.dumps(found, indent=2) if asked.json else render(found))
 
 
 def run_convert(line: Line) -> None:
@@ -208,20 +208,18 @@ def run_finetune(line: Line) -> None:
 def run_compare(line: Line) -> None:
     """`dotmoe compare MODEL OUT`."""
     config = line.config(CompareConfig)
-    summary = compare(config, Progress())
-    _show_runs("compare", config.out, summary, [table(summary)])
+    _show_runs("compare", config.out, compare(config, Progress()))
 
 
 def run_sweep(line: Line) -> None:
     """`dotmoe sweep MODEL OUT`."""
-    config = line.config(sweep.SweepConfig)
-    summary = sweep.sweep(config, Progress())
-    _show_runs("sweep", config.out, summary, sweep.tables(summary))
+    config = line.config(SweepConfig)
+    _show_runs("sweep", config.out, sweep(config, Progress()))
 
 
-def _show_runs(name: str, out: str, summary: dict[str, Any], tables: list[Table]) -> None:
+def _show_runs(name: str, out: str, summary: dict[str, Any]) -> None:
     _show(
-        *map(to_rich, tables),
+        to_rich(table(summary)),
         f"{', '.join(summary['text'])}: {summary['protocol']}",
         f"runs, {name}.json, {name}.md in {out}",
     )

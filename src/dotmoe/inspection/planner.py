@@ -5,9 +5,10 @@ over the model width, the FFN width and the vocabulary; how many passes a forwar
 measured steps, and a backward makes twice as many. Nothing overlaps within a device.
 """
 
+import os
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.benchmark import Timer
@@ -67,8 +68,18 @@ class Accelerator:
     memory_bytes: int = 0
     link_bytes_per_s: float = 0
     network_bytes_per_s: float = 0
-    efficiency: Efficiency = ON_GPU
+    on_cpu: bool = False
     origin: str = "quoted"
+
+    @property
+    def efficiency(self) -> Efficiency:
+        """What a step reaches of its rates."""
+        return ON_CPU if self.on_cpu else ON_GPU
+
+    @property
+    def held(self) -> Literal[2, 4]:
+        """Bytes of a dense weight in its memory."""
+        return 4 if self.dtype == "float32" else 2
 
 
 ACCELERATORS = {
@@ -110,9 +121,17 @@ def measured_here(device: torch.device, dtype: torch.dtype, *, seconds: float = 
         dtype=dtype_name(dtype),
         flops_per_s=2 * width**3 / product_s,
         bytes_per_s=2 * source.nbytes / copy_s,
-        efficiency=ON_CPU if on_cpu else ON_GPU,
+        memory_bytes=memory_of(device),
+        on_cpu=on_cpu,
         origin="measured",
     )
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of a GPU's memory, or of this machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -209,7 +228,7 @@ def traffic(step: Step) -> int:
     return gathering + FLOAT32 * step.trained * (times if is_owned else 2)
 
 
-def plan(step: Step, gpu: Accelerator, *, gpus: int, nodes: int, tokens: int) -> dict[str, Any]:
+def plan(step: Step, machine: Accelerator, gpus: int, nodes: int, *, tokens: int) -> dict[str, Any]:
     """What is recommended for a run of so many tokens on nodes of so many GPUs, as JSON values.
 
     `choices` are the ways to run, whole before sharded weights and both before checkpointing, at
@@ -217,24 +236,23 @@ def plan(step: Step, gpu: Accelerator, *, gpus: int, nodes: int, tokens: int) ->
     fast; where none fits it is None, as are the hours, and `gpus_needed` says on how many one does.
     """
     ranks, choices = gpus * nodes, []
+    step = replace(step, held=machine.held, on_cpu=machine.on_cpu)
     for checkpointing, sharded in product((False, True), (False, True)[: min(2, ranks)]):
         way = replace(step, ranks=ranks, sharded=sharded, checkpointing=checkpointing)
-        fits = most_at_once(way, gpu)
+        fits = most_at_once(way, machine)
         way = replace(way, micro_batch_size=max(1, fits))
-        choices.append({**on_machine(way, gpu, gpus=gpus, nodes=nodes), "fits": fits > 0})
+        choices.append({**_on_machine(way, machine, gpus, nodes), "fits": fits > 0})
     fitting = [choice for choice in choices if choice["fits"]]
     best = max((choice["tokens_per_s"] for choice in fitting), default=0)
     chosen = next((each for each in fitting if each["tokens_per_s"] >= AS_FAST * best), None)
     least = replace(step, micro_batch_size=1, sharded=True, checkpointing=True)
-    enough = (n for n in range(1, MOST_GPUS + 1) if _fits(replace(least, ranks=n), gpu))
+    enough = (n for n in range(1, MOST_GPUS + 1) if _fits(replace(least, ranks=n), machine))
     hours = None if chosen is None else tokens / chosen["tokens_per_s"] / 3_600
     return {
-        "gpu": gpu.name,
+        "gpu": machine.name,
         "gpus": gpus,
         "nodes": nodes,
-        "task": "align" if step.is_alignment else "finetune",
-        "origin": gpu.origin,
-        "tokens": tokens,
+        "origin": machine.origin,
         "choices": choices,
         "recommended": chosen,
         "gpus_needed": next(enough, None) if chosen is None else None,
@@ -243,9 +261,7 @@ def plan(step: Step, gpu: Accelerator, *, gpus: int, nodes: int, tokens: int) ->
     }
 
 
-def on_machine(
-    step: Step, machine: Accelerator, *, gpus: int = 1, nodes: int = 1
-) -> dict[str, Any]:
+def _on_machine(step: Step, machine: Accelerator, gpus: int, nodes: int) -> dict[str, Any]:
     """Memory of each GPU by item, and seconds of a step by part, as JSON values.
 
     Communication hides behind computing as far as that lasts.
@@ -267,15 +283,15 @@ def on_machine(
         "memory_total": sum(memory.values()),
         "parts": parts,
         "step_s": step_s,
-        "tokens_per_s": step.batch_size * step.seq_len / step_s,
+        "tokens_per_s": step.tokens / step_s,
     }
 
 
-def most_at_once(step: Step, gpu: Accelerator) -> int:
+def most_at_once(step: Step, machine: Accelerator) -> int:
     """The largest micro-batch with which a step fits on each GPU; 0: none does."""
     sizes = range(step.part(step.batch_size), 0, -1)
-    return next((n for n in sizes if _fits(replace(step, micro_batch_size=n), gpu)), 0)
+    return next((n for n in sizes if _fits(replace(step, micro_batch_size=n), machine)), 0)
 
 
-def _fits(step: Step, gpu: Accelerator) -> bool:
-    return sum(step_memory(step).values()) <= USABLE_SHARE * gpu.memory_bytes
+def _fits(step: Step, machine: Accelerator) -> bool:
+    return sum(step_memory(step).values()) <= USABLE_SHARE * machine.memory_bytes

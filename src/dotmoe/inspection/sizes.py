@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from dotmoe.finetuning import FinetuneConfig
 from dotmoe.granularity import Granularity, count_parameters, parts_of
 from dotmoe.models.family import family_of, widths_of
 from dotmoe.moe.objective import chunk_rows
@@ -68,13 +69,12 @@ class Step:
     batch_size: int
     """Sequences of all GPUs."""
     seq_len: int
-    micro_batch_size: int
+    micro_batch_size: int = 1
     """Sequences in memory at once on each GPU."""
     held: Literal[2, 4] = 2
     """Bytes of a dense weight in memory."""
     train: Literal["assignment", "everything", "router", "lora"] = "assignment"
     """`assignment`: an alignment, with a teacher, all experts and the dense weights frozen."""
-    lora_rank: int = 16
     on_cpu: bool = False
     checkpointing: bool = False
     """Keep only each layer's input, and compute the layer again in the backward."""
@@ -82,6 +82,11 @@ class Step:
     """GPUs of all nodes."""
     sharded: bool = False
     """Each GPU keeps a part of every dense weight."""
+
+    @property
+    def tokens(self) -> int:
+        """Of all GPUs."""
+        return self.batch_size * self.seq_len
 
     @property
     def is_alignment(self) -> bool:
@@ -112,7 +117,7 @@ class Step:
             return sizes.counts.stored if self.train == "everything" else sizes.counts.routers
         entries = sizes.widths.layers * (4 * width + 2 * sizes.head_width)
         entries += sizes.moe_layers * 3 * split.num_experts * (width + split.expert_size)
-        return sizes.counts.routers + self.lora_rank * entries
+        return sizes.counts.routers + FinetuneConfig().lora_rank * entries
 
     def part(self, number: int) -> int:
         """The part of so many on one GPU; where they do not divide, the largest."""

@@ -78,13 +78,16 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
     `calibration_tokens` read, `seconds` without reading and writing models, `plan`. Raises a
     `UserError`: the method does not fit the model.
     """
-    PRUNING[method].require(inputs.dense)
-    total, started = num_parameters(inputs.dense.model), time.monotonic()
-    made = PRUNING[method].prune(inputs)
+    chosen, total, started = PRUNING[method], num_parameters(inputs.dense.model), time.monotonic()
+    chosen.require(inputs.dense)
+    made = chosen.prune(inputs)
+    tokens = inputs.tokens_BT.numel()
+    if chosen.is_trained:
+        tokens = inputs.steps * inputs.batch(0).numel()
     figures = {
         "parameters": total - made.removed,
         "stored": total - made.removed,
-        "calibration_tokens": inputs.tokens_BT.numel() if made.tokens is None else made.tokens,
+        "calibration_tokens": tokens,
         "seconds": round(time.monotonic() - started, 3),
         "plan": made.plan,
     }

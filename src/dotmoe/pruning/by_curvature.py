@@ -16,7 +16,6 @@ read, and for rows the same with G; both are taken from the same weight, and add
 """
 
 import math
-import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -28,7 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
+from dotmoe.inspection.planner import memory_of
 from dotmoe.models.family import DenseModel
 from dotmoe.progress import no_update
 from dotmoe.pruning.contract import (
@@ -145,9 +146,8 @@ def require_memory(dense: DenseModel) -> None:
     # All factors, one in float64 three times over, and the model.
     weights = sum(each.nbytes for each in dense.model.parameters())
     needed = 4 * sum(size**2 for size in sizes) + 24 * max(sizes) ** 2 + weights
-    held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if dense.device.type == "cuda" or (dense.device.type == "meta" and torch.cuda.is_available()):
-        held = torch.cuda.mem_get_info()[1]
+    is_described = dense.device.type == "meta"
+    held = memory_of(resolved_device("auto") if is_described else dense.device)
     if needed > held:
         raise UserError(
             f"k_obd and llm_surgeon need {in_bytes(needed)} for the curvature of this model, and "

@@ -56,8 +56,6 @@ class Pruned(NamedTuple):
     """What has another value in the config of the checkpoint."""
     tensors: dict[str, Tensor] | None = None
     """What is kept in place of a checkpoint, where none can hold the result."""
-    tokens: int | None = None
-    """That were read, if not those of calibration."""
 
 
 def linears_of(module: nn.Module) -> list[nn.Linear]:

@@ -49,7 +49,7 @@ def disp_llm(inputs: PruneInputs) -> Pruned:
     dense, size = inputs.dense, inputs.dense.widths.model
     widths = [size, size, size, dense.widths.ffn, size] * dense.widths.layers
     if inputs.excess <= 0:
-        return Pruned(0, {"selected": widths}, tokens=0)
+        return Pruned(0, {"selected": widths})
     whole = int(kept_parameters(dense, widths))
     with torch.random.fork_rng():
         torch.manual_seed(inputs.seed)
@@ -74,7 +74,7 @@ def disp_llm(inputs: PruneInputs) -> Pruned:
             part.weight.mul_(neurons[:, None] * ffn_reads)
         down.weight.mul_(ffn_writes[:, None] * neurons)
     plan = {"selected": [int(mask.sum()) for mask in masks]}
-    return Pruned(removed(bound), plan, tokens=inputs.steps * inputs.batch(0).numel())
+    return Pruned(removed(bound), plan)
 
 
 def kept_parameters(dense: DenseModel, selected: Sequence[Any]) -> Any:

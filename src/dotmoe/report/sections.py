@@ -257,7 +257,7 @@ def verdict(found: RunResults) -> list[str]:
             f"The export now runs k = {export['active_experts']}; the figures of this page were "
             f"measured at k = {measured}."
         )
-    return sentences + export.get("notes", [])
+    return [*sentences, *export.get("notes", [])]
 
 
 def tiles(found: RunResults) -> dict[str, str]:
