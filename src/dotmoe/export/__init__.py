@@ -99,17 +99,14 @@ def export(
     )
     device = dense.device if dense.device.type != "meta" else torch.device("cpu")
     exact = on_disk(dense, device, torch.float32)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} exists already. Remove it, or export to another folder.")
     unverified = out.with_name(out.name + "_unverified")
-    if (unverified / RECORD_FILE).is_file():  # left by an earlier try
-        shutil.rmtree(unverified)
-    with complete_folder(unverified) as folder:
+    with complete_folder(out) as folder:
+        if (unverified / RECORD_FILE).is_file():  # left by an earlier try
+            shutil.rmtree(unverified)
         sample_BT = sample_tokens(token_ids, config.scale_tokens, form.context(dense))
         routers = []
-        if form.splits and form.scales_routers:
-            gating = form.gating(layout.granularity)
-            routers = scale_routers(exact, layout, sample_BT, gating, dtype, form.exponent)
+        if form.gating.score != "none":
+            routers = scale_routers(exact, layout, sample_BT, form.gating, dtype)
         conversion = Conversion(
             dense=exact,
             tensors=Tensors.of(dense),
@@ -117,7 +114,7 @@ def export(
             exponents={scale["layer"]: scale["exponent"] for scale in routers},
             dtype=dtype,
             config=config if isinstance(config, GgufConfig) else GgufConfig(**asdict(config)),
-            source=(origin or dense).source,
+            origin=origin or dense,
             on_progress=on_progress,
         )
         problems, verification = routing_problems(routers, sample_BT.numel()), None
@@ -132,7 +129,6 @@ def export(
             conversion,
             form,
             folder,
-            origin or dense,
             name=unverified.name if problems else out.name,
             files=files,
             routers=routers,
@@ -142,10 +138,10 @@ def export(
         )
         (folder / RECORD_FILE).write_text(record.to_json())
         write_model_card(folder, record)
-    if problems:
-        more = f" ({len(problems)} such figures)" if len(problems) > 1 else ""
-        raise VerificationError(
-            f"{problems[0]}{more} The export is kept, unverified, as {unverified}."
-        )
-    unverified.rename(out)
+        if problems:
+            folder.rename(unverified)
+            more = f" ({len(problems)} such figures)" if len(problems) > 1 else ""
+            raise VerificationError(
+                f"{problems[0]}{more} The export is kept, unverified, as {unverified}."
+            )
     return record

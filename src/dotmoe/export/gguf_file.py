@@ -17,6 +17,7 @@ from dotmoe.checkpoint.from_gguf import GgufFile
 from dotmoe.checkpoint.on_disk import on_disk
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.export.format import Conversion, TensorSpec
+from dotmoe.export.routers import beyond
 from dotmoe.export.verify import logits_error, logits_of, top1_agreement
 from dotmoe.files import require_free
 from dotmoe.moe.masked import masked_by
@@ -207,16 +208,12 @@ def _compare_tokens(model: llama_cpp.LlamaCppModel, file: GgufFile, stock: Any) 
 
 
 def _problems(run: dict[str, Any], form: "GgufFormat", gguf_type: str) -> list[str]:
-    is_exact = form.exponent is not None or not form.splits
+    is_exact = form.gating.exponent is not None or not form.splits
     limit = (EXACT_GATES_ERROR if is_exact else SOFTMAX_GATES_ERROR) + STORED_ERROR[gguf_type]
     is_routed = form.splits and not (is_exact and gguf_type == "f32")
     figures = [
         ("masked dense model", run["logits_error"], max(limit, ROUTED_ERROR * is_routed)),
-        ("dense model, all experts on,", run["all_experts_error"] or 0.0, limit),
+        ("dense model, all experts on", run["all_experts_error"] or 0.0, limit),
     ]
-    return [
-        f"llama.cpp runs the file otherwise than the {what} is computed: logits of the median "
-        f"token differ by {value:.3g} standard deviations, limit {most:.3g}."
-        for what, value, most in figures
-        if not value <= most  # so that NaN fails too
-    ]
+    what = "llama.cpp runs the file otherwise: median logit error beside the"
+    return [f"{what} {problem}" for problem in beyond(figures)]
