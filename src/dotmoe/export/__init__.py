@@ -19,7 +19,7 @@ from dotmoe.export.verify import sample_tokens
 from dotmoe.files import complete_folder
 from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.layout import ExpertLayout
-from dotmoe.models.family import TARGETS, DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.progress import Update, no_update
 
 
@@ -82,16 +82,6 @@ def export(
         VerificationError: A runtime would route otherwise than the layout, or the written model
             computes something else. It lies in `OUT_unverified` then, with the reason on record.
     """
-    widths = dense.widths
-    for part in parts_of(layout):
-        target = TARGETS[part.target]
-        expected = (widths.layers, target.units(dense.config), widths.model)
-        found = (part.num_layers, part.num_neurons, part.router_LED.shape[2])
-        if expected != found:
-            raise UserError(
-                f"The layout is for {found} layers, {target.units_named} and model width, but "
-                f"{dense.source} has {expected}. Use the layout of this model."
-            )
     dtype = export_dtype(dense, config)
     form = format_for(dense, layout.granularity, config.format, dtype)
     layout = joined(

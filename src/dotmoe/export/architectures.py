@@ -15,7 +15,7 @@ from dotmoe.export.format import Conversion, Format, Gating, TensorSpec, layer_n
 from dotmoe.export.transformers_format import GATES, TransformersFormat
 from dotmoe.granularity import Granularity, count_parameters, parts_of, targets_of
 from dotmoe.models import modeling_dotmoe
-from dotmoe.models.family import DenseModel, head_dim
+from dotmoe.models.family import TARGETS, DenseModel, head_dim
 
 SHARED_GATE = 2.0**-20
 """Entry of the gate of Qwen2-MoE's shared expert: its sigmoid is 1/2. A gate of zero would do in
@@ -268,38 +268,27 @@ class _DotMoe(TransformersFormat):
         if layer not in layout.moe_layers:
             yield from super().layer_tensors(conversion, layer)
             return
-        ffn, place = layout.of_target("ffn"), f"model.layers.{layer}."
+        ffn, heads = layout.of_target("ffn"), layout.of_target("attention")
+        assert heads is not None  # `refusal` says otherwise
+        columns_NC = torch.arange(TARGETS["attention"].inputs(dense.config)).view(
+            heads.num_neurons, -1
+        )
+        columns_EC = columns_NC[heads.neurons_of_expert(layer).cpu()].flatten(1)
+        # W_Q is computed in full where all queries are normed at once.
+        split = {"o_proj.weight": 1}
+        if dense.family.traits(dense.config).qk_norm != "full":
+            split |= {"q_proj.weight": 0, "q_proj.bias": 0}
         for name in layer_names(dense, layer, ffn=ffn is None):
-            if not name.endswith(("q_proj.weight", "q_proj.bias", "o_proj.weight")):
-                yield conversion.spec(name)
-        yield from self._heads(conversion, layer, f"{place}self_attn.")
+            axis = split.get(".".join(name.split(".")[-2:]))
+            yield (
+                conversion.spec(name) if axis is None else conversion.slices(name, axis, columns_EC)
+            )
+        place = f"model.layers.{layer}."
+        yield conversion.router(layer, f"{place}self_attn.q_proj.router.weight", heads)
         if ffn:
             yield conversion.router(layer, f"{place}mlp.router.weight", ffn)
             names = (f"{place}mlp.experts.gate_up_proj", f"{place}mlp.experts.down_proj")
             yield from conversion.linears(layer, ffn.neurons_of_expert(layer), names)
-
-    def _heads(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
-        """Router, queries and outputs of the experts of a layer's attention."""
-        dense, heads = conversion.dense, conversion.layout.of_target("attention")
-        assert heads is not None
-        traits = dense.family.traits(dense.config)
-        yield conversion.router(layer, f"{prefix}q_proj.router.weight", heads)
-        numbers_N = heads.neurons_of_expert(layer).flatten()
-
-        def of_experts(name: str, axis: int) -> TensorSpec:
-            """A dense tensor with its heads along one axis, expert after expert: [E, ...]."""
-
-            def change(whole: Tensor) -> Tensor:
-                parts = whole.chunk(len(numbers_N), dim=axis)
-                ordered = torch.cat([parts[number] for number in numbers_N], dim=axis)
-                return torch.stack(ordered.chunk(heads.num_experts, dim=axis))
-
-            return conversion.spec(name, change=change)
-
-        for kind in ["weight", *(["bias"] if traits.qkv_bias else [])]:
-            name = f"{prefix}q_proj.{kind}"
-            yield conversion.spec(name) if traits.qk_norm == "full" else of_experts(name, 0)
-        yield of_experts(f"{prefix}o_proj.weight", 1)
 
     def write(self, conversion: Conversion, folder: Path) -> list[str]:
         shutil.copyfile(CODE, folder / CODE.name)
@@ -331,24 +320,8 @@ def explained() -> str:
     )
 
 
-def formats_like(name: str) -> dict[str, Format]:
-    """The formats of the container that a name asks for, in order of preference."""
-    if name == "auto" or name in FORMATS:
-        return dict(FORMATS)
-    if name in GGUF_NAMES:
-        require_package("gguf", "gguf", f"export format {name}")
-        from dotmoe.export.gguf_format import GGUF_FORMATS
-
-        return {form.name: form for form in GGUF_FORMATS}
-    names = ["auto", *FORMATS, *GGUF_NAMES]
-    raise UserError(
-        f"export format is {name!r}, which dotmoe cannot write. "
-        f"Formats: {', '.join(names)}.{nearest(name, names)}"
-    )
-
-
 def format_for(dense: DenseModel, split: Granularity, name: str, dtype: torch.dtype) -> Format:
-    """The format of that name, or for `auto` the first that can hold the model.
+    """The format of that name, or for `auto` and `gguf` the first that can hold the model.
 
     A refusal names those that can.
     """
@@ -358,7 +331,18 @@ def format_for(dense: DenseModel, split: Granularity, name: str, dtype: torch.dt
             f"first_dense_layers is {leading}, but the model has {layers} layers, of which at "
             f"least one must be split. Choose 0 to {layers - 1}."
         )
-    forms = formats_like(name)
+    forms: dict[str, Format] = dict(FORMATS)
+    if name in GGUF_NAMES:
+        require_package("gguf", "gguf", f"export format {name}")
+        from dotmoe.export.gguf_format import GGUF_FORMATS
+
+        forms = {form.name: form for form in GGUF_FORMATS}
+    elif name not in ("auto", *FORMATS):
+        names = ["auto", *FORMATS, *GGUF_NAMES]
+        raise UserError(
+            f"export format is {name!r}, which dotmoe cannot write. "
+            f"Formats: {', '.join(names)}.{nearest(name, names)}"
+        )
     refusals = {each: form.refusal(dense, split, dtype) for each, form in forms.items()}
     able = [each for each, refusal in refusals.items() if refusal is None and forms[each].splits]
     chosen = name if name in forms else next(iter(able or forms))

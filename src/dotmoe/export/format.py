@@ -171,28 +171,41 @@ class Conversion:
         rows_ED = (part or self.layout).router_LED[layer].cpu().double() * scale
         return TensorSpec.of(name, rows_ED, self.dtype)
 
-    def neurons(
-        self, layer: int, part: str, neurons: Tensor, name: str, times: float = 1.0, size: int = 0
+    def slices(
+        self,
+        source: str,
+        axis: int,
+        index: Tensor,
+        name: str = "",
+        times: float = 1.0,
+        size: int = 0,
     ) -> TensorSpec:
-        """The rows (of down: columns) of one projection that belong to some neurons.
+        """Rows (axis 0) or columns (axis 1) of a dense tensor.
 
-        Those of [S] neurons are one matrix, those of experts, [E, S], one tensor [E, S, D], of down
-        [E, D, S]. They are multiplied by `times`, which rounds once more unless it is a power of
-        two, and filled up with zeros to `size` neurons.
+        An index [S] gives one matrix, one of experts, [E, S], a tensor of theirs, [E, ...]. Weights
+        are multiplied by `times`, which rounds once more unless it is a power of two, and filled up
+        with zeros to `size` rows or columns.
         """
-        axis, missing = int(part == "down"), max(0, size - neurons.numel())
+        missing = max(0, size - index.numel())
 
         def change(whole: Tensor) -> Tensor:
-            found = whole.index_select(axis, neurons.flatten().cpu())
+            found = whole.index_select(axis, index.flatten().cpu())
             if times != 1.0:
                 found = found.double() * times
             if missing:
                 found = pad(found, (0, missing) if axis else (0, 0, 0, missing))
-            if neurons.dim() == 1:
-                return found
-            return found.unflatten(axis, neurons.shape).movedim(axis, 0)
+            return (
+                found if index.dim() == 1 else found.unflatten(axis, index.shape).movedim(axis, 0)
+            )
 
-        return self.spec(self.dense.family.ffn_tensor(layer, part), name, change)
+        return self.spec(source, name, change)
+
+    def neurons(
+        self, layer: int, part: str, neurons: Tensor, name: str, times: float = 1.0, size: int = 0
+    ) -> TensorSpec:
+        """The `slices` of one projection that belong to some neurons."""
+        source = self.dense.family.ffn_tensor(layer, part)
+        return self.slices(source, int(part == "down"), neurons, name, times, size)
 
     def projections(
         self, layer: int, neurons: Tensor, name: str, down: float = 1.0, size: int = 0

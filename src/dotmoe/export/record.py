@@ -112,21 +112,23 @@ class ExportRecord:
         layers = self.num_layers - self.first_dense_layers
         more = (active_experts - self.active_experts) * expert * layers
         neurons = self.dropped_size + self.shared_size + self.num_experts * self.expert_size
+        parameters = {
+            name: count + more * name.startswith("active")
+            for name, count in self.parameters.items()
+        }
         notes = [note for note in self.notes if not note.startswith(_EDITED)]
-        if active_experts != self.verified_active_experts:
+        if active_experts != (measured_at := self.verified_active_experts):
             fitted = ", and the weights were fitted at it" if self.is_finetuned else ""
             notes.append(
-                f"{_EDITED}, from {self.verified_active_experts} to {active_experts}; routers and "
-                f"verification were measured at {self.verified_active_experts}{fitted}."
+                f"{_EDITED}, from {measured_at} to {active_experts}; routers and verification were "
+                f"measured at {measured_at}{fitted}."
             )
+        active_fraction = (self.shared_size + active_experts * self.expert_size) / neurons
         return replace(
             self,
             active_experts=active_experts,
-            active_fraction=(self.shared_size + active_experts * self.expert_size) / neurons,
-            parameters={
-                name: count + more * name.startswith("active")
-                for name, count in self.parameters.items()
-            },
+            active_fraction=active_fraction,
+            parameters=parameters,
             notes=notes,
         )
 
@@ -198,9 +200,9 @@ def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
         return
     record = ExportRecord.load(folder)
     sums = record.checksums
-    small = {name: each for name, each in sums.items() if name not in record.files}
-    damage = damage_in(folder, sums, contents=read_weights)
-    damage = damage or damage_in(folder, {} if read_weights else small)
+    unread = () if read_weights else record.files
+    read = {name: each for name, each in sums.items() if name not in unread}
+    damage = damage_in(folder, sums, contents=False) or damage_in(folder, read)
     if damage is not None:
         raise UserError(f"{damage}. {_REMEDY}")
     if record.config_sha256 is None:

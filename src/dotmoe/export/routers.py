@@ -44,9 +44,9 @@ class Runtime(NamedTuple):
     """Experts are chosen by their logits, otherwise by their scores in float32."""
     logits_in_float32: bool = False
     rounds_weights: bool = False
-    """Weights are rounded to the dtype of the model."""
+    """To the dtype of the model."""
     rounds_sum: bool = False
-    """The logarithm of the sum of exponentials is, too."""
+    """The logarithm of the sum of exponentials, to the same."""
 
 
 def runtimes_of(gating: Gating) -> list[Runtime]:
@@ -111,8 +111,8 @@ def runtime_routing(
         For each `runtime`: `misrouted`, the share of tokens that the scale sends to other experts
         than the runtime's own logits without it; `gain_error`, the median of gate - 1, a common
         factor of the block's output; `gate_deviation`, the 95th percentile over tokens of the
-        largest |gate - 1| of a token, less |gain_error|. A gate is the weight of a chosen expert
-        times the constant that the export sets against it.
+        largest |gate - 1| of a token, less |gain_error|. A gate is a chosen expert's weight times
+        the constant.
     """
     x_TD, router_ED = x_TD.to(dtype), router_ED.to(dtype)
     constant = gating.constant(active_experts, len(router_ED))
@@ -160,12 +160,8 @@ def scale_routers(
 ) -> list[dict[str, Any]]:
     """The scale of every split layer's router, from what it sees in the masked model on real text.
 
-    Args:
-        dense: A dense model that can run, in float32.
-        layout: Experts and routers; router entries exact in `dtype`, that of the exported weights.
-        tokens_BT: Real text.
-        gating: How the format weights experts.
-        dtype: Of the exported weights.
+    `dense` can run, in float32; the router entries of `layout` are exact in `dtype`, that of the
+    exported weights.
 
     Returns:
         For each `layer`: `exponent`, p; `first_token_is_tied`, whether runtimes may route the first
@@ -182,14 +178,9 @@ def scale_routers(
             if layer in first and k < layout.num_experts:
                 top = router_logits(first[layer], router_ED)[0].topk(k + 1).values
                 is_tied = 0 < float(top[-2] - top[-1]) < 2.0 ** (p + LOG2_RESOLVED)
-        scales.append(
-            {
-                "layer": layer,
-                "exponent": p,
-                "first_token_is_tied": is_tied,
-                "runtimes": runtime_routing(x_TD, router_ED, p, k, gating, dtype),
-            }
-        )
+        runtimes = runtime_routing(x_TD, router_ED, p, k, gating, dtype)
+        scale = {"layer": layer, "exponent": p, "first_token_is_tied": is_tied}
+        scales.append(scale | {"runtimes": runtimes})
 
     bos = dense.tokenizer.bos_token_id
     if bos is not None:
@@ -206,19 +197,15 @@ def at_routers(
     target: str = "ffn",
 ) -> None:
     """Run the masked model once; `look` is given each split layer and its router's input [T, D]."""
-
-    def show(layer: int, x: Tensor) -> None:
-        look(layer, x.flatten(0, -2))
-
     layers = dense.family.layers(dense.model)
     with torch.no_grad(), masked_by(dense, layout):
         blocks = {layer: TARGETS[target].block(layers[layer]) for layer in layout.moe_layers}
-        with watched(blocks, show):
+        with watched(blocks, lambda layer, x: look(layer, x.flatten(0, -2))):
             dense.family.trunk(dense.model)(input_ids=tokens_BT.to(dense.device), use_cache=False)
 
 
 def largest_share(expected: float, num_tokens: int) -> float:
-    """Largest share of a sample of tokens that may be met by chance: four standard errors above."""
+    """What a share of so many tokens may come to by chance: four standard errors above."""
     return expected + 4 * float((expected / num_tokens) ** 0.5)
 
 

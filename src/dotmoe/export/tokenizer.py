@@ -56,18 +56,26 @@ def tokenizer_keys(
     that lets special tokens take the spaces after them: it is there if and only if they do.
     """
     name = re.sub("phi-?3", "Phi 3", Path(source).name, flags=re.IGNORECASE)
-    notes: list[str] = []
+    backend, notes = getattr(dense.tokenizer, "backend_tokenizer", None), list[str]()
+    parts = json.loads(backend.to_str()) if backend else {}
     try:
-        if choice == "none":
-            raise UnknownTokenizerError("no tokenizer was asked for")
-        backend = getattr(dense.tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise UnknownTokenizerError("it is not one of the tokenizers library")
-        parts = json.loads(backend.to_str())
-        keys = _keys(dense, backend, parts, notes)
+        if choice == "none" or not parts:
+            why = "it is not one of the tokenizers library"
+            raise UnknownTokenizerError("no tokenizer was asked for" if choice == "none" else why)
+        tokens, types = _vocabulary(parts, int(dense.config.vocab_size))
+        if parts["model"].get("byte_fallback"):  # a byte without a token is one like <0x0A>
+            keys = _sentencepiece(parts, tokens, types, notes)
+        else:
+            keys = _byte_level(backend, parts, notes)
+        keys |= _special(dense, len(tokens))
     except UnknownTokenizerError as reason:
         note = f"The file holds no tokenizer ({reason}): llama.cpp runs token ids only."
         return {"general.name": name, "tokenizer.ggml.model": "none"}, [note]
+    keys |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": list(map(int, types))}
+    template = getattr(dense.tokenizer, "chat_template", None)
+    template = template.get("default") if isinstance(template, dict) else template
+    if isinstance(template, str):
+        keys["tokenizer.chat_template"] = template
     added = parts["added_tokens"]
     greedy = [t["content"] for t in added if t["lstrip"] or t["rstrip"] or t["single_word"]]
     if "</s>" in greedy and {t["content"] for t in added if not t["rstrip"]} == _PHI3_KEEP:
@@ -84,20 +92,6 @@ def tokenizer_name(keys: Values) -> str:
     """`gpt2`, `llama` or `none` (token ids only); after a slash the rule that cuts text."""
     model, pre = (keys.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     return f"{model}/{pre}" if pre else str(model)
-
-
-def _keys(dense: DenseModel, backend: Any, parts: Values, notes: list[str]) -> Values:
-    tokens, types = _vocabulary(parts, int(dense.config.vocab_size))
-    if parts["model"].get("byte_fallback"):  # a byte without a token of its own is one like <0x0A>
-        keys = _sentencepiece(parts, tokens, types, notes)
-    else:
-        keys = _byte_level(backend, parts, notes)
-    keys |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": list(map(int, types))}
-    template = getattr(dense.tokenizer, "chat_template", None)
-    template = template.get("default") if isinstance(template, dict) else template
-    if isinstance(template, str):
-        keys["tokenizer.chat_template"] = template
-    return keys | _special(dense, len(tokens))
 
 
 def _vocabulary(parts: Values, rows: int) -> tuple[list[str], list[TokenType]]:
