@@ -1,7 +1,7 @@
 """The MoE architectures of Transformers, and which format a model is exported to."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -320,6 +320,22 @@ def explained() -> str:
     )
 
 
+def formats_like(name: str) -> Mapping[str, Format]:
+    """The formats of the container that a name asks for, in order of preference."""
+    if name == "auto" or name in FORMATS:
+        return FORMATS
+    if name in GGUF_NAMES:
+        require_package("gguf", "gguf", f"export format {name}")
+        from dotmoe.export.gguf_format import GGUF_FORMATS
+
+        return {form.name: form for form in GGUF_FORMATS}
+    names = ["auto", *FORMATS, *GGUF_NAMES]
+    raise UserError(
+        f"export format is {name!r}, which dotmoe cannot write. "
+        f"Formats: {', '.join(names)}.{nearest(name, names)}"
+    )
+
+
 def format_for(dense: DenseModel, split: Granularity, name: str, dtype: torch.dtype) -> Format:
     """The format of that name, or for `auto` and `gguf` the first that can hold the model.
 
@@ -331,18 +347,7 @@ def format_for(dense: DenseModel, split: Granularity, name: str, dtype: torch.dt
             f"first_dense_layers is {leading}, but the model has {layers} layers, of which at "
             f"least one must be split. Choose 0 to {layers - 1}."
         )
-    forms: dict[str, Format] = dict(FORMATS)
-    if name in GGUF_NAMES:
-        require_package("gguf", "gguf", f"export format {name}")
-        from dotmoe.export.gguf_format import GGUF_FORMATS
-
-        forms = {form.name: form for form in GGUF_FORMATS}
-    elif name not in ("auto", *FORMATS):
-        names = ["auto", *FORMATS, *GGUF_NAMES]
-        raise UserError(
-            f"export format is {name!r}, which dotmoe cannot write. "
-            f"Formats: {', '.join(names)}.{nearest(name, names)}"
-        )
+    forms = formats_like(name)
     refusals = {each: form.refusal(dense, split, dtype) for each, form in forms.items()}
     able = [each for each, refusal in refusals.items() if refusal is None and forms[each].splits]
     chosen = name if name in forms else next(iter(able or forms))
