@@ -13,7 +13,7 @@ from dotmoe.checkpoint.on_disk import on_disk
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.export.architectures import GGUF_NAMES, format_for
 from dotmoe.export.format import Conversion, ExportConfig, GgufConfig
-from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of, write_model_card
+from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of
 from dotmoe.export.routers import routing_notes, routing_problems, scale_routers
 from dotmoe.export.verify import sample_tokens
 from dotmoe.files import complete_folder
@@ -126,8 +126,7 @@ def export(
             problems=problems,
             notes=[*form.notes(conversion), *routing_notes(routers)],
         )
-        (folder / RECORD_FILE).write_text(record.to_json())
-        write_model_card(folder, record)
+        record.write(folder)
         if problems:
             folder.rename(unverified)
             more = f" ({len(problems)} such figures)" if len(problems) > 1 else ""

@@ -9,7 +9,6 @@ router, and multiplies the output of each by its entry of `ffn_down_exps.scale`,
 weights are the dense ones for every k, and it reads any static scaling of rotary embeddings.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -92,7 +91,6 @@ class GgufFormat(Format):
         return {
             "arch": self.arch(conversion.dense),
             "type": conversion.config.gguf_type,
-            "tensor_types": dict(Counter(spec.stored for spec in self.tensors(conversion))),
             "tokenizer": tokenizer_name(self._tokenizer(conversion)[0]),
             "context": self.context(conversion.dense),
         }

@@ -123,11 +123,10 @@ class ExportRecord:
                 f"{_EDITED}, from {measured_at} to {active_experts}; routers and verification were "
                 f"measured at {measured_at}{fitted}."
             )
-        active_fraction = (self.shared_size + active_experts * self.expert_size) / neurons
         return replace(
             self,
             active_experts=active_experts,
-            active_fraction=active_fraction,
+            active_fraction=(self.shared_size + active_experts * self.expert_size) / neurons,
             parameters=parameters,
             notes=notes,
         )
@@ -145,9 +144,10 @@ class ExportRecord:
             "all_experts_logits_error": found["dense_error"],
         }
 
-    def to_json(self) -> str:
-        """As indented JSON with its own checksum."""
-        return with_checksum(asdict(self))
+    def write(self, folder: Path) -> None:
+        """Write `dotmoe.json`, and the card beside it."""
+        (folder / RECORD_FILE).write_text(with_checksum(asdict(self)), encoding="utf-8")
+        write_model_card(folder, self)
 
 
 def record_of(conversion: Conversion, form: Format, folder: Path, **found: Any) -> ExportRecord:
@@ -191,8 +191,8 @@ def record_of(conversion: Conversion, form: Format, folder: Path, **found: Any) 
 def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
     """Refuse an exported folder of which a file, or k, is not as the export or an edit left it.
 
-    A folder without a record passes: it is not ours. Wrong sizes are found first. `read_weights`
-    False compares only the size of weight files, for who does not use them.
+    A folder without a record passes: it is not ours. Without `read_weights`, for who does not use
+    them, only the sizes of weight files are compared.
     """
     if not (folder / RECORD_FILE).is_file():
         if folder.name == "5_export":
@@ -261,8 +261,7 @@ def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
             _require_config(folder, record)
             config = read_json(folder / name) | {record.active_experts_key: active_experts}
             write_json(made / name, config)
-        write_model_card(made, changed)
-        (made / RECORD_FILE).write_text(changed.to_json())
+        changed.write(made)
     for each in (RECORD_FILE, CARD_FILE, name):
         (new / each).replace(folder / each)
     new.rmdir()

@@ -1,17 +1,18 @@
 """The tokenizer as llama.cpp keeps it: inside the file, and only if it cuts text the same way.
 
-llama.cpp knows two kinds. `gpt2` is byte-level BPE, with a named rule that cuts text before
-merging. `llama` is SentencePiece BPE: it joins the two neighbours whose union is the token of
-highest score, which is merging in order of rank if every way to write a token as a union of two
-others is a merge, and the merges of one token stand together; both are checked.
+`gpt2` is byte-level BPE, with a named rule that cuts text before merging. `llama` is SentencePiece
+BPE: it joins the two neighbours whose union is the token of highest score, which is merging in
+order of rank if every way to write a token as a union of two others is a merge, and the merges of
+one token stand together; both are checked.
 """
 
 import json
 import random
 import re
 import tomllib
+from collections import Counter
 from functools import cache
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -173,8 +174,7 @@ def _rule(cutter: Any, takes_words: bool) -> str:
     for name, rule in RULES.items():
         if rule.get("whole_words", False) == takes_words and _cut_by(tuple(rule["cuts"])) == found:
             return name
-    also = " and takes words that are tokens whole" * takes_words
-    raise UnknownTokenizerError(f"llama.cpp has no rule known here that cuts text so{also}")
+    raise UnknownTokenizerError("llama.cpp has no rule known here that cuts text so")
 
 
 @cache
@@ -234,14 +234,11 @@ def _puts_space_first(parts: Values) -> bool:
 def _scores(parts: Values, tokens: list[str], types: list[TokenType]) -> list[float]:
     """Minus the rank of a token's first merge; below all of them for tokens that none makes."""
     merges = [(left, right) for left, right in parts["model"]["merges"]]
-    rank_of: dict[str, int] = {}
-    last = None
-    for rank, (left, right) in enumerate(merges):
-        token = left + right
-        if token in rank_of and token != last:
+    made = [left + right for left, right in merges]
+    for token, runs in Counter(token for token, _ in groupby(made)).items():
+        if runs > 1:
             raise UnknownTokenizerError(f"the merges of {token!r} do not stand together")
-        rank_of.setdefault(token, rank)
-        last = token
+    rank_of = {token: rank for rank, token in reversed(list(enumerate(made)))}
     vocabulary, known = parts["model"]["vocab"], set(merges)
     for token, number in vocabulary.items():
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
