@@ -170,6 +170,7 @@ def test_the_work_of_a_token_is_counted_with_the_heads_that_run(dense_of, tokens
     assert record.parameters["active"] - half.parameters["active"] == idle // 2
     changed = set_active_experts(tmp_path / "o", 4)
     assert changed.parameters["active"] == record.parameters["dense"]
+    assert "a learned router runs 4 per token" in (tmp_path / "o/README.md").read_text()
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "o", dtype=torch.float32)
     with torch.no_grad():
         expected = dense.model(tokens_BT).logits

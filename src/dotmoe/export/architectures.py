@@ -15,7 +15,7 @@ from dotmoe.export.format import Conversion, Format, Gating, TensorSpec, layer_n
 from dotmoe.export.transformers_format import GATES, TransformersFormat
 from dotmoe.granularity import Granularity, count_parameters, parts_of, targets_of
 from dotmoe.models import modeling_dotmoe
-from dotmoe.models.family import TARGETS, DenseModel, head_dim
+from dotmoe.models.family import DenseModel, head_dim
 
 SHARED_GATE = 2.0**-20
 """Entry of the gate of Qwen2-MoE's shared expert: its sigmoid is 1/2. A gate of zero would do in
@@ -91,7 +91,7 @@ class _Qwen3Moe(TransformersFormat):
 
     name = "qwen3_moe"
     servers = _EVERYWHERE
-    holds = ("qkvo biases", "odd head_dim", "dense layers")
+    holds: tuple[str, ...] = ("qkvo biases", "odd head_dim", "dense layers")
     demands = ("query norms: head",)
     constants: ClassVar = {
         "norm_topk_prob": True,
@@ -235,10 +235,8 @@ class _DotMoe(TransformersFormat):
             "tie_word_embeddings": False,
             "dtype": conversion.dtype_name,
             "heads_of_experts": [
-                heads.neurons_of_expert(layer).flatten().tolist()
-                if layer in heads.moe_layers
-                else None
-                for layer in range(heads.num_layers)
+                *[None] * heads.first_dense_layers,
+                *(heads.neurons_of_expert(n).flatten().tolist() for n in heads.moe_layers),
             ],
             "head_experts": heads.num_experts,
             "ffn_experts": ffn.num_experts if ffn else 0,
@@ -270,20 +268,19 @@ class _DotMoe(TransformersFormat):
             return
         ffn, heads = layout.of_target("ffn"), layout.of_target("attention")
         assert heads is not None  # `refusal` says otherwise
-        columns_NC = torch.arange(TARGETS["attention"].inputs(dense.config)).view(
-            heads.num_neurons, -1
-        )
+        width, place = head_dim(dense.config), f"model.layers.{layer}."
+        columns_NC = torch.arange(heads.num_neurons * width).view(-1, width)
         columns_EC = columns_NC[heads.neurons_of_expert(layer).cpu()].flatten(1)
-        # W_Q is computed in full where all queries are normed at once.
-        split = {"o_proj.weight": 1}
+        axis_of = {"o_proj.weight": 1}
+        # Where all queries are normed at once, W_Q is computed in full.
         if dense.family.traits(dense.config).qk_norm != "full":
-            split |= {"q_proj.weight": 0, "q_proj.bias": 0}
+            axis_of |= {"q_proj.weight": 0, "q_proj.bias": 0}
         for name in layer_names(dense, layer, ffn=ffn is None):
-            axis = split.get(".".join(name.split(".")[-2:]))
-            yield (
-                conversion.spec(name) if axis is None else conversion.slices(name, axis, columns_EC)
-            )
-        place = f"model.layers.{layer}."
+            axis = axis_of.get(name.removeprefix(f"{place}self_attn."))
+            if axis is None:
+                yield conversion.spec(name)
+            else:
+                yield conversion.slices(name, axis, columns_EC, name)
         yield conversion.router(layer, f"{place}self_attn.q_proj.router.weight", heads)
         if ffn:
             yield conversion.router(layer, f"{place}mlp.router.weight", ffn)

@@ -172,13 +172,7 @@ class Conversion:
         return TensorSpec.of(name, rows_ED, self.dtype)
 
     def slices(
-        self,
-        source: str,
-        axis: int,
-        index: Tensor,
-        name: str = "",
-        times: float = 1.0,
-        size: int = 0,
+        self, source: str, axis: int, index: Tensor, name: str, times: float = 1.0, size: int = 0
     ) -> TensorSpec:
         """Rows (axis 0) or columns (axis 1) of a dense tensor.
 
@@ -194,9 +188,9 @@ class Conversion:
                 found = found.double() * times
             if missing:
                 found = pad(found, (0, missing) if axis else (0, 0, 0, missing))
-            return (
-                found if index.dim() == 1 else found.unflatten(axis, index.shape).movedim(axis, 0)
-            )
+            if index.dim() == 1:
+                return found
+            return torch.unflatten(found, axis, tuple(index.shape)).movedim(axis, 0)
 
         return self.spec(source, name, change)
 
@@ -277,6 +271,7 @@ class Format(ABC):
     active_experts_editable: bool = False
     """Whether k may be changed after export."""
     gating: Gating = Gating()
+    writes_tied_head: bool = True
     splits: bool = True
     """Whether FFNs become experts; if not, it is the dense model in another container."""
 
@@ -336,9 +331,30 @@ class Format(ABC):
     def header(self, conversion: Conversion) -> dict[str, Any]:
         """Content of config.json, or the metadata keys of a GGUF."""
 
-    @abstractmethod
     def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
         """The tensors in the order in which they are best read and written."""
+        conversion.require_no_others(self.name)
+        is_left_out = conversion.dense.config.tie_word_embeddings and not self.writes_tied_head
+        for name in [EMBEDDING, NORM] + [HEAD] * (not is_left_out):
+            yield self.carried(conversion, name)
+        for layer in range(conversion.layout.num_layers):
+            yield from self.layer_tensors(conversion, layer)
+
+    def layer_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
+        """The tensors of one decoder layer."""
+        is_split = self.splits and layer in conversion.layout.moe_layers
+        for name in layer_names(conversion.dense, layer, ffn=not is_split):
+            yield self.carried(conversion, name)
+        if is_split:
+            yield from self.moe_tensors(conversion, layer)
+
+    def carried(self, conversion: Conversion, name: str) -> TensorSpec:
+        """A dense tensor that is written."""
+        return conversion.spec(name)
+
+    @abstractmethod
+    def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
+        """Router and experts of a split layer."""
 
     @abstractmethod
     def write(self, conversion: Conversion, folder: Path) -> list[str]:

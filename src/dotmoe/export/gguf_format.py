@@ -21,8 +21,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dotmoe.checkpoint import EMBEDDING, HEAD, NORM
-from dotmoe.export.format import BLOCKS, Conversion, Format, Gating, TensorSpec, layer_names
+from dotmoe.export.architectures import FORMATS
+from dotmoe.export.format import BLOCKS, Conversion, Format, Gating, TensorSpec
 from dotmoe.export.gguf_file import check_gguf, write_gguf
 from dotmoe.export.tokenizer import tokenizer_keys, tokenizer_name
 from dotmoe.granularity import Granularity
@@ -45,12 +45,13 @@ class GgufFormat(Format):
     name = "gguf_dense"
     servers = ("llama.cpp",)
     active_experts_key = "expert_used_count"
+    writes_tied_head = False  # llama.cpp takes the embedding then
     splits = False
-    holds = ("qkv biases", "query norms: head", "odd head_dim", "a shared expert", "dense layers")
+    holds = FORMATS["glm4_moe"].holds
     rope_types = ("default", "linear", "llama3", "yarn")
     """Those whose frequencies do not depend on the text."""
     gating = Gating(score="none")
-    moe_tensors = 0
+    num_moe_tensors = 0
     """Tensors of a split FFN, with its router."""
     check = check_gguf
 
@@ -70,7 +71,7 @@ class GgufFormat(Format):
         if reason is not None or not self.splits:
             return reason
         traits, layers = dense.family.traits(dense.config), dense.widths.layers
-        most = most_active_experts_of(traits, split, layers, self.moe_tensors)
+        most = most_active_experts_of(traits, split, layers, self.num_moe_tensors)
         if not 2 <= split.num_experts <= MOST_EXPERTS:
             return (
                 f"The layout has {split.num_experts} experts a layer, but llama.cpp takes 2 to "
@@ -142,22 +143,12 @@ class GgufFormat(Format):
         return {"feed_forward_length": conversion.granularity.units}
 
     def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
-        """A tied head is left out: llama.cpp then takes the embedding."""
-        conversion.require_no_others(self.name)
-        dense = conversion.dense
-        for name in [EMBEDDING, NORM] + [HEAD] * (not dense.config.tie_word_embeddings):
-            yield self._carried(conversion, name)
-        factors = frequency_factors(dense.config)[0] if self.arch(dense) == "llama" else None
-        if factors is not None:
+        yield from super().tensors(conversion)
+        factors, _ = frequency_factors(conversion.dense.config)
+        if factors is not None and self.arch(conversion.dense) == "llama":
             yield TensorSpec.of("rope_freqs.weight", factors, torch.float32)
-        for layer in range(dense.widths.layers):
-            is_split = self.splits and layer in conversion.layout.moe_layers
-            for name in layer_names(dense, layer, ffn=not is_split):
-                yield self._carried(conversion, name)
-            if is_split:
-                yield from self._moe_tensors(conversion, layer)
 
-    def _carried(self, conversion: Conversion, name: str) -> TensorSpec:
+    def carried(self, conversion: Conversion, name: str) -> TensorSpec:
         """A dense tensor; where neighbours are rotated, its heads in that order."""
         dense, config = conversion.dense, conversion.dense.config
         arch = self.arch(dense)
@@ -184,8 +175,7 @@ class GgufFormat(Format):
             stored = "F16"
         return replace(spec, stored=stored if len(spec.shape) > 1 else "F32")
 
-    def _moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        """Router and experts of a split layer; experts are the dense neurons, stacked."""
+    def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
         router = conversion.router(layer, f"blk.{layer}.ffn_gate_inp.weight")
         yield replace(router, stored="F32")
         neurons_ES = conversion.layout.neurons_of_expert(layer)
@@ -207,7 +197,7 @@ class GgufGlm4Moe(GgufFormat):
     splits = True
     active_experts_editable = True
     gating = Gating(score="softmax_of_chosen", only_in="llama.cpp", exponent=40)
-    moe_tensors = 8
+    num_moe_tensors = 8
 
     def arch(self, dense: DenseModel) -> str:
         return "glm4moe"
@@ -226,8 +216,8 @@ class GgufGlm4Moe(GgufFormat):
             "expert_weights_scale": float(split.active_experts),
         }
 
-    def _moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        yield from super()._moe_tensors(conversion, layer)
+    def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
+        yield from super().moe_tensors(conversion, layer)
         layout, bias = conversion.layout, f"blk.{layer}.exp_probs_b.bias"
         yield TensorSpec.of(bias, torch.zeros(layout.num_experts), torch.float32)
         size = conversion.shared_experts * layout.expert_size
@@ -243,7 +233,7 @@ class GgufLlama(GgufFormat):
     splits = True
     gating = Gating(only_in="llama.cpp")
     active_experts_editable = True
-    moe_tensors = 5
+    num_moe_tensors = 5
     holds = ("o biases", "qkv biases", "qkvo biases", "odd head_dim")
 
     def notes(self, conversion: Conversion) -> list[str]:
@@ -261,8 +251,8 @@ class GgufLlama(GgufFormat):
             "expert_used_count": split.active_experts,
         }
 
-    def _moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        yield from super()._moe_tensors(conversion, layer)
+    def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
+        yield from super().moe_tensors(conversion, layer)
         layout, name = conversion.layout, f"blk.{layer}.ffn_down_exps.scale"
         scale_E = torch.full((layout.num_experts,), float(layout.active_experts))
         yield TensorSpec.of(name, scale_E, torch.float32)

@@ -12,8 +12,8 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-from dotmoe.checkpoint import DTYPES, EMBEDDING, HEAD, NORM
-from dotmoe.export.format import PROJECTIONS, Conversion, Format, TensorSpec, layer_names
+from dotmoe.checkpoint import DTYPES
+from dotmoe.export.format import PROJECTIONS, Conversion, Format, TensorSpec
 from dotmoe.export.verify import verify
 from dotmoe.files import require_free, write_json
 from dotmoe.granularity import GROUPED_MATMUL_BYTES, Granularity
@@ -142,24 +142,11 @@ class TransformersFormat(Format):
             config["attention_bias"] = traits.qkv_bias
         return config
 
-    def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
-        conversion.require_no_others(self.name)
-        yield conversion.spec(EMBEDDING)
-        for layer in range(conversion.layout.num_layers):
-            yield from self.layer_tensors(conversion, layer)
-        yield conversion.spec(NORM)
-        yield conversion.spec(HEAD)
-
-    def layer_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        """The tensors of one decoder layer."""
-        dense, is_split = conversion.dense, layer in conversion.layout.moe_layers
-        for name in layer_names(dense, layer, ffn=not is_split):
-            yield conversion.spec(name)
-        if is_split:
-            prefix = f"model.layers.{layer}.{self.stored_block}"
-            weight = f"{prefix}.{self.router_name}.{self.router_weight}"
-            yield conversion.router(layer, weight)
-            yield from self.experts(conversion, layer, prefix)
+    def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
+        prefix = f"model.layers.{layer}.{self.stored_block}"
+        weight = f"{prefix}.{self.router_name}.{self.router_weight}"
+        yield conversion.router(layer, weight)
+        yield from self.experts(conversion, layer, prefix)
 
     def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
         """What a split layer's block holds besides the router."""
