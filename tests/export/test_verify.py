@@ -13,8 +13,9 @@ from dotmoe.errors import VerificationError
 from dotmoe.export import ExportConfig, ExportRecord, GgufConfig, export, routers
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.format import Conversion
-from dotmoe.export.verify import problems, sample_tokens
+from dotmoe.export.verify import binary_gate_ffn, problems, sample_tokens
 from dotmoe.load import describe_dense
+from dotmoe.moe.masked import neuron_mask
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,22 @@ def test_a_nan_is_beyond_every_limit_and_those_of_logits_grow_with_the_depth(sou
     found = found | {"logits_error": 0.009, "dense_error": 0.004}
     assert len(problems(found, 2e-3, 0.0)) == 2
     assert problems(found | {"layers": found["layers"] * 8}, 2e-3, 0.0) == []
+
+
+def test_the_block_reference_is_the_sum_of_expert_outputs(dense_of, layout_of):
+    dense = dense_of("llama")
+    layout = layout_of(dense)
+    ffn = dense.family.ffn(dense.family.layers(dense.model)[0])
+    x, expected = torch.randn(20, 64), torch.zeros(20, 64)
+    chosen = torch.stack([torch.randperm(12)[:3] for _ in range(20)])
+    for token in range(20):
+        for number in chosen[token].tolist():
+            rows = layout.neurons_of_expert(0)[number]
+            gate, up = ffn.gate.weight[rows] @ x[token], ffn.up.weight[rows] @ x[token]
+            expected[token] += ffn.down.weight[:, rows] @ (gate * torch.sigmoid(gate) * up)
+    mask = neuron_mask(chosen, layout, 0)
+    actual = binary_gate_ffn(x, mask, iter(projection.weight for projection in ffn))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
