@@ -67,9 +67,9 @@ def export(
 
     Args:
         dense: The dense model, loaded or only described; it says where to compute.
-        layout: Experts, routers and k. Routers are rounded to the written dtype.
+        layout: Experts, routers and k, of this model. Routers are rounded to the written dtype.
         out: Folder to create; must not exist, or be empty.
-        config: See `ExportConfig`; for a GGUF format it may be a `GgufConfig`.
+        config: For a GGUF format it may be a `GgufConfig`.
         token_ids: Real text, to scale the routers and to verify with.
         origin: The dense model that the work began with, where `dense` is what training made of it.
         on_progress: Told tensors written, then layers verified.

@@ -59,7 +59,7 @@ class _Glm4Moe(TransformersFormat):
         return config | {
             "use_qk_norm": dense.family.traits(dense.config).qk_norm == "head",
             "n_shared_experts": conversion.shared_experts,
-            "first_k_dense_replace": conversion.granularity.first_dense_layers,
+            "first_k_dense_replace": conversion.layout.granularity.first_dense_layers,
         }
 
     def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
@@ -100,7 +100,7 @@ class _Qwen3Moe(TransformersFormat):
     }
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
-        dense_layers = list(range(conversion.granularity.first_dense_layers))
+        dense_layers = list(range(conversion.layout.granularity.first_dense_layers))
         return super().header(conversion) | {"mlp_only_layers": dense_layers}
 
 
@@ -246,7 +246,7 @@ class _DotMoe(TransformersFormat):
         }
 
     def details(self, conversion: Conversion) -> dict[str, Any]:
-        dense, split = conversion.dense, conversion.granularity
+        dense, split = conversion.dense, conversion.layout.granularity
         fewer = replace(split, active_experts=split.active_experts - 1)
         at_k, below = (count_parameters(dense.config, dense.family, of) for of in (split, fewer))
         layers = dense.widths.layers - split.first_dense_layers

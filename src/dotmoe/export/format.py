@@ -103,10 +103,7 @@ class Gating:
     """p of every layer's router; None: chosen by layer from the router's logits."""
 
     def constant(self, active_experts: int, num_experts: int) -> float:
-        """2, k or E: times the weight of a chosen expert it is 1 but for the logits times 2^-p.
-
-        It is folded into the down projections, or is a value that the file states.
-        """
+        """2, k or E: times the weight of a chosen expert it is 1 but for the logits times 2^-p."""
         if self.score == "sigmoid":
             return 2.0
         return float(active_experts if self.renormalised else num_experts)
@@ -130,11 +127,6 @@ class Conversion:
     """The dense model that the work began with."""
     on_progress: Update = no_update
     """Told tensors written, then layers verified."""
-
-    @property
-    def granularity(self) -> Granularity:
-        """Of the layout."""
-        return self.layout.granularity
 
     @property
     def keeps_dtypes(self) -> bool:
@@ -364,8 +356,7 @@ class Format(ABC):
     def check(
         self, conversion: Conversion, folder: Path, tokens_BT: Int[Tensor, "B T"]
     ) -> tuple[dict[str, Any], list[str]]:
-        """Compare the written folder with the masked dense model; see `verify` and `check_gguf`.
+        """What was measured beside the masked dense model, and a sentence for each limit exceeded.
 
-        Returns:
-            What was measured, for `ExportRecord.verification`; a sentence for each limit exceeded.
+        See `verify` and `check_gguf`.
         """

@@ -140,7 +140,7 @@ class GgufFormat(Format):
         }
 
     def _ffn_keys(self, conversion: Conversion) -> dict[str, Any]:
-        return {"feed_forward_length": conversion.granularity.units}
+        return {"feed_forward_length": conversion.layout.granularity.units}
 
     def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
         yield from super().tensors(conversion)
@@ -203,7 +203,7 @@ class GgufGlm4Moe(GgufFormat):
         return "glm4moe"
 
     def _ffn_keys(self, conversion: Conversion) -> dict[str, Any]:
-        split = conversion.granularity
+        split = conversion.layout.granularity
         return {
             "feed_forward_length": split.units,
             "expert_feed_forward_length": split.expert_size,
@@ -244,7 +244,7 @@ class GgufLlama(GgufFormat):
         ]
 
     def _ffn_keys(self, conversion: Conversion) -> dict[str, Any]:
-        split = conversion.granularity
+        split = conversion.layout.granularity
         return {
             "feed_forward_length": split.expert_size,
             "expert_count": split.num_experts,

@@ -56,7 +56,7 @@ class ExportRecord:
     """Whether the written weights are others than the dense model's."""
     dotmoe_version: str
     dtype: str
-    """Dtype of the written weights; of a GGUF the number format of its matrices."""
+    """Of the written weights; of a GGUF the number format of its matrices."""
     num_layers: int
     first_dense_layers: int
     model_width: int
@@ -77,7 +77,7 @@ class ExportRecord:
     files: list[str]
     total_bytes: int
     routers: list[dict[str, Any]]
-    """Scale of each split layer's router; see `routers.scale_routers`."""
+    """As `routers.scale_routers` says."""
     details: dict[str, Any]
     """What is special to the container; empty for Transformers."""
     verification: dict[str, Any] | None
@@ -152,7 +152,7 @@ class ExportRecord:
 
 def record_of(conversion: Conversion, form: Format, folder: Path, **found: Any) -> ExportRecord:
     """The record of a written folder; `found` has all that follows from nothing else."""
-    dense, origin, split = conversion.dense, conversion.origin, conversion.granularity
+    dense, origin, split = conversion.dense, conversion.origin, conversion.layout.granularity
     if not form.splits:
         split = Granularity(num_experts=1, expert_size=dense.widths.ffn, active_experts=1)
     sizes: dict[str, Any] = {name: getattr(split, name) if form.splits else 0 for name in _SIZES}

@@ -112,7 +112,7 @@ class TransformersFormat(Format):
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
         """Rotary settings and dtype are written twice: readers of one miss the other."""
-        dense, split = conversion.dense, conversion.granularity
+        dense, split = conversion.dense, conversion.layout.granularity
         traits = dense.family.traits(dense.config)
         rope = {key: each for key, each in dense.config.rope_parameters.items() if key != "type"}
         theta = rope.pop("rope_theta")
