@@ -57,9 +57,7 @@ class ReexportConfig:
 def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportRecord:
     """Export the experts of a run again; the run itself is not changed.
 
-    The dense model's weights stay on disk: memory holds those of one decoder layer, or of the
-    embedding or head, at a time. Nothing is left behind where the run, its model or the export is
-    refused.
+    The dense model's weights stay on disk: memory holds one decoder layer, or embedding or head.
     """
     check(config)
     run = FinishedRun(Path(config.run))
@@ -69,14 +67,15 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
         layout = replace(layout, active_experts=config.active_experts)
     if config.drop_experts:
         layout = _without_idlest(run, layout, dense, config.drop_experts, on_progress)
+    origin = None
+    if run.has_own_weights:
+        try:
+            origin = describe_dense(run.model)
+        except UserError:  # its files need not be there any more
+            origin = replace(described, source=run.model, revision=None)
+    out, tokens_BT = Path(config.out), run.text.heldout.tokens_BT
     return export(
-        dense,
-        layout,
-        Path(config.out),
-        config.export,
-        run.text.heldout.tokens_BT,
-        origin=_origin(run, described) if run.has_own_weights else None,
-        on_progress=on_progress,
+        dense, layout, out, config.export, tokens_BT, origin=origin, on_progress=on_progress
     )
 
 
@@ -84,12 +83,12 @@ def _without_idlest(
     run: FinishedRun, layout: ExpertLayout, dense: DenseModel, num: int, on_progress: Update
 ) -> ExpertLayout:
     """The layout without so many experts a layer, those that give its own text the least energy."""
-    most = layout.num_experts - layout.active_experts
     if layout.target != "ffn" or layout.beside:
         raise UserError(
             f"drop_experts is {num}, but {run.folder.path} has experts made of heads, all of which "
             "are kept. Leave it out."
         )
+    most = layout.num_experts - layout.active_experts
     if num > most:
         raise UserError(
             f"drop_experts is {num}, but {layout.active_experts} of {layout.num_experts} experts a "
@@ -97,11 +96,3 @@ def _without_idlest(
         )
     tokens_BT = run.text.training.drawn(LOAD_TOKENS)
     return layout.without_idlest(expert_energies(dense, layout, tokens_BT, on_progress), num)
-
-
-def _origin(run: FinishedRun, changed: DenseModel) -> DenseModel:
-    """The dense model that such a run began with; its files need not be there any more."""
-    try:
-        return describe_dense(run.model)
-    except UserError:
-        return replace(changed, source=run.model, revision=None)

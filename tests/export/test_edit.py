@@ -1,33 +1,38 @@
-"""k of an export, changed in place. Oracle: the masked model with that k."""
+"""Record and card of an export; its k changed in place. Oracle: the masked model with that k."""
 
 import errno
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from dotmoe.errors import UserError
 from dotmoe.export import ExportConfig, ExportRecord, export
-from dotmoe.export.record import set_active_experts
+from dotmoe.export.record import set_active_experts, write_model_card
 from dotmoe.files import with_checksum
 from dotmoe.granularity import count_parameters
 from dotmoe.moe.masked import masked_by
+from dotmoe.tables import Table
+from runs import weights_of
 
 FILES = ("README.md", "dotmoe.json", "config.json")
 
 
 @pytest.fixture
 def exported(dense_of, layout_of, tokens_BT, tmp_path):
-    """A glm4_moe export with k = 3 of 12."""
-    dense = dense_of("llama")
-    export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), tokens_BT)
-    return dense, tmp_path / "out"
+    """Exports with k = 3 of 12; gives the record and the folder."""
+
+    def make(dense=None, layout=None, target="glm4_moe", **more):
+        dense = dense or dense_of("llama")
+        config, folder = ExportConfig(format=target), tmp_path / "5_export"
+        return export(dense, layout or layout_of(dense), folder, config, tokens_BT, **more), folder
+
+    return make
 
 
 def texts(folder):
@@ -35,19 +40,71 @@ def texts(folder):
     return {name: (folder / name).read_text() for name in FILES}
 
 
+def test_the_card_says_what_it_is_and_how_to_use_it(exported, dense_of):
+    dense = dense_of("llama")
+    record, folder = exported(dense)
+    text = (folder / "README.md").read_text()
+    card = ModelCard(text)
+    assert card.data.library_name == "transformers"
+    assert {"dotmoe", "moe", "glm4_moe"} <= set(card.data.tags)
+    assert card.data.base_model is None  # a local folder is no hub name
+    for words in (
+        dense.source,
+        'from_pretrained("path/to/this/folder")',  # 5_export is no name to load it by
+        "vllm serve path/to/this/folder --dtype float32",
+        "Any number of experts from 1 to 12 may run",
+        "dotmoe edit path/to/this/folder --active-experts K",
+        "3 of 12 experts",
+        "25.0% of the FFN neurons",
+        f"{record.total_bytes:,} bytes",
+    ):
+        assert words in text
+    assert "5_export" not in text
+    assert ".partial" not in text
+    for rows in zip(*(scale["runtimes"] for scale in record.routers), strict=True):
+        worst = max(row["gate_deviation"] for row in rows)
+        (line,) = [li for li in text.splitlines() if li.startswith(f"| {rows[0]['runtime']} |")]
+        assert f"| {worst:.4g} |" in line
+    total = sum(parameter.numel() for parameter in dense.model.parameters())
+    routers, active = 2 * 12 * 64, total - 3 * 64 * 96 * 2 * 9 // 12
+    assert record.parameters == {
+        "dense": total,
+        "stored": total + routers,
+        "active": active,
+        "active_with_routers": active + routers,
+        "active_without_embeddings": active - 2 * 264 * 64,
+        "written": sum(tensor.numel() for tensor in weights_of(folder).values()),
+    }
+    assert all(f"{count:,}" in text for count in record.parameters.values())
+    table = Table(columns=("model", "perplexity"), rows=[["a | b", "12.346"]], note="Text: b.txt.")
+    write_model_card(folder, record, table)
+    expected = "| model | perplexity |\n| --- | ---: |\n| a \\| b | 12.346 |\n\nText: b.txt."
+    assert f"## Results\n\n{expected}\n" in (folder / "README.md").read_text()
+
+
+def test_a_finetuned_export_names_the_model_that_the_work_began_with(exported, dense_of):
+    dense = dense_of("llama")
+    origin = replace(dense, source="some-one/Model-1B", revision="0123abc")
+    record, folder = exported(dense, origin=origin)
+    card = ModelCard((folder / "README.md").read_text())
+    assert (record.source, record.revision) == ("some-one/Model-1B", "0123abc")
+    assert card.data.base_model == "some-one/Model-1B"
+    assert "# Model-1B, 3 of 12 experts" in card.text
+    assert "revision 0123abc" in card.text
+    assert str(dense.folder) not in card.text
+
+
 @pytest.mark.parametrize(("family", "target"), [("llama", "glm4_moe"), ("qwen2", "qwen2_moe")])
 def test_the_edited_export_computes_the_masked_model_with_that_k(
-    family, target, dense_of, layout_of, tokens_BT, tmp_path
+    family, target, exported, dense_of, layout_of, tokens_BT
 ):
     dense = dense_of(family)
     layout = layout_of(dense)
-    record = export(dense, layout, tmp_path / "out", ExportConfig(format=target), tokens_BT)
+    record, folder = exported(dense, layout, target)
     keyword = {record.active_experts_key: 7}  # as the model card says
-    unedited = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", dtype=torch.float32, **keyword
-    )
-    set_active_experts(tmp_path / "out", 7)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    unedited = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **keyword)
+    set_active_experts(folder, 7)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits = model(input_ids=tokens_BT).logits
         assert torch.equal(unedited(input_ids=tokens_BT).logits, logits)
@@ -59,11 +116,11 @@ def test_the_edited_export_computes_the_masked_model_with_that_k(
 
 
 def test_config_record_and_card_agree_and_counts_are_those_of_the_design(
-    dense_of, layout_of, tokens_BT, tmp_path
+    exported, dense_of, layout_of
 ):
     dense = dense_of("llama", num_hidden_layers=3, intermediate_size=120)
-    layout, folder = layout_of(dense, shared_size=24, dense_layers=1), tmp_path / "out"
-    record = export(dense, layout, folder, ExportConfig(), tokens_BT)
+    layout = layout_of(dense, shared_size=24, dense_layers=1)
+    record, folder = exported(dense, layout)
     before = texts(folder)
     changed = set_active_experts(folder, 8)
     after = texts(folder)
@@ -75,9 +132,8 @@ def test_config_record_and_card_agree_and_counts_are_those_of_the_design(
     assert fitted.notes[-1].endswith("measured at 3, and the weights were fitted at it.")
     split = replace(layout, active_experts=8).granularity
     counts = count_parameters(dense.config, dense.family, split)
-    assert changed.parameters["stored"] == counts.stored
-    assert changed.parameters["active"] == counts.active
-    assert changed.parameters["active_with_routers"] == counts.active_with_routers
+    for name in ("stored", "active", "active_with_routers"):
+        assert changed.parameters[name] == getattr(counts, name)
     assert (changed.active_experts, changed.active_fraction) == (8, pytest.approx(88 / 120))
     assert changed.verification == record.verification
     for words in ("8 of 12 experts", f"| active | {counts.active:,} |", "from 3 to 8", "at k = 3;"):
@@ -87,29 +143,25 @@ def test_config_record_and_card_agree_and_counts_are_those_of_the_design(
 
 
 def test_a_k_out_of_range_is_refused_and_a_config_without_one_is_mended(exported):
-    before = texts(exported[1])
+    _, folder = exported()
+    before = texts(folder)
     for k in (0, 13):
         with pytest.raises(UserError, match=rf"active_experts is {k}, .* Choose 1 to 12"):
-            set_active_experts(exported[1], k)
-    assert texts(exported[1]) == before
+            set_active_experts(folder, k)
+    assert texts(folder) == before
     config = json.loads(before["config.json"])
     del config["num_experts_per_tok"]
-    (exported[1] / "config.json").write_text(json.dumps(config))
-    set_active_experts(exported[1], 6)
-    assert json.loads(texts(exported[1])["config.json"]) == config | {"num_experts_per_tok": 6}
+    (folder / "config.json").write_text(json.dumps(config))
+    set_active_experts(folder, 6)
+    assert json.loads(texts(folder)["config.json"]) == config | {"num_experts_per_tok": 6}
 
 
-def test_a_format_with_k_in_its_weights_is_refused_with_the_command_that_helps(
-    dense_of, layout_of, tokens_BT, tmp_path
-):
-    dense = dense_of("llama")
-    config = ExportConfig(format="mixtral")
-    export(dense, layout_of(dense), tmp_path / "out", config, tokens_BT)
-    before = texts(tmp_path / "out")
-    command = "dotmoe export RUN OUT --format mixtral --active-experts 6"
-    with pytest.raises(UserError, match=command):
-        set_active_experts(tmp_path / "out", 6)
-    assert texts(tmp_path / "out") == before
+def test_a_format_with_k_in_its_weights_is_refused_with_the_command_that_helps(exported):
+    _, folder = exported(target="mixtral")
+    before = texts(folder)
+    with pytest.raises(UserError, match="export RUN OUT --format mixtral --active-experts 6"):
+        set_active_experts(folder, 6)
+    assert texts(folder) == before
 
 
 def test_a_folder_that_dotmoe_did_not_export_is_refused(tmp_path):
@@ -120,47 +172,38 @@ def test_a_folder_that_dotmoe_did_not_export_is_refused(tmp_path):
         set_active_experts(tmp_path, 6)
 
 
-@pytest.mark.parametrize("failing", FILES)
-def test_after_an_error_such_as_a_full_disk_all_files_are_the_old_ones(
-    failing, exported, monkeypatch
+def test_after_an_error_or_a_kill_the_model_is_whole_and_the_same_call_finishes(
+    exported, tmp_path, monkeypatch
 ):
-    before = texts(exported[1])
-    real = Path.replace
+    _, folder = exported()
+    before = texts(folder)
+    expected = shutil.copytree(folder, tmp_path / "aside")
+    set_active_experts(expected, 6)
 
-    def replace_or_fail(source, target):
-        if source.name == f"..{failing}.new.partial":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(source, target)
+    def failing(method, in_folder, name, error):
+        real = getattr(Path, method)
 
-    monkeypatch.setattr(Path, "replace", replace_or_fail)
-    with pytest.raises(OSError, match="No space left on device"):
-        set_active_experts(exported[1], 6)
-    assert texts(exported[1]) == before
+        def fail(path, *args, **options):
+            if path.parent.name == in_folder and name in path.name:
+                raise error
+            return real(path, *args, **options)
 
+        return fail
 
-KILLED = """
-import os, sys
-from pathlib import Path
-from dotmoe.export.record import set_active_experts
-real = Path.replace
-def replace_or_die(source, target):
-    if source.name == f".{sys.argv[2]}.new":
-        os._exit(9)
-    return real(source, target)
-Path.replace = replace_or_die
-set_active_experts(Path(sys.argv[1]), 6)
-"""
-
-
-def test_a_killed_edit_leaves_a_whole_model_and_the_same_call_finishes_it(exported, tmp_path):
-    folder = exported[1]
-    shutil.copytree(folder, tmp_path / "aside")
-    set_active_experts(tmp_path / "aside", 6)
-    for failing in FILES:
-        died = subprocess.run([sys.executable, "-c", KILLED, str(folder), failing])
-        assert died.returncode == 9
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for name in FILES:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_text", failing("write_text", "..new.partial", name, full))
+            with pytest.raises(OSError, match="No space left on device"):
+                set_active_experts(folder, 6)
+        assert texts(folder) == before
+    for name in FILES:  # nothing runs after such an interrupt, as after a kill
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", failing("replace", ".new", name, KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                set_active_experts(folder, 6)
         # Runtimes read config.json alone: it is the old one, whole, until the very last step.
-        assert json.loads((folder / "config.json").read_text())["num_experts_per_tok"] == 3
+        assert (folder / "config.json").read_text() == before["config.json"]
         ExportRecord.load(folder)
     set_active_experts(folder, 6)
-    assert texts(folder) == texts(tmp_path / "aside")
+    assert texts(folder) == texts(expected)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ pytest.importorskip("gguf")
 
 from dotmoe import llama_cpp
 from dotmoe.checkpoint.from_gguf import GgufFile
-from dotmoe.cli import run
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.export import ExportRecord, GgufConfig, export, gguf_file
 from dotmoe.export.format import TensorSpec
@@ -34,6 +34,7 @@ LLAMA3_ROPE = {
     }
 }
 YARN_ROPE = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}
+ROOMY = {"num_experts": 48, "active_experts": 32}  # llama.cpp 0.3.36 runs k = 30 and not 32
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
 
 
@@ -56,8 +57,7 @@ def write(tokens_BT, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [(family, "gguf_llama") for family in ("llama", "qwen2", "phi3")]
-    + [(family, "gguf_glm4moe") for family in ("mistral", "qwen3")],
+    [("llama", "gguf_llama"), ("phi3", "gguf_llama"), ("qwen3", "gguf_glm4moe")],
 )
 def test_experts_are_the_dense_rows_and_routers_the_scaled_ones(
     family, name, dense_of, layout_of, write
@@ -81,11 +81,11 @@ def test_experts_are_the_dense_rows_and_routers_the_scaled_ones(
             scaled * 2.0 ** record.routers[layer]["exponent"], layout.router_LED[layer]
         )
     assert record.verification["storing_error"] == 0
-    assert record.details["tensor_types"] == {"F32": len(file.tensors)}
+    assert {tensor.tensor_type.name for tensor in file.tensors.values()} == {"F32"}
 
 
-@pytest.mark.parametrize("num_heads", [1, 3])
-def test_rotating_pairs_of_permuted_rows_is_rotating_halves(num_heads):
+def test_rotating_pairs_of_permuted_rows_is_rotating_halves():
+    num_heads = 3
     weight, x = torch.randn(num_heads * 8, 6), torch.randn(5, 6)
     angles = torch.arange(5.0)[:, None] * 10000.0 ** -(torch.arange(4.0) / 4)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
@@ -134,17 +134,18 @@ def test_frequency_factors_give_the_frequencies_of_transformers(dense_of, layout
     [
         ("llama", LLAMA3_ROPE, {}, "gguf_glm4moe", "rope_type is 'llama3'.*gguf_llama"),
         ("llama", YARN_ROPE, {}, "gguf_glm4moe", "rope_type is 'yarn'.*gguf_llama"),
-        ("qwen3", {}, {}, "gguf_llama", "norms 'head'"),
+        ("qwen3", {}, {}, "gguf_llama", "norms: head, for which gguf_llama has no place"),
         ("qwen3", LLAMA3_ROPE, {}, "gguf", "rope_type is 'llama3'"),
-        ("llama", {}, {"shared_size": 12}, "gguf_llama", "shared expert 12.*gguf_glm4moe"),
-        ("llama", LLAMA3_ROPE, {"shared_size": 12}, "gguf_llama", r"shared expert 12.*only 0\.$"),
-        ("llama", {}, {"dense_layers": 1}, "gguf_llama", "dense layers 1.*gguf_glm4moe"),
+        ("llama", {}, {"shared_size": 12}, "gguf_llama", "a shared expert.*gguf_glm4moe"),
+        ("llama", LLAMA3_ROPE, {"shared_size": 12}, "gguf_llama", r"shared expert.*no place\.$"),
+        ("llama", {}, {"dense_layers": 1}, "gguf_llama", "dense layers.*gguf_glm4moe"),
         ("llama", {}, {"num_experts": 1, "active_experts": 1}, "gguf_llama", "1 experts"),
         ("llama", {}, {}, "gguf_lama", "Did you mean gguf_llama"),
         ("granite", {"embedding_multiplier": 12.0}, {}, "gguf", "multipliers"),
-        ("olmo2", {}, {}, "gguf_dense", "norms"),
-        ("llama", {"attention_bias": True}, {}, "gguf_glm4moe", "biases 'qkvo'"),
-        ("llama", DYNAMIC, {}, "gguf_llama", "'dynamic'"),
+        ("olmo2", {}, {}, "gguf_dense", "norms after"),
+        ("llama", {"attention_bias": True}, {}, "gguf_glm4moe", "qkvo biases"),
+        ("llama", DYNAMIC, {}, "gguf_llama", "rope_type dynamic"),
+        ("llama", {"num_hidden_layers": 12}, ROOMY, "gguf_glm4moe", "32 experts.*room for 28"),
     ],
 )
 def test_what_llama_cpp_would_compute_wrongly_is_refused(
@@ -166,11 +167,11 @@ def test_record_and_card_say_what_was_done(dense_of, layout_of, write, tmp_path)
     assert max(each["gate_deviation"] for r in record.routers for each in r["runtimes"]) < 1e-6
     card = (tmp_path / "out/README.md").read_text()
     said = ("3 of 12 experts", "llama-server -m model-f32.gguf", "was not installed")
-    for words in (*said, "sliding window of 40", "one of zeros", "library_name: gguf"):
+    for words in (*said, "sliding window of 40", "library_name: gguf"):
         assert words in card
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_dense_model_itself_can_be_written(family, dense_of, layout_of, write, tmp_path):
     dense = dense_of(family)
     record, file = write(dense, layout_of(dense), "gguf_dense")
@@ -249,14 +250,13 @@ def test_values_come_back_with_the_error_of_their_format(stored, bits, most, sca
 
 def test_what_is_stored_as_what(dense_of, layout_of, write):
     dense = dense_of("llama")  # experts of 8: rows of down are no blocks
-    record, file = write(dense, layout_of(dense), type="q4_0")
+    _, file = write(dense, layout_of(dense), type="q4_0")
     kinds = {name: tensor.tensor_type.name for name, tensor in file.tensors.items()}
     assert kinds["token_embd.weight"] == kinds["output.weight"] == "Q8_0"
     assert kinds["blk.0.attn_q.weight"] == "Q4_0"
     assert kinds["blk.0.ffn_gate_inp.weight"] == kinds["output_norm.weight"] == "F32"
     downs = {f"blk.{n}.ffn_down_{kind}.weight" for n in (0, 1) for kind in ("exps", "shexp")}
     assert {name for name, kind in kinds.items() if kind == "F16"} == downs
-    assert record.details["tensor_types"]["F16"] == 4
 
 
 def test_what_float16_cannot_hold_is_refused(tmp_path):
@@ -264,20 +264,20 @@ def test_what_float16_cannot_hold_is_refused(tmp_path):
         stored_rows(tmp_path / "x.gguf", torch.full((1, 32), 70000.0), "F16")
 
 
-def test_without_gguf_the_remedy_is_told():
-    program = """
+WITHOUT_GGUF = """
 import sys
 sys.modules["gguf"] = None  # makes every import of it fail, installed or not
-from dotmoe.errors import UserError
 from dotmoe.export.architectures import formats_like
 try:
     formats_like("gguf_llama")
-except UserError as error:
+except Exception as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "pip install -e '.[gguf]'" in done.stdout
+
+
+def test_without_gguf_the_remedy_is_told():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_GGUF], capture_output=True, text=True)
+    assert "pip install -e '.[gguf]'" in done.stdout, done.stderr
     assert done.stdout.count("\n") == 1
 
 
@@ -297,11 +297,8 @@ def test_options_that_the_format_does_not_know_are_refused(export_options, optio
         check(config)
 
 
-# --- k changed in a written file ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "kind"), [("gguf_llama", "f32"), ("gguf_glm4moe", "q8_0")])
-def test_the_file_becomes_that_of_a_fresh_export_byte_for_byte(
+def test_with_another_k_the_file_becomes_that_of_a_fresh_export_byte_for_byte(
     name, kind, dense_of, layout_of, write, tmp_path
 ):
     dense = dense_of("llama")
@@ -322,49 +319,24 @@ def test_the_file_becomes_that_of_a_fresh_export_byte_for_byte(
     assert not list((tmp_path / "three").glob(".*"))
 
 
-def test_a_kill_while_k_changes_leaves_a_file_that_runs_and_can_be_edited(
+def test_an_edit_that_is_killed_or_that_llama_cpp_has_no_room_for_leaves_the_file_as_it_was(
     dense_of, layout_of, write, tmp_path, monkeypatch
 ):
-    dense = dense_of("llama")
-    _, file = write(dense, layout_of(dense), "gguf_llama")
+    dense = dense_of("llama", num_hidden_layers=12)
+    _, file = write(dense, layout_of(dense, **ROOMY | {"active_experts": 3}))
     before = file.path.read_bytes()
-
-    def killed(self, path, *, writable=False):
-        if writable:  # the new file
-            raise KeyboardInterrupt
-        right(self, path)
-
-    right = GgufFile.__init__
-    monkeypatch.setattr(GgufFile, "__init__", killed)
-    with pytest.raises(KeyboardInterrupt):
-        set_active_experts(tmp_path / "out", 5)
-    monkeypatch.setattr(GgufFile, "__init__", right)
-    assert file.path.read_bytes() == before
-    require_checksums(tmp_path / "out")
-    assert set_active_experts(tmp_path / "out", 5).active_experts == 5
-
-
-def test_files_that_are_no_gguf_are_refused(tmp_path):
-    with pytest.raises(UserError, match="does not exist"):
-        GgufFile(tmp_path / "none.gguf")
-    (tmp_path / "text.gguf").write_text("not a model, but longer than a header of one")
-    with pytest.raises(UserError, match="no whole GGUF file"):
-        GgufFile(tmp_path / "text.gguf")
-
-
-def test_more_experts_than_llama_cpp_has_room_for_are_refused_before_anything_is_written(
-    dense_of, layout_of, write, tmp_path, capsys
-):
-    dense = dense_of("llama", num_hidden_layers=12)  # llama.cpp 0.3.36 runs k = 30 and not 32
-    layout = layout_of(dense, num_experts=48, active_experts=32)
-    with pytest.raises(UserError, match=r"32 experts run per token.*has room for 28"):
-        write(dense, layout)
-    assert not (tmp_path / "out").exists()
-    write(dense, replace(layout, active_experts=3))
     with pytest.raises(UserError, match="has room for 28"):
         set_active_experts(tmp_path / "out", 32)
-    split = ["--experts", "48", "--active-experts"]
-    for active, is_warned in (("32", True), ("28", False)):
-        assert run(["inspect", str(dense.folder), *split, active]) == 0
-        said = " ".join(capsys.readouterr().out.split())
-        assert ("llama.cpp runs at most 28 of this model" in said) == is_warned
+
+    def killed(path, target):
+        if path.suffix == ".gguf":
+            raise KeyboardInterrupt
+        return path.rename(target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            set_active_experts(tmp_path / "out", 5)
+    assert file.path.read_bytes() == before
+    assert set_active_experts(tmp_path / "out", 5).active_experts == 5
+    require_checksums(tmp_path / "out")

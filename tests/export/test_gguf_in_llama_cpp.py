@@ -62,12 +62,8 @@ def error_of(tokens_BT, tmp_path):
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
-        ("llama", WIDE_HEADS),
-        ("llama", {"tied": True}),
-        ("mistral", WIDE_HEADS),
-        ("qwen2", {"tied": True}),
-        ("qwen3", WIDE_HEADS),
-        ("phi3", {}),
+        *(("llama", {"tied": True}), ("mistral", WIDE_HEADS), ("phi3", {})),
+        *(("qwen2", {"tied": True}), ("qwen3", WIDE_HEADS)),
     ],
 )
 def test_every_family_runs_as_the_masked_dense_model(
@@ -112,7 +108,7 @@ def test_a_wrong_rotation_is_found(
 ):
     monkeypatch.setattr(gguf_format, function, wrong)
     dense = dense_of("llama", **LLAMA3)
-    with pytest.raises(VerificationError, match="otherwise than the"):
+    with pytest.raises(VerificationError, match="runs the file otherwise"):
         write(dense, layout_of(dense), name)
     assert [path.name for path in tmp_path.iterdir()] == [f"{name}_unverified"]
 
@@ -139,10 +135,10 @@ def test_a_sliding_window_is_right_up_to_the_context_limit(
         assert error_of("gguf_glm4moe", dense.model, tokens_BT[:, :80], first=60) > 0.02
 
 
-@pytest.mark.parametrize("name", LIMITS)
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0"])
-def test_every_number_format_runs(name, kind, dense_of, layout_of, write):
+def test_every_number_format_runs(kind, dense_of, layout_of, write):
     dense = dense_of("llama", intermediate_size=384)  # experts of 32: down can be quantised too
+    name = "gguf_llama" if kind in ("f16", "q8_0") else "gguf_glm4moe"
     found = write(dense, layout_of(dense), name, kind=kind).verification
     # bfloat16 of float32 weights loses 2^-9 of a weight at most, 4 bits an eighth of the largest.
     assert 0 < found["storing_error"] < {"q4_0": 0.15, "q8_0": 0.01}.get(kind, 0.003)
@@ -168,15 +164,14 @@ def test_a_death_of_llama_cpp_is_one_line(dense_of, layout_of, write, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", LIMITS)
-def test_a_real_checkpoint_runs(name, shared_data, layout_of, write):
+def test_a_real_checkpoint_runs(shared_data, layout_of, write):
     folder = shared_data / "models/stories260K"
     if not folder.is_dir():
         pytest.skip(f"no checkpoint at {folder}")
     dense = load_dense(str(folder), LoadConfig(device="cpu"))
     text = "Once upon a time, there was a little girl named Lily. She loved to play outside. " * 9
     ids = torch.tensor(dense.tokenizer(text).input_ids[:200])[None]
-    record = write(dense, layout_of(dense, num_experts=43, active_experts=11), name, tokens_BT=ids)
+    record = write(dense, layout_of(dense, num_experts=43, active_experts=11), tokens_BT=ids)
     assert record.details["tokenizer"] == "llama/default"
     assert record.verification["run"]["tokenized_texts"] == 5
     assert record.verification["run"]["top1_agreement"] > 0.95

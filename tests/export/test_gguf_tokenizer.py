@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 pytest.importorskip("gguf")
 
 from dotmoe.export import GgufConfig, export
-from dotmoe.export.tokenizer import RULES, _cut_by, tokenizer_keys, tokenizer_name
+from dotmoe.export.tokenizer import RULES, tokenizer_keys, tokenizer_name
 from dotmoe.llama_cpp import LlamaCppModel
 from dotmoe.load import LoadConfig, load_dense
 
@@ -57,9 +57,12 @@ def split(pattern, behavior="isolated", invert=False):
     return cuts.Sequence([cuts.Split(Regex(pattern), behavior, invert), bare])
 
 
-def ruled(name):
+def ruled(name, *change):
+    """A tokenizer that cuts by one of the rules, or by the rule with a trifle changed."""
     rule, bare = RULES[name], cuts.ByteLevel(add_prefix_space=False, use_regex=False)
-    steps = [cuts.Split(Regex(pattern), "isolated") for pattern in rule["cuts"]]
+    patterns = [each.replace(*change) if change else each for each in rule["cuts"]]
+    assert (patterns != rule["cuts"]) is bool(change)
+    steps = [cuts.Split(Regex(pattern), "isolated") for pattern in patterns]
     return trained(cuts.Sequence([*steps, bare]), ignore_merges=rule.get("whole_words", False))
 
 
@@ -137,77 +140,49 @@ def written(layout_of, tmp_path):
 
 
 @pytest.fixture
-def same_tokens(written, tmp_path):
-    """Asserts that llama.cpp cuts texts as Transformers does."""
-    pytest.importorskip("llama_cpp")
+def require_same_tokens(written, tmp_path):
+    """Fails unless llama.cpp cuts texts as Transformers does."""
 
-    def check(dense, texts, name):
-        record = written(dense)
-        assert record.details["tokenizer"] == name
+    def require(dense, texts, name):
+        keys, notes = tokenizer_keys(dense, "auto", "models/other")
+        assert tokenizer_name(keys) == name
+        pytest.importorskip("llama_cpp")
+        assert written(dense).details["tokenizer"] == name
         with LlamaCppModel(tmp_path / "out/model-f32.gguf", context=8) as model:
             found = {text: model.tokenize(text) for text in texts}
         assert found == {text: list(dense.tokenizer(text).input_ids) for text in texts}
-        return record
+        return notes
 
-    return check
+    return require
 
 
 @pytest.mark.parametrize("name", list(KNOWN))
-def test_the_rule_that_cuts_text_is_recognised(name, holding):
+def test_the_rule_that_cuts_text_is_recognised_and_llama_cpp_cuts_alike(
+    name, holding, require_same_tokens
+):
     made, texts = KNOWN[name]
-    keys, _ = tokenizer_keys(holding(made()), "auto", "models/other")
-    assert tokenizer_name(keys) == name.split(",")[0]
+    dense, rule = holding(made()), name.split(",")[0]
+    keys, notes = tokenizer_keys(dense, "auto", "models/other")
+    differs = RULES.get(rule[5:], {}).get("approximate", "some bytes" in name)
+    assert bool(notes) is differs
     tokens, kinds = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
     assert (len(tokens), len(kinds), tokens[511], kinds[511]) == (512, 512, "[PAD511]", 5)
     if texts is MARKED:
         assert (kinds[0], kinds[1], kinds[480]) == (3, 1, 4)
+    require_same_tokens(dense, texts, rule)
 
 
-@pytest.mark.parametrize("name", list(KNOWN))
-def test_llama_cpp_cuts_text_as_transformers_does(name, holding, same_tokens):
-    made, texts = KNOWN[name]
-    record = same_tokens(holding(made()), texts, name.split(",")[0])
-    is_whole = "some bytes" not in name and not RULES.get(name[5:].split(",")[0], {}).get(
-        "approximate"
-    )
-    assert (record.notes == []) is is_whole
+def test_the_embedded_tokenizer(require_same_tokens):
+    require_same_tokens(load_dense("embedded", LoadConfig(device="cpu")), TEXTS, "gpt2/gpt-2")
 
 
-def test_the_sample_tells_all_rules_apart():
-    cut = [_cut_by(tuple(rule["cuts"])) for rule in RULES.values()]
-    # llama-bpe and dbrx differ in words that no merge makes alone.
-    assert [cut.count(pieces) for pieces in cut] == [1, 1, 2, 2, *[1] * (len(RULES) - 4)]
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("gpt-2", ("'s|", "")),
-        ("qwen2", ("\\p{L}+|", "\\w+|")),
-        ("tekken", ("/", "")),
-        ("viking", ("!", "")),
-    ],
-)
-def test_a_rule_that_differs_in_a_trifle_is_unknown(name, change, holding):
-    rule, bare = RULES[name], cuts.ByteLevel(add_prefix_space=False, use_regex=False)
-    patterns = [pattern.replace(*change) for pattern in rule["cuts"]]
-    assert patterns != rule["cuts"]
-    steps = cuts.Sequence([*(cuts.Split(Regex(each), "isolated") for each in patterns), bare])
-    tokenizer = trained(steps, ignore_merges=rule.get("whole_words", False))
-    assert tokenizer_keys(holding(tokenizer), "auto", "x")[0]["tokenizer.ggml.model"] == "none"
-
-
-def test_the_embedded_tokenizer(same_tokens):
-    same_tokens(load_dense("embedded", LoadConfig(device="cpu")), TEXTS, "gpt2/gpt-2")
-
-
-def test_a_sentencepiece_tokenizer(same_tokens, shared_data):
+def test_a_sentencepiece_tokenizer(require_same_tokens, shared_data):
     folder = shared_data / "models/stories260K"
     if not folder.is_dir():
         pytest.skip(f"no checkpoint at {folder}")
     dense = load_dense(str(folder), LoadConfig(device="cpu"))
-    record = same_tokens(dense, [text.lstrip() for text in TEXTS], "llama/default")
-    assert any("space before every text" in note for note in record.notes)
+    notes = require_same_tokens(dense, [text.lstrip() for text in TEXTS], "llama/default")
+    assert any("space before every text" in note for note in notes)
 
 
 @pytest.mark.parametrize("source", ["models/other", "models/phi3-mini", "models/Phi-3-mini"])
@@ -227,6 +202,10 @@ def test_the_name_says_phi3_if_and_only_if_the_tokenizer_is_its(source, holding)
         (lambda: trained(split(LLAMA3.replace("{1,3}", "{1,2}"))), "no rule known here"),
         (lambda: trained(split(QWEN2), ignore_merges=True), "no rule known here"),
         (lambda: trained(cuts.ByteLevel(add_prefix_space=True)), "no rule known here"),
+        (lambda: ruled("gpt-2", "'s|", ""), "no rule known here"),
+        (lambda: ruled("qwen2", "\\p{L}+|", "\\w+|"), "no rule known here"),
+        (lambda: ruled("tekken", "/", ""), "no rule known here"),
+        (lambda: ruled("viking", "!", ""), "no rule known here"),
         (lambda: trained(GPT2, normalizer=normalizers.Lowercase()), "Lowercase"),
         (
             lambda: byte_fallback([("h", "e"), ("e", "l"), ("he", "l")]),

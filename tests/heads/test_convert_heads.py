@@ -90,7 +90,7 @@ def test_what_a_run_of_both_leaves_and_what_later_commands_say(both, command, tm
 
 REFUSED = {
     "finetune {run} OUT --train router": "train is router.*--train repair",
-    "export {run} OUT --format gguf": "targets 'both'",
+    "export {run} OUT --format gguf": "experts made of heads",
     "edit {run} --active-experts 2": "cannot be changed",
     "convert embedded OUT --data TEXT --heads-per-expert 2": "targets is ffn",
     "convert embedded OUT --data TEXT --targets both --shared 0.2": "shared expert is for",

@@ -165,5 +165,6 @@ def test_the_record_counts_the_heads_that_run_and_names_servers_that_cannot(expo
     assert record.parameters["active"] - half.parameters["active"] == idle // 2
     changed = set_active_experts(made.out, 4)
     assert changed.parameters["active"] == record.parameters["dense"]
+    assert "a learned router runs 4 per token" in (made.out / "README.md").read_text()
     whole = AutoModelForCausalLM.from_pretrained(made.out, dtype=torch.float32)
     torch.testing.assert_close(whole(tokens_BT).logits, dense.model(tokens_BT).logits, **CLOSE)

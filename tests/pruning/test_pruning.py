@@ -842,10 +842,9 @@ def test_pruned_models_are_rows_beside_conversions_and_are_made_once(
     told = command("compare", model, out, **options)
     assert told.status == 0
     assert "k_obd: 1 times the curvature of 256 tokens, about " in told.err
-    summary = json.loads((out / "compare.json").read_text())
-    table = (out / "compare.md").read_text()
-    rows = {row["run"]: row for row in summary["rows"]}
-    assert len(rows) == len(summary["rows"]) == 1 + 2 * 2 + len(methods) + 1
+    made = json.loads((out / "compare.json").read_text())["rows"]
+    table, rows = (out / "compare.md").read_text(), {row["run"]: row for row in made}
+    assert len(rows) == len(made) == 1 + 2 * 2 + len(methods) + 1
     budget = rows["random_split-own-seed0"]["parameters"]
     for method in methods:
         is_trained = PRUNING[method].is_trained

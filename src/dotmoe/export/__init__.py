@@ -13,13 +13,13 @@ from dotmoe.checkpoint.on_disk import on_disk
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.export.architectures import GGUF_NAMES, format_for
 from dotmoe.export.format import Conversion, ExportConfig, GgufConfig
-from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of, write_model_card
+from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of
 from dotmoe.export.routers import routing_notes, routing_problems, scale_routers
 from dotmoe.export.verify import sample_tokens
 from dotmoe.files import complete_folder
 from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.layout import ExpertLayout
-from dotmoe.models.family import TARGETS, DenseModel
+from dotmoe.models.family import DenseModel
 from dotmoe.progress import Update, no_update
 
 
@@ -67,9 +67,9 @@ def export(
 
     Args:
         dense: The dense model, loaded or only described; it says where to compute.
-        layout: Experts, routers and k. Routers are rounded to the written dtype.
+        layout: Experts, routers and k, of this model. Routers are rounded to the written dtype.
         out: Folder to create; must not exist, or be empty.
-        config: See `ExportConfig`; for a GGUF format it may be a `GgufConfig`.
+        config: For a GGUF format it may be a `GgufConfig`.
         token_ids: Real text, to scale the routers and to verify with.
         origin: The dense model that the work began with, where `dense` is what training made of it.
         on_progress: Told tensors written, then layers verified.
@@ -82,16 +82,6 @@ def export(
         VerificationError: A runtime would route otherwise than the layout, or the written model
             computes something else. It lies in `OUT_unverified` then, with the reason on record.
     """
-    widths = dense.widths
-    for part in parts_of(layout):
-        target = TARGETS[part.target]
-        expected = (widths.layers, target.units(dense.config), widths.model)
-        found = (part.num_layers, part.num_neurons, part.router_LED.shape[2])
-        if expected != found:
-            raise UserError(
-                f"The layout is for {found} layers, {target.units_named} and model width, but "
-                f"{dense.source} has {expected}. Use the layout of this model."
-            )
     dtype = export_dtype(dense, config)
     form = format_for(dense, layout.granularity, config.format, dtype)
     layout = joined(
@@ -99,17 +89,14 @@ def export(
     )
     device = dense.device if dense.device.type != "meta" else torch.device("cpu")
     exact = on_disk(dense, device, torch.float32)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} exists already. Remove it, or export to another folder.")
     unverified = out.with_name(out.name + "_unverified")
-    if (unverified / RECORD_FILE).is_file():  # left by an earlier try
-        shutil.rmtree(unverified)
-    with complete_folder(unverified) as folder:
+    with complete_folder(out) as folder:
+        if (unverified / RECORD_FILE).is_file():  # left by an earlier try
+            shutil.rmtree(unverified)
         sample_BT = sample_tokens(token_ids, config.scale_tokens, form.context(dense))
         routers = []
-        if form.splits and form.scales_routers:
-            gating = form.gating(layout.granularity)
-            routers = scale_routers(exact, layout, sample_BT, gating, dtype, form.exponent)
+        if form.gating.score != "none":
+            routers = scale_routers(exact, layout, sample_BT, form.gating, dtype)
         conversion = Conversion(
             dense=exact,
             tensors=Tensors.of(dense),
@@ -117,7 +104,7 @@ def export(
             exponents={scale["layer"]: scale["exponent"] for scale in routers},
             dtype=dtype,
             config=config if isinstance(config, GgufConfig) else GgufConfig(**asdict(config)),
-            source=(origin or dense).source,
+            origin=origin or dense,
             on_progress=on_progress,
         )
         problems, verification = routing_problems(routers, sample_BT.numel()), None
@@ -132,7 +119,6 @@ def export(
             conversion,
             form,
             folder,
-            origin or dense,
             name=unverified.name if problems else out.name,
             files=files,
             routers=routers,
@@ -140,12 +126,11 @@ def export(
             problems=problems,
             notes=[*form.notes(conversion), *routing_notes(routers)],
         )
-        (folder / RECORD_FILE).write_text(record.to_json())
-        write_model_card(folder, record)
-    if problems:
-        more = f" ({len(problems)} such figures)" if len(problems) > 1 else ""
-        raise VerificationError(
-            f"{problems[0]}{more} The export is kept, unverified, as {unverified}."
-        )
-    unverified.rename(out)
+        record.write(folder)
+        if problems:
+            folder.rename(unverified)
+            more = f" ({len(problems)} such figures)" if len(problems) > 1 else ""
+            raise VerificationError(
+                f"{problems[0]}{more} The export is kept, unverified, as {unverified}."
+            )
     return record

@@ -1,9 +1,8 @@
 """The MoE architectures of Transformers, and which format a model is exported to."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -12,11 +11,11 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 from dotmoe.errors import UserError, nearest, require_package
-from dotmoe.export.format import Conversion, Format, Gating, Holds, TensorSpec, layer_names
-from dotmoe.export.transformers_format import TransformersFormat
+from dotmoe.export.format import Conversion, Format, Gating, TensorSpec, layer_names
+from dotmoe.export.transformers_format import GATES, TransformersFormat
 from dotmoe.granularity import Granularity, count_parameters, parts_of
 from dotmoe.models import modeling_dotmoe
-from dotmoe.models.family import TARGETS, DenseModel, head_dim
+from dotmoe.models.family import DenseModel, head_dim
 
 SHARED_GATE = 2.0**-20
 """Entry of the gate of Qwen2-MoE's shared expert: its sigmoid is 1/2. A gate of zero would do in
@@ -35,12 +34,10 @@ class _Glm4Moe(TransformersFormat):
     """
 
     name = "glm4_moe"
-    holds = Holds(
-        biases=("none", "qkv"), qk_norm=("none", "head"), shared_expert=True, dense_layers=True
-    )
+    holds = ("qkv biases", "query norms: head", "odd head_dim", "a shared expert", "dense layers")
+    gating = Gating(score="sigmoid", renormalised=False)
     experts_key = "n_routed_experts"
     active_experts_editable = True
-    folds = False
     constants: ClassVar = {
         "partial_rotary_factor": 1.0,
         "n_group": 1,
@@ -50,15 +47,10 @@ class _Glm4Moe(TransformersFormat):
         "num_nextn_predict_layers": 0,
     }
 
-    def gating(self, split: Granularity) -> Gating:
-        return Gating(score="sigmoid", renormalised=False, constant=2.0)
-
     def exactness(self, conversion: Conversion) -> str:
-        dtype = "" if conversion.keeps_dtypes else f" as {conversion.dtype}".replace("torch.", "")
-        return (
-            f"expert weights are those that were split{dtype}, down projections times two (exact); "
-            f"{self.gates}"
-        )
+        dtype = "" if conversion.keeps_dtypes else f" as {conversion.dtype_name}"
+        split = f"expert weights are those that were split{dtype}"
+        return f"{split}, down projections times two (exact); {GATES}"
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
         config, dense = super().header(conversion), conversion.dense
@@ -67,17 +59,16 @@ class _Glm4Moe(TransformersFormat):
         return config | {
             "use_qk_norm": dense.family.traits(dense.config).qk_norm == "head",
             "n_shared_experts": conversion.shared_experts,
-            "first_k_dense_replace": conversion.granularity.first_dense_layers,
+            "first_k_dense_replace": conversion.layout.granularity.first_dense_layers,
         }
 
     def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
         yield from super().experts(conversion, layer, prefix)
-        split = conversion.granularity
-        bias = f"{prefix}.gate.e_score_correction_bias"
-        yield conversion.constant(bias, (split.num_experts,), torch.float32, 0.0)
-        size = conversion.shared_experts * split.expert_size
+        layout, bias = conversion.layout, f"{prefix}.gate.e_score_correction_bias"
+        yield TensorSpec.of(bias, torch.zeros(layout.num_experts), torch.float32)
+        size = conversion.shared_experts * layout.expert_size
         name = f"{prefix}.shared_experts.{{}}_proj.weight"
-        yield from conversion.shared(layer, name, size)
+        yield from conversion.projections(layer, layout.shared_neurons(layer), name, size=size)
 
 
 class _Mixtral(TransformersFormat):
@@ -85,12 +76,13 @@ class _Mixtral(TransformersFormat):
 
     name = "mixtral"
     servers = _EVERYWHERE
-    holds = Holds(sliding_window=True)
+    holds = ("odd head_dim",)
+    holds_window = True
     experts_key = "num_local_experts"
     size_key = "intermediate_size"
     stored_block = "block_sparse_moe"
     parts = ("w1", "w3", "w2")
-    casts_weights = False
+    gating = Gating(casts=False)
     constants: ClassVar = {"router_jitter_noise": 0.0}
 
 
@@ -99,7 +91,8 @@ class _Qwen3Moe(TransformersFormat):
 
     name = "qwen3_moe"
     servers = _EVERYWHERE
-    holds = Holds(biases=("none", "qkvo"), qk_norm=("head",), dense_layers=True)
+    holds: tuple[str, ...] = ("qkvo biases", "odd head_dim", "dense layers")
+    demands = ("query norms: head",)
     constants: ClassVar = {
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
@@ -107,7 +100,7 @@ class _Qwen3Moe(TransformersFormat):
     }
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
-        dense_layers = list(range(conversion.granularity.first_dense_layers))
+        dense_layers = list(range(conversion.layout.granularity.first_dense_layers))
         return super().header(conversion) | {"mlp_only_layers": dense_layers}
 
 
@@ -118,26 +111,24 @@ class _Qwen2Moe(_Qwen3Moe):
     """
 
     name = "qwen2_moe"
-    gates = "gates 1 but for about 2^-10"
-    holds = Holds(biases=("qkv",), any_head_dim=False, shared_expert=True, dense_layers=True)
+    gating = Gating(renormalised=False)
+    holds = ("a shared expert", "dense layers")
+    demands = ("qkv biases",)
     active_experts_editable = True
     block_error = 8e-3
     constants: ClassVar = {**_Qwen3Moe.constants, "norm_topk_prob": False, "qkv_bias": True}
 
-    def gating(self, split: Granularity) -> Gating:
-        return replace(super().gating(split), renormalised=False, constant=float(split.num_experts))
-
     def header(self, conversion: Conversion) -> dict[str, Any]:
-        size = conversion.granularity.shared_size or EMPTY_SHARED_SIZE
+        size = conversion.layout.granularity.shared_size or EMPTY_SHARED_SIZE
         return super().header(conversion) | {"shared_expert_intermediate_size": size}
 
     def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
         yield from super().experts(conversion, layer, prefix)
-        gate, width = f"{prefix}.shared_expert_gate.weight", conversion.dense.widths.model
-        yield conversion.constant(gate, (1, width), conversion.dtype, SHARED_GATE)
-        size = conversion.granularity.shared_size or EMPTY_SHARED_SIZE
-        name = f"{prefix}.shared_expert.{{}}_proj.weight"
-        yield from conversion.shared(layer, name, size, down=2.0)
+        name, shared_S = f"{prefix}.shared_expert", conversion.layout.shared_neurons(layer)
+        gate = torch.full((1, conversion.dense.widths.model), SHARED_GATE)
+        yield TensorSpec.of(f"{name}_gate.weight", gate, conversion.dtype)
+        size = conversion.layout.granularity.shared_size or EMPTY_SHARED_SIZE
+        yield from conversion.projections(layer, shared_S, f"{name}.{{}}_proj.weight", 2.0, size)
 
 
 class _GraniteMoe(TransformersFormat):
@@ -147,14 +138,8 @@ class _GraniteMoe(TransformersFormat):
     """
 
     name = "granitemoe"
-    score = "softmax_of_chosen"
-    gates = "experts are chosen by exact logits"
-    holds = Holds(
-        biases=("none", "qkvo"),
-        multipliers=("none", "constant"),
-        any_head_dim=False,
-        shared_expert=True,
-    )
+    gating = Gating(score="softmax_of_chosen")
+    holds = ("qkvo biases", "multipliers", "a shared expert")
     experts_key = "num_local_experts"
     size_key = "intermediate_size"
     block_name = stored_block = "block_sparse_moe"
@@ -164,7 +149,7 @@ class _GraniteMoe(TransformersFormat):
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
         traits = conversion.dense.family.traits(conversion.dense.config)
-        multipliers, size = traits.multipliers, conversion.granularity.shared_size
+        multipliers, size = traits.multipliers, conversion.layout.granularity.shared_size
         attention = multipliers.attention
         config = super().header(conversion) | {
             "embedding_multiplier": multipliers.embedding,
@@ -180,23 +165,23 @@ class _GraniteMoe(TransformersFormat):
         return config | shared if size else config
 
     def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
-        factor = self.gating(conversion.granularity).constant
-        neurons_ES = conversion.layout.neurons_of_expert(layer)
+        layout = conversion.layout
+        constant = self.gating.constant(layout.active_experts, layout.num_experts)
         names = (f"{prefix}.input_linear.weight", f"{prefix}.output_linear.weight")
-        yield from conversion.linears(layer, neurons_ES, names, factor)
-        shared_1S = conversion.layout.shared_neurons(layer)[None]
-        if shared_1S.numel():
-            for spec in conversion.linears(layer, shared_1S, names):
-                name = spec.name.replace(self.block_name, "shared_mlp")
-                make = partial(lambda of: of.make()[0], spec)
-                yield replace(spec, name=name, shape=spec.shape[1:], make=make)
+        yield from conversion.linears(layer, layout.neurons_of_expert(layer), names, constant)
+        shared_S = layout.shared_neurons(layer)
+        if shared_S.numel():
+            place = prefix.replace(self.block_name, "shared_mlp")
+            names = (f"{place}.input_linear.weight", f"{place}.output_linear.weight")
+            yield from conversion.linears(layer, shared_S, names)
 
 
 class _FlexOlmo(TransformersFormat):
     """FlexOlmo, the native twin of OLMo 2; in Transformers and vLLM."""
 
     name = "flex_olmo"
-    holds = Holds(biases=("none", "qkvo"), qk_norm=("full",), norms="after", any_head_dim=False)
+    holds = ("qkvo biases",)
+    demands = ("query norms: full", "norms after attention")
     size_key = "intermediate_size"
     constants: ClassVar = {"norm_topk_prob": True}
 
@@ -206,9 +191,9 @@ class _DotMoe(TransformersFormat):
 
     name = "dotmoe"
     servers = ("Transformers with dotmoe imported or trust_remote_code=True",)
-    holds = Holds(sliding_window=True)  # and all else: the decoder is the dense model's
+    holds_window = True  # and all else: the decoder is the dense model's
+    gating = Gating(score="none")
     active_experts_editable = True
-    scales_routers = folds = False
 
     def refusal(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
         if split.targets == "ffn":
@@ -248,12 +233,10 @@ class _DotMoe(TransformersFormat):
             "dense_model_type": "mistral" if family == "phi3" else family,
             "head_dim": head_dim(dense.config),
             "tie_word_embeddings": False,
-            "dtype": str(conversion.dtype).removeprefix("torch."),
+            "dtype": conversion.dtype_name,
             "heads_of_experts": [
-                heads.neurons_of_expert(layer).flatten().tolist()
-                if layer in heads.moe_layers
-                else None
-                for layer in range(heads.num_layers)
+                *[None] * heads.moe_layers.start,
+                *(heads.neurons_of_expert(n).flatten().tolist() for n in heads.moe_layers),
             ],
             "head_experts": heads.num_experts,
             "ffn_experts": ffn.num_experts if ffn else 0,
@@ -263,7 +246,7 @@ class _DotMoe(TransformersFormat):
         }
 
     def details(self, conversion: Conversion) -> dict[str, Any]:
-        dense, split = conversion.dense, conversion.granularity
+        dense, split = conversion.dense, conversion.layout.granularity
         fewer = replace(split, active_experts=split.active_experts - 1)
         at_k, below = (count_parameters(dense.config, dense.family, of) for of in (split, fewer))
         layers = dense.widths.layers - split.first_dense_layers
@@ -273,53 +256,36 @@ class _DotMoe(TransformersFormat):
         }
 
     def run_active_experts(self, model: nn.Module, layers: range, active_experts: int) -> None:
-        has_ffns = cast(Any, model).config.ffn_experts
         cast(Any, model).config.num_experts_per_tok = active_experts
-        for layer in layers:
-            router = f"model.layers.{layer}." + ("mlp" if has_ffns else "self_attn.q_proj")
-            cast(Any, model.get_submodule(f"{router}.router")).active = active_experts
+        for layer in layers:  # of attention alone: k is fixed where FFNs are split, too
+            router = model.get_submodule(f"model.layers.{layer}.self_attn.q_proj.router")
+            cast(Any, router).active = active_experts
 
     def layer_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
         dense, layout = conversion.dense, conversion.layout
         if layer not in layout.moe_layers:
             yield from super().layer_tensors(conversion, layer)
             return
-        ffn, place = layout.of_target("ffn"), f"model.layers.{layer}."
+        ffn, heads = layout.of_target("ffn"), layout.of_target("attention")
+        assert heads is not None  # `refusal` says otherwise
+        width, place = head_dim(dense.config), f"model.layers.{layer}."
+        columns_NC = torch.arange(heads.num_neurons * width).view(-1, width)
+        columns_EC = columns_NC[heads.neurons_of_expert(layer).cpu()].flatten(1)
+        axis_of = {"o_proj.weight": 1}
+        # Where all queries are normed at once, W_Q is computed in full.
+        if dense.family.traits(dense.config).qk_norm != "full":
+            axis_of |= {"q_proj.weight": 0, "q_proj.bias": 0}
         for name in layer_names(dense, layer, ffn=ffn is None):
-            if not name.endswith(("q_proj.weight", "q_proj.bias", "o_proj.weight")):
-                yield conversion.carried(name)
-        yield from self._heads(conversion, layer, f"{place}self_attn.")
+            axis = axis_of.get(name.removeprefix(f"{place}self_attn."))
+            if axis is None:
+                yield conversion.spec(name)
+            else:
+                yield conversion.slices(name, axis, columns_EC, name)
+        yield conversion.router(layer, f"{place}self_attn.q_proj.router.weight", heads)
         if ffn:
             yield conversion.router(layer, f"{place}mlp.router.weight", ffn)
             names = (f"{place}mlp.experts.gate_up_proj", f"{place}mlp.experts.down_proj")
             yield from conversion.linears(layer, ffn.neurons_of_expert(layer), names)
-
-    def _heads(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
-        """Router, queries and outputs of the experts of a layer's attention."""
-        dense, heads = conversion.dense, conversion.layout.of_target("attention")
-        assert heads is not None
-        traits, experts = dense.family.traits(dense.config), heads.num_experts
-        yield conversion.router(layer, f"{prefix}q_proj.router.weight", heads)
-        numbers_N = heads.neurons_of_expert(layer).flatten()
-
-        def of_experts(name: str, axis: int, shape: tuple[int, ...]) -> TensorSpec:
-            """A dense tensor with its heads along one axis, expert after expert: [E, ...]."""
-
-            def make() -> Tensor:
-                parts = conversion.tensors.read(name).chunk(len(numbers_N), dim=axis)
-                ordered = torch.cat([parts[number] for number in numbers_N], dim=axis)
-                return torch.stack(ordered.chunk(experts, dim=axis))
-
-            return TensorSpec(name=name, shape=shape, stored=conversion.stored(name), make=make)
-
-        width, rows = dense.widths.model, TARGETS["attention"].inputs(dense.config) // experts
-        for kind in ["weight", *(["bias"] if traits.qkv_bias else [])]:
-            name, tail = f"{prefix}q_proj.{kind}", (width,) * (kind == "weight")
-            if traits.qk_norm == "full":
-                yield conversion.carried(name)
-            else:
-                yield of_experts(name, 0, (experts, rows, *tail))
-        yield of_experts(f"{prefix}o_proj.weight", 1, (experts, width, rows))
 
     def write(self, conversion: Conversion, folder: Path) -> list[str]:
         shutil.copyfile(CODE, folder / CODE.name)
@@ -351,10 +317,10 @@ def explained() -> str:
     )
 
 
-def formats_like(name: str) -> dict[str, Format]:
+def formats_like(name: str) -> Mapping[str, Format]:
     """The formats of the container that a name asks for, in order of preference."""
     if name == "auto" or name in FORMATS:
-        return dict(FORMATS)
+        return FORMATS
     if name in GGUF_NAMES:
         require_package("gguf", "gguf", f"export format {name}")
         from dotmoe.export.gguf_format import GGUF_FORMATS
@@ -368,7 +334,7 @@ def formats_like(name: str) -> dict[str, Format]:
 
 
 def format_for(dense: DenseModel, split: Granularity, name: str, dtype: torch.dtype) -> Format:
-    """The format of that name, or for `auto` the first that can hold the model.
+    """The format of that name, or for `auto` and `gguf` the first that can hold the model.
 
     A refusal names those that can.
     """

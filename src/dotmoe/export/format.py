@@ -1,13 +1,12 @@
 """The one idea of a format: what it holds, how it weights experts, its header, tensors and check.
 
-Transformers checkpoints and GGUF files are members alike; all are listed in `export.FORMATS`.
-What they write are the tensors of a `Conversion`, each described before it is made.
+Transformers checkpoints and GGUF files are members alike. What they write are the tensors of a
+`Conversion`, each described before it is made.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +18,7 @@ from torch.nn.functional import pad
 
 from dotmoe.checkpoint import DTYPES, EMBEDDING, HEAD, NORM, Tensors
 from dotmoe.errors import UserError
-from dotmoe.granularity import GROUPED_MATMUL_BYTES, Granularity
+from dotmoe.granularity import Granularity
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.family import DenseModel, Multipliers
 from dotmoe.options import above, at_least
@@ -43,6 +42,12 @@ class TensorSpec:
     """Number format in the file, a key of `BLOCKS`."""
     make: Callable[[], Tensor]
     """Gives the tensor on the CPU; whoever writes it rounds it to `stored`, once."""
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, dtype: torch.dtype) -> "TensorSpec":
+        """One that is made already, written in a dtype."""
+        shape = tuple(tensor.shape)
+        return cls(name=name, shape=shape, stored=STORED[dtype], make=lambda: tensor)
 
     @property
     def num_bytes(self) -> int:
@@ -83,19 +88,25 @@ class GgufConfig(ExportConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gating:
-    """Weights of the experts of a token, and the constant that the export sets against them."""
+    """How the runtimes of a format weight the chosen experts by their logits."""
 
-    score: Literal["softmax", "sigmoid", "softmax_of_chosen"]
-    """Softmax or sigmoid over all experts before the k are chosen, or softmax over the chosen."""
-    renormalised: bool
+    score: Literal["none", "softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
+    """Softmax or sigmoid over all experts before the k are chosen, or softmax over the chosen;
+    none: every weight is 1, and no router is scaled."""
+    renormalised: bool = True
     """Weights are divided by their sum over the chosen."""
-    constant: float
-    """2, k or E: times the weight of a chosen expert it is 1 but for the logits times 2^-p. It is
-    folded into the down projections, or is a value that the file states."""
-    casts: bool = False
+    casts: bool = True
     """Transformers rounds the weights to the dtype of the model."""
     only_in: str | None = None
     """The one runtime that runs such files; None: all may."""
+    exponent: int | None = None
+    """p of every layer's router; None: chosen by layer from the router's logits."""
+
+    def constant(self, active_experts: int, num_experts: int) -> float:
+        """2, k or E: times the weight of a chosen expert it is 1 but for the logits times 2^-p."""
+        if self.score == "sigmoid":
+            return 2.0
+        return float(active_experts if self.renormalised else num_experts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,107 +123,97 @@ class Conversion:
     dtype: torch.dtype
     """Of routers and experts, and of what the dense model lacks."""
     config: GgufConfig
-    source: str
-    """Name of the dense model that the work began with."""
+    origin: DenseModel
+    """The dense model that the work began with."""
     on_progress: Update = no_update
     """Told tensors written, then layers verified."""
-
-    @property
-    def granularity(self) -> Granularity:
-        """Of the layout."""
-        return self.layout.granularity
 
     @property
     def keeps_dtypes(self) -> bool:
         """Every dense tensor keeps the dtype in which it is stored; else all take `dtype`."""
         return self.config.export_dtype == "source"
 
-    def stored(self, name: str) -> str:
-        """Number format in which a dense tensor is written."""
-        return STORED[self.tensors.describe(name)[1] if self.keeps_dtypes else self.dtype]
+    @property
+    def dtype_name(self) -> str:
+        """Of `dtype`, such as bfloat16."""
+        return str(self.dtype).removeprefix("torch.")
 
     @property
     def shared_experts(self) -> int:
         """Experts as wide as a routed one for the neurons that are always on, at least 1."""
-        return max(1, -(-self.granularity.shared_size // self.granularity.expert_size))
+        split = self.layout.granularity
+        return max(1, -(-split.shared_size // split.expert_size))
 
-    @staticmethod
-    def constant(name: str, shape: tuple[int, ...], dtype: torch.dtype, value: float) -> TensorSpec:
-        """One value throughout."""
-        made = torch.full(shape, value)
-        return TensorSpec(name=name, shape=shape, stored=STORED[dtype], make=lambda: made)
-
-    def carried(self, name: str) -> TensorSpec:
-        """A dense tensor that keeps its name and content."""
-        shape, _ = self.tensors.describe(name)
-        make, stored = partial(self.tensors.read, name), self.stored(name)
-        return TensorSpec(name=name, shape=shape, stored=stored, make=make)
+    def spec(
+        self, source: str, name: str = "", change: Callable[[Tensor], Tensor] | None = None
+    ) -> TensorSpec:
+        """A dense tensor as it is, or under another name and changed."""
+        change = change or (lambda whole: whole)
+        shape, dtype = self.tensors.describe(source)
+        changed = change(torch.empty(shape, dtype=dtype, device="meta"))
+        return TensorSpec(
+            name=name or source,
+            shape=tuple(changed.shape),
+            stored=STORED[dtype if self.keeps_dtypes else self.dtype],
+            make=lambda: change(self.tensors.read(source)),
+        )
 
     def router(self, layer: int, name: str, part: ExpertLayout | None = None) -> TensorSpec:
         """Router rows times 2^-p, [E, D]; exact, since the layout's rows are so in the dtype."""
         scale = 2.0 ** -self.exponents.get(layer, 0)
         rows_ED = (part or self.layout).router_LED[layer].cpu().double() * scale
-        stored, shape = STORED[self.dtype], tuple(rows_ED.shape)
-        return TensorSpec(name=name, shape=shape, stored=stored, make=lambda: rows_ED)
+        return TensorSpec.of(name, rows_ED, self.dtype)
 
-    def neurons(
-        self, layer: int, part: str, neurons_S: Tensor, name: str, times: float = 1.0, size: int = 0
+    def slices(
+        self, source: str, axis: int, index: Tensor, name: str, times: float = 1.0, size: int = 0
     ) -> TensorSpec:
-        """The rows (of down: columns) of one projection that belong to some neurons.
+        """Rows (axis 0) or columns (axis 1) of a dense tensor.
 
-        They are multiplied by `times`, which rounds once more unless it is a power of two, and
-        filled up with zeros to `size` neurons.
+        An index [S] gives one matrix, one of experts, [E, S], a tensor of theirs, [E, ...]. Weights
+        are multiplied by `times`, which rounds once more unless it is a power of two, and filled up
+        with zeros to `size` rows or columns.
         """
-        source = self.dense.family.ffn_tensor(layer, part)
-        axis = 1 if part == "down" else 0
-        missing = max(0, size - len(neurons_S))
-        shape = list(self.tensors.describe(source)[0])
-        shape[axis] = len(neurons_S) + missing
+        missing = max(0, size - index.numel())
 
-        def make() -> Tensor:
-            found = self.tensors.read(source).index_select(axis, neurons_S.cpu())
+        def change(whole: Tensor) -> Tensor:
+            found = whole.index_select(axis, index.flatten().cpu())
             if times != 1.0:
                 found = found.double() * times
-            return pad(found, (0, missing) if axis else (0, 0, 0, missing)) if missing else found
+            if missing:
+                found = pad(found, (0, missing) if axis else (0, 0, 0, missing))
+            if index.dim() == 1:
+                return found
+            return torch.unflatten(found, axis, tuple(index.shape)).movedim(axis, 0)
 
-        stored = self.stored(source)
-        return TensorSpec(name=name, shape=tuple(shape), stored=stored, make=make)
+        return self.spec(source, name, change)
 
-    def shared(self, layer: int, name: str, size: int, down: float = 1.0) -> Iterator[TensorSpec]:
-        """The shared expert of a layer, filled up to `size`, its down projection times `down`.
+    def neurons(
+        self, layer: int, part: str, neurons: Tensor, name: str, times: float = 1.0, size: int = 0
+    ) -> TensorSpec:
+        """The `slices` of one projection that belong to some neurons."""
+        source = self.dense.family.ffn_tensor(layer, part)
+        return self.slices(source, int(part == "down"), neurons, name, times, size)
 
-        `{}` in `name` stands for the projection.
-        """
-        shared_S = self.layout.shared_neurons(layer)
+    def projections(
+        self, layer: int, neurons: Tensor, name: str, down: float = 1.0, size: int = 0
+    ) -> Iterator[TensorSpec]:
+        """All three of some neurons, the last times `down`; `{}` in `name` stands for which."""
         for part in PROJECTIONS:
             times = down if part == "down" else 1.0
-            yield self.neurons(layer, part, shared_S, name.format(part), times, size)
-
-    def stacked(self, layer: int, part: str, neurons_ES: Tensor, times: float = 1.0) -> TensorSpec:
-        """One projection of all experts as one tensor: [E, S, D], or [E, D, S] for down."""
-        flat = self.neurons(layer, part, neurons_ES.flatten(), "", times)
-        (num_experts, size), width = neurons_ES.shape, self.dense.widths.model
-
-        def make() -> Tensor:
-            if part == "down":
-                return flat.make().view(width, num_experts, size).transpose(0, 1)
-            return flat.make().view(num_experts, size, width)
-
-        shape = (num_experts, width, size) if part == "down" else (num_experts, size, width)
-        return replace(flat, shape=shape, make=make)
+            yield self.neurons(layer, part, neurons, name.format(part), times, size)
 
     def linears(
-        self, layer: int, neurons_ES: Tensor, names: tuple[str, str], times: float = 1.0
+        self, layer: int, neurons: Tensor, names: tuple[str, str], times: float = 1.0
     ) -> Iterator[TensorSpec]:
-        """Gate and up projections of all experts, [E, 2 S, D], and the down ones, [E, D, S]."""
-        gate, up = (self.stacked(layer, part, neurons_ES) for part in ("gate", "up"))
-        num_experts, size, width = gate.shape
+        """Gate and up projections as one, [2 S, D] or of experts [E, 2 S, D], and the down ones."""
+        gate, up = (self.neurons(layer, part, neurons, names[0]) for part in ("gate", "up"))
+        *outer, size, width = gate.shape
 
         def make() -> Tensor:
-            return torch.cat([gate.make(), up.make()], dim=1)
+            return torch.cat([gate.make(), up.make()], dim=-2)
 
-        yield replace(gate, name=names[0], shape=(num_experts, 2 * size, width), make=make)
-        yield replace(self.stacked(layer, "down", neurons_ES, times), name=names[1])
+        yield replace(gate, shape=(*outer, 2 * size, width), make=make)
+        yield self.neurons(layer, "down", neurons, names[1], times)
 
     def require_no_others(self, format_name: str) -> None:
         """Refuse a checkpoint with weights that would be left behind."""
@@ -244,98 +245,57 @@ def layer_names(dense: DenseModel, layer: int, *, ffn: bool = True) -> list[str]
     return [f"model.layers.{layer}.{name}" for name in names] + of_ffn
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Holds:
-    """Features of a dense decoder that a format has a place for; see `DecoderTraits`."""
-
-    biases: tuple[str, ...] = ("none",)
-    """Attention biases: none, on query, key and value (qkv), on the output (o), or on all."""
-    qk_norm: tuple[str, ...] = ("none",)
-    norms: str = "before"
-    """Whether norms stand before or after attention and FFN."""
-    multipliers: tuple[str, ...] = ("none",)
-    any_head_dim: bool = True
-    """The head width need not be hidden_size / heads."""
-    sliding_window: bool = False
-    """Sliding attention windows; without, the context is cut to the window."""
-    shared_expert: bool = False
-    dense_layers: bool = False
-    rope: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
-    """Kinds of rotary embedding that it computes as the dense model does."""
-
-
 class Format(ABC):
     """A format to export to."""
 
     name: str
     servers: tuple[str, ...]
     """Software that runs it without further code."""
-    holds: Holds
+    holds: tuple[str, ...] = ()
+    """Of the features in `refusal`, those that it has a place for."""
+    demands: tuple[str, ...] = ()
+    """Those that it cannot do without."""
+    rope_types: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
+    """Rotary embeddings that it computes as the dense model does."""
+    holds_window: bool = False
+    """Sliding attention windows; without, the context is cut to the window."""
     active_experts_key: str = "num_experts_per_tok"
     """Key of the header that holds k."""
     active_experts_editable: bool = False
     """Whether k may be changed after export."""
-    exponent: int | None = None
-    """p of every layer's router; None: chosen by layer from the router's logits."""
+    gating: Gating = Gating()
+    writes_tied_head: bool = True
     splits: bool = True
     """Whether FFNs become experts; if not, it is the dense model in another container."""
-    scales_routers: bool = True
-    """Whether runtimes weight experts by their logits, which scaled routers undo."""
 
     def refusal(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
         """Why such a split cannot be exported exactly (one sentence with the remedy), or None."""
-        return self.no_place(dense, split) or self.no_kernel(dense, split, dtype)
-
-    def no_place(self, dense: DenseModel, split: Granularity) -> str | None:
-        """Why it has no place for a model split that way (one sentence), or None."""
-        holds, config = self.holds, dense.config
-        traits = dense.family.traits(config)
-        biases = "qkv" * traits.qkv_bias + "o" * traits.output_bias or "none"
-        multipliers = "none" if traits.multipliers == Multipliers() else "constant"
+        traits, config = dense.family.traits(dense.config), dense.config
+        biases = "qkv" * traits.qkv_bias + "o" * traits.output_bias
         rope = config.rope_parameters.get("rope_type", "default")
-        usual = config.hidden_size // config.num_attention_heads
-        shared, leading = split.shared_size, split.first_dense_layers
-        norms = "after" if traits.norms_after else "before"
-        features: dict[str, tuple[Any, tuple[Any, ...]]] = {
-            "attention biases": (biases, holds.biases),
-            "query and key norms": (traits.qk_norm, holds.qk_norm),
-            "norms beside attention and FFN": (norms, (holds.norms,)),
-            "multipliers": (multipliers, holds.multipliers),
-            "head_dim": (traits.head_dim, (traits.head_dim if holds.any_head_dim else usual,)),
-            "rope_type": (rope, holds.rope),
-            "neurons in a shared expert": (shared, (shared if holds.shared_expert else 0,)),
-            "targets": (split.targets, ("ffn",)),
-            "leading dense layers": (leading, (leading if holds.dense_layers else 0,)),
+        usual_width = config.hidden_size // config.num_attention_heads
+        features = {
+            f"{biases} biases": biases,
+            f"query norms: {traits.qk_norm}": traits.qk_norm != "none",
+            "norms after attention": traits.norms_after,
+            "multipliers": traits.multipliers != Multipliers(),
+            "odd head_dim": traits.head_dim != usual_width,
+            f"rope_type {rope}": rope not in self.rope_types,
+            "experts made of heads": split.targets != "ffn",
+            "a shared expert": split.shared_size,
+            "dense layers": split.first_dense_layers,
         }
-        for what, (found, taken) in features.items():
-            if found not in taken:
-                kinds = " or ".join(map(repr, taken))
-                return f"{dense.source} has {what} {found!r}, but {self.name} takes only {kinds}."
+        found = {name for name, is_there in features.items() if is_there}
+        for name in sorted(found.difference(self.holds, self.demands)):
+            return f"{dense.source} has {name}, for which {self.name} has no place."
+        for name in sorted(set(self.demands) - found):
+            return f"{dense.source} has no {name}, which {self.name} demands."
         if rope == "dynamic" and self.context(dense) < dense.widths.context:
             return (
                 f"{dense.source} has rope_type 'dynamic' together with a sliding window; both "
                 f"depend on max_position_embeddings, which {self.name} must lower."
             )
         return None
-
-    def no_kernel(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
-        """Why stock Transformers could not run experts of that size, or None."""
-        if split.num_experts < 2:
-            return f"The layout has one expert a layer, but {self.name} needs at least 2."
-        multiple = GROUPED_MATMUL_BYTES // dtype.itemsize
-        sizes = ("expert_size", split.expert_size), ("The model width", dense.widths.model)
-        for what, size in sizes:
-            if size % multiple:
-                return (
-                    f"{what} is {size}, but in {str(dtype).removeprefix('torch.')} the grouped "
-                    f"matrix product that runs the experts takes multiples of {multiple} only. "
-                    "Choose such an expert_size, or another model."
-                )
-        return None
-
-    @abstractmethod
-    def gating(self, split: Granularity) -> Gating:
-        """How the runtimes of this format weight the chosen experts, if it `scales_routers`."""
 
     @abstractmethod
     def exactness(self, conversion: Conversion) -> str:
@@ -344,7 +304,7 @@ class Format(ABC):
     def context(self, dense: DenseModel) -> int:
         """Longest context in which the export computes what the dense model does, in tokens."""
         context, window = dense.widths.context, dense.family.traits(dense.config).sliding_window
-        return context if self.holds.sliding_window or window is None else min(window, context)
+        return context if self.holds_window or window is None else min(window, context)
 
     def notes(self, conversion: Conversion) -> list[str]:
         """What a user of the exported model must know, one sentence each."""
@@ -364,9 +324,30 @@ class Format(ABC):
     def header(self, conversion: Conversion) -> dict[str, Any]:
         """Content of config.json, or the metadata keys of a GGUF."""
 
-    @abstractmethod
     def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
         """The tensors in the order in which they are best read and written."""
+        conversion.require_no_others(self.name)
+        is_left_out = conversion.dense.config.tie_word_embeddings and not self.writes_tied_head
+        for name in [EMBEDDING, NORM] + [HEAD] * (not is_left_out):
+            yield self.carried(conversion, name)
+        for layer in range(conversion.layout.num_layers):
+            yield from self.layer_tensors(conversion, layer)
+
+    def layer_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
+        """The tensors of one decoder layer."""
+        is_split = self.splits and layer in conversion.layout.moe_layers
+        for name in layer_names(conversion.dense, layer, ffn=not is_split):
+            yield self.carried(conversion, name)
+        if is_split:
+            yield from self.moe_tensors(conversion, layer)
+
+    def carried(self, conversion: Conversion, name: str) -> TensorSpec:
+        """A dense tensor that is written."""
+        return conversion.spec(name)
+
+    @abstractmethod
+    def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
+        """Router and experts of a split layer."""
 
     @abstractmethod
     def write(self, conversion: Conversion, folder: Path) -> list[str]:
@@ -376,8 +357,7 @@ class Format(ABC):
     def check(
         self, conversion: Conversion, folder: Path, tokens_BT: Int[Tensor, "B T"]
     ) -> tuple[dict[str, Any], list[str]]:
-        """Compare the written folder with the masked dense model; see `verify` and `check_gguf`.
+        """What was measured beside the masked dense model, and a sentence for each limit exceeded.
 
-        Returns:
-            What was measured, for `ExportRecord.verification`; a sentence for each limit exceeded.
+        See `verify` and `check_gguf`.
         """

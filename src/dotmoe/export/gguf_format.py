@@ -9,12 +9,11 @@ router, and multiplies the output of each by its entry of `ffn_down_exps.scale`,
 weights are the dense ones for every k, and it reads any static scaling of rotary embeddings.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from gguf import GGML_QUANT_VERSION, MODEL_ARCH_NAMES, LlamaFileType, get_tensor_name_map
@@ -22,8 +21,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dotmoe.checkpoint import EMBEDDING, HEAD, NORM
-from dotmoe.export.format import BLOCKS, Conversion, Format, Gating, Holds, TensorSpec, layer_names
+from dotmoe.export.architectures import FORMATS
+from dotmoe.export.format import BLOCKS, Conversion, Format, Gating, TensorSpec
 from dotmoe.export.gguf_file import check_gguf, write_gguf
 from dotmoe.export.tokenizer import tokenizer_keys, tokenizer_name
 from dotmoe.granularity import Granularity
@@ -34,8 +33,6 @@ SOFTMAX_OF_CHOSEN = 3
 """`expert_gating_func` of the softmax over the chosen logits; gguf has no name for it."""
 MOST_EXPERTS = 1024
 """Limit of llama.cpp as in llama-cpp-python 0.3.36, which ends the process beyond."""
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings whose frequencies do not depend on the text."""
 
 
 class GgufFormat(Format):
@@ -48,30 +45,23 @@ class GgufFormat(Format):
     name = "gguf_dense"
     servers = ("llama.cpp",)
     active_experts_key = "expert_used_count"
+    writes_tied_head = False  # llama.cpp takes the embedding then
     splits = False
-    holds = Holds(
-        biases=("none", "qkv"),
-        qk_norm=("none", "head"),
-        shared_expert=True,
-        dense_layers=True,
-        rope=STATIC_ROPE,
-    )
-    score: Literal["softmax", "softmax_of_chosen"] = "softmax"
-    moe_tensors = 0
+    holds = FORMATS["glm4_moe"].holds
+    rope_types = ("default", "linear", "llama3", "yarn")
+    """Those whose frequencies do not depend on the text."""
+    gating = Gating(score="none")
+    num_moe_tensors = 0
     """Tensors of a split FFN, with its router."""
-    own_notes: tuple[str, ...] = ()
     check = check_gguf
 
     def arch(self, dense: DenseModel) -> str:
         """`general.architecture`."""
         return "qwen3" if dense.family.traits(dense.config).qk_norm == "head" else "llama"
 
-    def gating(self, split: Granularity) -> Gating:
-        active = float(split.active_experts)
-        return Gating(score=self.score, renormalised=True, constant=active, only_in="llama.cpp")
-
     def refusal(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
-        reason, kind = self.no_place(dense, split), dense.config.rope_parameters["rope_type"]
+        reason = super().refusal(dense, split, dtype)
+        kind = dense.config.rope_parameters["rope_type"]
         if reason is None and self.arch(dense) != "llama" and kind not in ("default", "linear"):
             return (
                 f"rope_type is {kind!r}, but llama.cpp reads no frequency factors for {self.name} "
@@ -81,19 +71,19 @@ class GgufFormat(Format):
         if reason is not None or not self.splits:
             return reason
         traits, layers = dense.family.traits(dense.config), dense.widths.layers
-        most = most_active_experts_of(traits, split, layers, self.moe_tensors)
+        most = most_active_experts_of(traits, split, layers, self.num_moe_tensors)
         if not 2 <= split.num_experts <= MOST_EXPERTS:
-            reason = (
+            return (
                 f"The layout has {split.num_experts} experts a layer, but llama.cpp takes 2 to "
                 f"{MOST_EXPERTS}. Choose another expert_size."
             )
-        elif split.active_experts > most:
-            reason = (
+        if split.active_experts > most:
+            return (
                 f"{split.active_experts} experts run per token, but llama.cpp's graph has room for "
                 f"{most} in a model of this form, and it aborts beyond. Choose --active-experts "
                 f"{most} or fewer, or larger experts."
             )
-        return reason
+        return None
 
     def exactness(self, conversion: Conversion) -> str:
         return f"expert weights are those that were split, stored as {conversion.config.gguf_type}"
@@ -102,19 +92,20 @@ class GgufFormat(Format):
         return {
             "arch": self.arch(conversion.dense),
             "type": conversion.config.gguf_type,
-            "tensor_types": dict(Counter(spec.stored for spec in self.tensors(conversion))),
             "tokenizer": tokenizer_name(self._tokenizer(conversion)[0]),
             "context": self.context(conversion.dense),
         }
 
     def notes(self, conversion: Conversion) -> list[str]:
-        return [*self.own_notes, *self._tokenizer(conversion)[1], *super().notes(conversion)]
+        return [*self._tokenizer(conversion)[1], *super().notes(conversion)]
 
     def _tokenizer(self, conversion: Conversion) -> tuple[dict[str, Any], list[str]]:
-        return tokenizer_keys(conversion.dense, conversion.config.gguf_tokenizer, conversion.source)
+        return tokenizer_keys(
+            conversion.dense, conversion.config.gguf_tokenizer, conversion.origin.source
+        )
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
-        """All keys of the file but `general.architecture`, in full."""
+        """All keys but `general.architecture`, in full."""
         dense, config = conversion.dense, conversion.dense.config
         head_dim, rope = dense.family.traits(config).head_dim, config.rope_parameters
         scaling: dict[str, Any] = {}
@@ -149,60 +140,47 @@ class GgufFormat(Format):
         }
 
     def _ffn_keys(self, conversion: Conversion) -> dict[str, Any]:
-        return {"feed_forward_length": conversion.granularity.units}
+        return {"feed_forward_length": conversion.layout.granularity.units}
 
     def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
-        """A tied head is left out: llama.cpp then takes the embedding."""
-        conversion.require_no_others(self.name)
-        dense = conversion.dense
-        for name in [EMBEDDING, NORM] + [HEAD] * (not dense.config.tie_word_embeddings):
-            yield self._carried(conversion, name)
-        factors = frequency_factors(dense.config)[0] if self.arch(dense) == "llama" else None
-        if factors is not None:
-            name, shape = "rope_freqs.weight", tuple(factors.shape)
-            yield TensorSpec(name=name, shape=shape, stored="F32", make=lambda: factors)
-        for layer in range(dense.widths.layers):
-            is_split = self.splits and layer in conversion.layout.moe_layers
-            for name in layer_names(dense, layer, ffn=not is_split):
-                yield self._carried(conversion, name)
-            if is_split:
-                yield from self._moe_tensors(conversion, layer)
+        yield from super().tensors(conversion)
+        factors, _ = frequency_factors(conversion.dense.config)
+        if factors is not None and self.arch(conversion.dense) == "llama":
+            yield TensorSpec.of("rope_freqs.weight", factors, torch.float32)
 
-    def _carried(self, conversion: Conversion, name: str) -> TensorSpec:
+    def carried(self, conversion: Conversion, name: str) -> TensorSpec:
         """A dense tensor; where neighbours are rotated, its heads in that order."""
-        dense, spec = conversion.dense, conversion.carried(name)
-        config, arch = dense.config, self.arch(dense)
-        rotated = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        heads = rotated.get(name.split(".")[-2], 0)
-        if heads and arch == "llama":
-            made, order = spec.make, pairwise_order(heads, dense.family.traits(config).head_dim)
-            spec = replace(spec, make=lambda: made()[order])
+        dense, config = conversion.dense, conversion.dense.config
+        arch = self.arch(dense)
         found = _names(arch, dense.widths.layers).get_name(name, (".weight", ".bias"))
         assert found is not None, f"{name} has no place in {arch}"
-        return self._stored(conversion, spec, found)
+        rotated = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        heads = rotated.get(name.split(".")[-2], 0)
+        rows: slice | Tensor = slice(None)
+        if heads and arch == "llama":
+            rows = pairwise_order(heads, dense.family.traits(config).head_dim)
+        return self._stored(conversion, conversion.spec(name, found, lambda whole: whole[rows]))
 
-    def _stored(self, conversion: Conversion, spec: TensorSpec, name: str) -> TensorSpec:
-        """Under its GGUF name, in its number format.
+    def _stored(self, conversion: Conversion, spec: TensorSpec) -> TensorSpec:
+        """In its number format.
 
         What is added, routed by or multiplied into everything stays float32. Embedding and head are
         a large part of a model's error and a small part of its time, so 4-bit files keep them at 8
         bits. A row that is no multiple of the format's block is stored as float16 instead.
         """
         stored = conversion.config.gguf_type.upper()
-        if stored == "Q4_0" and name in ("token_embd.weight", "output.weight"):
+        if stored == "Q4_0" and spec.name in ("token_embd.weight", "output.weight"):
             stored = "Q8_0"
         if spec.shape[-1] % BLOCKS[stored][0]:
             stored = "F16"
-        return replace(spec, name=name, stored=stored if len(spec.shape) > 1 else "F32")
+        return replace(spec, stored=stored if len(spec.shape) > 1 else "F32")
 
-    def _moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        """Router and experts of a split layer; experts are the dense neurons, stacked."""
+    def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
         router = conversion.router(layer, f"blk.{layer}.ffn_gate_inp.weight")
         yield replace(router, stored="F32")
-        neurons_ES = conversion.layout.neurons_of_expert(layer).cpu()
-        for projection in ("gate", "up", "down"):
-            spec = conversion.stacked(layer, projection, neurons_ES)
-            yield self._stored(conversion, spec, f"blk.{layer}.ffn_{projection}_exps.weight")
+        neurons_ES = conversion.layout.neurons_of_expert(layer)
+        for spec in conversion.projections(layer, neurons_ES, f"blk.{layer}.ffn_{{}}_exps.weight"):
+            yield self._stored(conversion, spec)
 
     def write(self, conversion: Conversion, folder: Path) -> list[str]:
         path = folder / f"model-{conversion.config.gguf_type}.gguf"
@@ -218,19 +196,14 @@ class GgufGlm4Moe(GgufFormat):
     name = "gguf_glm4moe"
     splits = True
     active_experts_editable = True
-    exponent = 40
-    score = "softmax_of_chosen"
-    moe_tensors = 8
-    own_notes = (
-        "The architecture demands a shared expert: without neurons that are always on it is one of "
-        "zeros, which contributes nothing.",
-    )
+    gating = Gating(score="softmax_of_chosen", only_in="llama.cpp", exponent=40)
+    num_moe_tensors = 8
 
     def arch(self, dense: DenseModel) -> str:
         return "glm4moe"
 
     def _ffn_keys(self, conversion: Conversion) -> dict[str, Any]:
-        split = conversion.granularity
+        split = conversion.layout.granularity
         return {
             "feed_forward_length": split.units,
             "expert_feed_forward_length": split.expert_size,
@@ -243,14 +216,14 @@ class GgufGlm4Moe(GgufFormat):
             "expert_weights_scale": float(split.active_experts),
         }
 
-    def _moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        yield from super()._moe_tensors(conversion, layer)
-        split = conversion.granularity
-        bias = f"blk.{layer}.exp_probs_b.bias"
-        yield conversion.constant(bias, (split.num_experts,), torch.float32, 0.0)
-        size = conversion.shared_experts * split.expert_size
-        for spec in conversion.shared(layer, f"blk.{layer}.ffn_{{}}_shexp.weight", size):
-            yield self._stored(conversion, spec, spec.name)
+    def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
+        yield from super().moe_tensors(conversion, layer)
+        layout, bias = conversion.layout, f"blk.{layer}.exp_probs_b.bias"
+        yield TensorSpec.of(bias, torch.zeros(layout.num_experts), torch.float32)
+        size = conversion.shared_experts * layout.expert_size
+        shared_S, name = layout.shared_neurons(layer), f"blk.{layer}.ffn_{{}}_shexp.weight"
+        for spec in conversion.projections(layer, shared_S, name, size=size):
+            yield self._stored(conversion, spec)
 
 
 class GgufLlama(GgufFormat):
@@ -258,30 +231,31 @@ class GgufLlama(GgufFormat):
 
     name = "gguf_llama"
     splits = True
+    gating = Gating(only_in="llama.cpp")
     active_experts_editable = True
-    moe_tensors = 5
-    holds = Holds(biases=("none", "o", "qkv", "qkvo"), rope=STATIC_ROPE)
-    own_notes = (
-        "llama.cpp ranks the experts after a softmax in float32: the weights of the experts "
-        "differ from 1, and near-ties may fall otherwise, as the router figures of the record "
-        "say. gguf_glm4moe has neither.",
-        "A llama.cpp that does not know ffn_down_exps.scale refuses the file: it was run with "
-        "that of llama-cpp-python 0.3.36.",
-    )
+    num_moe_tensors = 5
+    holds = ("o biases", "qkv biases", "qkvo biases", "odd head_dim")
+
+    def notes(self, conversion: Conversion) -> list[str]:
+        return [
+            "A llama.cpp that does not know ffn_down_exps.scale refuses the file: it was run with "
+            "that of llama-cpp-python 0.3.36.",
+            *super().notes(conversion),
+        ]
 
     def _ffn_keys(self, conversion: Conversion) -> dict[str, Any]:
-        split = conversion.granularity
+        split = conversion.layout.granularity
         return {
             "feed_forward_length": split.expert_size,
             "expert_count": split.num_experts,
             "expert_used_count": split.active_experts,
         }
 
-    def _moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        yield from super()._moe_tensors(conversion, layer)
-        split = conversion.granularity
-        shape, value = (split.num_experts,), float(split.active_experts)
-        yield conversion.constant(f"blk.{layer}.ffn_down_exps.scale", shape, torch.float32, value)
+    def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
+        yield from super().moe_tensors(conversion, layer)
+        layout, name = conversion.layout, f"blk.{layer}.ffn_down_exps.scale"
+        scale_E = torch.full((layout.num_experts,), float(layout.active_experts))
+        yield TensorSpec.of(name, scale_E, torch.float32)
 
 
 GGUF_FORMATS = (GgufGlm4Moe(), GgufLlama(), GgufFormat())
@@ -298,8 +272,7 @@ def _names(arch: str, num_layers: int) -> Any:
 def pairwise_order(num_heads: int, head_dim: int) -> Int[Tensor, " R"]:
     """Rows of a query or key projection in the order that arch `llama` rotates them in.
 
-    Transformers rotates entry i of a head with entry i + head_dim / 2; arch `llama` rotates
-    neighbours. Row 2 i of the result is row i, and row 2 i + 1 is row i + head_dim / 2.
+    Transformers rotates entry i of a head with entry i + head_dim / 2, arch `llama` neighbours.
 
     Example:
         >>> pairwise_order(1, 6)
@@ -312,8 +285,8 @@ def pairwise_order(num_heads: int, head_dim: int) -> Int[Tensor, " R"]:
 def frequency_factors(config: Any) -> tuple[Float[Tensor, " F"] | None, float]:
     """What arch `llama` divides the plain frequencies by, and multiplies sine and cosine by.
 
-    Any static scaling (llama3, linear, yarn) is such a division, so one tensor [head_dim / 2] of
-    float32 states it exactly, from the frequencies of Transformers; None where nothing is scaled.
+    Any static scaling is such a division: one tensor [head_dim / 2] of float32 states it exactly,
+    from the frequencies of Transformers; None where nothing is scaled.
     """
     rope = config.rope_parameters
     if rope["rope_type"] == "default":

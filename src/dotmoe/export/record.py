@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
@@ -16,16 +17,16 @@ from dotmoe.export.format import Conversion, Format
 from dotmoe.files import (
     Checksum,
     checksums,
+    complete_folder,
     damage_in,
     read_json,
     read_with_checksum,
     with_checksum,
     write_json,
-    write_text,
 )
 from dotmoe.granularity import Granularity, count_parameters
-from dotmoe.models.family import TARGETS, DenseModel
-from dotmoe.tables import Table, figure, percent, table_of, to_markdown
+from dotmoe.models.family import TARGETS
+from dotmoe.tables import Table, figure, percent, to_markdown
 
 RECORD_FILE = "dotmoe.json"
 CONFIG_FILE = "config.json"
@@ -55,7 +56,7 @@ class ExportRecord:
     """Whether the written weights are others than the dense model's."""
     dotmoe_version: str
     dtype: str
-    """Dtype of the written weights; of a GGUF the number format of its matrices."""
+    """Of the written weights; of a GGUF the number format of its matrices."""
     num_layers: int
     first_dense_layers: int
     model_width: int
@@ -76,7 +77,7 @@ class ExportRecord:
     files: list[str]
     total_bytes: int
     routers: list[dict[str, Any]]
-    """Scale of each split layer's router; see `routers.scale_routers`."""
+    """As `routers.scale_routers` says."""
     details: dict[str, Any]
     """What is special to the container; empty for Transformers."""
     verification: dict[str, Any] | None
@@ -99,9 +100,7 @@ class ExportRecord:
             raise UserError(f"{folder} holds no {RECORD_FILE}. Name an export of dotmoe.")
         try:
             return cls(**read_with_checksum(path))
-        except UserError as error:
-            raise UserError(f"{error}. {_REMEDY}") from error
-        except TypeError as error:
+        except (UserError, TypeError) as error:
             raise UserError(
                 f"{path} is no record of an export by dotmoe {__version__} ({error}). {_REMEDY}"
             ) from error
@@ -113,27 +112,31 @@ class ExportRecord:
         layers = self.num_layers - self.first_dense_layers
         more = (active_experts - self.active_experts) * expert * layers
         neurons = self.dropped_size + self.shared_size + self.num_experts * self.expert_size
+        parameters = {
+            name: count + more * name.startswith("active")
+            for name, count in self.parameters.items()
+        }
         notes = [note for note in self.notes if not note.startswith(_EDITED)]
-        if active_experts != self.verified_active_experts:
+        if active_experts != (measured_at := self.verified_active_experts):
             fitted = ", and the weights were fitted at it" if self.is_finetuned else ""
             notes.append(
-                f"{_EDITED}, from {self.verified_active_experts} to {active_experts}; routers and "
-                f"verification were measured at {self.verified_active_experts}{fitted}."
+                f"{_EDITED}, from {measured_at} to {active_experts}; routers and verification were "
+                f"measured at {measured_at}{fitted}."
             )
         return replace(
             self,
             active_experts=active_experts,
             active_fraction=(self.shared_size + active_experts * self.expert_size) / neurons,
-            parameters={
-                name: count + more * name.startswith("active")
-                for name, count in self.parameters.items()
-            },
+            parameters=parameters,
             notes=notes,
         )
 
     def verification_in_short(self) -> dict[str, Any]:
-        """A few numbers of a verified export: the worst layer, and the whole model."""
+        """A few numbers of what was measured: the worst layer, and the whole model."""
         found = self.verification or {}
+        if "layers" not in found:  # of a GGUF
+            run = found.get("run") or {}
+            return {name: value for name, value in found.items() if name != "run"} | run
         return {
             **{key: found[key] for key in ("tokens", "dtype", "logits_error", "top1_agreement")},
             "largest_block_error": max(layer["block_error"] for layer in found["layers"]),
@@ -141,19 +144,19 @@ class ExportRecord:
             "all_experts_logits_error": found["dense_error"],
         }
 
-    def to_json(self) -> str:
-        """As indented JSON with its own checksum."""
-        return with_checksum(asdict(self))
+    def write(self, folder: Path) -> None:
+        """Write `dotmoe.json`, and the card beside it."""
+        (folder / RECORD_FILE).write_text(with_checksum(asdict(self)), encoding="utf-8")
+        write_model_card(folder, self)
 
 
-def record_of(
-    conversion: Conversion, form: Format, folder: Path, origin: DenseModel, **found: Any
-) -> ExportRecord:
+def record_of(conversion: Conversion, form: Format, folder: Path, **found: Any) -> ExportRecord:
     """The record of a written folder; `found` has all that follows from nothing else."""
-    dense, split = conversion.dense, conversion.granularity
+    dense, origin, split = conversion.dense, conversion.origin, conversion.layout.granularity
+    if not form.splits:
+        split = Granularity(num_experts=1, expert_size=dense.widths.ffn, active_experts=1)
     sizes: dict[str, Any] = {name: getattr(split, name) if form.splits else 0 for name in _SIZES}
-    whole = Granularity(num_experts=1, expert_size=dense.widths.ffn, active_experts=1)
-    counts = asdict(count_parameters(dense.config, dense.family, split if form.splits else whole))
+    counts = asdict(count_parameters(dense.config, dense.family, split))
     details, specs = form.details(conversion), list(form.tensors(conversion))
     has_config = (folder / CONFIG_FILE).is_file()
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != CONFIG_FILE]
@@ -166,11 +169,11 @@ def record_of(
         revision=origin.revision,
         is_finetuned=origin.source != dense.source,
         dotmoe_version=__version__,
-        dtype=details.get("type", str(conversion.dtype).removeprefix("torch.")),
-        num_layers=conversion.layout.num_layers,
+        dtype=details.get("type", conversion.dtype_name),
+        num_layers=dense.widths.layers,
         model_width=dense.widths.model,
         **sizes,
-        active_fraction=conversion.granularity.active_fraction if form.splits else 1.0,
+        active_fraction=split.active_fraction,
         verified_active_experts=sizes["active_experts"],
         active_experts_key=form.active_experts_key,
         # Where attention has a k of its own, one number does not say it.
@@ -188,8 +191,8 @@ def record_of(
 def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
     """Refuse an exported folder of which a file, or k, is not as the export or an edit left it.
 
-    A folder without a record passes: it is not ours. Wrong sizes are found first. `read_weights`
-    False compares only the size of weight files, for who does not use them.
+    A folder without a record passes: it is not ours. Without `read_weights`, for who does not use
+    them, only the sizes of weight files are compared.
     """
     if not (folder / RECORD_FILE).is_file():
         if folder.name == "5_export":
@@ -197,9 +200,9 @@ def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
         return
     record = ExportRecord.load(folder)
     sums = record.checksums
-    small = {name: each for name, each in sums.items() if name not in record.files}
-    damage = damage_in(folder, sums, contents=False)
-    damage = damage or damage_in(folder, sums if read_weights else small)
+    unread = () if read_weights else record.files
+    read = {name: each for name, each in sums.items() if name not in unread}
+    damage = damage_in(folder, sums, contents=False) or damage_in(folder, read)
     if damage is not None:
         raise UserError(f"{damage}. {_REMEDY}")
     if record.config_sha256 is None:
@@ -243,31 +246,25 @@ def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
     """
     record = ExportRecord.load(folder)
     require_free_k(folder, record, active_experts)
-    if record.config_sha256 is not None:
-        _require_config(folder, record)
     changed = record.with_active_experts(active_experts)
-    path = folder / (record.files[0] if record.config_sha256 is None else CONFIG_FILE)
-    new = path.with_name(f".{path.name}.new")
-    renamed = {new: path}
-    try:
+    name, new = CONFIG_FILE, folder / ".new"
+    shutil.rmtree(new, ignore_errors=True)  # left by a call that was killed
+    with complete_folder(new) as made:
         if record.config_sha256 is None:
-            require_package("gguf", "gguf", f"{path}, a GGUF,")
+            name = record.files[0]
+            require_package("gguf", "gguf", f"{folder / name}, a GGUF,")
             from dotmoe.export.gguf_file import write_with_active_experts
 
-            write_with_active_experts(path, active_experts, new)
-            sums = record.checksums | {path.name: checksums(folder, [new.name])[new.name]}
-            changed = replace(changed, checksums=sums)
+            write_with_active_experts(folder / name, active_experts, made / name)
+            changed = replace(changed, checksums=record.checksums | checksums(made, [name]))
         else:
-            write_json(new, read_json(path) | {record.active_experts_key: active_experts})
-        for name, text in ((CARD_FILE, card_text(changed)), (RECORD_FILE, changed.to_json())):
-            written = folder / f".{name}.new"
-            renamed = {written: folder / name} | renamed
-            write_text(written, text)
-        for written, place in renamed.items():  # needs no room, and the config comes last
-            written.replace(place)
-    finally:
-        for written in renamed:
-            written.unlink(missing_ok=True)
+            _require_config(folder, record)
+            config = read_json(folder / name) | {record.active_experts_key: active_experts}
+            write_json(made / name, config)
+        changed.write(made)
+    for each in (RECORD_FILE, CARD_FILE, name):
+        (new / each).replace(folder / each)
+    new.rmdir()
     return changed
 
 
@@ -290,11 +287,6 @@ def require_free_k(folder: Path, record: ExportRecord, active_experts: int) -> N
 
 def write_model_card(folder: Path, record: ExportRecord, results: Table | None = None) -> None:
     """Write `README.md`; call it again with results once the exported model has been evaluated."""
-    (folder / CARD_FILE).write_text(card_text(record, results), encoding="utf-8")
-
-
-def card_text(record: ExportRecord, results: Table | None = None) -> str:
-    """The content of `README.md`."""
     gguf = record.details if "arch" in record.details else None
     kind = ["mixture-of-experts", "moe"] if record.num_experts else []
     # `base_model` must be a hub name, so a local folder is left out.
@@ -305,71 +297,35 @@ def card_text(record: ExportRecord, results: Table | None = None) -> str:
         pipeline_tag="text-generation",
         tags=["dotmoe", *kind, "gguf" if gguf else record.format],
     )
-    how, compared = _comparison(record)
-    counts = {name.replace("_", " "): count for name, count in record.parameters.items()}
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     splits = record.details.get("splits", [asdict(record) | {"target": "ffn"}])
-    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+    text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         r=record,
         head=head.to_yaml(),
         gguf=gguf,
         splits=[each | {"units": TARGETS[each["target"]].units_named} for each in splits],
-        parameters=_figures(("parameters", "count"), counts),
-        how=how,
-        compared=_figures(("comparison", "value"), compared),
+        parameters=_figures("parameters", record.parameters),
+        compared=_figures("comparison", record.verification_in_short()),
         routing=_routing(record) if record.routers else None,
         results=None if results is None else to_markdown(results),
     )
+    (folder / CARD_FILE).write_text(text, encoding="utf-8")
 
 
-def _figures(columns: tuple[str, str], values: dict[str, Any]) -> str:
-    rows = [(name, figure(value)) for name, value in values.items() if value is not None]
-    return to_markdown(Table(columns=columns, rows=rows))
-
-
-def _comparison(record: ExportRecord) -> tuple[str, dict[str, Any]]:
-    """How the export was compared, and what came out."""
-    found = record.verification
-    if found is None:
-        return "", {}
-    ends = "logit errors are medians over tokens, in standard deviations of the logits."
-    if "layers" in found:
-        figures = found["layers"][0].keys() - {"target"}
-        worst = {key: max(layer[key] for layer in found["layers"]) for key in figures}
-        how = f"Reloaded as `{found['loaded_class']}` and compared in float32 on {found['tokens']} "
-        how += f"tokens at k = {record.verified_active_experts}"
-        first = {
-            "worst median relative error of a block": worst["block_error"],
-            "worst 95th percentile of it": worst["block_error_tail"],
-            "largest share of outlier tokens": worst["outliers"],
-            "worst share of misrouted tokens in a layer": worst["misrouted"],
-        }
-        run, all_on = found, found["dense_error"]
-    else:
-        first = {f"largest relative error of {found['tensors']} tensors": found["storing_error"]}
-        if found["run"] is None:
-            return "Not run in llama.cpp: llama-cpp-python was not installed.", first
-        run, all_on = found["run"], found["run"]["all_experts_error"]
-        how = f"Run in llama-cpp-python {run['runtime']} on {run['tokens']} tokens beside float32 "
-        how += "Transformers with the weights as stored"
-    return f"{how}; {ends}", first | {
-        "logit error against the masked dense model": run["logits_error"],
-        "share of tokens with the same top token": run["top1_agreement"],
-        "logit error against the dense model, all experts on": all_on,
-    }
+def _figures(what: str, values: dict[str, Any]) -> str:
+    rows = [(name.replace("_", " "), figure(value)) for name, value in values.items()]
+    return to_markdown(Table(columns=(what, "value"), rows=rows))
 
 
 def _routing(record: ExportRecord) -> str:
     """The worst layer of each runtime."""
-
-    def worst(key: str, show: Any) -> Any:
-        return lambda rows: show(max((row[key] for row in rows), key=abs))
-
-    columns = {
-        "router as in": lambda rows: rows[0]["runtime"],
-        "misrouted tokens": worst("misrouted", percent),
-        "gate deviation (95 % of tokens)": worst("gate_deviation", figure),
-        "common factor, less 1": worst("gain_error", figure),
-    }
-    layers = zip(*(router["runtimes"] for router in record.routers), strict=True)
-    return to_markdown(table_of(layers, columns))
+    rows = []
+    for layers in zip(*(router["runtimes"] for router in record.routers), strict=True):
+        misrouted, deviation, gain = (
+            max((row[key] for row in layers), key=abs)
+            for key in ("misrouted", "gate_deviation", "gain_error")
+        )
+        row = (layers[0]["runtime"], percent(misrouted), figure(deviation), figure(gain))
+        rows.append(row)
+    gates = ("gate deviation (95 % of tokens)", "common factor, less 1")
+    return to_markdown(Table(columns=("router as in", "misrouted tokens", *gates), rows=rows))

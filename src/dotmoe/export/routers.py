@@ -8,7 +8,7 @@ at hand where a model is exported, so their routers are imitated here.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,9 +44,9 @@ class Runtime(NamedTuple):
     """Experts are chosen by their logits, otherwise by their scores in float32."""
     logits_in_float32: bool = False
     rounds_weights: bool = False
-    """Weights are rounded to the dtype of the model."""
+    """To the dtype of the model."""
     rounds_sum: bool = False
-    """The logarithm of the sum of exponentials is, too."""
+    """The logarithm of the sum of exponentials, to the same."""
 
 
 def runtimes_of(gating: Gating) -> list[Runtime]:
@@ -111,10 +111,11 @@ def runtime_routing(
         For each `runtime`: `misrouted`, the share of tokens that the scale sends to other experts
         than the runtime's own logits without it; `gain_error`, the median of gate - 1, a common
         factor of the block's output; `gate_deviation`, the 95th percentile over tokens of the
-        largest |gate - 1| of a token, less |gain_error|. A gate is the weight of a chosen expert
-        times the constant that the export sets against it.
+        largest |gate - 1| of a token, less |gain_error|. A gate is a chosen expert's weight times
+        the constant.
     """
     x_TD, router_ED = x_TD.to(dtype), router_ED.to(dtype)
+    constant = gating.constant(active_experts, len(router_ED))
     # 2^-p passes through every rounding, so scaling the logits is scaling the rows.
     float32_TE = router_logits(x_TD, router_ED)
     rounded_TE = (x_TD @ router_ED.T).float()
@@ -123,7 +124,7 @@ def runtime_routing(
         logits_TE = float32_TE if runtime.logits_in_float32 else rounded_TE
         scaled_TE = logits_TE * 2.0**-exponent
         chosen_TK, weights_TK = route(runtime, scaled_TE, active_experts, gating, dtype)
-        error_TK = gating.constant * weights_TK.double() - 1
+        error_TK = constant * weights_TK.double() - 1
         gain = float(error_TK.median())
         deviation = float(error_TK.abs().amax(dim=1).quantile(0.95))
         row = {"runtime": runtime.name, "misrouted": misrouted_share(logits_TE, chosen_TK)}
@@ -156,17 +157,11 @@ def scale_routers(
     tokens_BT: Int[Tensor, "B T"],
     gating: Gating,
     dtype: torch.dtype,
-    exponent: int | None = None,
 ) -> list[dict[str, Any]]:
     """The scale of every split layer's router, from what it sees in the masked model on real text.
 
-    Args:
-        dense: A dense model that can run, in float32.
-        layout: Experts and routers; router entries exact in `dtype`.
-        tokens_BT: Real text.
-        gating: How the format weights experts.
-        dtype: Of the exported weights.
-        exponent: The format's own p; None: chosen by layer.
+    `dense` can run, in float32; the router entries of `layout` are exact in `dtype`, that of the
+    exported weights.
 
     Returns:
         For each `layer`: `exponent`, p; `first_token_is_tied`, whether runtimes may route the first
@@ -177,20 +172,15 @@ def scale_routers(
 
     def measure(layer: int, x_TD: Tensor) -> None:
         router_ED, k = layout.router_LED[layer].to(x_TD.device), layout.active_experts
-        logits_TE = router_logits(x_TD, router_ED)
-        p = router_exponent(logits_TE) if exponent is None else exponent
-        is_tied = False
-        if exponent is None and layer in first and k < layout.num_experts:
-            kth, after = router_logits(first[layer], router_ED)[0].topk(k + 1).values[-2:].tolist()
-            is_tied = 0 < kth - after < 2.0 ** (p + LOG2_RESOLVED)
-        scales.append(
-            {
-                "layer": layer,
-                "exponent": p,
-                "first_token_is_tied": is_tied,
-                "runtimes": runtime_routing(x_TD, router_ED, p, k, gating, dtype),
-            }
-        )
+        p, is_tied = gating.exponent, False
+        if p is None:
+            p = router_exponent(router_logits(x_TD, router_ED))
+            if layer in first and k < layout.num_experts:
+                top = router_logits(first[layer], router_ED)[0].topk(k + 1).values
+                is_tied = 0 < float(top[-2] - top[-1]) < 2.0 ** (p + LOG2_RESOLVED)
+        runtimes = runtime_routing(x_TD, router_ED, p, k, gating, dtype)
+        scale = {"layer": layer, "exponent": p, "first_token_is_tied": is_tied}
+        scales.append(scale | {"runtimes": runtimes})
 
     bos = dense.tokenizer.bos_token_id
     if bos is not None:
@@ -207,20 +197,25 @@ def at_routers(
     target: str = "ffn",
 ) -> None:
     """Run the masked model once; `look` is given each split layer and its router's input [T, D]."""
-
-    def show(layer: int, x: Tensor) -> None:
-        look(layer, x.flatten(0, -2))
-
     layers = dense.family.layers(dense.model)
     with torch.no_grad(), masked_by(dense, layout):
         blocks = {layer: TARGETS[target].block(layers[layer]) for layer in layout.moe_layers}
-        with watched(blocks, show):
+        with watched(blocks, lambda layer, x: look(layer, x.flatten(0, -2))):
             dense.family.trunk(dense.model)(input_ids=tokens_BT.to(dense.device), use_cache=False)
 
 
 def largest_share(expected: float, num_tokens: int) -> float:
-    """Largest share of a sample of tokens that may be met by chance: four standard errors above."""
+    """What a share of so many tokens may come to by chance: four standard errors above."""
     return expected + 4 * float((expected / num_tokens) ** 0.5)
+
+
+def beyond(figures: Iterable[tuple[str, float, float]]) -> list[str]:
+    """Name, value and limit of each figure beyond its limit; NaN is beyond every one."""
+    return [
+        f"{what} is {value:.3g}, limit {limit:.3g}."
+        for what, value, limit in figures
+        if not value <= limit
+    ]
 
 
 def routing_problems(scales: Sequence[Mapping[str, Any]], num_tokens: int) -> list[str]:
@@ -230,14 +225,14 @@ def routing_problems(scales: Sequence[Mapping[str, Any]], num_tokens: int) -> li
         "gate_deviation": ("95th percentile of the deviation of a gate from 1", GATE_DEVIATION),
         "gain_error": ("common factor of the gates, less 1,", 2 * GATE_DEVIATION),
     }
-    return [
-        f"layer {scale['layer']} in {row['runtime']}: {what} is {abs(row[key]):.3g}, limit "
-        f"{limit:.3g}. Choose another export format or expert size, or align for longer."
+    figures = [
+        (f"layer {scale['layer']} in {row['runtime']}: {what}", abs(row[key]), limit)
         for scale in scales
         for row in scale["runtimes"]
         for key, (what, limit) in limits.items()
-        if not abs(row[key]) <= limit  # so that NaN fails too
     ]
+    remedy = "Choose another export format or expert size, or align for longer."
+    return [f"{problem} {remedy}" for problem in beyond(figures)]
 
 
 def routing_notes(scales: Sequence[Mapping[str, Any]]) -> list[str]:

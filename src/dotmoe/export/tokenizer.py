@@ -1,17 +1,18 @@
 """The tokenizer as llama.cpp keeps it: inside the file, and only if it cuts text the same way.
 
-llama.cpp knows two kinds. `gpt2` is byte-level BPE, with a named rule that cuts text before
-merging. `llama` is SentencePiece BPE: it joins the two neighbours whose union is the token of
-highest score, which is merging in order of rank if every way to write a token as a union of two
-others is a merge, and the merges of one token stand together; both are checked.
+`gpt2` is byte-level BPE, with a named rule that cuts text before merging. `llama` is SentencePiece
+BPE: it joins the two neighbours whose union is the token of highest score, which is merging in
+order of rank if every way to write a token as a union of two others is a merge, and the merges of
+one token stand together; both are checked.
 """
 
 import json
 import random
 import re
 import tomllib
+from collections import Counter
 from functools import cache
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,18 +57,26 @@ def tokenizer_keys(
     that lets special tokens take the spaces after them: it is there if and only if they do.
     """
     name = re.sub("phi-?3", "Phi 3", Path(source).name, flags=re.IGNORECASE)
-    notes: list[str] = []
+    backend, notes = getattr(dense.tokenizer, "backend_tokenizer", None), list[str]()
+    parts = json.loads(backend.to_str()) if backend else {}
     try:
-        if choice == "none":
-            raise UnknownTokenizerError("no tokenizer was asked for")
-        backend = getattr(dense.tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise UnknownTokenizerError("it is not one of the tokenizers library")
-        parts = json.loads(backend.to_str())
-        keys = _keys(dense, backend, parts, notes)
+        if choice == "none" or not parts:
+            why = "it is not one of the tokenizers library"
+            raise UnknownTokenizerError("no tokenizer was asked for" if choice == "none" else why)
+        tokens, types = _vocabulary(parts, int(dense.config.vocab_size))
+        if parts["model"].get("byte_fallback"):  # a byte without a token is one like <0x0A>
+            keys = _sentencepiece(parts, tokens, types, notes)
+        else:
+            keys = _byte_level(backend, parts, notes)
+        keys |= _special(dense, len(tokens))
     except UnknownTokenizerError as reason:
         note = f"The file holds no tokenizer ({reason}): llama.cpp runs token ids only."
         return {"general.name": name, "tokenizer.ggml.model": "none"}, [note]
+    keys |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": list(map(int, types))}
+    template = getattr(dense.tokenizer, "chat_template", None)
+    template = template.get("default") if isinstance(template, dict) else template
+    if isinstance(template, str):
+        keys["tokenizer.chat_template"] = template
     added = parts["added_tokens"]
     greedy = [t["content"] for t in added if t["lstrip"] or t["rstrip"] or t["single_word"]]
     if "</s>" in greedy and {t["content"] for t in added if not t["rstrip"]} == _PHI3_KEEP:
@@ -84,20 +93,6 @@ def tokenizer_name(keys: Values) -> str:
     """`gpt2`, `llama` or `none` (token ids only); after a slash the rule that cuts text."""
     model, pre = (keys.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     return f"{model}/{pre}" if pre else str(model)
-
-
-def _keys(dense: DenseModel, backend: Any, parts: Values, notes: list[str]) -> Values:
-    tokens, types = _vocabulary(parts, int(dense.config.vocab_size))
-    if parts["model"].get("byte_fallback"):  # a byte without a token of its own is one like <0x0A>
-        keys = _sentencepiece(parts, tokens, types, notes)
-    else:
-        keys = _byte_level(backend, parts, notes)
-    keys |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": list(map(int, types))}
-    template = getattr(dense.tokenizer, "chat_template", None)
-    template = template.get("default") if isinstance(template, dict) else template
-    if isinstance(template, str):
-        keys["tokenizer.chat_template"] = template
-    return keys | _special(dense, len(tokens))
 
 
 def _vocabulary(parts: Values, rows: int) -> tuple[list[str], list[TokenType]]:
@@ -179,8 +174,7 @@ def _rule(cutter: Any, takes_words: bool) -> str:
     for name, rule in RULES.items():
         if rule.get("whole_words", False) == takes_words and _cut_by(tuple(rule["cuts"])) == found:
             return name
-    also = " and takes words that are tokens whole" * takes_words
-    raise UnknownTokenizerError(f"llama.cpp has no rule known here that cuts text so{also}")
+    raise UnknownTokenizerError("llama.cpp has no rule known here that cuts text so")
 
 
 @cache
@@ -240,14 +234,11 @@ def _puts_space_first(parts: Values) -> bool:
 def _scores(parts: Values, tokens: list[str], types: list[TokenType]) -> list[float]:
     """Minus the rank of a token's first merge; below all of them for tokens that none makes."""
     merges = [(left, right) for left, right in parts["model"]["merges"]]
-    rank_of: dict[str, int] = {}
-    last = None
-    for rank, (left, right) in enumerate(merges):
-        token = left + right
-        if token in rank_of and token != last:
+    made = [left + right for left, right in merges]
+    for token, runs in Counter(token for token, _ in groupby(made)).items():
+        if runs > 1:
             raise UnknownTokenizerError(f"the merges of {token!r} do not stand together")
-        rank_of.setdefault(token, rank)
-        last = token
+    rank_of = {token: rank for rank, token in reversed(list(enumerate(made)))}
     vocabulary, known = parts["model"]["vocab"], set(merges)
     for token, number in vocabulary.items():
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]

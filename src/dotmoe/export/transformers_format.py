@@ -5,18 +5,19 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate, count, pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-from dotmoe.checkpoint import DTYPES, EMBEDDING, HEAD, NORM
-from dotmoe.export.format import PROJECTIONS, Conversion, Format, Gating, TensorSpec, layer_names
+from dotmoe.checkpoint import DTYPES
+from dotmoe.export.format import PROJECTIONS, Conversion, Format, TensorSpec
 from dotmoe.export.verify import verify
 from dotmoe.files import require_free, write_json
-from dotmoe.granularity import Granularity
+from dotmoe.granularity import GROUPED_MATMUL_BYTES, Granularity
+from dotmoe.models.family import DenseModel
 from dotmoe.progress import Update, no_update
 
 _COPIED = (
@@ -24,6 +25,7 @@ _COPIED = (
     *("vocab_size", "rms_norm_eps", "initializer_range", "attention_dropout", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
+GATES = "gates 1 but for the deviations below"
 _GRANITE = ("granitemoe", "granitemoeshared")
 _LIMITS = {
     ("biases", ("vLLM",), ("qwen3_moe",)): "The output projection of attention has no bias: "
@@ -71,22 +73,29 @@ class TransformersFormat(Format):
     block_error: float = 4e-3
     """Largest median relative error of a block in float32. Random routers come to 3e-4, a real
     model's at k = E / 2 to 1.5e-3."""
-    score: Literal["softmax", "softmax_of_chosen"] = "softmax"
     check = verify
-    folds: bool = True
-    """Whether a constant other than a power of two is folded into the down projections."""
-    casts_weights: bool = True
-    """Transformers rounds the weights of the experts to the dtype of the model."""
-    gates: str = "gates 1 but for about 2^-11"
 
-    def gating(self, split: Granularity) -> Gating:
-        """Renormalised over the chosen k."""
-        k = float(split.active_experts)
-        return Gating(score=self.score, renormalised=True, constant=k, casts=self.casts_weights)
+    def refusal(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
+        return super().refusal(dense, split, dtype) or self.no_kernel(dense, split, dtype)
+
+    def no_kernel(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
+        """Why stock Transformers could not run experts of that size, or None."""
+        if split.num_experts < 2:
+            return f"The layout has one expert a layer, but {self.name} needs at least 2."
+        multiple = GROUPED_MATMUL_BYTES // dtype.itemsize
+        sizes = ("expert_size", split.expert_size), ("The model width", dense.widths.model)
+        for what, size in sizes:
+            if size % multiple:
+                return (
+                    f"{what} is {size}, but in {str(dtype).removeprefix('torch.')} the grouped "
+                    f"matrix product that runs the experts takes multiples of {multiple} only. "
+                    "Choose such an expert_size, or another model."
+                )
+        return None
 
     def exactness(self, conversion: Conversion) -> str:
         factor = "E" if self.active_experts_editable else "k"
-        return f"expert weights rounded once, down projections times {factor}; {self.gates}"
+        return f"expert weights rounded once, down projections times {factor}; {GATES}"
 
     def notes(self, conversion: Conversion) -> list[str]:
         folded = (
@@ -102,16 +111,11 @@ class TransformersFormat(Format):
         ]
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
-        """Content of config.json.
-
-        Rotary settings and dtype are written twice: a runtime that knows only `rope_theta` falls
-        back to its own default when it finds `rope_parameters` alone.
-        """
-        dense, split = conversion.dense, conversion.granularity
+        """Rotary settings and dtype are written twice: readers of one miss the other."""
+        dense, split = conversion.dense, conversion.layout.granularity
         traits = dense.family.traits(dense.config)
         rope = {key: each for key, each in dense.config.rope_parameters.items() if key != "type"}
         theta = rope.pop("rope_theta")
-        dtype = str(conversion.dtype).removeprefix("torch.")
         config = {
             "architectures": [CLASSES[self.name]],
             "model_type": self.name,
@@ -124,43 +128,31 @@ class TransformersFormat(Format):
             "rope_scaling": None if rope["rope_type"] == "default" else dict(rope),
             "rope_parameters": {**rope, "rope_theta": theta},
             "tie_word_embeddings": False,
-            "torch_dtype": dtype,
-            "dtype": dtype,
+            "torch_dtype": conversion.dtype_name,
+            "dtype": conversion.dtype_name,
             self.experts_key: split.num_experts,
             self.active_experts_key: split.active_experts,
             self.size_key: split.expert_size,
             "output_router_logits": False,
             **self.constants,
         }
-        if self.holds.sliding_window:
+        if self.holds_window:
             config["sliding_window"] = traits.sliding_window
-        if len(self.holds.biases) > 1:
+        if any("biases" in feature for feature in self.holds):
             config["attention_bias"] = traits.qkv_bias
         return config
 
-    def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
-        conversion.require_no_others(self.name)
-        yield conversion.carried(EMBEDDING)
-        for layer in range(conversion.layout.num_layers):
-            yield from self.layer_tensors(conversion, layer)
-        yield conversion.carried(NORM)
-        yield conversion.carried(HEAD)
-
-    def layer_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        """The tensors of one decoder layer."""
-        dense, is_split = conversion.dense, layer in conversion.layout.moe_layers
-        for name in layer_names(dense, layer, ffn=not is_split):
-            yield conversion.carried(name)
-        if is_split:
-            prefix = f"model.layers.{layer}.{self.stored_block}"
-            weight = f"{prefix}.{self.router_name}.{self.router_weight}"
-            yield conversion.router(layer, weight)
-            yield from self.experts(conversion, layer, prefix)
+    def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
+        prefix = f"model.layers.{layer}.{self.stored_block}"
+        weight = f"{prefix}.{self.router_name}.{self.router_weight}"
+        yield conversion.router(layer, weight)
+        yield from self.experts(conversion, layer, prefix)
 
     def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
         """What a split layer's block holds besides the router."""
-        constant = self.gating(conversion.granularity).constant
-        neurons_ES = conversion.layout.neurons_of_expert(layer)
+        layout = conversion.layout
+        constant = self.gating.constant(layout.active_experts, layout.num_experts)
+        neurons_ES = layout.neurons_of_expert(layer)
         # Projection outside, expert inside: the slices of one dense matrix follow each other.
         for projection, part in zip(PROJECTIONS, self.parts, strict=True):
             factor = constant if projection == "down" else 1.0
@@ -229,12 +221,9 @@ def write_checkpoint(
     No more than one tensor is in memory. Files have `max_bytes` at most; a single larger tensor
     gets a file of its own. Gives the names of the weight files, in order.
     """
-    by_name: dict[str, TensorSpec] = {}
-    for spec in specs:
-        # Some servers crash on tensors without elements.
-        assert spec.num_bytes > 0, f"{spec.name} is empty"
-        assert spec.name not in by_name, f"{spec.name} comes twice"
-        by_name[spec.name] = spec
+    by_name = {spec.name: spec for spec in specs}
+    # Some servers crash on tensors without elements.
+    assert all(spec.num_bytes for spec in by_name.values()), "a tensor is empty"
     plan = split_state_dict_into_shards_factory(
         by_name,
         get_storage_size=lambda spec: spec.num_bytes,
