@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from dotmoe.analyse import ANALYSES, AnalyseConfig, analyse
+from dotmoe.analyse import ANALYSES, AnalyseConfig, analyse, experts
 from dotmoe.analyse.experts import costs_said
 from dotmoe.errors import UserError
 from dotmoe.finished_run import FinishedRun
@@ -15,7 +15,7 @@ from dotmoe.layout import ALWAYS_ON
 from dotmoe.load import load_dense
 from dotmoe.moe.masked import masked_by
 
-QUICK = {"tokens": 128, "points": 40, "experts_shown": 4, "profile_steps": 2}
+QUICK = {"tokens": 128, "profile_steps": 2}
 
 
 @pytest.fixture
@@ -28,8 +28,10 @@ def results(folder):
     return {file.stem: json.loads(file.read_text()) for file in files}
 
 
-def test_every_analysis_is_written_and_found_again(folder, command):
+def test_every_analysis_is_written_and_found_again(folder, command, monkeypatch):
     pytest.importorskip("sklearn")
+    monkeypatch.setattr(experts, "POINTS", 40)
+    monkeypatch.setattr(experts, "EXPERTS_SHOWN", 4)
     said = command("analyse", folder, **QUICK)
     assert said.status == 0, said.err
     found = results(folder)
@@ -149,7 +151,7 @@ def test_a_shared_expert_is_no_part_of_the_load(tiny_dense, text_file, tmp_path,
     options |= {"eval_tokens": 512, "scale_tokens": 256, "verify_tokens": 256, "seq_len": 32}
     said = command("convert", tiny_dense("llama"), out, **options)
     assert said.status == 0, said.err
-    found = analyse(AnalyseConfig(run=str(out), tokens=256, points=40))
+    found = analyse(AnalyseConfig(run=str(out), tokens=256))
     assert list(found) == list(ANALYSES)[:4]
     used = found["expert_utilisation"]["values"]
     assert (used["num_experts"], used["active_experts"]) == (10, 2)

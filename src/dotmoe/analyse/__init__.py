@@ -5,7 +5,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from dotmoe.analyse.experts import outputs_tsne, overlap, sensitivity, utilisation
+from dotmoe.analyse.experts import SEED, outputs_tsne, overlap, sensitivity, utilisation
 from dotmoe.analyse.overhead import profile
 from dotmoe.analyse.run import AnalyseConfig, AnalysedRun, Findings
 from dotmoe.errors import UserError, nearest
@@ -71,31 +71,33 @@ def analyse(
     with run.folder.alone():
         inputs: Values = {
             "form": FORM,
-            **{k: v for k, v in values_of(run.asked).items() if k not in ("run", "only")},
+            **{k: v for k, v in values_of(config).items() if k not in ("run", "only")},
             "layout": run.fingerprints["layout"],
             "heldout": sha256_of(run.folder.stage("data") / "heldout.safetensors"),
             "metrics": run.aligned and sha256_of(run.aligned.stage("align") / "metrics.jsonl"),
         }
         for name in config.only or ANALYSES:
             lack = _lack(run, ANALYSES[name])
-            if lack is None:
-                results[name] = _result(run, name, inputs, command)
-            elif config.only:
+            if lack and config.only:
                 raise UserError(f"{name} cannot be made: {lack}.")
-            else:
+            if lack:
                 run.progress.log(f"{name} left out: {lack}")
+            else:
+                results[name] = _result(run, name, inputs, command)
     return results
 
 
-def _lack(run: AnalysedRun, analysis: Analysis) -> str | None:
-    if analysis.package is not None and find_spec(analysis.package) is None:
+def _lack(run: AnalysedRun, analysis: Analysis) -> str:
+    """Why an analysis cannot be made, if so."""
+    targets = targets_of(run.layout.granularity)
+    if analysis.package and find_spec(analysis.package) is None:
         remedy = "pip install -e '.[analysis]' in the checkout brings it"
         return f"{analysis.package} is not installed; {remedy}"
-    if (targets := targets_of(run.layout.granularity)) not in analysis.targets:
+    if targets not in analysis.targets:
         return f"{run.asked.run} has targets {targets}, and this looks at {analysis.targets[0]}"
     if not analysis.of_text and run.aligned is None:
         return f"{run.asked.run} has no alignment steps, or its own run is not there"
-    return None
+    return ""
 
 
 def _result(run: AnalysedRun, name: str, inputs: Values, command: str | None) -> Values:
@@ -119,7 +121,7 @@ def _result(run: AnalysedRun, name: str, inputs: Values, command: str | None) ->
         "says": said,
         "inputs": inputs,
         "command": command,
-        "provenance": provenance(run.asked.seed),
+        "provenance": provenance(SEED),
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, result)

@@ -7,11 +7,14 @@ import torch
 from transformers import GenerationConfig
 
 from dotmoe.errors import UserError
-from dotmoe.evaluate.models import SIDES, EvaluateConfig, StockModel, by_side
+from dotmoe.evaluate.models import EvaluateConfig, StockModel, by_side, sides_of
 from dotmoe.evaluate.perplexity import packed_text
 from dotmoe.files import Values
 from dotmoe.progress import Progress, Update, no_update
 from dotmoe.tables import Table
+
+PROMPT_TOKENS = 32
+"""Of a prompt that is cut from the text."""
 
 
 def measure_generation(config: EvaluateConfig, progress: Progress) -> Values:
@@ -25,15 +28,14 @@ def measure_generation(config: EvaluateConfig, progress: Progress) -> Values:
             prompts = [stock.tokenizer(prompt).input_ids for prompt in config.prompts]
         else:
             tokens = packed_text(config.corpus, stock.tokenizer).tokens
-            size = min(config.prompt_tokens, len(tokens))
+            size = min(PROMPT_TOKENS, len(tokens))
             starts = range(0, len(tokens) - size + 1, max(size, len(tokens) // config.num_prompts))
             prompts = [tokens[at : at + size].tolist() for at in starts[: config.num_prompts]]
         made = continuations(stock.model, stock.tokenizer, prompts, config.generate or 0, update)
         decode = stock.tokenizer.batch_decode
         return {"prompts": decode(prompts, skip_special_tokens=True), "texts": decode(made)}
 
-    sides = by_side(config, progress, measured)
-    return {**sides, "most_tokens": config.generate, "text": list(config.corpus.text)}
+    return {**by_side(config, progress, measured), "text": list(config.corpus.text)}
 
 
 @torch.no_grad()
@@ -74,6 +76,5 @@ def shown_texts(result: Values) -> list[Table | str]:
     lines: list[Table | str] = []
     for index, prompt in enumerate(result["model"]["prompts"][:4]):
         lines.append(f"--- {prompt!r}")
-        sides = (result[side] for side in SIDES if side in result)
-        lines += [f"{side['name']}: {side['texts'][index]!r}" for side in sides]
+        lines += [f"{side['name']}: {side['texts'][index]!r}" for side in sides_of(result)]
     return lines

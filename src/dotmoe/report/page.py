@@ -2,7 +2,7 @@
 
 import base64
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -11,13 +11,12 @@ import jinja2
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from dotmoe.evaluate import MEASUREMENTS
 from dotmoe.evaluate.perplexity import perplexity_table
 from dotmoe.files import Values
 from dotmoe.report import RunResults
 from dotmoe.report.plots import NO_PLOTS, as_svg, draw_all, is_installed, save
-from dotmoe.report.sections import Blocks, gained, sections, tiles, verdict
-from dotmoe.tables import Table, figure, to_markdown, to_rich
+from dotmoe.report.sections import Blocks, gained, sections, verdict
+from dotmoe.tables import figure, to_markdown, to_rich
 
 _HERE = Path(__file__).parent
 
@@ -60,12 +59,16 @@ def html(found: RunResults, figures: dict[str, Any]) -> str:
 
 
 def html_page(
-    *, title: str, sections: Mapping[str, Blocks], figures: Mapping[str, Any], **top: Any
+    *,
+    title: str,
+    sections: Mapping[str, Blocks],
+    figures: Mapping[str, Any],
+    verdict: Sequence[str] = (),
 ) -> str:
     """The page of any sections; blocks of plots name `figures`."""
     return _template("page.html.jinja").render(
-        {"verdict": [], "tiles": {}} | top,
         title=title,
+        verdict=verdict,
         sections=sections,
         style=(_HERE / "page.css").read_text(encoding="utf-8"),
         plots={name: base64.b64encode(as_svg(each)).decode() for name, each in figures.items()},
@@ -79,13 +82,13 @@ def markdown(found: RunResults) -> str:
 
 
 def _shown(found: RunResults) -> dict[str, Any]:
-    """Title, verdict, tiles and sections of a run."""
+    """Title, verdict and sections of a run."""
     made = sections(found)
     with found.reading("6_evaluate/results.json"):
-        top = {"verdict": verdict(found), "tiles": tiles(found)}
+        said = verdict(found)
     changed = f", {found.name}," if found.is_finetuned or found.is_repaired else ""
     title = f"{found.dense_model}{changed} as a Mixture-of-Experts"
-    return {"title": title, "sections": made, **top}
+    return {"title": title, "verdict": said, "sections": made}
 
 
 def _template(name: str) -> jinja2.Template:
@@ -108,13 +111,6 @@ def summary(run: Path) -> RenderableType:
     said = "\n\n".join(verdict(found))
     where = f"checkpoint  {run / '5_export'}\nreport      {default_page(run)}"
     return Group(to_rich(perplexity_table(found.models)), Text(f"\n{said}\n\n{where}"))
-
-
-def evaluation(name: str, result: Values) -> RenderableType:
-    """The end of `dotmoe evaluate` on a terminal: `result` of the measurement of this name."""
-    _, show = MEASUREMENTS[name]
-    parts = show(result)
-    return Group(*(to_rich(each) if isinstance(each, Table) else Text(each) for each in parts))
 
 
 def quickstart_summary(result: Values) -> RenderableType:

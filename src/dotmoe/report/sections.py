@@ -3,16 +3,16 @@
 import json
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from dotmoe.analyse import ANALYSES
 from dotmoe.bench import table as bench_table
-from dotmoe.evaluate.fidelity import fidelity_table
-from dotmoe.evaluate.perplexity import curve_table, perplexity_table, text_names, word_table
-from dotmoe.evaluate.tasks import differ, scores_table
+from dotmoe.evaluate import MEASUREMENTS
+from dotmoe.evaluate.models import sides_of
+from dotmoe.evaluate.perplexity import curve_table, perplexity_table, text_names
+from dotmoe.evaluate.tasks import PAPER, differ, is_share, main_scores, shown_tasks
 from dotmoe.files import Values
 from dotmoe.granularity import Granularity, parts_of, targets_of
 from dotmoe.inspection.tables import counts_table
@@ -38,24 +38,25 @@ class Block:
 Blocks = list[str | Table | Block]
 
 
+Section = Callable[[RunResults, Values], Blocks]
+
+
+def _measurement(name: str) -> Section:
+    """What `dotmoe evaluate` shows of a measurement."""
+    _, show = MEASUREMENTS[name]
+    return lambda found, result: [*show(found.named(result))]
+
+
 def _tasks(found: RunResults, _: Values) -> Blocks:
-    scores, others = found.scores("tasks"), found.scores("against")
-    if not scores:
-        return []
-    notes: dict[str, list[str]] = {}
-    for task in found.tasks("against") + found.tasks("tasks"):
-        for note in task["notes"]:
-            notes.setdefault(note, []).append(task["task"])
-    said = [f"{', '.join(dict.fromkeys(names))}: {note}." for note, names in notes.items()]
-    table = scores_table(scores, others, (found.against, found.name))
-    return [table, *(Block("note", note) for note in said)]
+    return [*shown_tasks(found.tasks)] if "model" in found.tasks else []
 
 
 def _curve(found: RunResults, curve: Values) -> Blocks:
+    edit = shlex.join(["dotmoe", "edit", str(found.run), "--active-experts", "K"])
     return [
         "k is how many experts run for a token. It can be changed in the finished checkpoint "
         "without any training:",
-        Block("command", shlex.join(["dotmoe", "edit", str(found.run), "--active-experts", "K"])),
+        Block("command", edit),
         Block("plot", "Perplexity against the parameters that work on a token.", "active_experts"),
         curve_table(curve),
     ]
@@ -70,8 +71,8 @@ def _generation(found: RunResults, _: Values) -> Blocks:
     if result is not None:
         with found.reading("6_evaluate/generation.json"):
             for index, prompt in enumerate(result["model"]["prompts"][:3]):
-                sides = found.sides(result).items()
-                texts = {name: side["texts"][index] for name, side in sides}
+                sides = sides_of(found.named(result))
+                texts = {side["name"]: side["texts"][index] for side in sides}
                 blocks.append(Block("sample", prompt, texts))
     return blocks and ["The most likely token each time.", *blocks]
 
@@ -180,20 +181,15 @@ def _missing(found: RunResults, _: Values) -> Blocks:
         "curve": ("perplexity at other k", [*evaluate, "--curve", *text]),
         "fidelity": ("closeness to the dense model", [*beside, "--fidelity", *text]),
         "generation": ("what both write after prompts", [*beside, "--generate", "64", *text]),
+        "analysis": ("what became of the experts", ["dotmoe", "analyse", run]),
         "bench": ("speed and memory beside dense", ["dotmoe", "bench", dense, run, "--json"]),
     }
-    there = {name.partition("/")[0] for name in found.files}
-    if not found.export.get("active_experts_editable", True):
-        there.add("curve")
     if not found.is_finetuned:
         again = ["dotmoe", "finetune", run, f"{run}-finetuned"]
         wanted["finetune"] = ("finetuning, which makes up for a part of the loss", again)
-    has_steps = found.is_finetuned or found.steps["alignment"]
-    titles = {name: each.title for name, each in ANALYSES.items() if each.of_text or has_steps}
-    if lacking := [name for name in titles if f"analysis/{name}" not in found.files]:
-        only = [] if len(lacking) == len(titles) else ["--only", *lacking]
-        said = "; ".join(titles[name] for name in lacking)
-        wanted["analyses"] = (said, ["dotmoe", "analyse", run, *only])
+    if not found.export.get("active_experts_editable", True):
+        del wanted["curve"]
+    there = {name.partition("/")[0] for name in found.files}
     blocks: Blocks = []
     for name, (what, words) in wanted.items():
         if name not in there:
@@ -204,17 +200,13 @@ def _missing(found: RunResults, _: Values) -> Blocks:
     return [*blocks, Block("note", after)] if blocks else []
 
 
-SECTIONS: list[tuple[str, str, Callable[[RunResults, Values], Blocks]]] = [
+SECTIONS: list[tuple[str, str, Section]] = [
     ("Perplexity", "results", lambda found, _: [perplexity_table(found.models)]),
-    (
-        "Perplexity on other text",
-        "perplexity",
-        lambda found, each: [perplexity_table(found.sides(each) or {found.name: each})],
-    ),
+    ("Perplexity on other text", "perplexity", _measurement("perplexity")),
     ("Benchmark tasks", "", _tasks),
     ("Other numbers of active experts", "curve", _curve),
-    ("Perplexity a word", "word_perplexity", lambda _, result: [word_table(result)]),
-    ("Closeness to the dense model", "fidelity", lambda _, r: [fidelity_table(r)]),
+    ("Perplexity a word", "word_perplexity", _measurement("word_perplexity")),
+    ("Closeness to the dense model", "fidelity", _measurement("fidelity")),
     ("What the models write", "", _generation),
     ("Size and arithmetic", "results", _size),
     ("Speed", "bench", lambda _, bench: [bench_table(bench)]),
@@ -260,25 +252,6 @@ def verdict(found: RunResults) -> list[str]:
     return sentences
 
 
-def tiles(found: RunResults) -> dict[str, str]:
-    """The main figures, by what they are."""
-    dense, moe = found.results["dense"], found.results["moe"]
-    counts, split = found.results["parameters"], found.results["granularity"]
-    shown = {
-        f"perplexity per {dense['unit']}": f"{dense['perplexity']:.2f} → {moe['perplexity']:.2f}",
-        "of the parameters work on a token": percent(counts["active"] / counts["dense"]),
-        "experts run per token": " and ".join(
-            f"{part.active_experts} of {part.num_experts}"
-            for part in parts_of(Granularity.of(split))
-        ),
-    }
-    others, own = found.main_scores()
-    if own and len(own) == len(others):
-        before, after = _mean(others)[0], _mean(own)[0]
-        shown[f"mean accuracy, {len(own)} tasks"] = f"{before:.1f} → {after:.1f} %"
-    return shown
-
-
 def gained(results: Values) -> str:
     """What works on a token, in a sentence, from `parameters` and `granularity`."""
     counts, split = results["parameters"], Granularity.of(results["granularity"])
@@ -318,31 +291,32 @@ def _lost(found: RunResults) -> str:
 
 
 def _accuracy(found: RunResults) -> str:
-    others, own = found.main_scores()
+    """Of the paper's tasks; without any, of all whose main score is a share of right answers."""
+    ran, others = (found.tasks.get(side, {"tasks": {}})["tasks"] for side in ("model", "against"))
+    shares = {task: score for task, score in main_scores(ran).items() if is_share(score)}
+    own = {task: score for task, score in shares.items() if task in PAPER} or shares
     if not own:
         return "Benchmark tasks were not run."
-    over = f"{len(own)} benchmark tasks ({', '.join(score['task'] for score in own)})"
-    after = "{:.1f} ± {:.1f} %".format(*_mean(own))
-    if len(others) < len(own):
-        said = f"Mean accuracy over {over}: {after}."
-    else:
-        before = "{:.1f} ± {:.1f} %".format(*_mean(others))
-        apart = sum(map(differ, own, others)) or "none"
+    over, after = f"{len(own)} benchmark tasks ({', '.join(own)})", _mean(own.values())
+    before = main_scores(others)
+    if before.keys() >= own.keys():
+        apart = sum(differ(score, before[task]) for task, score in own.items()) or "none"
         said = (
-            f"Over {over} the mean accuracy goes from {before} ({found.against}) to {after} (± one "
-            f"standard error); {apart} of them differ by more than two standard errors."
+            f"Over {over} the mean accuracy goes from {_mean(before[task] for task in own)} "
+            f"({found.tasks['against']['name']}) to {after} (± one standard error); {apart} of "
+            "them differ by more than two standard errors."
         )
-    asked = [f"{task['limit']} of {task['task']}" for task in found.tasks("tasks") if task["limit"]]
-    if asked:
-        said += f" Only the first questions were asked: {', '.join(asked)}."
+    else:
+        said = f"Mean accuracy over {over}: {after}."
+    if limits := [f"{each['limit']} of {task}" for task, each in ran.items() if each["limit"]]:
+        said += f" Only the first questions were asked: {', '.join(limits)}."
     return said
 
 
-def _mean(scores: list[Values]) -> tuple[float, float]:
+def _mean(scores: Iterable[Values]) -> str:
     """Unweighted mean of scores in per cent, and its standard error."""
-    error = math.hypot(*(score["stderr"] or 0.0 for score in scores))
-    mean = sum(score["value"] for score in scores) / len(scores)
-    return 100 * mean, 100 * error / len(scores)
+    values, errors = zip(*((each["value"], each["stderr"] or 0.0) for each in scores), strict=True)
+    return f"{100 * fmean(values):.1f} ± {100 * math.hypot(*errors) / len(errors):.1f} %"
 
 
 def _speed(bench: Values | None) -> str:
