@@ -55,19 +55,18 @@ def test_every_analysis_is_written_and_found_again(folder, command, monkeypatch)
     assert results(folder) == found
 
 
-def test_another_text_or_damage_makes_an_analysis_anew(folder, command):
+def test_another_text_or_damage_makes_an_analysis_anew(folder):
     def made(tokens):
-        said = command("analyse", folder, only="expert_utilisation", tokens=tokens)
-        assert said.status == 0, said.err
-        return results(folder)["expert_utilisation"]
+        config = AnalyseConfig(run=str(folder), only=("expert_utilisation",), tokens=tokens)
+        return analyse(config)["expert_utilisation"]
 
     before = made(128)
     assert made(256)["tokens"] == 256
     file = folder / "6_evaluate" / "analysis" / "expert_utilisation.json"
-    file.write_text(file.read_text()[:100])
-    assert made(128)["values"] == before["values"]
-    file.write_text(json.dumps(before | {"inputs": before["inputs"] | {"form": 0}, "values": {}}))
-    assert made(128)["values"] == before["values"]
+    of_another_form = before | {"inputs": before["inputs"] | {"form": 0}, "values": {}}
+    for damaged in (file.read_text()[:100], json.dumps(of_another_form)):
+        file.write_text(damaged)
+        assert made(128)["values"] == before["values"]
 
 
 def test_one_layer_split_by_itself_is_a_layout_whose_others_are_dense(folder):
@@ -123,7 +122,7 @@ def test_a_silent_router_is_warned_of(folder, command, monkeypatch):
 
 
 def test_what_a_run_has_nothing_for_is_left_out_or_refused_by_name(folder, monkeypatch, command):
-    monkeypatch.setattr("dotmoe.analyse.find_spec", lambda package: None)
+    monkeypatch.setattr("dotmoe.errors.find_spec", lambda package: None)
     (folder / "2_align" / "metrics.jsonl").unlink()
     found = analyse(AnalyseConfig(run=str(folder), tokens=128))
     assert list(found) == ["expert_utilisation", "layer_sensitivity"]
@@ -134,12 +133,11 @@ def test_what_a_run_has_nothing_for_is_left_out_or_refused_by_name(folder, monke
 
 
 def test_a_finetuned_run_has_its_own_routing(finished, finetuned, tmp_path):
-    of_source, of_finetuned = (
-        analyse(AnalyseConfig(run=str(run.copied_to(tmp_path / run.name).folder), **options))
-        for run in (finished, finetuned)
-        for options in ({"only": ("expert_utilisation",), "tokens": 128},)
-    )
-    loads = [each["expert_utilisation"]["values"]["share_LE"] for each in (of_source, of_finetuned)]
+    loads = []
+    for made in (finished, finetuned):
+        copy = made.copied_to(tmp_path / made.name).folder
+        found = analyse(AnalyseConfig(run=str(copy), only=("expert_utilisation",), tokens=128))
+        loads.append(found["expert_utilisation"]["values"]["share_LE"])
     assert loads[0] != loads[1]
 
 

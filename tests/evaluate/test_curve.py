@@ -20,7 +20,7 @@ def curve_of(case, *active_experts):
     )
 
 
-def test_every_point_is_the_masked_model_with_that_k_and_says_what_it_activates(exported):
+def test_every_point_is_the_masked_model_with_that_k(exported):
     case = exported()
     curve = curve_of(case, 3, 1)
     points = {point["active_experts"]: point for point in curve["points"]}
@@ -60,7 +60,7 @@ def test_the_ladder_is_taken_where_no_k_is_named_and_another_k_changes_nothing(e
 
 def test_what_has_no_curve_is_refused(exported):
     case = exported(format="mixtral")
-    with pytest.raises(UserError, match=r"k is fixed at 3.* Export the run as glm4_moe"):
+    with pytest.raises(UserError, match="is 3 and cannot be changed"):
         curve_of(case)
 
 

@@ -71,7 +71,10 @@ def test_both_models_continue_the_same_prompts_cut_at_equal_distances(
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"generate": 300}, "context is 256"), ({"generate": 4, "prompts": ()}, "--prompts")],
+    [
+        ({"generate": 300}, "to 256, the model's context"),
+        ({"generate": 4, "prompts": ()}, "--prompts"),
+    ],
 )
 def test_settings_out_of_range_are_refused(options, words, tiny_dense):
     config = EvaluateConfig(model=str(tiny_dense("llama")), **{"prompts": ("a",), **options})

@@ -13,12 +13,10 @@ from dotmoe.errors import UserError
 from dotmoe.report import RunResults
 from dotmoe.report.page import html, html_report, markdown
 from dotmoe.report.plots import NO_PLOTS, draw_all
-from dotmoe.report.sections import verdict
 from dotmoe.tables import in_bytes
 from runs import weights_of
 
 OPTIONS = json.loads((ROOT / "tests/contract/golden/options.json").read_text())
-CASES = json.loads((ROOT / "results" / "serving_speed.json").read_text())["cases"]
 
 
 def values_in(folder, name):
@@ -82,9 +80,6 @@ def test_figures_are_those_of_the_result_files(measured, found, page):
     for row in found.files["word_perplexity"]["model"]["windows"]:
         numbers = f"{row['word_perplexity']:.3f} {row['words']:,} {row['tokens']:,}"
         assert f"{row['window']} {numbers}" in words
-    arithmetic = 2 * (3 * 64 * 96) * 2  # two per product, three matrices, two layers
-    said = f"dense {arithmetic:,} FLOP; experts that run {arithmetic // 4:,}, routers "
-    assert f"{said}{2 * (64 * 12) * 2:,}" in text
     assert f"The files hold {in_bytes(held)}" in text
     assert f"Format {found.export['format']}: {found.export['exactness']}" in text
 
@@ -166,27 +161,10 @@ def test_an_edited_export_is_told_from_what_was_measured(bare):
     assert "The export now runs k = 4; the figures of this page were measured at k = 3." in text
 
 
-def test_a_speed_is_judged_by_its_own_spread(found):
-    for case in CASES.values():
-        found.files["bench"] = case
-        ratios = [each for point in case["points"] for each in point["speed_ratio_quartiles"]]
-        assert ("It is faster there" in " ".join(verdict(found))) == (min(ratios) > 1)
-
-
 def test_the_same_files_give_the_same_page(measured, found):
     pytest.importorskip("matplotlib")
     made = html(found, draw_all(found))
     assert made == (measured / "7_report" / "report.html").read_text(encoding="utf-8")
-
-
-def test_the_alignment_says_how_its_experts_settled(measured, page):
-    """Oracle: the lines that the alignment logged."""
-    logged = (measured / "2_align" / "metrics.jsonl").read_text().splitlines()
-    moved = [json.loads(line)["moved_fraction"] for line in logged]
-    said = r"change their expert in a step: ([\d.]+) % at most, .*?; ([\d.]+) changes"
-    most, changes = re.search(said, page.text).groups()
-    assert float(most) == pytest.approx(100 * max(moved), rel=0.05, abs=0.5)
-    assert float(changes) == pytest.approx(sum(moved), abs=0.06)
 
 
 def test_a_page_without_matplotlib_says_so(bare, monkeypatch, capsys):

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.util import find_spec
 from typing import NamedTuple
 
 from dotmoe.analyse.experts import SEED, outputs_tsne, overlap, sensitivity, utilisation
 from dotmoe.analyse.overhead import profile
 from dotmoe.analyse.run import AnalyseConfig, AnalysedRun, Findings
-from dotmoe.errors import UserError, nearest
+from dotmoe.errors import UserError, nearest, require_package
 from dotmoe.files import Values, read_json, sha256_of, write_json
 from dotmoe.granularity import targets_of
 from dotmoe.options import check, values_of
@@ -77,27 +76,32 @@ def analyse(
             "metrics": run.aligned and sha256_of(run.aligned.stage("align") / "metrics.jsonl"),
         }
         for name in config.only or ANALYSES:
-            lack = _lack(run, ANALYSES[name])
-            if lack and config.only:
-                raise UserError(f"{name} cannot be made: {lack}.")
-            if lack:
-                run.progress.log(f"{name} left out: {lack}")
+            try:
+                _require(run, name)
+            except UserError as error:
+                if config.only:
+                    raise
+                run.progress.log(f"{name} is left out: {error}")
             else:
                 results[name] = _result(run, name, inputs, command)
     return results
 
 
-def _lack(run: AnalysedRun, analysis: Analysis) -> str:
-    """Why an analysis cannot be made, if so."""
-    targets = targets_of(run.layout.granularity)
-    if analysis.package and find_spec(analysis.package) is None:
-        remedy = "pip install -e '.[analysis]' in the checkout brings it"
-        return f"{analysis.package} is not installed; {remedy}"
+def _require(run: AnalysedRun, name: str) -> None:
+    """Refuse an analysis of what the run does not have, or without the package that it needs."""
+    analysis, targets = ANALYSES[name], targets_of(run.layout.granularity)
+    if analysis.package:
+        require_package(analysis.package, "analysis", name)
     if targets not in analysis.targets:
-        return f"{run.asked.run} has targets {targets}, and this looks at {analysis.targets[0]}"
+        raise UserError(
+            f"{name} looks at {analysis.targets[0]}, but {run.asked.run} has targets {targets}. "
+            "Leave it out."
+        )
     if not analysis.of_text and run.aligned is None:
-        return f"{run.asked.run} has no alignment steps, or its own run is not there"
-    return ""
+        raise UserError(
+            f"{name} looks at alignment steps, and {run.asked.run} has none, or its own run is not "
+            "there. Leave it out."
+        )
 
 
 def _result(run: AnalysedRun, name: str, inputs: Values, command: str | None) -> Values:

@@ -1,7 +1,4 @@
-"""What became of the experts: their load, layers that route alike, outputs, cost of each layer.
-
-Each analysis gives its values, and what they say in a few sentences.
-"""
+"""What became of the experts: their load, layers that route alike, outputs, cost of each layer."""
 
 import math
 from itertools import combinations
@@ -43,11 +40,10 @@ def utilisation(run: AnalysedRun) -> Findings:
 
 
 def _load(run: AnalysedRun, layout: ExpertLayout) -> Findings:
-    shares = []
-    for chosen_TK in run.routes[layout.target]:
+    loads = {}
+    for layer, chosen_TK in zip(run.layers, run.routes[layout.target], strict=True):
         counts_E = torch.bincount(chosen_TK.flatten().long(), minlength=layout.num_experts)
-        shares.append(counts_E.double() / len(chosen_TK))
-    loads = dict(zip(run.layers, shares, strict=True))
+        loads[layer] = counts_E.double() / len(chosen_TK)
     statistics = [{"layer": layer} | load_statistics(share_E) for layer, share_E in loads.items()]
     warnings = [line for layer, share_E in loads.items() for line in warnings_of(layer, share_E)]
     spread = [layer["coefficient_of_variation"] for layer in statistics]
@@ -60,7 +56,7 @@ def _load(run: AnalysedRun, layout: ExpertLayout) -> Findings:
     heads = "of heads: " * (layout.target == "attention")
     return {
         "layers": list(loads),
-        "share_LE": [share_E.tolist() for share_E in shares],
+        "share_LE": [share_E.tolist() for share_E in loads.values()],
         "num_experts": layout.num_experts,
         "active_experts": layout.active_experts,
         "target": layout.target,
@@ -74,10 +70,9 @@ def load_statistics(share_E: Float[Tensor, " E"]) -> dict[str, Any]:
 
     Returns:
         `coefficient_of_variation`: standard deviation over experts / mean; 0 is even, and
-        `sqrt(E / k - 1)`, the largest, means the same k experts for every token. `max_over_mean`,
-        `min_over_mean`. `dead_experts`: below 1 % of the mean. `always_on_experts`: above 95 % of
-        the tokens, where the mean is below 75 %; at k / E near 1 it is what must happen.
-        `entropy_normalised`: entropy of the load / ln E, 1 is even.
+        `sqrt(E / k - 1)`, the largest, means the same k experts for every token. `dead_experts`:
+        below 1 % of the mean. `always_on_experts`: above 95 % of the tokens, where the mean is
+        below 75 %; at k / E near 1 it is what must happen. `entropy_normalised`: 1 is even.
     """
     average = float(share_E.mean())
     portion_E = share_E / share_E.sum()
@@ -148,8 +143,8 @@ def matched_overlap(a_TK: Int[Tensor, "T K"], b_TK: Int[Tensor, "T K"], num_expe
         overlap = (o - c) / (1 - c)
 
     Returns:
-        1: the same routing under other names. 0: layers that know nothing of each other; noise
-        goes a little below. Symmetric in the layers. 1 where k = E.
+        1: the same routing under other names, or k = E. 0: layers that know nothing of each other;
+        noise goes a little below. Symmetric in the layers.
     """
     from scipy.optimize import linear_sum_assignment  # an extra
 

@@ -24,10 +24,6 @@ from dotmoe.models.family import family_of
 from dotmoe.progress import Progress
 from dotmoe.tables import Table, figure, percent, table_of
 
-FFNs = dict[int, tuple[nn.Module, Callable[[Tensor], Tensor]]]
-"""For each split layer the dense model's FFN, and what maps its input [B, T, D] to the output of
-the other model's FFN."""
-
 
 @torch.no_grad()
 def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
@@ -104,7 +100,8 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
     }
 
 
-def _ffns(dense: Any, other: Any, record: ExportRecord) -> FFNs:
+def _ffns(dense: Any, other: Any, record: ExportRecord) -> dict[int, tuple[nn.Module, Any]]:
+    """Of each split layer the dense model's FFN, and what gives the other's output of its input."""
     output = FORMATS[record.format]
     has_heads = record.details.get("splits", [{}])[0].get("target") == "attention"
     if has_heads or (record.shared_size and not output.block_has_shared):

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from dotmoe.errors import UserError
-from dotmoe.evaluate.models import EvaluateConfig, StockModel, by_side, sides_of
+from dotmoe.evaluate.models import EvaluateConfig, StockModel, by_side, in_context, sides_of
 from dotmoe.evaluate.perplexity import packed_text
 from dotmoe.files import Values
 from dotmoe.progress import Progress, Update, no_update
@@ -53,11 +52,7 @@ def continuations(
     """
     longest = max(map(len, prompts)) + new_tokens
     context = int(model.config.max_position_embeddings)
-    if longest > context:
-        raise UserError(
-            f"prompt and continuation have {longest} tokens, but the model's context is {context}. "
-            "Lower --generate, or give shorter prompts."
-        )
+    in_context("the length of a prompt with --generate", longest, context)
     end = tokenizer.eos_token_id
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end, do_sample=False)
     made = []

@@ -19,8 +19,6 @@ from dotmoe.progress import Progress
 from dotmoe.run_folder import STAGES, provenance
 from dotmoe.tables import Table, figure, table_of
 
-FEWSHOT_SEED = 1234
-"""The harness's own, with which solved examples are drawn."""
 SUFFIXES = (".jsonl.gz", ".jsonl", ".json", ".json.gz")
 
 
@@ -77,15 +75,14 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
         "dtype": str(dtype).removeprefix("torch."),
         "limit": config.limit,
         "max_length": config.max_length,
+        "data": "hub",
     }
     named = (PAPER if name == "paper" else (name,) for name in config.tasks)
-    names = list(dict.fromkeys(chain.from_iterable(named)))
     local: dict[str, tuple[str, Mapping[str, Path]]] = {}
-    notes: dict[str, list[str]] = {}
-    identities: dict[str, Values] = {}
-    for name in names:
+    notes, identities = dict[str, list[str]](), dict[str, Values]()
+    for name in dict.fromkeys(chain.from_iterable(named)):
         shots = TASKS[name].shots if name in TASKS and config.shots is None else config.shots
-        identities[name] = settings | {"shots": shots, "data": "hub"}
+        identities[name] = settings | {"shots": shots}
         if config.task_data is not None:
             files, notes[name] = local_files(Path(config.task_data), name, shots or 0)
             local[name] = TASKS[name].definition, files
@@ -97,13 +94,13 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
     is_run = (run_folder / STAGES["export"]).is_dir()
     default = run_folder / STAGES["evaluate"] if is_run else f"evaluation-{run_folder.name}"
     out = Path(config.out or default)
-    tasks = cache(lambda: harness.loaded_tasks(names, local))
+    tasks = cache(lambda: harness.loaded_tasks(list(identities), local))
 
     def measured(label: str, folder: Path) -> Values:
         model, results = config.names[label], dict[str, Values]()
         weights, runner = fingerprint(folder), cache(lambda: harness.harness_model(folder, config))
-        for name in names:
-            identity = identities[name] | {"model": weights}
+        for name, same_of_all in identities.items():
+            identity = same_of_all | {"model": weights}
             file = out / ("tasks" if label == "model" else label) / f"{name}.json"
             if file.is_file():
                 results[name] = _finished(file, identity)
@@ -121,7 +118,7 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
                 "limit": config.limit,
                 **found,
                 "identity": identity,
-                "provenance": provenance(FEWSHOT_SEED),
+                "provenance": provenance(1234),  # the harness's own seed of solved examples
             }
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, results[name])

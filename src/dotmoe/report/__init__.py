@@ -47,14 +47,12 @@ class RunResults:
         }
         """Every file of `6_evaluate`, by its path there without `.json`, as `tasks/piqa`."""
         self.results = self.files["results"]
-        """Perplexities, counts and checks that every run has."""
         self.steps = {
             "alignment": _steps(folder / "2_align" / "metrics.jsonl"),
             "finetune": _steps(folder / "4_finetune" / "metrics.jsonl"),
         }
         """Metrics of each step of the trainings in the run."""
         self.is_finetuned = "finetune" in self.config
-        """Whether `dotmoe finetune` made the run, and not `convert`."""
         train = self.config.get("finetune", {}).get("train")
         self.is_repaired = bool(train == "repair" or self.config.get("repair"))
         """Whether the exported model was repaired, and nothing changed afterwards."""

@@ -19,6 +19,18 @@ from dotmoe.report.sections import Blocks, gained, sections, verdict
 from dotmoe.tables import figure, to_markdown, to_rich
 
 _HERE = Path(__file__).parent
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(_HERE),
+    autoescape=lambda name: "html" in str(name),
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=jinja2.StrictUndefined,
+)
+_TEMPLATES.filters |= {
+    "kept": lambda text: text.replace(" %", "\u00a0%"),
+    "slug": lambda title: re.sub(r"[^a-z]+", "-", title.lower()).strip("-"),
+    "markdown": to_markdown,
+}
 
 
 def html_report(run: Path, page: Path | None = None, plots_folder: Path | None = None) -> Path:
@@ -52,8 +64,7 @@ def default_page(run: Path) -> Path:
 def html(found: RunResults, figures: dict[str, Any]) -> str:
     """One page without scripts that loads nothing, with `figures` from `draw_all`.
 
-    The same results give the same page. Raises a `UserError` for a result file that lacks what the
-    page shows of it.
+    Raises a `UserError` for a result file that lacks what the page shows of it.
     """
     return html_page(**_shown(found), figures=figures)
 
@@ -66,7 +77,7 @@ def html_page(
     verdict: Sequence[str] = (),
 ) -> str:
     """The page of any sections; blocks of plots name `figures`."""
-    return _template("page.html.jinja").render(
+    return _TEMPLATES.get_template("page.html.jinja").render(
         title=title,
         verdict=verdict,
         sections=sections,
@@ -78,7 +89,7 @@ def html_page(
 
 def markdown(found: RunResults) -> str:
     """The same sections in Markdown, without plots."""
-    return _template("page.md.jinja").render(_shown(found))
+    return _TEMPLATES.get_template("page.md.jinja").render(_shown(found))
 
 
 def _shown(found: RunResults) -> dict[str, Any]:
@@ -89,20 +100,6 @@ def _shown(found: RunResults) -> dict[str, Any]:
     changed = f", {found.name}," if found.is_finetuned or found.is_repaired else ""
     title = f"{found.dense_model}{changed} as a Mixture-of-Experts"
     return {"title": title, "verdict": said, "sections": made}
-
-
-def _template(name: str) -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_HERE),
-        autoescape="html" in name,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters["kept"] = lambda text: text.replace(" %", "\u00a0%")
-    environment.filters["slug"] = lambda title: re.sub(r"[^a-z]+", "-", title.lower()).strip("-")
-    environment.filters["markdown"] = to_markdown
-    return environment.get_template(name)
 
 
 def summary(run: Path) -> RenderableType:

@@ -1,7 +1,7 @@
 """Every plot of results; drawn by matplotlib, an extra. The same results give the same file.
 
-Plots are as wide as a phone, so that their text stays readable there, and use colours that people
-with any kind of colour vision tell apart (Okabe and Ito's); lines differ in dash, points in shape.
+Plots are as wide as a phone, so that their text stays readable there. Everybody tells the colours
+apart (Okabe and Ito's); lines differ in dash, points in shape.
 """
 
 import io

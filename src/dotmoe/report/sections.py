@@ -36,8 +36,6 @@ class Block:
 
 
 Blocks = list[str | Table | Block]
-
-
 Section = Callable[[RunResults, Values], Blocks]
 
 
@@ -79,29 +77,17 @@ def _generation(found: RunResults, _: Values) -> Blocks:
 
 def _size(found: RunResults, results: Values) -> Blocks:
     split, counts = Granularity.of(results["granularity"]), results["parameters"]
-    first, export = split.first_dense_layers, found.export
     blocks: Blocks = [
         f"{part.num_experts} experts of {part.expert_size} {UNITS[part.target]} a layer, "
         f"{part.active_experts} run per token; shared {UNITS[part.target]}: {part.shared_size}; "
-        f"leading layers left dense: {first}."
+        f"leading layers left dense: {split.first_dense_layers}."
         for part in parts_of(split)
     ]
     blocks.append(counts_table({"dense_total": counts["dense"], **counts}, "Parameters, counted"))
-    if export:
+    if export := found.export:
         blocks.append(
             f"The files hold {in_bytes(export['total_bytes'])} in {export['dtype']}, format "
             f"{export['format']}, which runs in {', '.join(export['servers'])}."
-        )
-    if export and split.target != "attention":
-        # Three matrices of the model width by neurons each; a product and its sum are two.
-        layers, a_neuron = export["num_layers"], 6 * export["model_width"]
-        whole = split.units - split.dropped_size
-        dense = a_neuron * layers * whole
-        moe = a_neuron * (first * whole + (layers - first) * split.active_units)
-        routers = 2 * export["model_width"] * split.num_experts * (layers - first)
-        blocks.append(
-            f"FFN arithmetic per token: dense {dense:,} FLOP; experts that run {moe:,}, routers "
-            f"{routers:,}, together {percent((moe + routers) / dense)} of dense."
         )
     return blocks
 
@@ -124,14 +110,7 @@ def _training(name: str, found: RunResults) -> Blocks:
     seconds = sum(step.get("seconds") or 0.0 for step in steps)
     first, last = (figure(step.get("loss")) for step in (steps[0], steps[-1]))
     said = f"{len(steps):,} steps, {seconds:,.0f} s in all; loss {first} at first, {last} at last."
-    blocks: Blocks = [said, Block("plot", "Each step has other text, so losses scatter.", name)]
-    if moved := [step["moved_fraction"] for step in steps if "moved_fraction" in step]:
-        late = percent(fmean(moved[-max(1, len(moved) // 10) :]))
-        blocks.append(
-            f"Neurons that change their expert in a step: {percent(max(moved))} at most, {late} in "
-            f"the last tenth of the steps; {sum(moved):.1f} changes a neuron in all."
-        )
-    return blocks
+    return [said, Block("plot", "Each step has other text, so losses scatter.", name)]
 
 
 def _checks(_: RunResults, results: Values) -> Blocks:
@@ -208,7 +187,7 @@ SECTIONS: list[tuple[str, str, Section]] = [
     ("Perplexity a word", "word_perplexity", _measurement("word_perplexity")),
     ("Closeness to the dense model", "fidelity", _measurement("fidelity")),
     ("What the models write", "", _generation),
-    ("Size and arithmetic", "results", _size),
+    ("Size", "results", _size),
     ("Speed", "bench", lambda _, bench: [bench_table(bench)]),
     ("Load of the experts", "analysis/expert_utilisation", _analysis),
     ("Which layers route alike", "analysis/routing_overlap", _analysis),
@@ -322,34 +301,29 @@ def _mean(scores: Iterable[Values]) -> str:
 def _speed(bench: Values | None) -> str:
     if bench is None:
         return "Speed was not measured."
-    said, quartiles = [], []
-    for each in bench["points"]:
-        point = each["point"]
-        said.append(f"{each['speed_ratio']:.2f} in {point['name']} at batch {point['batch']}")
-        quartiles += each["speed_ratio_quartiles"]
-    after = " It is slower there." if max(quartiles) < 1 else ""
-    after = " It is faster there." if min(quartiles) > 1 else after
+    said = (
+        f"{each['speed_ratio']:.2f} in {each['point']['name']} at batch {each['point']['batch']}"
+        for each in bench["points"]
+    )
     return (
         f"Measured speed over that of the dense model, by {bench['runtime']} on "
-        f"{bench['provenance']['hardware']}: {', '.join(said)}.{after}"
+        f"{bench['provenance']['hardware']}: {', '.join(said)}."
     )
 
 
 def _weights(found: RunResults) -> str:
     counts, export = found.results["parameters"], found.export
     target = targets_of(Granularity.of(found.results["granularity"]))
-    whole = {"attention": "attention", "both": "FFNs and attention"}.get(target, "FFNs")
-    said = f"the experts are slices of the dense {whole}"
+    said = "the experts are slices of the dense "
+    said += {"ffn": "FFNs", "both": "FFNs and attention"}.get(target, target)
     if found.is_repaired:
-        which = "down" if target == "ffn" else "output"
-        trained = target != "attention" and found.config["repairing"].get("repair_epochs")
-        said = f"repair refitted the {which} projections of the experts"
-        said += " and trained all weights of the FFNs" * bool(trained)
+        said = "repair refitted the output projections of the experts"
+        if target != "attention" and found.config["repairing"].get("repair_epochs"):
+            said += " and trained all weights of the FFNs"
         said += "; all else is the dense model's"
     elif found.is_finetuned:
-        train = found.config["finetune"]["train"]
-        what = {"router": "the routers alone", "lora": "low-rank adapters and routers"}
-        said = f"finetuning changed {what.get(train, 'all weights')}"
+        trained = {"router": "the routers alone", "lora": "low-rank adapters and routers"}
+        said = f"finetuning changed {trained.get(found.config['finetune']['train'], 'all weights')}"
     if export:
         said += f". Format {export['format']}: {export['exactness']}"
     added = counts["stored"] - counts["dense"]
