@@ -184,9 +184,9 @@ def test_the_command_writes_where_it_is_told(bare, tmp_path, capsys):
     assert (bare / "7_report" / "report.html").stat().st_mtime_ns == before
     for wrong in ((bare, "--out", tmp_path / "no" / "a.html"), (tmp_path / "none",), (tmp_path,)):
         assert run(["report", *map(str, wrong)]) == 2
-    assert "no run folder" in capsys.readouterr().err
+    assert "is no finished run: it has no config.json" in capsys.readouterr().err
     (bare / "6_evaluate" / "results.json").unlink()
-    with pytest.raises(UserError, match="is not finished"):
+    with pytest.raises(UserError, match=r"it has no 6_evaluate/results\.json"):
         html_report(bare)
 
 

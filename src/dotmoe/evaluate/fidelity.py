@@ -1,7 +1,7 @@
 """How close a model stays to its dense model: hidden states, logits, and FFN by FFN."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,14 +58,11 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
     sums: dict[str | int, Tensor] = defaultdict(lambda: torch.zeros(5, dtype=torch.float64))
     kl, same, done = 0.0, 0, 0
 
-    def comparing(layer: int, other: Callable[[Tensor], Tensor]) -> Any:
-        def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
-            sums[layer] += _sums(other(arguments[0]).flatten(0, 1), output.flatten(0, 1))
-
-        return hook
+    def compare(layer: int, other: Any, _: nn.Module, inputs: Any, output: Tensor) -> None:
+        sums[layer] += _sums(other(inputs[0]).flatten(0, 1), output.flatten(0, 1))
 
     for layer, (ffn, counterpart) in ffns.items():
-        ffn.register_forward_hook(comparing(layer, counterpart))
+        ffn.register_forward_hook(partial(compare, layer, counterpart))
     with progress.bar("evaluate", tokens=1) as update:
         for batch in torch.split(rows, config.corpus.windows_at_once):
             dense_TD = hidden_states(dense.model, batch).flatten(0, 1)

@@ -93,7 +93,7 @@ def loaded_tasks(
 
 
 def harness_model(folder: Path, config: EvaluateConfig) -> Any:
-    """The harness's own runner of a Hugging Face folder; `UserError` beyond its context."""
+    """The harness's own runner of a folder; `UserError` for a length beyond the context."""
     from lm_eval.models.huggingface import HFLM
 
     device = resolved_device(config.load.device)

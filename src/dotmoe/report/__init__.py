@@ -25,12 +25,11 @@ class RunResults:
         """`quickstart.json` of the folder that holds the run, where the report is of that."""
         if (folder / "quickstart.json").is_file():
             self.quickstart, folder = _object(folder / "quickstart.json"), folder / "dot_moe"
-        needed = {"config.json": "is no run folder", "6_evaluate/results.json": "is not finished"}
-        for file, lack in needed.items():
+        for file in ("config.json", "6_evaluate/results.json"):
             if not (folder / file).is_file():
                 raise UserError(
-                    f"{folder} {lack}: it has no {file}. Name a folder in which dotmoe convert, "
-                    "finetune or quickstart has come to its end."
+                    f"{folder} is no finished run: it has no {file}. Name a folder in which dotmoe "
+                    "convert, finetune or quickstart has come to its end."
                 )
         if (folder / STAGES["prune"]).is_dir():
             raise UserError(
@@ -47,10 +46,8 @@ class RunResults:
         }
         """Every file of `6_evaluate`, by its path there without `.json`, as `tasks/piqa`."""
         self.results = self.files["results"]
-        self.steps = {
-            "alignment": _steps(folder / "2_align" / "metrics.jsonl"),
-            "finetune": _steps(folder / "4_finetune" / "metrics.jsonl"),
-        }
+        stages = {"alignment": "2_align", "finetune": "4_finetune"}
+        self.steps = {name: _steps(folder / at / "metrics.jsonl") for name, at in stages.items()}
         """Metrics of each step of the trainings in the run."""
         self.is_finetuned = "finetune" in self.config
         train = self.config.get("finetune", {}).get("train")

@@ -34,14 +34,10 @@ _TEMPLATES.filters |= {
 
 
 def html_report(run: Path, page: Path | None = None, plots_folder: Path | None = None) -> Path:
-    """Write the page of a run, or of a quickstart with both of its splits.
+    """Write the page of a run, or of a quickstart with both of its splits, and give its path.
 
-    Args:
-        run: Folder of `dotmoe convert`, `finetune` or `quickstart`.
-        page: File to write, alone. Default: `default_page`, and Markdown beside it.
-        plots_folder: Receives each plot as SVG and PNG. Default: plots are in the page only.
-
-    Raises a `UserError`: no finished run, or a result file that is damaged.
+    Without `page` it is `default_page`, and Markdown lies beside it. `plots_folder` receives each
+    plot as SVG and PNG. Raises a `UserError`: no finished run, or a damaged result file.
     """
     found, file = RunResults(run), page or default_page(run)
     figures = draw_all(found) if is_installed() else {}
