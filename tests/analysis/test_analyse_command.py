@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from dotmoe.analyse import ANALYSES, AnalyseConfig, analyse
+from dotmoe.analyse import ANALYSES, AnalyseConfig, analyse, experts
 from dotmoe.analyse.experts import costs_said
 from dotmoe.errors import UserError
 from dotmoe.finished_run import FinishedRun
@@ -15,7 +15,7 @@ from dotmoe.layout import ALWAYS_ON
 from dotmoe.load import load_dense
 from dotmoe.moe.masked import masked_by
 
-QUICK = {"tokens": 128, "points": 40, "experts_shown": 4, "profile_steps": 2}
+QUICK = {"tokens": 128, "profile_steps": 2}
 
 
 @pytest.fixture
@@ -28,8 +28,10 @@ def results(folder):
     return {file.stem: json.loads(file.read_text()) for file in files}
 
 
-def test_every_analysis_is_written_and_found_again(folder, command):
+def test_every_analysis_is_written_and_found_again(folder, command, monkeypatch):
     pytest.importorskip("sklearn")
+    monkeypatch.setattr(experts, "POINTS", 40)
+    monkeypatch.setattr(experts, "EXPERTS_SHOWN", 4)
     said = command("analyse", folder, **QUICK)
     assert said.status == 0, said.err
     found = results(folder)
@@ -53,19 +55,18 @@ def test_every_analysis_is_written_and_found_again(folder, command):
     assert results(folder) == found
 
 
-def test_another_text_or_damage_makes_an_analysis_anew(folder, command):
+def test_another_text_or_damage_makes_an_analysis_anew(folder):
     def made(tokens):
-        said = command("analyse", folder, only="expert_utilisation", tokens=tokens)
-        assert said.status == 0, said.err
-        return results(folder)["expert_utilisation"]
+        config = AnalyseConfig(run=str(folder), only=("expert_utilisation",), tokens=tokens)
+        return analyse(config)["expert_utilisation"]
 
     before = made(128)
     assert made(256)["tokens"] == 256
     file = folder / "6_evaluate" / "analysis" / "expert_utilisation.json"
-    file.write_text(file.read_text()[:100])
-    assert made(128)["values"] == before["values"]
-    file.write_text(json.dumps(before | {"inputs": before["inputs"] | {"form": 0}, "values": {}}))
-    assert made(128)["values"] == before["values"]
+    of_another_form = before | {"inputs": before["inputs"] | {"form": 0}, "values": {}}
+    for damaged in (file.read_text()[:100], json.dumps(of_another_form)):
+        file.write_text(damaged)
+        assert made(128)["values"] == before["values"]
 
 
 def test_one_layer_split_by_itself_is_a_layout_whose_others_are_dense(folder):
@@ -121,7 +122,7 @@ def test_a_silent_router_is_warned_of(folder, command, monkeypatch):
 
 
 def test_what_a_run_has_nothing_for_is_left_out_or_refused_by_name(folder, monkeypatch, command):
-    monkeypatch.setattr("dotmoe.analyse.find_spec", lambda package: None)
+    monkeypatch.setattr("dotmoe.errors.find_spec", lambda package: None)
     (folder / "2_align" / "metrics.jsonl").unlink()
     found = analyse(AnalyseConfig(run=str(folder), tokens=128))
     assert list(found) == ["expert_utilisation", "layer_sensitivity"]
@@ -132,12 +133,11 @@ def test_what_a_run_has_nothing_for_is_left_out_or_refused_by_name(folder, monke
 
 
 def test_a_finetuned_run_has_its_own_routing(finished, finetuned, tmp_path):
-    of_source, of_finetuned = (
-        analyse(AnalyseConfig(run=str(run.copied_to(tmp_path / run.name).folder), **options))
-        for run in (finished, finetuned)
-        for options in ({"only": ("expert_utilisation",), "tokens": 128},)
-    )
-    loads = [each["expert_utilisation"]["values"]["share_LE"] for each in (of_source, of_finetuned)]
+    loads = []
+    for made in (finished, finetuned):
+        copy = made.copied_to(tmp_path / made.name).folder
+        found = analyse(AnalyseConfig(run=str(copy), only=("expert_utilisation",), tokens=128))
+        loads.append(found["expert_utilisation"]["values"]["share_LE"])
     assert loads[0] != loads[1]
 
 
@@ -149,7 +149,7 @@ def test_a_shared_expert_is_no_part_of_the_load(tiny_dense, text_file, tmp_path,
     options |= {"eval_tokens": 512, "scale_tokens": 256, "verify_tokens": 256, "seq_len": 32}
     said = command("convert", tiny_dense("llama"), out, **options)
     assert said.status == 0, said.err
-    found = analyse(AnalyseConfig(run=str(out), tokens=256, points=40))
+    found = analyse(AnalyseConfig(run=str(out), tokens=256))
     assert list(found) == list(ANALYSES)[:4]
     used = found["expert_utilisation"]["values"]
     assert (used["num_experts"], used["active_experts"]) == (10, 2)

@@ -1,30 +1,13 @@
-"""An export of a random layout, a text to measure it on, and what progress bars are told."""
+"""An export of a random layout, and a text to measure it on."""
 
-from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 
 from dotmoe.evaluate.models import TextConfig
 from dotmoe.export import ExportConfig, export
-from dotmoe.progress import Progress
 
 TEXT = "The crows counted seven hills and seven valleys, and went on counting until dusk. " * 8
-
-
-@pytest.fixture
-def bars():
-    """A `Progress` that keeps what its bars were told in `told`."""
-
-    class Told(Progress):
-        told: ClassVar = []
-
-        @contextmanager
-        def bar(self, title, tokens=0):
-            yield lambda done, total, note="": self.told.append((done, total))
-
-    return Told(quiet=True)
 
 
 @pytest.fixture

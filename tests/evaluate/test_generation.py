@@ -47,32 +47,34 @@ def test_an_end_of_text_ends_the_continuation_and_is_not_in_it(model, tokenizer)
     assert made == [free[: free.index(free[3])]]
 
 
-@pytest.mark.parametrize(
-    ("size", "prompts"),
-    [(8, ["Some te", " long en", "h to be "]), (130, ["Some text, long enough to be cut. " * 3])],
-)
+@pytest.mark.parametrize(("length", "starts"), [(900, (0, 300, 600)), (30, (0,))])
 def test_both_models_continue_the_same_prompts_cut_at_equal_distances(
-    size, prompts, tiny_dense, model, tokenizer, tmp_path
+    length, starts, tiny_dense, model, tokenizer, tmp_path
 ):
     """Of a text that is shorter than a prompt there is one, all of it."""
-    (tmp_path / "text.txt").write_text("Some text, long enough to be cut. " * 3)  # 103 tokens
+    text = ("Some text, long enough to be cut. " * 30)[:length]
+    (tmp_path / "text.txt").write_text(text)
     names = {"model": tiny_dense("llama"), "against": tiny_dense("llama", rms_norm_eps=1e-2)}
-    asked = {"generate": 6, "num_prompts": 9 if size == 8 else 3, "prompt_tokens": size}
     corpus = TextConfig(text=(str(tmp_path / "text.txt"),))
     options = {label: str(folder) for label, folder in names.items()}
-    found = evaluate(EvaluateConfig(corpus=corpus, **asked, **options))
+    found = evaluate(EvaluateConfig(corpus=corpus, generate=6, num_prompts=3, **options))
     ours, theirs = found["model"], found["against"]
     assert ours["prompts"] == theirs["prompts"]
-    assert ours["prompts"][: len(prompts)] == prompts  # <s> is before the first
+    ids = tokenizer(text).input_ids  # a token is a byte, with <s> before the first
+    assert ours["prompts"] == [
+        tokenizer.decode(ids[at : at + 32], skip_special_tokens=True) for at in starts
+    ]
     assert ours["texts"] != theirs["texts"]
-    ids = argmaxed(model, tokenizer(ours["prompts"][0]).input_ids, 6, 1)
-    assert tokenizer.decode(ids) == ours["texts"][0]
-    assert found["most_tokens"] == 6
+    new = argmaxed(model, tokenizer(ours["prompts"][0]).input_ids, 6, 1)
+    assert tokenizer.decode(new) == ours["texts"][0]
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"generate": 300}, "context is 256"), ({"generate": 4, "prompts": ()}, "or --prompts")],
+    [
+        ({"generate": 300}, "to 256, the model's context"),
+        ({"generate": 4, "prompts": ()}, "--prompts"),
+    ],
 )
 def test_settings_out_of_range_are_refused(options, words, tiny_dense):
     config = EvaluateConfig(model=str(tiny_dense("llama")), **{"prompts": ("a",), **options})

@@ -1,6 +1,5 @@
 """Tasks through `dotmoe evaluate --tasks`, beside the harness itself on the same rows."""
 
-import gzip
 import json
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import pytest
 
 from dotmoe.errors import UserError
 from dotmoe.evaluate.harness import chance_of, require_harness
-from dotmoe.evaluate.tasks import PAPER, TASK_SETS, TASKS, averages, local_files, mark
+from dotmoe.evaluate.tasks import PAPER, TASKS, local_files, mark_main, of_model
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("accelerate")
@@ -18,6 +17,7 @@ pytest.importorskip("accelerate")
 HUB = {"boolq": "aps/super_glue", "piqa": "baber/piqa", "hellaswag": "Rowan/hellaswag"}
 """Data set of each task, as the harness's own definitions name it."""
 ENDINGS = ["flies away slowly.", "sits.", "counts to {}.", "is a large crow."]
+SPLITS = {"train": range(50, 57), "validation": range(6)}
 
 
 def rows(task, numbers):
@@ -36,19 +36,21 @@ def rows(task, numbers):
     return [make(i) | {"label": label(i)} for i in numbers]
 
 
-SPLITS = {"train": range(50, 57), "validation": range(6)}
-
-
 @pytest.fixture
 def task_data(tmp_path, monkeypatch):
     """Folder with a few rows of three tasks."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     for task in HUB:
-        (tmp_path / "data" / task).mkdir(parents=True)
         for split, numbers in SPLITS.items():
-            path = tmp_path / "data" / task / f"{split}.jsonl"
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows(task, numbers)))
+            put(tmp_path / "data", f"{task}/{split}.jsonl", rows=rows(task, numbers))
     return tmp_path / "data"
+
+
+def put(folder, *names, rows=({},)):
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def by_the_harness(folder, tasks, shots, monkeypatch):
@@ -103,9 +105,7 @@ def test_every_number_is_the_one_of_the_harness(
         main = [score["metric"] for score in scores.values() if score["is_main"]]
         assert main == ["acc_norm" if task == "hellaswag" else "acc"]
         assert set(result["identity"]["data"]) == {"train", "validation"}
-    assert found["model"]["averages"] == {}
-    by_name = {s["metric"]: s["sets"] for s in found["model"]["tasks"]["piqa"]["scores"]}
-    assert by_name == {"acc": ["paper"], "acc_norm": ["paper-by-k"]}
+    assert found["model"]["average"] is None
 
 
 def test_a_finished_task_is_not_run_again_and_other_settings_are_refused(
@@ -146,7 +146,7 @@ def test_requests_longer_than_the_context_are_counted(tiny_dense, task_data, tmp
         ({"tasks": "hellaswog"}, "hellaswog has no place in a local folder"),
         ({"tasks": "paper"}, "sciq needs sciq/test.jsonl.gz"),
         ({"tasks": "piqa", "max_length": 257}, "max_length is 257"),
-        ({"tasks": "piqa", "curve": 3}, "--tasks and --curve ask for two"),
+        ({"tasks": "piqa", "curve": 3}, "tasks and curve are two measurements"),
     ],
 )
 def test_wrong_use_is_refused_in_one_line_and_writes_nothing(
@@ -183,24 +183,23 @@ LLAMA_2 = {
 
 
 def test_the_average_is_that_of_the_papers_table_whatever_else_was_measured():
-    scores = []
+    results = []
     for task in TASKS:
         found = [{"task": t, "metric": m, "value": v} for (t, m), v in LLAMA_2.items() if t == task]
-        mark(found, task)
-        scores += found
-    assert round(100 * averages(["paper"], scores)["paper"], 1) == 76.6
-    assert averages(["paper"], scores[1:]) == {}
-    assert averages(PAPER, scores) == {}
+        mark_main(found, task)
+        results.append({"task": task, "scores": found})
+    assert round(100 * of_model("llama", results)["average"], 1) == 76.6
+    assert of_model("llama", results[1:])["average"] is None
 
 
 def test_one_metric_of_a_task_is_the_main_one_and_of_members_of_a_group_none():
     def mains(asked, *keys):
         found = [{"task": task, "metric": metric} for task, metric in keys]
-        mark(found, asked)
+        mark_main(found, asked)
         return [row["metric"] for row in found if row["is_main"]]
 
     both = {task: mains(task, (task, "acc"), (task, "acc_norm")) for task in PAPER}
-    assert both == {task: [metric] for task, metric in TASK_SETS["paper"].items()}
+    assert both == {task: [TASKS[task].metric] for task in PAPER}
     assert mains("mmlu", ("mmlu", "b"), ("mmlu", "acc"), ("mmlu_law", "acc")) == ["acc"]
     assert mains("mmlu", ("mmlu", "b")) == ["b"]
 
@@ -217,36 +216,28 @@ def test_chance_counts_choices_and_the_answer_that_is_right_most_often():
     assert chance_of([{"arguments": [("prompt", {"until": []})], "target": "4"}]) is None
 
 
-def put(folder, *names):
-    for name in names:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with (gzip.open if path.suffix == ".gz" else open)(path, "wt") as file:
-            file.write("{}\n")
+def test_the_first_file_that_exists_is_taken_and_stand_ins_are_told(tmp_path):
+    def found(task, shots):
+        files, notes = local_files(tmp_path, task, shots)
+        return {split: path.name for split, path in files.items()}, notes
 
-
-def test_the_first_file_that_exists_is_taken(tmp_path):
     put(tmp_path, "boolq/validation.json", "boolq/test.jsonl")
-    assert list(local_files(tmp_path, "boolq", 0)[0]) == ["validation"]
+    assert found("boolq", 0) == ({"validation": "validation.json"}, [])
     with pytest.raises(UserError, match="boolq needs boolq/train"):
-        local_files(tmp_path, "boolq", 1)
+        found("boolq", 1)
     put(tmp_path, "boolq/train.jsonl.gz", "boolq/train.jsonl")
-    files, notes = local_files(tmp_path, "boolq", 32)
-    names = {split: path.name for split, path in files.items()}
-    assert names == {"train": "train.jsonl.gz", "validation": "validation.json"}
-    assert notes == []
+    names = {"train": "train.jsonl.gz", "validation": "validation.json"}
+    assert found("boolq", 32) == (names, [])
     for task in set(TASKS) - {"boolq"}:
         with pytest.raises(UserError, match=rf"{task} needs .*\.jsonl\.gz.* below {tmp_path}"):
-            local_files(tmp_path, task, 0)
-
-
-def test_stand_ins_are_told(tmp_path):
+            found(task, 0)
     put(tmp_path, "hellaswag/validation.jsonl", "hellaswag/train_fewshot_11.jsonl")
     put(tmp_path, "sciq/validation.jsonl")
-    assert "11 rows" in local_files(tmp_path, "hellaswag", 10)[1][0]
-    assert local_files(tmp_path, "hellaswag", 0)[1] == []
-    assert "validation split" in local_files(tmp_path, "sciq", 0)[1][0]
+    files, (note,) = found("hellaswag", 10)
+    assert (files["train"], "11 rows" in note) == ("train_fewshot_11.jsonl", True)
+    assert found("hellaswag", 0)[1] == []
+    files, (note,) = found("sciq", 0)
+    assert (list(files), "validation split" in note) == (["validation"], True)
     put(tmp_path, "hellaswag/train.jsonl", "sciq/test.jsonl")
-    assert local_files(tmp_path, "hellaswag", 10)[1] == []
-    files, notes = local_files(tmp_path, "sciq", 0)
-    assert (list(files), notes) == (["test"], [])
+    assert found("hellaswag", 10)[1] == []
+    assert found("sciq", 0) == ({"test": "test.jsonl"}, [])

@@ -33,11 +33,10 @@ def measured(finished, tmp_path_factory):
         Path("HELD_OUT.txt").write_text(f"{HOSTILE}\n{TEXT[:6000]}")
         page = read_page(html_report(made))
         for proposed in page.commands:
-            if "--text" in proposed or "analyse" in proposed:
-                small = (
-                    " --tokens 256 --points 90" if "analyse" in proposed else " --max-tokens 600"
-                )
-                measure(proposed.replace("--generate 64", "--generate 8") + small)
+            if "--text" in proposed:
+                measure(proposed.replace("--generate 64", "--generate 8") + " --max-tokens 600")
+            elif "analyse" in proposed:
+                measure(f"{proposed} --tokens 256")
         measure(f"evaluate {made} --text HELD_OUT.txt --against {finished.source} --max-tokens 300 "
                 f"--out {made}/6_evaluate")  # fmt: skip
         measure(f"evaluate {made} --text HELD_OUT.txt --word-perplexity 64 128 "

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.util import find_spec
 from typing import NamedTuple
 
-from dotmoe.analyse.experts import outputs_tsne, overlap, sensitivity, utilisation
+from dotmoe.analyse.experts import SEED, outputs_tsne, overlap, sensitivity, utilisation
 from dotmoe.analyse.overhead import profile
 from dotmoe.analyse.run import AnalyseConfig, AnalysedRun, Findings
-from dotmoe.errors import UserError, nearest
+from dotmoe.errors import UserError, nearest, require_package
 from dotmoe.files import Values, read_json, sha256_of, write_json
 from dotmoe.options import check, values_of
 from dotmoe.progress import Progress
@@ -70,31 +69,38 @@ def analyse(
     with run.folder.alone():
         inputs: Values = {
             "form": FORM,
-            **{k: v for k, v in values_of(run.asked).items() if k not in ("run", "only")},
+            **{k: v for k, v in values_of(config).items() if k not in ("run", "only")},
             "layout": run.fingerprints["layout"],
             "heldout": sha256_of(run.folder.stage("data") / "heldout.safetensors"),
             "metrics": run.aligned and sha256_of(run.aligned.stage("align") / "metrics.jsonl"),
         }
         for name in config.only or ANALYSES:
-            lack = _lack(run, ANALYSES[name])
-            if lack is None:
-                results[name] = _result(run, name, inputs, command)
-            elif config.only:
-                raise UserError(f"{name} cannot be made: {lack}.")
+            try:
+                _require(run, name)
+            except UserError as error:
+                if config.only:
+                    raise
+                run.progress.log(f"{name} is left out: {error}")
             else:
-                run.progress.log(f"{name} left out: {lack}")
+                results[name] = _result(run, name, inputs, command)
     return results
 
 
-def _lack(run: AnalysedRun, analysis: Analysis) -> str | None:
-    if analysis.package is not None and find_spec(analysis.package) is None:
-        remedy = "pip install -e '.[analysis]' in the checkout brings it"
-        return f"{analysis.package} is not installed; {remedy}"
-    if (targets := run.layout.granularity.targets) not in analysis.targets:
-        return f"{run.asked.run} has targets {targets}, and this looks at {analysis.targets[0]}"
+def _require(run: AnalysedRun, name: str) -> None:
+    """Refuse an analysis of what the run does not have, or without the package that it needs."""
+    analysis, targets = ANALYSES[name], run.layout.granularity.targets
+    if analysis.package:
+        require_package(analysis.package, "analysis", name)
+    if targets not in analysis.targets:
+        raise UserError(
+            f"{name} looks at {analysis.targets[0]}, but {run.asked.run} has targets {targets}. "
+            "Leave it out."
+        )
     if not analysis.of_text and run.aligned is None:
-        return f"{run.asked.run} has no alignment steps, or its own run is not there"
-    return None
+        raise UserError(
+            f"{name} looks at alignment steps, and {run.asked.run} has none, or its own run is not "
+            "there. Leave it out."
+        )
 
 
 def _result(run: AnalysedRun, name: str, inputs: Values, command: str | None) -> Values:
@@ -118,7 +124,7 @@ def _result(run: AnalysedRun, name: str, inputs: Values, command: str | None) ->
         "says": said,
         "inputs": inputs,
         "command": command,
-        "provenance": provenance(run.asked.seed),
+        "provenance": provenance(SEED),
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, result)

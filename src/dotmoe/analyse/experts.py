@@ -1,7 +1,4 @@
-"""What became of the experts: their load, layers that route alike, outputs, cost of each layer.
-
-Each analysis gives its values, and what they say in a few sentences.
-"""
+"""What became of the experts: their load, layers that route alike, outputs, cost of each layer."""
 
 import math
 from itertools import combinations
@@ -26,6 +23,8 @@ from dotmoe.tables import figure
 
 UNEVEN_SHARE_OF_LIMIT = 0.5
 """A load is uneven where its coefficient of variation is above this share of the largest one."""
+POINTS, EXPERTS_SHOWN, SEED = 1000, 16, 0
+"""Expert outputs that t-SNE shows, about, of at most so many experts; seed of what is drawn."""
 
 
 def utilisation(run: AnalysedRun) -> Findings:
@@ -41,15 +40,14 @@ def utilisation(run: AnalysedRun) -> Findings:
 
 
 def _load(run: AnalysedRun, layout: ExpertLayout) -> Findings:
-    shares = []
-    for chosen_TK in run.routes[layout.target]:
+    loads = {}
+    for layer, chosen_TK in zip(run.layers, run.routes[layout.target], strict=True):
         counts_E = torch.bincount(chosen_TK.flatten().long(), minlength=layout.num_experts)
-        shares.append(counts_E.double() / len(chosen_TK))
-    loads = dict(zip(run.layers, shares, strict=True))
+        loads[layer] = counts_E.double() / len(chosen_TK)
     statistics = [{"layer": layer} | load_statistics(share_E) for layer, share_E in loads.items()]
     warnings = [line for layer, share_E in loads.items() for line in warnings_of(layer, share_E)]
     spread = [layer["coefficient_of_variation"] for layer in statistics]
-    spread_said = (
+    said = (
         f"coefficient of variation of the load {min(spread):.2f} to {max(spread):.2f} by layer; "
         f"busiest expert {max(layer['max_over_mean'] for layer in statistics):.2f} times its "
         f"layer's mean, idlest {min(layer['min_over_mean'] for layer in statistics):.2f}; "
@@ -58,13 +56,13 @@ def _load(run: AnalysedRun, layout: ExpertLayout) -> Findings:
     heads = "of heads: " * (layout.target == "attention")
     return {
         "layers": list(loads),
-        "share_LE": [share_E.tolist() for share_E in shares],
+        "share_LE": [share_E.tolist() for share_E in loads.values()],
         "num_experts": layout.num_experts,
         "active_experts": layout.active_experts,
         "target": layout.target,
         "statistics": statistics,
         "warnings": warnings,
-    }, [heads + spread_said, *(f"warning: {heads}{warning}" for warning in warnings)]
+    }, [heads + said, *(f"warning: {heads}{warning}" for warning in warnings)]
 
 
 def load_statistics(share_E: Float[Tensor, " E"]) -> dict[str, Any]:
@@ -72,10 +70,9 @@ def load_statistics(share_E: Float[Tensor, " E"]) -> dict[str, Any]:
 
     Returns:
         `coefficient_of_variation`: standard deviation over experts / mean; 0 is even, and
-        `sqrt(E / k - 1)`, the largest, means the same k experts for every token. `max_over_mean`,
-        `min_over_mean`. `dead_experts`: below 1 % of the mean. `always_on_experts`: above 95 % of
-        the tokens, where the mean is below 75 %; at k / E near 1 it is what must happen.
-        `entropy_normalised`: entropy of the load / ln E, 1 is even.
+        `sqrt(E / k - 1)`, the largest, means the same k experts for every token. `dead_experts`:
+        below 1 % of the mean. `always_on_experts`: above 95 % of the tokens, where the mean is
+        below 75 %; at k / E near 1 it is what must happen. `entropy_normalised`: 1 is even.
     """
     average = float(share_E.mean())
     portion_E = share_E / share_E.sum()
@@ -146,8 +143,8 @@ def matched_overlap(a_TK: Int[Tensor, "T K"], b_TK: Int[Tensor, "T K"], num_expe
         overlap = (o - c) / (1 - c)
 
     Returns:
-        1: the same routing under other names. 0: layers that know nothing of each other; noise
-        goes a little below. Symmetric in the layers. 1 where k = E.
+        1: the same routing under other names, or k = E. 0: layers that know nothing of each other;
+        noise goes a little below. Symmetric in the layers.
     """
     from scipy.optimize import linear_sum_assignment  # an extra
 
@@ -177,28 +174,28 @@ def outputs_tsne(run: AnalysedRun) -> Findings:
     from sklearn.decomposition import PCA  # an extra
     from sklearn.manifold import TSNE
 
-    asked, layout, layer = run.asked, run.layout, run.layer
-    generator = torch.Generator().manual_seed(asked.seed)
+    layout, layer = run.layout, run.layer
+    generator = torch.Generator().manual_seed(SEED)
     chosen_TK = run.routes["ffn"][run.layers.index(layer)]
-    token_P, expert_P = sampled_pairs(chosen_TK, asked.points, asked.experts_shown, generator)
+    token_P, expert_P = sampled_pairs(chosen_TK, POINTS, EXPERTS_SHOWN, generator)
     x_PD = router_inputs(run.dense, layout, run.tokens, layer)[token_P].to(run.dense.device)
     ffn = run.dense.family.ffn(run.dense.family.layers(run.dense.model)[layer])
     own_N = layout.expert_of_neuron_LN[layer]
-    routed = own_N[own_N != ALWAYS_ON]
-    random_N = own_N.clone()
-    random_N[own_N != ALWAYS_ON] = routed[torch.randperm(len(routed), generator=generator)]
-    outputs, random = (
+    is_routed_N, random_N = own_N != ALWAYS_ON, own_N.clone()
+    order = torch.randperm(int(is_routed_N.sum()), generator=generator)
+    random_N[is_routed_N] = own_N[is_routed_N][order]
+    outputs, of_random = (
         sampled_outputs(x_PD, ffn, split_N, expert_P).numpy() for split_N in (own_N, random_N)
     )
     # More dimensions are noise to t-SNE, and slow.
-    reduced = PCA(min(50, *outputs.shape), random_state=asked.seed)
+    reduced = PCA(min(50, *outputs.shape), random_state=SEED).fit_transform(outputs)
     perplexity = min(30.0, (len(outputs) - 1) / 3)
-    tsne = TSNE(n_components=2, perplexity=perplexity, init="pca", random_state=asked.seed)
-    own, by_chance = (separation(each, expert_P.numpy()) for each in (outputs, random))
+    tsne = TSNE(n_components=2, perplexity=perplexity, init="pca", random_state=SEED)
+    own, by_chance = (separation(each, expert_P.numpy()) for each in (outputs, of_random))
     shown = len(set(expert_P.tolist()))
     return {
         "layer": layer,
-        "points": tsne.fit_transform(reduced.fit_transform(outputs)).tolist(),
+        "points": tsne.fit_transform(reduced).tolist(),
         "expert": expert_P.tolist(),
         "perplexity": perplexity,
         "experts_shown": shown,

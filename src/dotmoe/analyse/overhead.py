@@ -40,8 +40,7 @@ def profile(run: AnalysedRun) -> Findings:
     Steps start from what the run has learned; one more is taken first and not counted.
     `straight-through` is what masks, routers and estimators add to the FFNs, measured on one layer
     alone and taken out of `student forward` and `backward`; all parts and `other` make up the step.
-
-    `overhead` is the time of `OF_THE_METHOD` over that of everything else in the step.
+    `overhead` is the time of `OF_THE_METHOD` over that of everything else.
     """
     folder, num_steps = run.aligned, run.asked.profile_steps
     assert folder is not None  # else this analysis is left out

@@ -48,14 +48,8 @@ class AnalyseConfig:
     layer: Annotated[int | None, at_least(0)] = None
     """Layer whose expert outputs are shown, a split one. Default: the one at a third of the depth,
     as the paper's."""
-    points: Annotated[int, at_least(10)] = 1000
-    """Expert outputs that are shown, about."""
-    experts_shown: Annotated[int, at_least(2)] = 16
-    """Experts whose outputs are shown, at most; 2 or more."""
     profile_steps: Annotated[int, at_least(1)] = 5
     """Alignment steps that are timed."""
-    seed: Annotated[int, at_least(0)] = 0
-    """Of samples and of t-SNE."""
     load: LoadConfig = field(default_factory=LoadConfig)
 
 
@@ -84,7 +78,7 @@ class AnalysedRun(FinishedRun):
 
     @cached_property
     def routes(self) -> dict[str, Int[Tensor, "L T K"]]:
-        """Experts that each token runs by target, see `captured_routes`."""
+        """See `captured_routes`."""
         with self.progress.bar("route held-out text") as update:
             return captured_routes(self.dense, self.layout, self.tokens, update)
 
@@ -106,9 +100,7 @@ def captured_routes(
 ) -> dict[str, Int[Tensor, "L T K"]]:
     """Experts that run for each token in each split layer, by target; int16, on the CPU.
 
-    The largest logit is first (eq:router_topk). The masked model is what the experts compute, so a
-    router sees what it will see in the export. Rows of the text do not see each other.
-    `on_progress` is told blocks.
+    The largest logit is first (eq:router_topk). Rows of the text do not see each other.
     """
 
     def routes(part: ExpertLayout) -> Int[Tensor, "L T K"]:
@@ -117,7 +109,7 @@ def captured_routes(
         def look(layer: int, x_TD: Tensor) -> None:
             chosen[layer].append(_chosen(part, layer, x_TD).to(torch.int16).cpu())
 
-        _in_passes(dense, layout, tokens_BT, look, on_progress, part.target)
+        _look_at_text(dense, layout, tokens_BT, look, on_progress, part.target)
         return torch.stack([torch.cat(parts) for parts in chosen.values()])
 
     return {part.target: routes(part) for part in parts_of(layout)}
@@ -145,7 +137,7 @@ def expert_energies(
         runs_TE = torch.zeros_like(energy_TE).scatter_(1, _chosen(layout, layer, x_TD), 1.0)
         sums[layer] += (runs_TE * energy_TE).sum(dim=0).cpu()
 
-    _in_passes(dense, layout, tokens_BT, look, on_progress)
+    _look_at_text(dense, layout, tokens_BT, look, on_progress)
     return torch.stack(list(sums.values()))
 
 
@@ -159,7 +151,7 @@ def router_inputs(
         if index == layer:
             kept.append(x_TD.cpu())
 
-    _in_passes(dense, layout, tokens_BT, look)
+    _look_at_text(dense, layout, tokens_BT, look)
     return torch.cat(kept)
 
 
@@ -168,7 +160,7 @@ def _chosen(layout: ExpertLayout, layer: int, x_TD: Tensor) -> Int[Tensor, "T K"
     return logits_TE.topk(layout.active_experts, dim=1).indices
 
 
-def _in_passes(
+def _look_at_text(
     dense: DenseModel,
     layout: ExpertLayout,
     tokens_BT: Tensor,
@@ -176,6 +168,7 @@ def _in_passes(
     on_progress: Update = no_update,
     target: str = "ffn",
 ) -> None:
+    """`at_routers` of a whole text; `on_progress` is told blocks."""
     done = 0
     for rows in torch.split(tokens_BT, max(1, FORWARD_TOKENS // tokens_BT.shape[1])):
         at_routers(dense, layout, rows, look, target)

@@ -26,7 +26,7 @@ from dotmoe.cli import COMMANDS
 from dotmoe.compare import CompareConfig, SweepConfig, compare, sweep, table
 from dotmoe.config import RECIPES, FinetuneRunConfig, RunConfig, recipe_of
 from dotmoe.errors import UserError, nearest
-from dotmoe.evaluate import evaluate
+from dotmoe.evaluate import MEASUREMENTS, evaluate
 from dotmoe.evaluate.models import EvaluateConfig, gguf_file
 from dotmoe.export.architectures import explained
 from dotmoe.export.record import set_active_experts
@@ -41,7 +41,7 @@ from dotmoe.quickstart import QuickstartConfig, quickstart
 from dotmoe.reexport import ReexportConfig, reexport
 from dotmoe.report import page, plots
 from dotmoe.run_folder import export_folder
-from dotmoe.tables import to_rich
+from dotmoe.tables import Table, to_rich
 
 Config = TypeVar("Config")
 
@@ -265,8 +265,9 @@ def run_evaluate(line: Line) -> None:
     """`dotmoe evaluate MODEL`."""
     config = line.config(EvaluateConfig)
     result = evaluate(config, Progress(), str(line))
-    said = page.evaluation(config.measurement, result)
-    _show(json.dumps(result, indent=2) if config.json else said)
+    _, show = MEASUREMENTS[config.measurement]
+    shown = (to_rich(part) if isinstance(part, Table) else part for part in show(result))
+    _show(*([json.dumps(result, indent=2)] if config.json else shown))
 
 
 def run_analyse(line: Line) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dotmoe.evaluate import fidelity, generation, perplexity, tasks
-from dotmoe.evaluate.models import SIDES, EvaluateConfig
+from dotmoe.evaluate.models import EvaluateConfig, sides_of
 from dotmoe.files import Values, write_json
 from dotmoe.options import check
 from dotmoe.progress import Progress
@@ -13,13 +13,12 @@ from dotmoe.tables import Table
 
 
 def _shown_perplexity(result: Values) -> list[Table | str]:
-    sides = [result[side] for side in SIDES if side in result] or [result]
+    sides = sides_of(result) or [result]
     return [perplexity.perplexity_table({str(side["name"]): side for side in sides})]
 
 
 Measure = Callable[[EvaluateConfig, Progress], Values]
 Show = Callable[[Values], list[Table | str]]
-
 MEASUREMENTS: dict[str, tuple[Measure, Show]] = {
     "perplexity": (perplexity.measure_perplexity, _shown_perplexity),
     "tasks": (tasks.measure_tasks, tasks.shown_tasks),
@@ -34,11 +33,10 @@ MEASUREMENTS: dict[str, tuple[Measure, Show]] = {
 def evaluate(
     config: EvaluateConfig, progress: Progress | None = None, command: str | None = None
 ) -> Values:
-    """Make the one measurement that is asked for.
+    """Make the one measurement that is asked for; `command` is what was typed, for the record.
 
-    The result has `name`, `command` (what was typed) and `provenance`, and also lies in
-    `config.out`/NAME.json if a folder was named. Raises a `UserError`: options out of range, no
-    such model or text, or one that does not fit the other.
+    The result also lies in `config.out`/NAME.json if a folder was named. Raises a `UserError`:
+    options out of range, no such model or text, or one that does not fit the other.
     """
     check(config)
     measure, _ = MEASUREMENTS[config.measurement]

@@ -1,7 +1,7 @@
 """How close a model stays to its dense model: hidden states, logits, and FFN by FFN."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from dotmoe.errors import UserError
 from dotmoe.evaluate.models import (
     EvaluateConfig,
-    chunks,
     hidden_states,
     loaded,
-    logits,
+    logits_in_parts,
     model_folder,
 )
 from dotmoe.evaluate.perplexity import packed_text, text_names
@@ -25,10 +24,6 @@ from dotmoe.models.family import family_of
 from dotmoe.progress import Progress
 from dotmoe.tables import Table, figure, percent, table_of
 
-FFNs = dict[int, tuple[nn.Module, Callable[[Tensor], Tensor]]]
-"""For each split layer the dense model's FFN, and what maps its input [B, T, D] to the output of
-the other model's FFN."""
-
 
 @torch.no_grad()
 def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
@@ -36,7 +31,8 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
 
     tab:output_aware_similarity is `before_head` and `after_head`, tab:motivation_mse_combined the
     `mse` of one layer's `ffn`; docs/evaluation.md defines the figures. Tokens that do not fill a
-    window are left out, unless all are fewer. `ffn_left_out` says why there is no `ffn`.
+    window are left out, unless all are fewer. `ffn` is empty where the MoE blocks are not known, or
+    do not hold all that was an FFN.
     """
     folder = model_folder(config.model)
     record = ExportRecord.load(folder) if (folder / RECORD_FILE).is_file() else None
@@ -58,26 +54,23 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
     window = config.corpus.window_in(min(dense.context, other.context))
     full = tokens[: tokens.numel() // window * window]
     rows = full.view(-1, window) if len(full) else tokens[None]
-    ffns, reason = _ffns(dense.model, other.model, record)
+    ffns = _ffns(dense.model, other.model, record) if record else {}
     sums: dict[str | int, Tensor] = defaultdict(lambda: torch.zeros(5, dtype=torch.float64))
     kl, same, done = 0.0, 0, 0
 
-    def comparing(layer: int, other: Callable[[Tensor], Tensor]) -> Any:
-        def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
-            sums[layer] += _sums(other(arguments[0]).flatten(0, 1), output.flatten(0, 1))
-
-        return hook
+    def compare(layer: int, other: Any, _: nn.Module, inputs: Any, output: Tensor) -> None:
+        sums[layer] += _sums(other(inputs[0]).flatten(0, 1), output.flatten(0, 1))
 
     for layer, (ffn, counterpart) in ffns.items():
-        ffn.register_forward_hook(comparing(layer, counterpart))
+        ffn.register_forward_hook(partial(compare, layer, counterpart))
     with progress.bar("evaluate", tokens=1) as update:
         for batch in torch.split(rows, config.corpus.windows_at_once):
             dense_TD = hidden_states(dense.model, batch).flatten(0, 1)
             other_TD = hidden_states(other.model, batch).flatten(0, 1).to(dense_TD.device)
             sums["before"] += _sums(other_TD, dense_TD)
-            for part in chunks(dense.model, len(dense_TD)):
-                dense_TV = logits(dense.model, dense_TD[part])
-                other_TV = logits(other.model, other_TD[part])
+            of_dense = logits_in_parts(dense.model, dense_TD)
+            of_other = logits_in_parts(other.model, other_TD)
+            for (_, dense_TV), (_, other_TV) in zip(of_dense, of_other, strict=True):
                 sums["after"] += _sums(other_TV, dense_TV)
                 same += int((other_TV.argmax(dim=1) == dense_TV.argmax(dim=1)).sum())
                 dense_log, other_log = dense_TV.log_softmax(dim=1), other_TV.log_softmax(dim=1)
@@ -99,24 +92,20 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
         "top1_agreement": same / done,
         "ffn": [{"layer": layer, **closeness(layer)} for layer in ffns],
         "tokens": done,
-        "ffn_left_out": reason,
         "text": list(config.corpus.text),
         "window": window,
     }
 
 
-def _ffns(dense: Any, other: Any, record: ExportRecord | None) -> tuple[FFNs, str | None]:
-    """Pairs of FFNs by layer, or why there are none."""
-    if record is None:
-        return {}, "the model is no export of dotmoe, so that its FFNs are not known"
+def _ffns(dense: Any, other: Any, record: ExportRecord) -> dict[int, tuple[nn.Module, Any]]:
+    """Of each split layer the dense model's FFN, and what gives the other's output of its input."""
     output = FORMATS[record.format]
-    if record.details.get("splits", [{}])[0].get("target") == "attention":
-        return {}, "attention is split, and FFNs are the dense model's"
-    if record.shared_size and not output.block_has_shared:
-        return {}, f"{record.format} keeps its shared expert outside of the MoE block"
+    has_heads = record.details.get("splits", [{}])[0].get("target") == "attention"
+    if has_heads or (record.shared_size and not output.block_has_shared):
+        return {}
     layers, blocks = family_of(dense.config).layers(dense), output.blocks(other)
     split = range(record.first_dense_layers, record.num_layers)
-    return {index: (layers[index].get_submodule("mlp"), blocks[index]) for index in split}, None
+    return {index: (layers[index].get_submodule("mlp"), blocks[index]) for index in split}
 
 
 def _sums(other_TD: Tensor, dense_TD: Tensor) -> Tensor:

@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from dotmoe.errors import UserError
-from dotmoe.evaluate.models import SIDES, EvaluateConfig, StockModel, by_side
+from dotmoe.evaluate.models import EvaluateConfig, StockModel, by_side, in_context, sides_of
 from dotmoe.evaluate.perplexity import packed_text
 from dotmoe.files import Values
 from dotmoe.progress import Progress, Update, no_update
 from dotmoe.tables import Table
+
+PROMPT_TOKENS = 32
+"""Of a prompt that is cut from the text."""
 
 
 def measure_generation(config: EvaluateConfig, progress: Progress) -> Values:
@@ -25,15 +27,14 @@ def measure_generation(config: EvaluateConfig, progress: Progress) -> Values:
             prompts = [stock.tokenizer(prompt).input_ids for prompt in config.prompts]
         else:
             tokens = packed_text(config.corpus, stock.tokenizer).tokens
-            size = min(config.prompt_tokens, len(tokens))
+            size = min(PROMPT_TOKENS, len(tokens))
             starts = range(0, len(tokens) - size + 1, max(size, len(tokens) // config.num_prompts))
             prompts = [tokens[at : at + size].tolist() for at in starts[: config.num_prompts]]
         made = continuations(stock.model, stock.tokenizer, prompts, config.generate or 0, update)
         decode = stock.tokenizer.batch_decode
         return {"prompts": decode(prompts, skip_special_tokens=True), "texts": decode(made)}
 
-    sides = by_side(config, progress, measured)
-    return {**sides, "most_tokens": config.generate, "text": list(config.corpus.text)}
+    return {**by_side(config, progress, measured), "text": list(config.corpus.text)}
 
 
 @torch.no_grad()
@@ -51,11 +52,7 @@ def continuations(
     """
     longest = max(map(len, prompts)) + new_tokens
     context = int(model.config.max_position_embeddings)
-    if longest > context:
-        raise UserError(
-            f"prompt and continuation have {longest} tokens, but the model's context is {context}. "
-            "Lower --generate, or give shorter prompts."
-        )
+    in_context("the length of a prompt with --generate", longest, context)
     end = tokenizer.eos_token_id
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end, do_sample=False)
     made = []
@@ -74,6 +71,5 @@ def shown_texts(result: Values) -> list[Table | str]:
     lines: list[Table | str] = []
     for index, prompt in enumerate(result["model"]["prompts"][:4]):
         lines.append(f"--- {prompt!r}")
-        sides = (result[side] for side in SIDES if side in result)
-        lines += [f"{side['name']}: {side['texts'][index]!r}" for side in sides]
+        lines += [f"{side['name']}: {side['texts'][index]!r}" for side in sides_of(result)]
     return lines

@@ -49,8 +49,8 @@ def quiet_harness() -> Iterator[None]:
 
 def loaded_tasks(
     names: Sequence[str], local: Mapping[str, tuple[str, Mapping[str, Path]]]
-) -> tuple[Any, dict[str, list[Any]]]:
-    """The harness's manager, and for each name what it runs: a group, or tasks.
+) -> dict[str, list[Any]]:
+    """What the harness runs for each name: a group, or tasks.
 
     `local` are tasks whose rows come from files: the harness's own definition, of which nothing
     else is changed, and a file for each split. Without it data come from the hub.
@@ -71,14 +71,14 @@ def loaded_tasks(
             }
             write_json(Path(folder) / f"{name}.yaml", changed)  # JSON is YAML
         # Reading all of the harness's own tasks takes a quarter of a minute.
-        options = {"include_path": folder, "include_defaults": False} if local else {}
-        manager, found = lm_eval.tasks.TaskManager(**options), {}
+        manager = lm_eval.tasks.TaskManager(include_path=folder, include_defaults=not local)
+        found = {}
         for name in names:
             if name not in manager.all_tasks:
                 raise UserError(
                     f"{name} is no task of lm-evaluation-harness."
                     f"{nearest(name, manager.all_tasks)} Name one that `lm_eval ls tasks` lists, "
-                    "or paper or paper-by-k."
+                    "or paper."
                 )
             try:
                 made = manager.load([name])
@@ -89,11 +89,11 @@ def loaded_tasks(
                 ) from error
             groups = made["groups"]
             found[name] = [groups[name]] if name in groups else list(made["tasks"].values())
-        return manager, found
+        return found
 
 
 def harness_model(folder: Path, config: EvaluateConfig) -> Any:
-    """The harness's own runner of a Hugging Face folder; `UserError` beyond its context."""
+    """The harness's own runner of a folder; `UserError` for a length beyond the context."""
     from lm_eval.models.huggingface import HFLM
 
     device = resolved_device(config.load.device)
@@ -101,8 +101,7 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
     context, batch_size = int(model.max_position_embeddings), config.corpus.batch_size
     length = in_context("max_length", config.max_length or context, context)
     if batch_size == "auto" and device.type == "cpu":
-        fits = MAX_LOGITS // (length * int(model.vocab_size))
-        batch_size = min(CPU_BATCH, max(1, fits))
+        batch_size = min(CPU_BATCH, max(1, MAX_LOGITS // (length * int(model.vocab_size))))
     return HFLM(
         pretrained=str(folder),
         device=str(device),
@@ -113,9 +112,7 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
     )
 
 
-def run_tasks(
-    model: Any, manager: Any, tasks: list[Any], *, shots: int | None, limit: int | None
-) -> Values:
+def run_tasks(model: Any, tasks: list[Any], shots: int | None, limit: int | None) -> Values:
     """Run tasks, or one group of them, with the harness's own seeds.
 
     Without `shots` there are as many solved examples as the task's definition says.
@@ -125,19 +122,19 @@ def run_tasks(
         `versions` of the definitions; `notes`: what sets the scores apart from official ones.
     """
     from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
 
     found = simple_evaluate(
         model=model,
         tasks=tasks,
         num_fewshot=shots,
         limit=limit,
-        task_manager=manager,
+        task_manager=TaskManager(include_defaults=False),  # tasks are loaded already
         batch_size=model.batch_size,
-        log_samples=True,
     )
     room = model.max_length + 1  # the last token is only predicted
     samples = [sample for rows in found["samples"].values() for sample in rows]
-    texts = ["".join(each) for sample in samples for each in _texts(sample) if len(each) == 2]
+    texts = [f"{context}{answer}" for sample in samples for context, answer in _answers(sample)]
     # A token has a byte or more, but for BOS and blank.
     long = [text for text in texts if len(text.encode()) + 2 > room]
     truncated = sum(len(model.tok_encode(text)) > room for text in long)
@@ -179,7 +176,7 @@ def chance_of(samples: Sequence[Values]) -> float | None:
     The larger counts; the second only where all questions have the same answers, as BoolQ's, of
     which "yes" is right for 62 %. None without a choice.
     """
-    answers = [[each[1] for each in _texts(sample) if len(each) == 2] for sample in samples]
+    answers = [[answer for _, answer in _answers(sample)] for sample in samples]
     if not answers or min(map(len, answers)) < 2:
         return None
     even = sum(1 / len(choices) for choices in answers) / len(answers)
@@ -189,7 +186,7 @@ def chance_of(samples: Sequence[Values]) -> float | None:
     return max(even, max(right.values()) / len(samples))
 
 
-def _texts(sample: Values) -> Iterator[list[str]]:
-    """Texts of each request of a question: two where an answer is scored after its context."""
-    for arguments in sample["arguments"]:
-        yield [text for text in arguments if isinstance(text, str)]
+def _answers(sample: Values) -> list[tuple[str, str]]:
+    """Context and answer of the requests of a question in which an answer is scored."""
+    requests = sample["arguments"]
+    return [pair for pair in requests if len(pair) == 2 and isinstance(pair[1], str)]

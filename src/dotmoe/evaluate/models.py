@@ -16,6 +16,7 @@ from dotmoe.checkpoint import checkpoint_folder, require_checkpoint
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.export.record import RECORD_FILE, require_checksums
+from dotmoe.files import Values
 from dotmoe.load import LoadConfig, load_weights, resolved_dtype
 from dotmoe.options import at_least
 from dotmoe.progress import Progress, Update
@@ -24,10 +25,6 @@ from dotmoe.run_folder import export_folder
 TokenNats = Callable[[Tensor], Tensor]
 """Token ids [B, T] -> cross-entropy of every token but the first of each row, in nats: float64 on
 the CPU, [B, T - 1]. Rows do not see each other. Perplexity needs no more of a model than this."""
-
-SIDES = ("against", "model")
-"""The two sides of a measurement; the other model first, as in the paper's tables."""
-
 CHUNK_LOGITS = 1 << 25
 """Logits formed at once, in one model: 128 MiB in float32."""
 
@@ -78,9 +75,8 @@ class EvaluateConfig:
     json: bool = False
     """Print JSON instead of tables."""
     tasks: tuple[str, ...] = ()
-    """Run these benchmark tasks by lm-evaluation-harness: `paper` (its six), `paper-by-k` (the five
-    of its table over k), or tasks and groups by the harness's names (mmlu, gsm8k). What is finished
-    is not run again."""
+    """Run these benchmark tasks by lm-evaluation-harness: `paper` (its six), or tasks and groups by
+    the harness's names (mmlu, gsm8k). What is finished is not run again."""
     task_data: str | None = None
     """Folder with the data of the tasks. Default: the hub."""
     shots: Annotated[int | None, at_least(0)] = None
@@ -103,8 +99,6 @@ class EvaluateConfig:
     """Prompts to continue. Default: beginnings cut from --text at equal distances."""
     num_prompts: Annotated[int, at_least(1)] = 16
     """Prompts cut from the text."""
-    prompt_tokens: Annotated[int, at_least(1)] = 32
-    """Tokens of a prompt cut from the text."""
     curve: Annotated[tuple[int, ...] | None, at_least(1)] = None
     """Measure an export at these k, and at k = E; without numbers at a ladder of them."""
     tokenizer: str | None = None
@@ -122,25 +116,26 @@ class EvaluateConfig:
     def measurement(self) -> str:
         """Name of the one measurement that is asked for, a key of `MEASUREMENTS`."""
         given = {
-            "tasks": bool(self.tasks),
-            "word_perplexity": self.word_perplexity is not None,
-            "fidelity": self.fidelity,
-            "generation": self.generate is not None,
-            "curve": self.curve is not None,
+            "tasks": self.tasks or None,
+            "word_perplexity": self.word_perplexity,
+            "fidelity": self.fidelity or None,
+            "generation": self.generate,
+            "curve": self.curve,
         }
-        asked = [name for name, is_given in given.items() if is_given]
+        asked = [name for name, option in given.items() if option is not None]
         if len(asked) > 1:
-            options = " and ".join(f"--{name.replace('_', '-')}" for name in asked)
-            options = options.replace("generation", "generate")
-            raise UserError(f"{options} ask for two measurements. Give one of them at a time.")
+            raise UserError(
+                f"{' and '.join(asked)} are two measurements. Ask for one of them at a time."
+            )
         return asked[0] if asked else "perplexity"
 
     def check_together(self) -> None:
         """Raise a `UserError` for two measurements at once, or one without text."""
-        needs_text = {"tasks": False, "generation": not self.prompts}
-        if not self.corpus.text and needs_text.get(self.measurement, True):
-            other = ", or --prompts" * (self.measurement == "generation")
-            raise UserError(f"--text names no file. Give a text to measure on{other}.")
+        has_prompts = self.measurement == "generation" and self.prompts
+        if not (self.corpus.text or self.tasks or has_prompts):
+            raise UserError(
+                "--text names no file. Give a text to measure on, or to --generate --prompts."
+            )
 
 
 def in_context(name: str, tokens: int, context: int, least: int = 2) -> int:
@@ -201,9 +196,9 @@ def gguf_file(path: Path) -> Path | None:
 def by_side(
     config: EvaluateConfig,
     progress: Progress,
-    measure: Callable[[StockModel, Update], dict[str, Any]],
-    measure_gguf: Callable[[Path, Update], dict[str, Any]] | None = None,
-) -> dict[str, Any]:
+    measure: Callable[[StockModel, Update], Values],
+    measure_gguf: Callable[[Path, Update], Values] | None = None,
+) -> Values:
     """What is measured of each model, as `model` and `against`, with its name and dtype.
 
     With `measure_gguf` a GGUF runs in llama.cpp if dotmoe exported it or a tokenizer is named; any
@@ -223,6 +218,11 @@ def by_side(
     return sides
 
 
+def sides_of(result: Values) -> list[Values]:
+    """What was measured of each model; the other model first, as in the paper's tables."""
+    return [result[label] for label in ("against", "model") if label in result]
+
+
 def stock_nats(model: Any) -> TokenNats:
     """Scores by a causal language model of Transformers in evaluation mode, in float32.
 
@@ -238,11 +238,10 @@ def stock_nats(model: Any) -> TokenNats:
 
 def nats_of(model: Any, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
     """Cross-entropy of tokens given what the LM head reads, float64 on the CPU, [B, T]."""
-    hidden_TD = hidden_BTD.flatten(0, 1)
-    labels_T = labels_BT.flatten().long().to(hidden_TD.device)
+    labels_T = labels_BT.flatten().long().to(hidden_BTD.device)
     parts = [
-        cross_entropy(logits(model, hidden_TD[part]), labels_T[part], reduction="none")
-        for part in chunks(model, len(labels_T))
+        cross_entropy(logits_TV, labels_T[part], reduction="none")
+        for part, logits_TV in logits_in_parts(model, hidden_BTD.flatten(0, 1))
     ]
     return torch.cat(parts).double().cpu().view(labels_BT.shape)
 
@@ -264,16 +263,16 @@ def hidden_states(model: Any, tokens_BT: Tensor) -> Tensor:
     return hidden_BTD
 
 
-def logits(model: Any, hidden_TD: Tensor) -> Tensor:
-    """Logits of some hidden states in float32, with what Granite, Cohere and Gemma do to them."""
-    config = model.config
-    logits_TV: Tensor = model.get_output_embeddings()(hidden_TD).float()
-    logits_TV = logits_TV * getattr(config, "logit_scale", 1) / getattr(config, "logits_scaling", 1)
+def logits_in_parts(model: Any, hidden_TD: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Parts of a text and their logits in float32, no more than may exist at once.
+
+    With what Granite, Cohere and Gemma do to logits.
+    """
+    config, head = model.config, model.get_output_embeddings()
+    scale, divisor = getattr(config, "logit_scale", 1), getattr(config, "logits_scaling", 1)
     cap = getattr(config, "final_logit_softcapping", None)
-    return logits_TV if cap is None else torch.tanh(logits_TV / cap) * cap
-
-
-def chunks(model: Any, num_tokens: int) -> Iterator[slice]:
-    """Parts of a row of tokens whose logits may exist at once."""
-    rows = max(1, CHUNK_LOGITS // int(model.config.vocab_size))
-    return (slice(start, start + rows) for start in range(0, num_tokens, rows))
+    rows = max(1, CHUNK_LOGITS // int(config.vocab_size))
+    for start in range(0, len(hidden_TD), rows):
+        part = slice(start, start + rows)
+        logits_TV = head(hidden_TD[part]).float() * scale / divisor
+        yield part, logits_TV if cap is None else torch.tanh(logits_TV / cap) * cap

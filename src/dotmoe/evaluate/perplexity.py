@@ -15,7 +15,6 @@ from dotmoe.data import TokenBlocks, pack, separator_of
 from dotmoe.data.sources import Continuation, DataConfig, documents
 from dotmoe.errors import UserError
 from dotmoe.evaluate.models import (
-    SIDES,
     EvaluateConfig,
     StockModel,
     TextConfig,
@@ -25,6 +24,7 @@ from dotmoe.evaluate.models import (
     loaded,
     model_folder,
     row_nats,
+    sides_of,
     stock_nats,
 )
 from dotmoe.export.architectures import FORMATS
@@ -68,16 +68,17 @@ def perplexity(
         and how it was measured. `UserError` for nothing to score, or a loss that no model has.
     """
     full, rest = divmod(text.tokens.numel(), window)
-    batches = list(torch.split(text.tokens[: full * window].view(full, window), batch_size))
+    whole = text.tokens[: full * window].view(full, window)
+    batches = list(torch.split(whole, batch_size)) if full else []
     if rest >= 2 and not text.only_full_windows:
         batches.append(text.tokens[-rest:][None])
-    if not sum(map(len, batches)):
+    if not batches:
         raise UserError(
             f"{text.tokens.numel()} tokens of text fill no window of {window}. Give more text, or "
             "lower --window."
         )
     total, scored, done, num_tokens = 0.0, 0, 0, sum(batch.numel() for batch in batches)
-    for batch in filter(len, batches):
+    for batch in batches:
         nats_BT = nats(batch)
         total += float(nats_BT.sum())
         scored += nats_BT.numel()
@@ -122,13 +123,10 @@ def packed_text(config: TextConfig, tokenizer: Any, pieces: Iterable[str] | None
     ids = tokenizer(rows, verbose=False).input_ids
     if not ids or not text:
         raise UserError("the data holds no text. Name sources with text in them.")
-    return Text(
-        tokens=torch.tensor(ids[: config.max_tokens], dtype=torch.int32),
-        tokens_per_byte=len(ids) / len(text.encode()),
-        names=config.text,
-        joined=r'Lines joined by "\n\n", tokenised whole, the last unfilled window dropped,',
-        only_full_windows=True,
-    )
+    tokens, joined = torch.tensor(ids[: config.max_tokens], dtype=torch.int32), "Lines joined by "
+    joined += r'"\n\n", tokenised whole, the last unfilled window dropped,'
+    per_byte = len(ids) / len(text.encode())
+    return Text(tokens, per_byte, config.text, joined, only_full_windows=True)
 
 
 def heldout_perplexity(
@@ -151,11 +149,10 @@ def perplexities(
 
     Exports run in the dense model's dtype and on its device, one at a time beside it.
     """
-    found, dtype = Values(), next(dense.model.parameters()).dtype
-    for name in ("dense", *exports):
-        model: Any = dense.model
-        if name in exports:
-            model = load_weights(exports[name], dtype).to(dense.device)
+    found = {"dense": heldout_perplexity(dense.model, dense.tokenizer, texts, on_progress)}
+    dtype = next(dense.model.parameters()).dtype
+    for name, folder in exports.items():
+        model: Any = load_weights(folder, dtype).to(dense.device)
         found[name] = heldout_perplexity(model, dense.tokenizer, texts, on_progress)
     return found
 
@@ -265,12 +262,6 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
     """
     folder, corpus = model_folder(config.model), config.corpus
     record = ExportRecord.load(folder)
-    if not record.active_experts_editable:
-        free = [name for name, output in FORMATS.items() if output.active_experts_editable]
-        raise UserError(
-            f"{folder} is a {record.format}, whose k is fixed at {record.active_experts}, so it "
-            f"has no curve. Export the run as {' or '.join(free)}."
-        )
     chosen = config.curve or ladder(record.num_experts, record.active_experts)
     for active in chosen:
         require_free_k(folder, record, active)
@@ -279,24 +270,19 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
     text, window = packed_text(corpus, stock.tokenizer), corpus.window_in(stock.context)
     layers = range(record.first_dense_layers, record.num_layers)
     nats, points, found = stock_nats(stock.model), list[Values](), Values()
-    with progress.bar("evaluate", tokens=1) as bar:
-
-        def update(done: int, total: int, note: str = "") -> None:
-            bar(len(points) * total + done, len(ks) * total, note)
-
-        for active in ks:
-            FORMATS[record.format].run_active_experts(stock.model, layers, active)
+    for active in ks:
+        FORMATS[record.format].run_active_experts(stock.model, layers, active)
+        with progress.bar(f"k = {active}", tokens=1) as update:
             found = perplexity(nats, text, window, corpus.windows_at_once, update)
-            changed = record.with_active_experts(active)
-            points.append(
-                {
-                    "active_experts": active,
-                    "active_fraction": changed.active_fraction,
-                    "active_parameters": changed.parameters["active"],
-                    "active_parameters_with_routers": changed.parameters["active_with_routers"],
-                    **{name: found[name] for name in ("loss", "perplexity", "bits_per_byte")},
-                }
-            )
+        changed = record.with_active_experts(active)
+        points.append(
+            {
+                "active_experts": active,
+                "active_fraction": changed.active_fraction,
+                "active_parameters": changed.parameters["active"],
+                **{name: found[name] for name in ("loss", "perplexity", "bits_per_byte")},
+            }
+        )
     for point in points:  # the last is k = E
         point["loss_above_all_experts"] = point["loss"] - found["loss"]
     all_experts = "other weights" if record.is_finetuned or record.dropped_size else "dense"
@@ -335,9 +321,8 @@ def perplexity_table(models: Mapping[str, Values]) -> Table:
 
 def word_table(result: Values) -> Table:
     """Perplexity a word of one model or two, at each window."""
-    sides = [result[label] for label in SIDES if label in result]
     return table_of(
-        [{"model": side["name"], **row} for side in sides for row in side["windows"]],
+        [{"model": side["name"], **row} for side in sides_of(result) for row in side["windows"]],
         {
             "model": lambda row: str(row["model"]),
             "window, tokens": lambda row: f"{row['window']:,}",

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dotmoe.errors import UserError
-from dotmoe.evaluate.tasks import is_share
+from dotmoe.evaluate.tasks import of_model
 from dotmoe.files import DamagedError, Values, read_json, read_with_checksum
 from dotmoe.run_folder import STAGES
 
@@ -25,12 +25,11 @@ class RunResults:
         """`quickstart.json` of the folder that holds the run, where the report is of that."""
         if (folder / "quickstart.json").is_file():
             self.quickstart, folder = _object(folder / "quickstart.json"), folder / "dot_moe"
-        needed = {"config.json": "is no run folder", "6_evaluate/results.json": "is not finished"}
-        for file, lack in needed.items():
+        for file in ("config.json", "6_evaluate/results.json"):
             if not (folder / file).is_file():
                 raise UserError(
-                    f"{folder} {lack}: it has no {file}. Name a folder in which dotmoe convert, "
-                    "finetune or quickstart has come to its end."
+                    f"{folder} is no finished run: it has no {file}. Name a folder in which dotmoe "
+                    "convert, finetune or quickstart has come to its end."
                 )
         if (folder / STAGES["prune"]).is_dir():
             raise UserError(
@@ -47,14 +46,10 @@ class RunResults:
         }
         """Every file of `6_evaluate`, by its path there without `.json`, as `tasks/piqa`."""
         self.results = self.files["results"]
-        """Perplexities, counts and checks that every run has."""
-        self.steps = {
-            "alignment": _steps(folder / "2_align" / "metrics.jsonl"),
-            "finetune": _steps(folder / "4_finetune" / "metrics.jsonl"),
-        }
+        stages = {"alignment": "2_align", "finetune": "4_finetune"}
+        self.steps = {name: _steps(folder / at / "metrics.jsonl") for name, at in stages.items()}
         """Metrics of each step of the trainings in the run."""
         self.is_finetuned = "finetune" in self.config
-        """Whether `dotmoe finetune` made the run, and not `convert`."""
         train = self.config.get("finetune", {}).get("train")
         self.is_repaired = bool(train == "repair" or self.config.get("repair"))
         """Whether the exported model was repaired, and nothing changed afterwards."""
@@ -79,42 +74,25 @@ class RunResults:
         }
         return {name: result for name, result in found.items() if result}
 
-    def label(self, model: str) -> str:
-        """What the report calls a model that a measurement names."""
-        return "dense" if model == self.dense_model else model
-
-    def sides(self, result: Values) -> dict[str, Values]:
-        """The models of a measurement by what the report calls them, the other one first."""
-        names = {"against": self.label(str(result.get("against", {}).get("name", "")))}
-        names["model"] = self.name
-        return {name: result[side] for side, name in names.items() if side in result}
-
-    def tasks(self, side: str) -> list[Values]:
-        """Files of the benchmark tasks of `tasks` (this model) or `against` (the other one)."""
-        return [found for name, found in self.files.items() if name.startswith(f"{side}/")]
-
-    def scores(self, side: str) -> list[Values]:
-        """Rows of all those tasks."""
-        with self.reading(f"6_evaluate/{side}"):
-            return [score for found in self.tasks(side) for score in found["scores"]]
+    def named(self, result: Values) -> Values:
+        """A measurement of this model and perhaps another, by what the report calls them."""
+        named = result | {"name": self.name}
+        if isinstance(other := result.get("against"), dict):
+            name = "dense" if other["name"] == self.dense_model else other["name"]
+            named["against"] = other | {"name": name}
+        if "model" in result:
+            named["model"] = result["model"] | {"name": self.name}
+        return named
 
     @property
-    def against(self) -> str:
-        """What the report calls the other model of the benchmark tasks."""
-        return next((self.label(str(t["model"]["name"])) for t in self.tasks("against")), "dense")
-
-    def main_scores(self) -> tuple[list[Values], list[Values]]:
-        """Scores of the other model and of this one that its average is of, in the same tasks.
-
-        Those of the paper's tasks, as `dotmoe evaluate` averages them; without any, the main score
-        of every task that is a share of right answers.
-        """
-        scores = self.scores("tasks")
-        own = [score for score in scores if "paper" in score["sets"]]
-        own = own or [score for score in scores if score["is_main"] and is_share(score)]
-        others = {(each["task"], each["metric"]): each for each in self.scores("against")}
-        keys = [(score["task"], score["metric"]) for score in own]
-        return [others[key] for key in keys if key in others], own
+    def tasks(self) -> Values:
+        """The benchmark tasks, as `dotmoe evaluate` gives them."""
+        found = Values()
+        for side, folder in (("against", "against/"), ("model", "tasks/")):
+            files = [file for name, file in self.files.items() if name.startswith(folder)]
+            if files:
+                found[side] = of_model(files[0]["model"]["name"], files)
+        return self.named(found)
 
     @contextmanager
     def reading(self, file: str) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 import base64
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -11,26 +11,33 @@ import jinja2
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from dotmoe.evaluate import MEASUREMENTS
 from dotmoe.evaluate.perplexity import perplexity_table
 from dotmoe.files import Values
 from dotmoe.report import RunResults
 from dotmoe.report.plots import NO_PLOTS, as_svg, draw_all, is_installed, save
-from dotmoe.report.sections import Blocks, gained, sections, tiles, verdict
-from dotmoe.tables import Table, figure, to_markdown, to_rich
+from dotmoe.report.sections import Blocks, gained, sections, verdict
+from dotmoe.tables import figure, to_markdown, to_rich
 
 _HERE = Path(__file__).parent
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(_HERE),
+    autoescape=lambda name: "html" in str(name),
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=jinja2.StrictUndefined,
+)
+_TEMPLATES.filters |= {
+    "kept": lambda text: text.replace(" %", "\u00a0%"),
+    "slug": lambda title: re.sub(r"[^a-z]+", "-", title.lower()).strip("-"),
+    "markdown": to_markdown,
+}
 
 
 def html_report(run: Path, page: Path | None = None, plots_folder: Path | None = None) -> Path:
-    """Write the page of a run, or of a quickstart with both of its splits.
+    """Write the page of a run, or of a quickstart with both of its splits, and give its path.
 
-    Args:
-        run: Folder of `dotmoe convert`, `finetune` or `quickstart`.
-        page: File to write, alone. Default: `default_page`, and Markdown beside it.
-        plots_folder: Receives each plot as SVG and PNG. Default: plots are in the page only.
-
-    Raises a `UserError`: no finished run, or a result file that is damaged.
+    Without `page` it is `default_page`, and Markdown lies beside it. `plots_folder` receives each
+    plot as SVG and PNG. Raises a `UserError`: no finished run, or a damaged result file.
     """
     found, file = RunResults(run), page or default_page(run)
     figures = draw_all(found) if is_installed() else {}
@@ -53,19 +60,22 @@ def default_page(run: Path) -> Path:
 def html(found: RunResults, figures: dict[str, Any]) -> str:
     """One page without scripts that loads nothing, with `figures` from `draw_all`.
 
-    The same results give the same page. Raises a `UserError` for a result file that lacks what the
-    page shows of it.
+    Raises a `UserError` for a result file that lacks what the page shows of it.
     """
     return html_page(**_shown(found), figures=figures)
 
 
 def html_page(
-    *, title: str, sections: Mapping[str, Blocks], figures: Mapping[str, Any], **top: Any
+    *,
+    title: str,
+    sections: Mapping[str, Blocks],
+    figures: Mapping[str, Any],
+    verdict: Sequence[str] = (),
 ) -> str:
     """The page of any sections; blocks of plots name `figures`."""
-    return _template("page.html.jinja").render(
-        {"verdict": [], "tiles": {}} | top,
+    return _TEMPLATES.get_template("page.html.jinja").render(
         title=title,
+        verdict=verdict,
         sections=sections,
         style=(_HERE / "page.css").read_text(encoding="utf-8"),
         plots={name: base64.b64encode(as_svg(each)).decode() for name, each in figures.items()},
@@ -75,31 +85,17 @@ def html_page(
 
 def markdown(found: RunResults) -> str:
     """The same sections in Markdown, without plots."""
-    return _template("page.md.jinja").render(_shown(found))
+    return _TEMPLATES.get_template("page.md.jinja").render(_shown(found))
 
 
 def _shown(found: RunResults) -> dict[str, Any]:
-    """Title, verdict, tiles and sections of a run."""
+    """Title, verdict and sections of a run."""
     made = sections(found)
     with found.reading("6_evaluate/results.json"):
-        top = {"verdict": verdict(found), "tiles": tiles(found)}
+        said = verdict(found)
     changed = f", {found.name}," if found.is_finetuned or found.is_repaired else ""
     title = f"{found.dense_model}{changed} as a Mixture-of-Experts"
-    return {"title": title, "sections": made, **top}
-
-
-def _template(name: str) -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_HERE),
-        autoescape="html" in name,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters["kept"] = lambda text: text.replace(" %", "\u00a0%")
-    environment.filters["slug"] = lambda title: re.sub(r"[^a-z]+", "-", title.lower()).strip("-")
-    environment.filters["markdown"] = to_markdown
-    return environment.get_template(name)
+    return {"title": title, "verdict": said, "sections": made}
 
 
 def summary(run: Path) -> RenderableType:
@@ -108,13 +104,6 @@ def summary(run: Path) -> RenderableType:
     said = "\n\n".join(verdict(found))
     where = f"checkpoint  {run / '5_export'}\nreport      {default_page(run)}"
     return Group(to_rich(perplexity_table(found.models)), Text(f"\n{said}\n\n{where}"))
-
-
-def evaluation(name: str, result: Values) -> RenderableType:
-    """The end of `dotmoe evaluate` on a terminal: `result` of the measurement of this name."""
-    _, show = MEASUREMENTS[name]
-    parts = show(result)
-    return Group(*(to_rich(each) if isinstance(each, Table) else Text(each) for each in parts))
 
 
 def quickstart_summary(result: Values) -> RenderableType:

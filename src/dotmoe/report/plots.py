@@ -1,10 +1,11 @@
 """Every plot of results; drawn by matplotlib, an extra. The same results give the same file.
 
-Plots are as wide as a phone, so that their text stays readable there, and use colours that people
-with any kind of colour vision tell apart (Okabe and Ito's); lines differ in dash, points in shape.
+Plots are as wide as a phone, so that their text stays readable there. Everybody tells the colours
+apart (Okabe and Ito's); lines differ in dash, points in shape.
 """
 
 import io
+from collections import defaultdict
 from collections.abc import Callable
 from functools import wraps
 from importlib.util import find_spec
@@ -45,18 +46,19 @@ def is_installed() -> bool:
 
 
 def _styled(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a function that draws: as it is, but that its figure looks as the page wants it."""
+    """A function that draws, with figures that look as the page wants them."""
 
     @wraps(draw)
-    def styled(*args: Any, **options: Any) -> Any:
+    def styled(*args: Any) -> Any:
         from matplotlib import rc_context
 
         with rc_context(_STYLE):
-            return draw(*args, **options)
+            return draw(*args)
 
     return styled
 
 
+@_styled
 def draw_all(found: RunResults) -> dict[str, Any]:
     """Every figure that the results of a run allow, by name."""
     figures = {name: training_plot(steps) for name, steps in found.steps.items() if steps}
@@ -83,7 +85,6 @@ def save(figures: dict[str, Any], folder: Path) -> None:
         figure.savefig(folder / f"{name}.png", dpi=200, metadata={"Software": None})
 
 
-@_styled
 def training_plot(steps: list[Values]) -> Any:
     """Losses against steps; below them a panel each for temperature, moves and soft-hard gap."""
     losses = {"loss": "loss", "CE, next token": "ce", "KL to dense": "kl"}
@@ -93,8 +94,10 @@ def training_plot(steps: list[Values]) -> Any:
     below = {"tau": "tau", "moved, %": "moved_fraction", "soft-hard\ngap, %": "soft_hard_gap"}
     below = {name: key for name, key in below.items() if key in steps[0]}
     figure = _figure(2.6 + 1.1 * len(below))
-    heights = {"height_ratios": [2.2] + [1.0] * len(below)}
-    (top, *panels) = figure.subplots(1 + len(below), 1, sharex=True, squeeze=False, **heights)[:, 0]
+    heights = [2.2] + [1.0] * len(below)
+    top, *panels = figure.subplots(
+        len(heights), sharex=True, squeeze=False, height_ratios=heights
+    ).T[0]
 
     def draw(axes: Any, key: str, factor: float = 1.0, **style: Any) -> None:
         values = [float("nan") if step.get(key) is None else factor * step[key] for step in steps]
@@ -112,7 +115,6 @@ def training_plot(steps: list[Values]) -> Any:
     return _with_legend(figure, top)
 
 
-@_styled
 def curve_plot(curve: Values) -> Any:
     """Perplexity against the share of the parameters that work on a token, at several k."""
     figure = _figure(3.2)
@@ -122,11 +124,11 @@ def curve_plot(curve: Values) -> Any:
     axes.plot(shares, perplexities, marker="o", color=COLOURS[0], label="bold: k as it is now")
     everything = f"{curve['all_experts']['model']}: all experts run"
     axes.axhline(perplexities[-1], linestyle="--", color=QUIET, label=everything)
-    for point, share in zip(points, shares, strict=True):
+    for point, *place in zip(points, shares, perplexities, strict=True):
         is_now = point["active_experts"] == curve["active_experts"]
-        place, weight = (share, point["perplexity"]), "bold" if is_now else "normal"
-        label = {"textcoords": "offset points", "xytext": (6, 6), "fontweight": weight}
-        axes.annotate(f"k = {point['active_experts']}", place, **label)
+        style = {"xytext": (6, 6), "fontweight": "bold" if is_now else "normal"}
+        k = f"k = {point['active_experts']}"
+        axes.annotate(k, place, textcoords="offset points", **style)
     _log_axis(axes.yaxis)
     axes.set(xlabel="parameters that work on a token, % of dense")
     axes.set(ylabel=f"perplexity per {curve['unit']} (log)")
@@ -149,7 +151,6 @@ def draw_comparison(rows: list[Values]) -> Any:
     return _with_legend(figure, axes, columns=2)
 
 
-@_styled
 def utilisation_plot(analysis: Values) -> Any:
     """Share of the tokens that run each expert, layer by layer, the busiest expert first."""
     values = analysis["values"]
@@ -161,7 +162,6 @@ def utilisation_plot(analysis: Values) -> Any:
     return figure
 
 
-@_styled
 def overlap_plot(analysis: Values) -> Any:
     """How alike the layers route, each with each other; the diagonal, which is 1, is left blank."""
     import numpy as np
@@ -177,22 +177,24 @@ def overlap_plot(analysis: Values) -> Any:
     return figure
 
 
-@_styled
 def scatter_plot(analysis: Values) -> Any:
     """Expert outputs in two dimensions: four experts marked, the others in grey."""
-    values, by_expert = analysis["values"], dict[int, list[Any]]()
+    values, by_expert = analysis["values"], defaultdict[int, list[Any]](list)
     for point, expert in zip(values["points"], values["expert"], strict=True):
-        by_expert.setdefault(expert, []).append(point)
+        by_expert[expert].append(point)
     order = sorted(by_expert, key=lambda expert: (-len(by_expert[expert]), expert))
+    shown, others = order[: len(COLOURS)], order[len(COLOURS) :]
     figure = _figure(4.4)
     axes = figure.subplots()
-    style: Values = {"linewidths": 0, "rasterized": True}
-    if others := order[len(COLOURS) :]:
-        grey = zip(*(point for expert in others for point in by_expert[expert]), strict=True)
-        axes.scatter(*grey, s=6, color=QUIET, alpha=0.4, label=f"{len(others)} others", **style)
-    for expert, colour, marker in zip(order, COLOURS, "os^D", strict=False):
-        own = zip(*by_expert[expert], strict=True)
-        axes.scatter(*own, s=14, color=colour, marker=marker, label=f"expert {expert}", **style)
+
+    def scatter(experts: list[int], **style: Any) -> None:
+        points = zip(*(point for expert in experts for point in by_expert[expert]), strict=True)
+        axes.scatter(*points, linewidths=0, rasterized=True, **style)
+
+    if others:
+        scatter(others, s=6, color=QUIET, alpha=0.4, label=f"{len(others)} others")
+    for expert, colour, marker in zip(shown, COLOURS, "os^D", strict=False):
+        scatter([expert], s=14, color=colour, marker=marker, label=f"expert {expert}")
     axes.grid(visible=False)
     axes.set(xlabel="t-SNE dimension 1 (no unit)", ylabel="t-SNE dimension 2 (no unit)")
     return _with_legend(figure, axes)

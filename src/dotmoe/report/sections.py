@@ -3,16 +3,16 @@
 import json
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from dotmoe.analyse import ANALYSES
 from dotmoe.bench import table as bench_table
-from dotmoe.evaluate.fidelity import fidelity_table
-from dotmoe.evaluate.perplexity import curve_table, perplexity_table, text_names, word_table
-from dotmoe.evaluate.tasks import differ, scores_table
+from dotmoe.evaluate import MEASUREMENTS
+from dotmoe.evaluate.models import sides_of
+from dotmoe.evaluate.perplexity import curve_table, perplexity_table, text_names
+from dotmoe.evaluate.tasks import PAPER, differ, is_share, main_scores, shown_tasks
 from dotmoe.files import Values
 from dotmoe.granularity import Granularity, parts_of
 from dotmoe.inspection.tables import counts_table
@@ -36,26 +36,25 @@ class Block:
 
 
 Blocks = list[str | Table | Block]
+Section = Callable[[RunResults, Values], Blocks]
+
+
+def _measurement(name: str) -> Section:
+    """What `dotmoe evaluate` shows of a measurement."""
+    _, show = MEASUREMENTS[name]
+    return lambda found, result: [*show(found.named(result))]
 
 
 def _tasks(found: RunResults, _: Values) -> Blocks:
-    scores, others = found.scores("tasks"), found.scores("against")
-    if not scores:
-        return []
-    notes: dict[str, list[str]] = {}
-    for task in found.tasks("against") + found.tasks("tasks"):
-        for note in task["notes"]:
-            notes.setdefault(note, []).append(task["task"])
-    said = [f"{', '.join(dict.fromkeys(names))}: {note}." for note, names in notes.items()]
-    table = scores_table(scores, others, (found.against, found.name))
-    return [table, *(Block("note", note) for note in said)]
+    return [*shown_tasks(found.tasks)] if "model" in found.tasks else []
 
 
 def _curve(found: RunResults, curve: Values) -> Blocks:
+    edit = shlex.join(["dotmoe", "edit", str(found.run), "--active-experts", "K"])
     return [
         "k is how many experts run for a token. It can be changed in the finished checkpoint "
         "without any training:",
-        Block("command", shlex.join(["dotmoe", "edit", str(found.run), "--active-experts", "K"])),
+        Block("command", edit),
         Block("plot", "Perplexity against the parameters that work on a token.", "active_experts"),
         curve_table(curve),
     ]
@@ -70,37 +69,25 @@ def _generation(found: RunResults, _: Values) -> Blocks:
     if result is not None:
         with found.reading("6_evaluate/generation.json"):
             for index, prompt in enumerate(result["model"]["prompts"][:3]):
-                sides = found.sides(result).items()
-                texts = {name: side["texts"][index] for name, side in sides}
+                sides = sides_of(found.named(result))
+                texts = {side["name"]: side["texts"][index] for side in sides}
                 blocks.append(Block("sample", prompt, texts))
     return blocks and ["The most likely token each time.", *blocks]
 
 
 def _size(found: RunResults, results: Values) -> Blocks:
     split, counts = Granularity.of(results["granularity"]), results["parameters"]
-    first, export = split.first_dense_layers, found.export
     blocks: Blocks = [
         f"{part.num_experts} experts of {part.expert_size} {UNITS[part.target]} a layer, "
         f"{part.active_experts} run per token; shared {UNITS[part.target]}: {part.shared_size}; "
-        f"leading layers left dense: {first}."
+        f"leading layers left dense: {split.first_dense_layers}."
         for part in parts_of(split)
     ]
     blocks.append(counts_table({"dense_total": counts["dense"], **counts}, "Parameters, counted"))
-    if export:
+    if export := found.export:
         blocks.append(
             f"The files hold {in_bytes(export['total_bytes'])} in {export['dtype']}, format "
             f"{export['format']}, which runs in {', '.join(export['servers'])}."
-        )
-    if export and split.target != "attention":
-        # Three matrices of the model width by neurons each; a product and its sum are two.
-        layers, a_neuron = export["num_layers"], 6 * export["model_width"]
-        whole = split.units - split.dropped_size
-        dense = a_neuron * layers * whole
-        moe = a_neuron * (first * whole + (layers - first) * split.active_units)
-        routers = 2 * export["model_width"] * split.num_experts * (layers - first)
-        blocks.append(
-            f"FFN arithmetic per token: dense {dense:,} FLOP; experts that run {moe:,}, routers "
-            f"{routers:,}, together {percent((moe + routers) / dense)} of dense."
         )
     return blocks
 
@@ -123,14 +110,7 @@ def _training(name: str, found: RunResults) -> Blocks:
     seconds = sum(step.get("seconds") or 0.0 for step in steps)
     first, last = (figure(step.get("loss")) for step in (steps[0], steps[-1]))
     said = f"{len(steps):,} steps, {seconds:,.0f} s in all; loss {first} at first, {last} at last."
-    blocks: Blocks = [said, Block("plot", "Each step has other text, so losses scatter.", name)]
-    if moved := [step["moved_fraction"] for step in steps if "moved_fraction" in step]:
-        late = percent(fmean(moved[-max(1, len(moved) // 10) :]))
-        blocks.append(
-            f"Neurons that change their expert in a step: {percent(max(moved))} at most, {late} in "
-            f"the last tenth of the steps; {sum(moved):.1f} changes a neuron in all."
-        )
-    return blocks
+    return [said, Block("plot", "Each step has other text, so losses scatter.", name)]
 
 
 def _checks(_: RunResults, results: Values) -> Blocks:
@@ -180,20 +160,15 @@ def _missing(found: RunResults, _: Values) -> Blocks:
         "curve": ("perplexity at other k", [*evaluate, "--curve", *text]),
         "fidelity": ("closeness to the dense model", [*beside, "--fidelity", *text]),
         "generation": ("what both write after prompts", [*beside, "--generate", "64", *text]),
+        "analysis": ("what became of the experts", ["dotmoe", "analyse", run]),
         "bench": ("speed and memory beside dense", ["dotmoe", "bench", dense, run, "--json"]),
     }
-    there = {name.partition("/")[0] for name in found.files}
-    if not found.export.get("active_experts_editable", True):
-        there.add("curve")
     if not found.is_finetuned:
         again = ["dotmoe", "finetune", run, f"{run}-finetuned"]
         wanted["finetune"] = ("finetuning, which makes up for a part of the loss", again)
-    has_steps = found.is_finetuned or found.steps["alignment"]
-    titles = {name: each.title for name, each in ANALYSES.items() if each.of_text or has_steps}
-    if lacking := [name for name in titles if f"analysis/{name}" not in found.files]:
-        only = [] if len(lacking) == len(titles) else ["--only", *lacking]
-        said = "; ".join(titles[name] for name in lacking)
-        wanted["analyses"] = (said, ["dotmoe", "analyse", run, *only])
+    if not found.export.get("active_experts_editable", True):
+        del wanted["curve"]
+    there = {name.partition("/")[0] for name in found.files}
     blocks: Blocks = []
     for name, (what, words) in wanted.items():
         if name not in there:
@@ -204,19 +179,15 @@ def _missing(found: RunResults, _: Values) -> Blocks:
     return [*blocks, Block("note", after)] if blocks else []
 
 
-SECTIONS: list[tuple[str, str, Callable[[RunResults, Values], Blocks]]] = [
+SECTIONS: list[tuple[str, str, Section]] = [
     ("Perplexity", "results", lambda found, _: [perplexity_table(found.models)]),
-    (
-        "Perplexity on other text",
-        "perplexity",
-        lambda found, each: [perplexity_table(found.sides(each) or {found.name: each})],
-    ),
+    ("Perplexity on other text", "perplexity", _measurement("perplexity")),
     ("Benchmark tasks", "", _tasks),
     ("Other numbers of active experts", "curve", _curve),
-    ("Perplexity a word", "word_perplexity", lambda _, result: [word_table(result)]),
-    ("Closeness to the dense model", "fidelity", lambda _, r: [fidelity_table(r)]),
+    ("Perplexity a word", "word_perplexity", _measurement("word_perplexity")),
+    ("Closeness to the dense model", "fidelity", _measurement("fidelity")),
     ("What the models write", "", _generation),
-    ("Size and arithmetic", "results", _size),
+    ("Size", "results", _size),
     ("Speed", "bench", lambda _, bench: [bench_table(bench)]),
     ("Load of the experts", "analysis/expert_utilisation", _analysis),
     ("Which layers route alike", "analysis/routing_overlap", _analysis),
@@ -260,25 +231,6 @@ def verdict(found: RunResults) -> list[str]:
     return [*sentences, *export.get("notes", [])]
 
 
-def tiles(found: RunResults) -> dict[str, str]:
-    """The main figures, by what they are."""
-    dense, moe = found.results["dense"], found.results["moe"]
-    counts, split = found.results["parameters"], found.results["granularity"]
-    shown = {
-        f"perplexity per {dense['unit']}": f"{dense['perplexity']:.2f} → {moe['perplexity']:.2f}",
-        "of the parameters work on a token": percent(counts["active"] / counts["dense"]),
-        "experts run per token": " and ".join(
-            f"{part.active_experts} of {part.num_experts}"
-            for part in parts_of(Granularity.of(split))
-        ),
-    }
-    others, own = found.main_scores()
-    if own and len(own) == len(others):
-        before, after = _mean(others)[0], _mean(own)[0]
-        shown[f"mean accuracy, {len(own)} tasks"] = f"{before:.1f} → {after:.1f} %"
-    return shown
-
-
 def gained(results: Values) -> str:
     """What works on a token, in a sentence, from `parameters` and `granularity`."""
     counts, split = results["parameters"], Granularity.of(results["granularity"])
@@ -318,64 +270,60 @@ def _lost(found: RunResults) -> str:
 
 
 def _accuracy(found: RunResults) -> str:
-    others, own = found.main_scores()
+    """Of the paper's tasks; without any, of all whose main score is a share of right answers."""
+    ran, others = (found.tasks.get(side, {"tasks": {}})["tasks"] for side in ("model", "against"))
+    shares = {task: score for task, score in main_scores(ran).items() if is_share(score)}
+    own = {task: score for task, score in shares.items() if task in PAPER} or shares
     if not own:
         return "Benchmark tasks were not run."
-    over = f"{len(own)} benchmark tasks ({', '.join(score['task'] for score in own)})"
-    after = "{:.1f} ± {:.1f} %".format(*_mean(own))
-    if len(others) < len(own):
-        said = f"Mean accuracy over {over}: {after}."
-    else:
-        before = "{:.1f} ± {:.1f} %".format(*_mean(others))
-        apart = sum(map(differ, own, others)) or "none"
+    over, after = f"{len(own)} benchmark tasks ({', '.join(own)})", _mean(own.values())
+    before = main_scores(others)
+    if before.keys() >= own.keys():
+        apart = sum(differ(score, before[task]) for task, score in own.items()) or "none"
         said = (
-            f"Over {over} the mean accuracy goes from {before} ({found.against}) to {after} (± one "
-            f"standard error); {apart} of them differ by more than two standard errors."
+            f"Over {over} the mean accuracy goes from {_mean(before[task] for task in own)} "
+            f"({found.tasks['against']['name']}) to {after} (± one standard error); {apart} of "
+            "them differ by more than two standard errors."
         )
-    asked = [f"{task['limit']} of {task['task']}" for task in found.tasks("tasks") if task["limit"]]
-    if asked:
-        said += f" Only the first questions were asked: {', '.join(asked)}."
+    else:
+        said = f"Mean accuracy over {over}: {after}."
+    if limits := [f"{each['limit']} of {task}" for task, each in ran.items() if each["limit"]]:
+        said += f" Only the first questions were asked: {', '.join(limits)}."
     return said
 
 
-def _mean(scores: list[Values]) -> tuple[float, float]:
+def _mean(scores: Iterable[Values]) -> str:
     """Unweighted mean of scores in per cent, and its standard error."""
-    error = math.hypot(*(score["stderr"] or 0.0 for score in scores))
-    mean = sum(score["value"] for score in scores) / len(scores)
-    return 100 * mean, 100 * error / len(scores)
+    values, errors = zip(*((each["value"], each["stderr"] or 0.0) for each in scores), strict=True)
+    return f"{100 * fmean(values):.1f} ± {100 * math.hypot(*errors) / len(errors):.1f} %"
 
 
 def _speed(bench: Values | None) -> str:
     if bench is None:
         return "Speed was not measured."
-    said, quartiles = [], []
-    for each in bench["points"]:
-        point = each["point"]
-        said.append(f"{each['speed_ratio']:.2f} in {point['name']} at batch {point['batch']}")
-        quartiles += each["speed_ratio_quartiles"]
-    after = " It is slower there." if max(quartiles) < 1 else ""
-    after = " It is faster there." if min(quartiles) > 1 else after
+    said = (
+        f"{each['speed_ratio']:.2f} in {each['point']['name']} at batch {each['point']['batch']}"
+        for each in bench["points"]
+    )
     return (
         f"Measured speed over that of the dense model, by {bench['runtime']} on "
-        f"{bench['provenance']['hardware']}: {', '.join(said)}.{after}"
+        f"{bench['provenance']['hardware']}: {', '.join(said)}."
     )
 
 
 def _weights(found: RunResults) -> str:
     counts, export = found.results["parameters"], found.export
     target = Granularity.of(found.results["granularity"]).targets
-    whole = {"attention": "attention", "both": "FFNs and attention"}.get(target, "FFNs")
-    said = f"the experts are slices of the dense {whole}"
+    said = "the experts are slices of the dense "
+    said += {"ffn": "FFNs", "both": "FFNs and attention"}.get(target, target)
     if found.is_repaired:
-        which = "down" if target == "ffn" else "output"
-        trained = target != "attention" and found.config["repairing"].get("repair_epochs")
-        said = f"repair refitted the {which} projections of the experts"
-        said += " and trained all weights of the FFNs" * bool(trained)
+        said = "repair refitted the output projections of the experts"
+        if target != "attention" and found.config["repairing"].get("repair_epochs"):
+            said += " and trained all weights of the FFNs"
         said += "; all else is the dense model's"
     elif found.is_finetuned:
-        train = found.config["finetune"]["train"]
-        what = {"router": "the routers alone", "lora": "low-rank adapters and routers"}
-        said = f"finetuning changed {what.get(train, 'all weights')}"
+        trained = {"router": "the routers alone", "lora": "low-rank adapters and routers"}
+        said = f"finetuning changed {trained.get(found.config['finetune']['train'], 'all weights')}"
     if export:
         said += f". Format {export['format']}: {export['exactness']}"
     added = counts["stored"] - counts["dense"]
