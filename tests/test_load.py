@@ -186,7 +186,7 @@ def with_a_tensor_missing_from_its_shard(folder):
     ("damage", "expected"),
     [
         (without_a_shard, "model-00002-of-00002.safetensors cannot be read"),
-        (with_a_tensor_missing_from_its_shard, "lm_head.weight is not in .*model-00001-of-00002"),
+        (with_a_tensor_missing_from_its_shard, "lm_head.weight is not in the checkpoint"),
         (cut_short, "model.safetensors is no whole safetensors file"),
         (
             lambda folder: (folder / "model.safetensors").write_text(

@@ -116,19 +116,6 @@ def test_a_config_survives_json_and_lists_are_as_good_as_tuples():
     assert sparse == outer(lr=1.0)
 
 
-def test_infinity_is_in_range_where_it_is_said_and_is_plain_json():
-    @dataclass(frozen=True)
-    class Watch:
-        ratio: Annotated[float, above(1, or_infinite=True)] = 2.0
-
-    config = Watch(ratio=math.inf)
-    check(config)
-    text = json.dumps(values_of(config), allow_nan=False)
-    assert from_values(Watch, json.loads(text), "F") == config
-    with pytest.raises(UserError, match="ratio is 1"):
-        check(Watch(ratio=1))
-
-
 def test_the_identity_leaves_out_how():
     config = outer()
     assert "out" not in identity(config)

@@ -171,6 +171,14 @@ def complete_folder(out: Path) -> Iterator[Path]:
             lock.unlink(missing_ok=True)
 
 
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def require_free(folder: Path, needed_bytes: int) -> None:
     """Refuse to start writing what cannot fit where `folder` lies."""
     if (free := shutil.disk_usage(folder).free) < needed_bytes:
