@@ -40,18 +40,17 @@ def test_the_version_comes_without_pytorch():
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "words"),
+    ("error", "words"),
     [
-        ("convert", torch.OutOfMemoryError("GPU"), "--micro-batch-size"),
-        ("evaluate", torch.OutOfMemoryError("GPU"), "smaller batch, or --device cpu"),
-        ("convert", OSError(errno.ENOSPC, "No space"), "the disk is full"),
-        ("convert", PermissionError(errno.EACCES, "no"), "Get permission"),
-        ("convert", RuntimeError("I/O error (os error 28)"), "the disk is full"),
-        ("convert", KeyError("a defect"), None),
+        (torch.OutOfMemoryError("GPU"), "--micro-batch-size"),
+        (OSError(errno.ENOSPC, "No space"), "the disk is full"),
+        (PermissionError(errno.EACCES, "no"), "Get permission"),
+        (RuntimeError("I/O error (os error 28)"), "the disk is full"),
+        (KeyError("a defect"), None),
     ],
 )
-def test_failures_of_the_machine_are_one_line_and_defects_are_not(name, error, words):
-    message = cli.message_of(error, name)
+def test_failures_of_the_machine_are_one_line_and_defects_are_not(error, words):
+    message = cli.message_of(error)
     assert message is None if words is None else words in message
 
 

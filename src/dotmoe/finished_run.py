@@ -2,7 +2,6 @@
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from dotmoe.checkpoint import fingerprint
 from dotmoe.config import AnyRunConfig, FinetuneRunConfig, RunConfig
@@ -20,9 +19,7 @@ class FinishedRun:
 
     def __init__(self, path: Path) -> None:
         self.folder = folder = RunFolder(path)
-        manifest: dict[str, Any] = {"command": "convert", "config": {}}
-        if folder.exists:
-            manifest = folder.manifest
+        manifest = folder.manifest if folder.exists else {"command": "convert", "config": {}}
         is_finetuned = manifest["command"] == "finetune"
         last = "repair" if manifest["config"].get("repair") else "extract"
         self.made_by = "finetune" if is_finetuned else last

@@ -5,11 +5,12 @@ finetune:  tokenise -> finetune or repair -> export -> evaluate -> report
 prune:     tokenise -> prune -> evaluate
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -56,7 +57,9 @@ from dotmoe.progress import Progress
 from dotmoe.report.page import html_report
 from dotmoe.run_folder import RESULTS, RunFolder, provenance
 from dotmoe.tokenise import OTHER, Text, require_sources, samples_itself, tokenise, write_windows
-from dotmoe.training.folder import Metrics, OnStep
+from dotmoe.training.folder import Metrics
+
+Result = TypeVar("Result")
 
 _STATE = "state.safetensors"
 
@@ -97,22 +100,8 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
             state = None
             if config.method == "dot_moe" or config.align.steps:
                 start = run.state("calibrate", dense, lambda at: _start(run, dense, split, text))
-
-                def aligned(at: Path) -> AlignState:
-                    with run.steps("align", text) as on_step:
-                        return align(
-                            dense,
-                            text.training,
-                            start,
-                            split,
-                            config.align,
-                            config.assignment,
-                            folder=at,
-                            seed=config.seed,
-                            training=config.training,
-                            on_step=on_step,
-                        )
-
+                given = dense, text.training, start, split, config.align, config.assignment
+                aligned = run.trained("align", text, partial(align, *given))
                 state = run.state("align", dense, aligned)
         if not run.is_first:
             return run.conversion()
@@ -162,27 +151,15 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
                 tokens = config.repairing.tokens(split, dense.config)
             text = run.text(dense, tokens, beside=source.text)
 
-            def trained(at: Path) -> ExpertLayout:
-                with run.steps(f"finetune ({config.finetune.train})", text) as on_step:
-                    return train(
-                        start,
-                        source.layout,
-                        text.training,
-                        config.finetune,
-                        folder=at,
-                        seed=config.seed,
-                        load=config.load,
-                        origin=dense if source.has_own_weights else None,
-                        training=config.training,
-                        on_step=on_step,
-                    )
-
-            also: dict[str, Any] = {}
             if repairs:
                 figures = run.repair("finetune", dense, layout, text)
                 also = {"steps": 0, "tokens": figures["tokens"], "repair": figures}
             else:
-                layout = run.stage("finetune", lambda at: ExpertLayout.load(at / LAYOUT), trained)
+                given = start, layout, text.training, config.finetune
+                origin = dense if source.has_own_weights else None
+                tuned = partial(train, *given, load=config.load, origin=origin)
+                make = run.trained(f"finetune ({config.finetune.train})", text, tuned)
+                layout = run.stage("finetune", lambda at: ExpertLayout.load(at / LAYOUT), make)
                 steps = steps_to_take(training, text.training.num_blocks)
                 tokens = steps * training.batch_size * text.training.seq_len
                 also = {"steps": steps, "tokens": tokens}
@@ -355,18 +332,24 @@ class _Run:
         """The dense checkpoint that a stage has written."""
         return left_on_disk(describe_dense(str(self.folder.stage(stage) / MODEL)), self.config.load)
 
-    @contextmanager
-    def steps(self, title: str, text: Text) -> Iterator[OnStep]:
-        """Shows the steps of a training."""
-        steps = steps_to_take(self.training, text.training.num_blocks, self.progress.log)
+    def trained(
+        self, title: str, text: Text, train: Callable[..., Result]
+    ) -> Callable[[Path], Result]:
+        """What makes a stage by a training, and shows its steps."""
         shown = [name for name in ("kl", "ce") if getattr(self.training, f"{name}_weight")]
         tokens = self.training.batch_size * text.training.seq_len
-        with self.progress.bar(title, tokens) as update:
 
-            def on_step(step: int, metrics: Metrics) -> None:
-                update(step, steps, " ".join(f"{name} {metrics[name]:.3f}" for name in shown))
+        def make(at: Path) -> Result:
+            steps = steps_to_take(self.training, text.training.num_blocks, self.progress.log)
+            with self.progress.bar(title, tokens) as update:
 
-            yield on_step
+                def on_step(step: int, metrics: Metrics) -> None:
+                    update(step, steps, " ".join(f"{name} {metrics[name]:.3f}" for name in shown))
+
+                how = self.config.training
+                return train(folder=at, seed=self.config.seed, training=how, on_step=on_step)
+
+        return make
 
     def finish(
         self,

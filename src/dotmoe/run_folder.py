@@ -66,7 +66,7 @@ Result = TypeVar("Result")
 
 
 class RunFolder:
-    """A run on disk. The same command goes on where it stopped."""
+    """A run on disk."""
 
     def __init__(self, path: Path, log: Callable[[str], None] = lambda text: None) -> None:
         self.path = path
@@ -135,10 +135,7 @@ class RunFolder:
 
     @contextmanager
     def at_work(self, config: Any) -> Iterator[None]:
-        """Make the folder and keep other processes out; leave nothing if nothing was finished.
-
-        It is left as it was if it holds something else, or a run with another config.
-        """
+        """Make the folder and keep other processes out; leave nothing if nothing was finished."""
         self._require_usable(config)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -222,12 +219,10 @@ class RunFolder:
         later = list(STAGES)[list(STAGES).index(name) :]
         if name in stages:
             self._log(f"{folder} is gone: it is made again, and all that follows it")
-        if not stages.keys().isdisjoint(later):
-            kept = {stage: record for stage, record in stages.items() if stage not in later}
-            self._write({**self.manifest, "stages": kept})
-        is_kept = _is_progress if name != "evaluate" else lambda path: path.name != RESULTS
+        kept = {stage: record for stage, record in stages.items() if stage not in later}
+        self._write({**self.manifest, "stages": kept})
         for path in folder.glob("*"):
-            if not is_kept(path):
+            if name != "evaluate" and not _is_progress(path):
                 remove(path)
         for stage in later[1:]:
             remove(self._result_of(stage))
@@ -235,10 +230,8 @@ class RunFolder:
         return False
 
     def _record(self, name: str, seconds: float) -> None:
-        folder, files = self.stage(name), list[str]()
-        if name == "evaluate":
-            files = [RESULTS]
-        elif name != "export":
+        folder, files = self.stage(name), [RESULTS] if name == "evaluate" else []
+        if name not in ("export", "evaluate"):
             paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
             files = [path.as_posix() for path in paths if path.parts[0] not in _UNCHECKED]
         for file in files:

@@ -146,15 +146,14 @@ def fingerprint(folder: Path) -> str:
 class Tensors:
     """Named tensors of a safetensors checkpoint; nothing is read until it is asked for.
 
-    Every family answers to the names of LLaMA's form, and to its own. A tied matrix answers to both
-    its names, whichever of the two is stored. The tensor read last is kept, so that slices of one
-    matrix taken in a row cost one read.
+    Every family answers to the names of LLaMA's form, and to its own; a tied matrix to both its
+    names. The tensor read last is kept, so that slices of one matrix in a row cost one read.
     """
 
     def __init__(
         self, folder: Path, *, tied: bool, part_of: Callable[[str], TensorPart] = TensorPart
     ) -> None:
-        """List the tensors of `folder`; raises as `tensor_files`."""
+        """As `tensor_files`."""
         self.folder = folder
         self._part_of = part_of
         self._file_of = tensor_files(folder)

@@ -197,9 +197,7 @@ def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
         return
     record = ExportRecord.load(folder)
     sums = record.checksums
-    small = {name: each for name, each in sums.items() if name not in record.files}
-    damage = damage_in(folder, sums, contents=False)
-    damage = damage or damage_in(folder, sums if read_weights else small)
+    damage = damage_in(folder, sums, unread=() if read_weights else record.files)
     if damage is not None:
         raise UserError(f"{damage}. {_REMEDY}")
     if record.config_sha256 is None:

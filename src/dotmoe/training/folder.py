@@ -194,7 +194,8 @@ def _weights_and_biases(folder: Path, steps_taken: int) -> Iterator[OnStep]:
     """A run that a resumed stage goes on with; `WANDB_MODE=offline` and the like are obeyed."""
     import wandb
 
-    id_file = folder / "wandb_id"
+    id_file = folder / "wandb" / "id"  # what a stage goes on from has that folder's name
+    id_file.parent.mkdir(exist_ok=True)
     if not id_file.exists():
         id_file.write_text(uuid.uuid4().hex, encoding="utf-8")
     try:
