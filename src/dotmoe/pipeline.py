@@ -192,7 +192,7 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
     config = checked(config)
     run = _Run(config, config, config.align, progress)
     with ExitStack() as work:
-        if run.start(work, config.model, lambda: _model_of(config), "prune"):
+        if run.start(work, config.model, lambda: _model_of(config)):
             return run.results()
         dense = describe_dense(config.model)
         tokens, batch_size = config.calibrate.tokens(dense.widths.model), config.align.batch_size
@@ -251,17 +251,12 @@ class _Run:
         self.folder = RunFolder(Path(config.out), self.progress.log)
         self.stage = self.folder.run_stage
 
-    def start(
-        self,
-        work: ExitStack,
-        model: str,
-        inputs: Callable[[], dict[str, str]],
-        made: str = "export",
-    ) -> bool:
-        """Take the run folder while `work` is open; whether `made` and its evaluation are done.
+    def start(self, work: ExitStack, model: str, inputs: Callable[[], dict[str, str]]) -> bool:
+        """Take the run folder while `work` is open; whether there is nothing more to do.
 
         `model` and `inputs` are those of `RunFolder.begin`.
         """
+        made = "prune" if isinstance(self.config, PruneRunConfig) else "export"
 
         def start() -> bool:
             work.enter_context(self.folder.at_work(self.config))

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 
+READ_BY_EXPORT = {"manifest.json", "0_data/heldout.safetensors", "3_extract/layout.safetensors"}
 HARMLESS = {".lock", "config.json", "5_export/README.md"}
 """Never read: the card is for people, config.json is a copy for `--config`."""
 
@@ -57,11 +58,7 @@ def test_a_finished_run_gives_out_no_damaged_result(damage, finished, command, t
             assert name.removeprefix("5_export/") in line or "tokenizer" in line, f"{name}: {line}"
         elif name[0] == "6" and damage is not delete:
             assert name in command(*copy.command()).refusal()
-        elif name in (
-            "manifest.json",
-            "0_data/heldout.safetensors",
-            "3_extract/layout.safetensors",
-        ):
+        elif name in READ_BY_EXPORT:
             line = command("export", copy.folder, tmp_path / "again").refusal()
             assert name in line or "no run with a finished" in line
             assert not (tmp_path / "again").exists()

@@ -157,6 +157,8 @@ class Tensors:
         self.folder = folder
         self._part_of = part_of
         self._file_of = tensor_files(folder)
+        self.names = set(self._file_of)
+        """As stored, without aliases."""
         stored = EMBEDDING if EMBEDDING in self._file_of else HEAD
         self._alias = {EMBEDDING: stored, HEAD: stored} if tied else {}
         self._last: tuple[str, Tensor] | None = None
@@ -170,11 +172,6 @@ class Tensors:
             tied=bool(config.tie_word_embeddings),
             part_of=lambda name: family.stored(config, name),
         )
-
-    @property
-    def names(self) -> set[str]:
-        """Names as stored, without aliases."""
-        return set(self._file_of)
 
     @property
     def dtype(self) -> torch.dtype:
