@@ -114,7 +114,8 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
         made = run.stage("extract", Baseline.load, extracted, save=Baseline.save)
         if is_divided(dense.model):
             dense = on_disk(dense, dense.device, next(dense.model.parameters()).dtype)
-        weights, also = dense, {"steps": 0 if state is None else state.step}
+        also: dict[str, Any] = {"steps": 0 if state is None else state.step}
+        weights = dense
         if config.repair:
             also["repair"] = run.repair("repair", dense, made.layout, text)
             weights = run.changed("repair")

@@ -122,6 +122,11 @@ def test_damaged_dense_files_are_named(tiny_dense, tmp_path, tokens_BT):
     change(folder, name, lambda tensor: tensor[:-8].clone())
     with pytest.raises(UserError, match=rf"{name} has shape \(88, 64\) .* asks for \(96, 64\)"):
         on_disk(describe_dense(str(folder)), CPU, torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"{name} is missing from the safetensors"):
+        on_disk(describe_dense(str(folder)), CPU, torch.float32)
 
 
 @pytest.mark.parametrize(

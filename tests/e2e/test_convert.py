@@ -52,8 +52,8 @@ def test_the_written_config_repeats_the_run(finished, command, tmp_path):
 @pytest.mark.parametrize("moment", ["", "2_align/metrics.jsonl"])
 def test_sigterm_says_how_to_go_on(moment, finished, tmp_path):
     made = finished.at(tmp_path / "run", steps=4000, max_epochs=10_000)
-    process = Forked(made.command())
-    assert process.is_there_when((made.folder / moment).exists)
+    process, sign = Forked(made.command()), made.folder / moment
+    assert process.is_there_when(lambda: sign.exists() and sign.stat().st_size > 0)
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait() == 128 + signal.SIGTERM
     said = process.said()

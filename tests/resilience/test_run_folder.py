@@ -53,7 +53,7 @@ def test_another_way_is_taken_up_and_another_aim_refused(finished, command, tmp_
         assert "another config" in command(*made.command(**options)).refusal()
     with (made.folder / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        # Another number of checkpoints would be allowed, and would be written into the config.
+        # Another interval would be allowed, and would be written into the config.
         assert "another dotmoe process" in command(*made.command(checkpoint_every=5)).refusal()
     assert made.contents() == before
 

@@ -162,8 +162,8 @@ def _json_lines(folder: Path, steps_taken: int) -> Iterator[OnStep]:
     """One JSON object a step. What is not finite is null, which JSON has a word for."""
     path = folder / "metrics.jsonl"
     path.touch()
-    with path.open("rb") as file:
-        kept = sum(map(len, islice(file, steps_taken)))
+    with path.open("rb") as lines:
+        kept = sum(map(len, islice(lines, steps_taken)))
     os.truncate(path, kept)  # needs no room, so that a full disk loses nothing
     with path.open("a", encoding="utf-8") as file:
 
