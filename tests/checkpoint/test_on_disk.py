@@ -36,7 +36,7 @@ def nothing_is_kept(monkeypatch):
 def filled(monkeypatch):
     """How many parts were in memory after each was read."""
     now, counts, part = set(), [], module._Part
-    fill, empty = part._fill, part._empty
+    fill, empty = part.fill, part.empty
 
     def count_in(self, *arguments):
         fill(self, *arguments)
@@ -47,8 +47,8 @@ def filled(monkeypatch):
         empty(self, *arguments)
         now.discard(self)
 
-    monkeypatch.setattr(part, "_fill", count_in)
-    monkeypatch.setattr(part, "_empty", count_out)
+    monkeypatch.setattr(part, "fill", count_in)
+    monkeypatch.setattr(part, "empty", count_out)
     return counts
 
 
