@@ -3,7 +3,6 @@
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
-from importlib import resources
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
     What a hub name lacks is downloaded; with `config_only` no more than config.json.
     """
     if source == EMBEDDED:
-        return Path(str(resources.files("dotmoe"))) / "embedded"
+        return Path(__file__).parents[1] / "embedded"
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder.resolve()
