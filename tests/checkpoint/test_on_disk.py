@@ -14,16 +14,10 @@ from dotmoe.errors import UserError, VerificationError
 from dotmoe.export import ExportConfig, export
 from dotmoe.load import describe_dense
 from dotmoe.models.family import FAMILIES
+from runs import FORMATS_OF
 
 CPU = torch.device("cpu")
-TARGETS = {
-    "llama": "glm4_moe",
-    "mistral": "mixtral",
-    "qwen2": "qwen2_moe",
-    "qwen3": "qwen3_moe",
-    "granite": "granitemoe",
-    "olmo2": "flex_olmo",
-}
+FAMILY_OF = {name: family for family, names in FORMATS_OF.items() for name in names}
 
 
 @pytest.fixture
@@ -63,13 +57,12 @@ def change(folder, name, how):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize("name", FAMILY_OF)
 def test_an_export_runs_from_disk_as_stock_transformers_runs_it(
-    family, dense_of, layout_of, tokens_BT, tmp_path, nothing_is_kept
+    name, dense_of, layout_of, tokens_BT, tmp_path, nothing_is_kept
 ):
-    dense = dense_of(family)
-    out = tmp_path / "out"
-    export(dense, layout_of(dense), out, ExportConfig(format=TARGETS[family]), tokens_BT)
+    dense, out = dense_of(FAMILY_OF[name]), tmp_path / "out"
+    export(dense, layout_of(dense), out, ExportConfig(format=name), tokens_BT)
     stock = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     ours = exported_on_disk(out, CPU, torch.float32)
     assert type(ours) is type(stock)
