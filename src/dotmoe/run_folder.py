@@ -139,11 +139,9 @@ class RunFolder:
         self._require_usable(config)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / _LOCK).touch()
-        except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise UserError(
-                f"{self.path} cannot be made ({error.strerror}: {error.filename}). Choose another "
-                "folder, or get permission."
+                f"{self.path} cannot be made ({error.strerror}). Choose another folder."
             ) from error
         with self.alone():
             self._manifest = None  # another process may have changed it

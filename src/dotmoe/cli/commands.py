@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from textwrap import fill
@@ -81,12 +81,10 @@ class Line(NamedTuple):
         asked = next((word for word in arguments if word in ("-h", "--help", "--help-all")), None)
         said, out = io.StringIO(), io.StringIO()
         try:
-            with (
-                patch.dict(os.environ, COLUMNS=str(_HELP_COLUMNS)),
-                patch("docstring_parser.parse_from_object", _attributes_in_one_line),
-                redirect_stderr(said),
-                redirect_stdout(out),
-            ):
+            columns = {"COLUMNS": str(_HELP_COLUMNS)} if asked else {}
+            shown = redirect_stdout(out) if asked else nullcontext()
+            texts = patch("docstring_parser.parse_from_object", _attributes_in_one_line)
+            with patch.dict(os.environ, columns), texts, redirect_stderr(said), shown:
                 config: Config = tyro.cli(
                     cls,
                     prog=f"dotmoe {self.name}",
