@@ -11,9 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # 2 is a row of the machines that
 import json
 import socket
 import zlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -54,22 +52,22 @@ TINY = {
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded():
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _no_network() -> Iterator[None]:
+def _no_network():
     """Only this machine and local sockets can be reached; anything else fails the test."""
     with pytest.MonkeyPatch.context() as patch:
         real_connect, real_lookup = socket.socket.connect, socket.getaddrinfo
 
-        def connect(self: socket.socket, address: Any) -> None:
+        def connect(self, address):
             if self.family != socket.AF_UNIX and not str(address[0]).startswith(LOOPBACK):
                 pytest.fail(f"a test tried to reach the network: {address}")
             real_connect(self, address)
 
-        def lookup(host: Any, *rest: Any, **options: Any) -> Any:
+        def lookup(host, *rest, **options):
             if host and str(host) != socket.gethostname() and not str(host).startswith(LOOPBACK):
                 pytest.fail(f"a test tried to look up {host!r}")
             return real_lookup(host, *rest, **options)
@@ -80,7 +78,7 @@ def _no_network() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def shared_data() -> Path:
+def shared_data():
     """Folder of real checkpoints, text and benchmark rows beside the repository."""
     if not SHARED_DATA.is_dir():
         pytest.skip(f"no real data at {SHARED_DATA}")
@@ -88,22 +86,15 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def tiny_dense(tmp_path_factory):
     """Writes a tiny random dense checkpoint folder; the same arguments give the same folder.
 
     The folder is shared between tests: copy it before changing a file in it. `head_only`: a tied
     checkpoint that stores its matrix as `lm_head.weight` alone.
     """
-    made: dict[str, Path] = {}
+    made = {}
 
-    def make(
-        family_name: str,
-        *,
-        tied: bool = False,
-        dtype: str = "float32",
-        head_only: bool = False,
-        **config_overrides: Any,
-    ) -> Path:
+    def make(family_name, *, tied=False, dtype="float32", head_only=False, **config_overrides):
         arguments = [family_name, tied, dtype, head_only, config_overrides]
         key = json.dumps(arguments, sort_keys=True)
         if key not in made:
@@ -129,7 +120,7 @@ def tiny_dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_file(tmp_path_factory):
     """Some 12,000 tokens of text."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(TEXT)
@@ -137,7 +128,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def heldout_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def heldout_file(tmp_path_factory):
     """Other text, to measure on."""
     path = tmp_path_factory.mktemp("heldout") / "held.txt"
     path.write_text("\n".join(f"Line {i}: the hen ate {i * 7 % 13} figs." for i in range(100)))
@@ -145,9 +136,7 @@ def heldout_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def finished(
-    tiny_dense: Callable[..., Path], text_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> TinyRun:
+def finished(tiny_dense, text_file, tmp_path_factory):
     """A finished `dotmoe convert` with a few steps; copy it before changing it."""
     out = tmp_path_factory.mktemp("finished") / "run"
     options = {"data": text_file, **TINY_CONVERT}
@@ -155,17 +144,17 @@ def finished(
 
 
 @pytest.fixture(scope="session")
-def finetuned(finished: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+def finetuned(finished, tmp_path_factory):
     """A finished `dotmoe finetune` of `finished`; copy it before changing it."""
     out = tmp_path_factory.mktemp("finetuned") / "run"
     return TinyRun("finetune", finished.folder, out, TINY_FINETUNE).made()
 
 
 @pytest.fixture
-def command(capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+def command(capfd):
     """Runs `dotmoe` in this process: `command("convert", model, out, steps=3)`."""
 
-    def execute(*positional: Any, **options: Any) -> Outcome:
+    def execute(*positional, **options):
         capfd.readouterr()
         try:
             status = run(words(*positional, **options))
@@ -178,10 +167,10 @@ def command(capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 
 
 @pytest.fixture(scope="session")
-def dense_of(tiny_dense: Callable[..., Path]) -> Callable[..., Any]:
+def dense_of(tiny_dense):
     """Loads a tiny dense model: the arguments of `tiny_dense`, and `load_dtype`."""
 
-    def load(family_name: str, *, load_dtype: str = "float32", **arguments: Any) -> Any:
+    def load(family_name, *, load_dtype="float32", **arguments):
         folder = tiny_dense(family_name, **arguments)
         return load_dense(str(folder), LoadConfig(device="cpu", dtype=load_dtype))
 
@@ -189,18 +178,18 @@ def dense_of(tiny_dense: Callable[..., Path]) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def layout_of() -> Callable[..., ExpertLayout]:
+def layout_of():
     """Balanced experts at random for a dense model; router logits deviate by about 1.5."""
 
     def make(
-        dense: Any,
-        num_experts: int = 12,
+        dense,
+        num_experts=12,
         *,
-        active_experts: int = 3,
-        shared_size: int = 0,
-        dense_layers: int = 0,
-        dtype: torch.dtype = torch.float32,
-    ) -> ExpertLayout:
+        active_experts=3,
+        shared_size=0,
+        dense_layers=0,
+        dtype=torch.float32,
+    ):
         layers, neurons, width = dense.widths.layers, dense.widths.ffn, dense.widths.model
         generator = torch.Generator().manual_seed(5)
         routed = torch.arange(num_experts)
@@ -221,12 +210,12 @@ def layout_of() -> Callable[..., ExpertLayout]:
 
 
 @pytest.fixture(scope="session", name="tokens_BT")
-def text_tokens() -> torch.Tensor:
+def text_tokens():
     """Four rows of 96 tokens of English that every tiny tokenizer knows."""
     return torch.tensor([2 + byte for byte in ENGLISH.encode()[:384]]).view(4, 96)
 
 
-def byte_tokenizer(*, has_bos: bool) -> PreTrainedTokenizerFast:
+def byte_tokenizer(*, has_bos):
     """One token a byte (ids 2 to 257), `<s>` 0 put before a text if `has_bos`, end of text 1."""
     end = "</s>" if has_bos else "<|endoftext|>"
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -248,7 +237,7 @@ def byte_tokenizer(*, has_bos: bool) -> PreTrainedTokenizerFast:
     )
 
 
-def write_checkpoint(config: Any, folder: Path, dtype: torch.dtype, *, seed: int) -> None:
+def write_checkpoint(config, folder, dtype, *, seed):
     """Random weights whose logits have a standard deviation near 2, so that no argmax is a tie."""
     with torch.random.fork_rng():  # whether a folder was cached must not change a test's numbers
         model = AutoModelForCausalLM.from_config(config).float()

@@ -8,9 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-import traceback
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -147,66 +148,40 @@ class Forked:
     """A command that runs in a fork of this process; what it says is read with `said`."""
 
     def __init__(self, arguments):
-        self.status = None
-        self._said, writing = os.pipe()
-        os.set_blocking(self._said, False)
-        self.pid = os.fork()
-        if self.pid == 0:
-            _become(arguments, writing)
-        os.close(writing)
+        self._output = tempfile.TemporaryFile("w", buffering=1)  # noqa: SIM115 - lives as long as this
+        self._process = get_context("fork").Process(target=self._run, args=(arguments,))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def _run(self, arguments):
+        sys.stdout = sys.stderr = self._output
+        sys.exit(run(arguments))
 
     def said(self):
-        """What it has written to either output since this was last asked."""
-        try:
-            return os.read(self._said, 1 << 20).decode()
-        except BlockingIOError:
-            return ""
+        """What it has written to either output."""
+        return os.pread(self._output.fileno(), 1 << 20, 0).decode()
 
     def wait(self):
         """Exit status, negative after a signal."""
-        while not self.has_ended():
-            time.sleep(0.01)
-        return self.status
-
-    def has_ended(self):
-        """Whether it is no longer there."""
-        if self.status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.status = os.waitstatus_to_exitcode(status) if pid else None
-        return self.status is not None
+        self._process.join()
+        return self._process.exitcode
 
     def is_there_when(self, reached):
         """Wait until a condition holds; False if the process ended before."""
         deadline = time.monotonic() + PATIENCE_S
         while not reached():
-            if self.has_ended():
+            if not self._process.is_alive():
                 return False
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.0005)
         return True
 
-    def kill_when(self, reached, delay_s):
-        """SIGKILL some time after a condition holds; False if the process ended before."""
+    def kill_when(self, reached):
+        """SIGKILL when a condition holds; False if the process ended before."""
         if not self.is_there_when(reached):
             return False
-        time.sleep(delay_s)
-        if self.has_ended():
-            return False
-        os.kill(self.pid, signal.SIGKILL)
+        self._process.kill()
         return self.wait() == -signal.SIGKILL
-
-
-def _become(arguments, writing):
-    """Run the command and end, without anything that this process would do at its end."""
-    status = 99
-    try:
-        sys.stdout = sys.stderr = os.fdopen(writing, "w", buffering=1)
-        status = run(arguments)
-    except BaseException:  # noqa: BLE001  (the test shows it)
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(status)
 
 
 def affinity(*shape, std=1.0, seed=0):

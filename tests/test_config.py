@@ -30,15 +30,10 @@ HYPERPARAMETERS = {  # tab:hyperparams_moefication
 }
 
 
-@pytest.mark.parametrize("name", ["paper", "llama2_7b", "llama3_8b", "qwen25_7b"])
-def test_defaults_and_the_papers_recipes_have_the_papers_hyperparameters(name):
-    config = asdict(recipe_of("convert", name))
-    default = recipe(repair=False, align=AlignConfig())
-    assert default == RunConfig(model="", out="")
+def test_defaults_are_the_papers_alignment_and_the_default_recipe_a_repair():
+    default = RunConfig(model="", out="")
     assert recipe() == replace(default, repair=True, align=AlignConfig(steps=0))
     assert asdict(default)["align"] | HYPERPARAMETERS["align"] == asdict(default)["align"]
-    for stage, values in HYPERPARAMETERS.items():
-        assert config[stage] | values == config[stage]
 
 
 @pytest.mark.parametrize(
@@ -50,12 +45,16 @@ def test_defaults_and_the_papers_recipes_have_the_papers_hyperparameters(name):
         ("qwen25_7b_half_active", 18944, 148, 74),
     ],
 )
-def test_the_papers_three_models_have_its_experts(name, width, experts, active):
+def test_the_papers_recipes_have_its_experts_and_hyperparameters(name, width, experts, active):
     config = recipe_of("convert", name)
     split = resolve(config.experts, width)
     assert (split.num_experts, split.expert_size, split.active_experts) == (experts, 128, active)
+    paper = replace(RECIPES["convert"]["paper"], model=config.model, experts=config.experts)
+    assert config == paper
     assert (config.assignment.solver, config.align.surrogate) == ("sinkhorn", "softmax")
     assert config.calibrate.start == "random"
+    for stage, values in HYPERPARAMETERS.items():
+        assert asdict(config)[stage] | values == asdict(config)[stage]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import inspect
 import json
 import math
 import pkgutil
@@ -35,24 +34,13 @@ class Inner:
     """Nested."""
 
     lr: Annotated[float, above(0)] = 0.5
-    """The rate."""
     share: Annotated[float | None, between(0, 1)] = None
-    """A share."""
     weights: tuple[Annotated[float, above(0)], ...] = ()
-    """Weights."""
     micro: Annotated[int, at_least(1), HOW] = 4
-    """A part."""
 
     def check_together(self):
         if self.weights and self.share:
             raise UserError("weights and share are both given. Give one.")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Logs:
-    """How."""
-
-    every: Annotated[int, at_least(1)] = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,9 +50,8 @@ class Outer:
     command: ClassVar[str] = "outer"
 
     out: Annotated[tyro.conf.Positional[str], HOW]
-    """The folder."""
     inner: Inner = field(default_factory=Inner)
-    how: Annotated[Logs, HOW] = field(default_factory=Logs)
+    how: Annotated[Inner, HOW] = field(default_factory=Inner)
     kind: Literal["a", "b"] = "a"
     names: tuple[str, ...] = ()
     level: Annotated[int, at_most(9)] = 0
@@ -82,9 +69,8 @@ def outer(**inner):
         (outer(lr=math.inf), "lr is inf, but it must be a finite number."),
         (outer(share=1.5), "share is 1.5, but it must be 0 to 1."),
         (outer(weights=(1.0, -1.0)), "weights is -1.0, but it must be above 0."),
-        (outer(micro=0), "micro is 0, but it must be at least 1."),
         (Outer(out="o", level=10), "level is 10, but it must be at most 9."),
-        (Outer(out="o", how=Logs(every=0)), "every is 0, but it must be at least 1."),
+        (Outer(out="o", how=Inner(micro=0)), "micro is 0, but it must be at least 1."),
         (outer(share=0.5, weights=(1.0,)), "weights and share are both given. Give one."),
     ],
 )
@@ -100,39 +86,18 @@ def test_the_ends_of_each_range_are_accepted():
     check(outer(weights=(0.1, 2)))
 
 
-def test_the_command_line_takes_fields_with_ranges():
-    found = tyro.cli(Outer, args=["o", "--level", "3"], config=(tyro.conf.OmitArgPrefixes,))
-    assert found == Outer(out="o", level=3)
-
-
 def test_a_config_survives_json_and_lists_are_as_good_as_tuples():
     config = Outer(out="o", inner=Inner(lr=1.0, weights=(1.0, 2.0)), names=("a",))
     values = json.loads(json.dumps(values_of(config)))
     assert values["command"] == "outer"
-    back = from_values(Outer, values, "config.json")
-    assert back == config
+    assert from_values(Outer, values, "config.json") == config
     assert from_values(Outer, values_of(replace(config, names=["a"])), "config.json") == config
-    sparse = from_values(Outer, {"out": "o", "inner": {"lr": 1}}, "config.json")
-    assert sparse == outer(lr=1.0)
-
-
-def test_infinity_is_in_range_where_it_is_said_and_is_plain_json():
-    @dataclass(frozen=True)
-    class Watch:
-        ratio: Annotated[float, above(1, or_infinite=True)] = 2.0
-
-    config = Watch(ratio=math.inf)
-    check(config)
-    text = json.dumps(values_of(config), allow_nan=False)
-    assert from_values(Watch, json.loads(text), "F") == config
-    with pytest.raises(UserError, match="ratio is 1"):
-        check(Watch(ratio=1))
+    assert from_values(Outer, {"out": "o", "inner": {"lr": 1}}, "config.json") == outer(lr=1.0)
 
 
 def test_the_identity_leaves_out_how():
     config = outer()
-    assert "out" not in identity(config)
-    assert identity(config) == identity(Outer(out="p", inner=Inner(micro=2), how=Logs(every=9)))
+    assert identity(config) == identity(Outer(out="p", inner=Inner(micro=2), how=Inner(lr=9.0)))
     assert identity(config) != identity(outer(lr=9.0))
 
 
@@ -160,13 +125,12 @@ def config_classes():
     """Every dataclass of the package that is a config, or a part of one."""
     for found in pkgutil.walk_packages(dotmoe.__path__, "dotmoe."):
         if not found.name.endswith("__main__"):
-            for cls in vars(importlib.import_module(found.name)).values():
-                is_ours = inspect.isclass(cls) and cls.__module__.startswith("dotmoe.")
-                is_ours = is_ours and not issubclass(cls, PreTrainedConfig)  # of a checkpoint
-                if is_ours and dataclasses.is_dataclass(cls) and cls.__name__.endswith("Config"):
+            for name, cls in vars(importlib.import_module(found.name)).items():
+                is_ours = dataclasses.is_dataclass(cls) and cls.__module__.startswith("dotmoe.")
+                # One is that of a checkpoint.
+                if is_ours and name.endswith("Config") and not issubclass(cls, PreTrainedConfig):
                     yield cls
-                    hints = typing.get_type_hints(cls).values()
-                    yield from (part for part in hints if dataclasses.is_dataclass(part))
+                    yield from filter(dataclasses.is_dataclass, typing.get_type_hints(cls).values())
 
 
 def parts_of(hint):

@@ -11,10 +11,10 @@ from dotmoe.progress import Progress
 
 @pytest.mark.parametrize("text", ["pip install -e '.[analysis]'", "x[/y].txt", "[bold]", "a\\[b"])
 def test_text_is_printed_as_it_is(text, capsys):
-    progress = Progress()
-    progress.log(text)
-    with progress.bar(text) as update:
-        update(1, 1, text)
+    for progress in (Progress(), Progress(quiet=True)):
+        progress.log(text)
+        with progress.bar(text) as update:
+            update(1, 1, text)
     assert capsys.readouterr().err == f"{text}\n{text}: 1 of 1, {text}\n"
 
 
@@ -49,9 +49,8 @@ def test_lines_become_rarer_as_the_work_goes_on(clock, capsys):
     minutes = [int(line.split()[1].replace(",", "")) for line in lines]
     gaps = [later - earlier for earlier, later in pairwise(minutes)]
     assert gaps[:10] == [1] * 10
-    assert max(gaps) == 5
-    assert 24 * 60 / 5 <= len(lines) < 24 * 60 / 4
-    assert not any("tokens" in line for line in lines)
+    assert (max(gaps), gaps[-2]) == (5, 5)
+    assert "tokens" not in "".join(lines)
 
 
 def test_the_next_model_is_counted_anew(clock, capsys):
@@ -66,11 +65,3 @@ def test_the_next_model_is_counted_anew(clock, capsys):
         "evaluate: 150 of 200, 10 tokens/s, 0:00:05 left",
         "evaluate: 200 of 200, 10 tokens/s",
     ]
-
-
-def test_quiet_prints_nothing(capsys):
-    progress = Progress(quiet=True)
-    progress.log("text")
-    with progress.bar("title") as update:
-        update(1, 1)
-    assert capsys.readouterr() == ("", "")

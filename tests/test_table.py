@@ -1,7 +1,6 @@
 """Tables and numbers as text."""
 
 import io
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -26,7 +25,7 @@ TABLE = Table(
 )
 
 
-def test_markdown_aligns_figures_and_escapes_bars() -> None:
+def test_markdown_aligns_figures_and_escapes_bars():
     assert to_markdown(TABLE).splitlines() == [
         "of [two] models",
         "",
@@ -39,7 +38,7 @@ def test_markdown_aligns_figures_and_escapes_bars() -> None:
     ]
 
 
-def test_latex_escapes_what_it_would_read_as_code() -> None:
+def test_latex_escapes_what_it_would_read_as_code():
     table = Table(columns=["a_b", "50 %"], rows=[["R&D \\x{1}", None], ["#1 $2", "~^"]])
     assert to_latex(table).splitlines() == [
         r"\begin{tabular}{lr}",
@@ -54,10 +53,10 @@ def test_latex_escapes_what_it_would_read_as_code() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 34])
-def test_a_terminal_shows_brackets_as_they_are_and_a_narrow_one_loses_no_word(width: int) -> None:
+def test_a_terminal_shows_brackets_as_they_are_and_a_narrow_one_loses_no_word(width):
     console = Console(file=io.StringIO(), width=width)
     console.print(to_rich(TABLE))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = console.file.getvalue()
     told = (TABLE.title, TABLE.note, *TABLE.columns, *(cell for row in TABLE.rows for cell in row))
     assert all(word in shown for cell in told for word in (cell or "-").split())
 
@@ -75,5 +74,5 @@ def test_a_terminal_shows_brackets_as_they_are_and_a_narrow_one_loses_no_word(wi
         *((figure, *each) for each in (("bfloat16", "bfloat16"), (float("inf"), "-"))),
     ],
 )
-def test_numbers_are_shown_short(shown: Any, value: Any, text: str) -> None:
+def test_numbers_are_shown_short(shown, value, text):
     assert shown(value) == text

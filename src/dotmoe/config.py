@@ -145,8 +145,9 @@ SMALL = RunConfig(
 """Alignment of models of some million parameters: higher rates, small batches, no repair."""
 
 
-def _of_the_paper(model: str, **experts: Any) -> RunConfig:
-    return replace(PAPER, model=model, experts=ExpertsConfig(**experts))
+def _of_the_paper(model: str, active_experts: int) -> RunConfig:
+    experts = ExpertsConfig(expert_size=128, active_experts=active_experts)
+    return replace(PAPER, model=model, experts=experts)
 
 
 RECIPES: dict[str, dict[str, AnyRunConfig]] = {
@@ -155,17 +156,15 @@ RECIPES: dict[str, dict[str, AnyRunConfig]] = {
         "default": RunConfig(model="", out="", align=AlignConfig(steps=0), repair=True),
         "paper": PAPER,
         # Of E = 86, 112 and 148.
-        "llama2_7b": _of_the_paper("meta-llama/Llama-2-7b-hf", expert_size=128, active_experts=22),
-        "llama3_8b": _of_the_paper(
-            "meta-llama/Meta-Llama-3-8B", expert_size=128, active_experts=28
-        ),
-        "qwen25_7b": _of_the_paper("Qwen/Qwen2.5-7B", expert_size=128, active_experts=37),
-        "qwen25_7b_half_active": _of_the_paper(
-            "Qwen/Qwen2.5-7B", expert_size=128, active_experts=74
-        ),
+        "llama2_7b": _of_the_paper("meta-llama/Llama-2-7b-hf", active_experts=22),
+        "llama3_8b": _of_the_paper("meta-llama/Meta-Llama-3-8B", active_experts=28),
+        "qwen25_7b": _of_the_paper("Qwen/Qwen2.5-7B", active_experts=37),
+        "qwen25_7b_half_active": _of_the_paper("Qwen/Qwen2.5-7B", active_experts=74),
         # sec:attention_moe: 7 of 14 experts of two heads.
-        "qwen25_7b_attention": _of_the_paper(
-            "Qwen/Qwen2.5-7B", targets="attention", heads_per_expert=2, active_attention=0.5
+        "qwen25_7b_attention": replace(
+            PAPER,
+            model="Qwen/Qwen2.5-7B",
+            experts=ExpertsConfig(targets="attention", heads_per_expert=2, active_attention=0.5),
         ),
         "small": SMALL,
         # The bundled model on this machine's own standard library, in minutes on two CPU cores.

@@ -20,6 +20,8 @@ from dotmoe.errors import RankError, UserError, one_line
 
 Result = TypeVar("Result")
 
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
 
 class _ReportedElsewhereError(UserError):
     """An error that another rank reports as well."""
@@ -88,7 +90,7 @@ def process_group(device: torch.device) -> Iterator[None]:
             )
         torch.cuda.set_device(local_rank)
     # Rank 0 tokenises alone, which can take hours; where a rank has died, torchrun ends the others.
-    dist.init_process_group(_backend(device), timeout=timedelta(days=1))
+    dist.init_process_group(_BACKENDS[device.type], timeout=timedelta(days=1))
     if not is_rank_zero():
         logging.disable(logging.WARNING)  # rank 0 warns of the same
     try:
@@ -101,15 +103,10 @@ def process_group(device: torch.device) -> Iterator[None]:
         # NCCL and the store have error types of their own; gloo's are known by their source file.
         if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
             raise
-        gone = "another rank has gone, and its own message says why. Fix that and start again."
-        raise UserError(gone) from error
+        raise UserError("another rank has gone; its own message says why. Fix that.") from error
     finally:
         logging.disable(logging.NOTSET)
         dist.destroy_process_group()
-
-
-def _backend(device: torch.device) -> str:
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def mesh(device: torch.device) -> DeviceMesh | None:
@@ -125,7 +122,7 @@ def fsdp_mesh(device: torch.device, *, shard: bool) -> Iterator[DeviceMesh]:
     """
     is_alone = not dist.is_initialized()
     if is_alone:
-        dist.init_process_group(_backend(device), store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(_BACKENDS[device.type], store=HashStore(), rank=0, world_size=1)
     try:
         shape = (num_ranks(),) if shard else (num_ranks(), 1)
         names = ("shard",) if shard else ("replicate", "shard")

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,12 +105,12 @@ def checksums(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
 
 
 def damage_in(
-    folder: Path, expected: Mapping[str, Checksum], *, contents: bool = True
+    folder: Path, expected: Mapping[str, Checksum], unread: Container[str] = ()
 ) -> str | None:
     """What is wrong with the files that `checksums` recorded, in one line; None if nothing is.
 
-    Sizes are compared first, so that a truncated file is found without reading the others; without
-    `contents` nothing else is.
+    Sizes are compared first, so that a truncated file is found without reading the others; of
+    those `unread` nothing else is.
     """
     for name, checksum in expected.items():
         path = folder / name
@@ -118,7 +118,7 @@ def damage_in(
             return f"{path} is missing"
         if (size := path.stat().st_size) != checksum["bytes"]:
             return f"{path} is damaged: {size} of {checksum['bytes']} bytes"
-    for name, found in checksums(folder, expected if contents else ()).items():
+    for name, found in checksums(folder, (n for n in expected if n not in unread)).items():
         if found != expected[name]:
             return f"{folder / name} has been altered: its SHA-256 is not the recorded one"
     return None
@@ -146,9 +146,8 @@ def locked(file: Path, refusal: str) -> Iterator[None]:
 def complete_folder(out: Path) -> Iterator[Path]:
     """A sibling `.OUT.partial` to write into; it becomes `out` when the block ends without error.
 
-    Everything is on disk before the name changes, so `out` is never half-written, even after a
-    power cut. On any exception the partial folder is removed. Raises a `UserError`: `out` exists
-    already and is not an empty folder, or another process writes it.
+    So `out` is never half-written, even after a power cut. A `UserError`: `out` exists already and
+    is not an empty folder, or another process writes it.
     """
     out = out.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -169,6 +168,14 @@ def complete_folder(out: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
             lock.unlink(missing_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def require_free(folder: Path, needed_bytes: int) -> None:

@@ -14,15 +14,15 @@ from dotmoe.models.family import DenseModel
 from dotmoe.run_folder import RunFolder
 from dotmoe.tokenise import HELDOUT_FILES, Text
 
+_NOT_STARTED: dict[str, Any] = {"command": "convert", "config": {}}
+
 
 class FinishedRun:
     """A run of `dotmoe convert` or `dotmoe finetune` with final experts; others are refused."""
 
     def __init__(self, path: Path) -> None:
         self.folder = folder = RunFolder(path)
-        manifest: dict[str, Any] = {"command": "convert", "config": {}}
-        if folder.exists:
-            manifest = folder.manifest
+        manifest = folder.manifest if folder.exists else _NOT_STARTED
         is_finetuned = manifest["command"] == "finetune"
         last = "repair" if manifest["config"].get("repair") else "extract"
         self.made_by = "finetune" if is_finetuned else last

@@ -96,7 +96,9 @@ def load_dense(source: str, config: LoadConfig) -> DenseModel:
 
 
 def load_here(dense: DenseModel, config: LoadConfig) -> DenseModel:
-    """A described model with its weights whole, on this rank alone."""
+    """A model with its weights whole, on this rank alone; loaded where it is not so already."""
+    if dense.device.type != "meta" and not is_divided(dense.model):
+        return dense
     device = distributed.resolved_device(config.device)
     model = load_weights(dense.folder, resolved_dtype(config.dtype, device))
     return replace(dense, model=model.to(device))

@@ -25,16 +25,15 @@ Config = TypeVar("Config")
 
 
 class Range(NamedTuple):
-    """Numbers that a field may have, those of a tuple each; infinity only where it is said."""
+    """Numbers that a field may have, those of a tuple each."""
 
     words: str
     holds: Callable[[float], bool]
-    or_infinite: bool = False
 
 
-def above(low: float, *, or_infinite: bool = False) -> Range:
+def above(low: float) -> Range:
     """Numbers greater than `low`."""
-    return Range(f"above {low:g}", lambda number: number > low, or_infinite)
+    return Range(f"above {low:g}", lambda number: number > low)
 
 
 def at_least(low: float) -> Range:
@@ -55,22 +54,21 @@ def between(low: float, high: float) -> Range:
 def check(config: Any) -> None:
     """Refuse a config, or one in it, with a number out of its range, before anything is loaded.
 
-    None is in every range, and infinity in few. `check_together` refuses what does not go together.
+    None is in every range, infinity in none. `check_together` refuses what does not go together.
     """
     for name, kind, marks in _fields(type(config)):
         value = getattr(config, name)
         if dataclasses.is_dataclass(kind):
             check(value)
             continue
-        ranges = [mark for mark in marks if isinstance(mark, Range)]
         for number in value if isinstance(value, tuple | list) else (value,):
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
-            if not math.isfinite(number) and not any(r.or_infinite and number > 0 for r in ranges):
+            if not math.isfinite(number):
                 raise UserError(f"{name} is {number}, but it must be a finite number.")
-            for allowed in ranges:
-                if not allowed.holds(number):
-                    raise UserError(f"{name} is {number}, but it must be {allowed.words}.")
+            for mark in marks:
+                if isinstance(mark, Range) and not mark.holds(number):
+                    raise UserError(f"{name} is {number}, but it must be {mark.words}.")
     if hasattr(config, "check_together"):
         config.check_together()
 
@@ -83,12 +81,8 @@ def checked(config: Config) -> Config:
 
 
 def values_of(config: Any) -> dict[str, Any]:
-    """A config, defaults included, as plain JSON values; with its command, if it has one.
-
-    Infinity, for which JSON has no number, is the text `inf`.
-    """
-    text = json.dumps(dataclasses.asdict(config))
-    values: dict[str, Any] = json.loads(text, parse_constant=lambda name: str(float(name)))
+    """A config, defaults included, as plain JSON values; with its command, if it has one."""
+    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     command = getattr(config, COMMAND, None)
     return values if command is None else {COMMAND: command, **values}
 
@@ -142,8 +136,6 @@ def _value_of(kind: Any, value: Any, name: str, place: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return from_values(typing.cast(type[Any], kind), value, f"{name} of {place}")
     plain = tuple(value) if isinstance(value, list) else value
-    if plain in ("inf", "-inf", "nan") and kind is float:
-        return float(plain)
     if not _fits(plain, kind):
         shown = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
         raise UserError(f"{name} in {place} is {value!r}, which is not {shown}.")

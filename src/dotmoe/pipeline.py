@@ -5,11 +5,12 @@ finetune:  tokenise -> finetune or repair -> export -> evaluate -> report
 prune:     tokenise -> prune -> evaluate
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -18,7 +19,7 @@ from dotmoe import baselines, pruning
 from dotmoe.align import align
 from dotmoe.baselines import Baseline
 from dotmoe.calibrate import calibrate
-from dotmoe.checkpoint import checkpoint_folder, fingerprint
+from dotmoe.checkpoint import fingerprint
 from dotmoe.checkpoint.on_disk import on_disk
 from dotmoe.config import FinetuneRunConfig, PruneRunConfig, RunConfig
 from dotmoe.data import TokenBlocks
@@ -56,7 +57,11 @@ from dotmoe.progress import Progress
 from dotmoe.report.page import html_report
 from dotmoe.run_folder import RESULTS, RunFolder, provenance
 from dotmoe.tokenise import OTHER, Text, require_sources, samples_itself, tokenise, write_windows
-from dotmoe.training.folder import Metrics, OnStep
+from dotmoe.training.folder import Metrics
+
+Result = TypeVar("Result")
+
+_STATE = "state.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,54 +92,38 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
         with process_group(resolved_device(config.load.device)):
             config = raise_on_all_ranks(lambda: checked(config).settled())
             run = _Run(config, config, config.align, progress)
-            if run.start(work, lambda: _model_of(checkpoint_folder(config.model))):
+            if run.start(work, config.model, lambda: _model_of(config)):
                 return run.conversion()
             dense = load_dense(config.model, config.load)
             split = raise_on_all_ranks(lambda: split_of(config, dense))
-            run.folder.begin(config, config.model, _model_of(dense.folder))
             text = run.text(dense, _fewest_tokens(config, dense))
             state = None
             if config.method == "dot_moe" or config.align.steps:
                 start = run.state("calibrate", dense, lambda at: _start(run, dense, split, text))
-
-                def aligned(at: Path) -> AlignState:
-                    with run.steps("align", text) as on_step:
-                        return align(
-                            dense,
-                            text.training,
-                            start,
-                            split,
-                            config.align,
-                            config.assignment,
-                            folder=at,
-                            seed=config.seed,
-                            training=config.training,
-                            on_step=on_step,
-                        )
-
+                given = dense, text.training, start, split, config.align, config.assignment
+                aligned = run.trained("align", text, partial(align, *given))
                 state = run.state("align", dense, aligned)
         if not run.is_first:
             return run.conversion()
 
         def extracted(at: Path) -> Baseline:
             if state is None:
-                made = _baseline(run, dense, split, text)
-            else:
-                made = Baseline(layout=extract(state, split, config.assignment))
-            made.save(at)
-            return made
+                return _baseline(run, dense, split, text)
+            return Baseline(layout=extract(state, split, config.assignment))
 
-        made = run.stage("extract", Baseline.load, extracted)
+        made = run.stage("extract", Baseline.load, extracted, save=Baseline.save)
         if is_divided(dense.model):
             dense = on_disk(dense, dense.device, next(dense.model.parameters()).dtype)
+        also: dict[str, Any] = {"steps": 0 if state is None else state.step}
         weights = dense
         if config.repair:
-            run.repair("repair", dense, made.layout, text)
+            also["repair"] = run.repair("repair", dense, made.layout, text)
             weights = run.changed("repair")
-        steps = {"steps": 0 if state is None else state.step}
-        run.export(weights, made.layout, text, origin=dense)
-        run.evaluate(dense, made.layout, also=lambda: steps | _not_exported(run, dense, made))
-        return run.conversion()
+
+        def known() -> dict[str, Any]:
+            return also | _not_exported(run, dense, made)
+
+        return run.finish(dense, weights, made.layout, text, also=known)
 
 
 def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Conversion:
@@ -149,61 +138,46 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
         with process_group(resolved_device(config.load.device)):
             config = raise_on_all_ranks(lambda: checked(config))
             source, converted = raise_on_all_ranks(lambda: _source(config))
-            repairs = config.finetune.train == "repair"
+            repairs, layout, tokens = config.finetune.train == "repair", source.layout, 0
             training = replace(config.finetune, steps=0) if repairs else config.finetune
             run = _Run(config, converted, training, progress)
-            if run.start(work, lambda: source.fingerprints):
+            if run.start(work, source.model, lambda: source.fingerprints):
                 return run.conversion()
             dense = raise_on_all_ranks(source.origin)
             start = raise_on_all_ranks(source.described) if source.has_own_weights else dense
-            layout, tokens = source.layout, 0
             split = layout.granularity
             raise_on_all_ranks(lambda: require_exportable(dense, split, config.export))
             if repairs:
-                raise_on_all_ranks(lambda: config.repairing.require(split))
+                config.repairing.require(split)
                 tokens = config.repairing.tokens(split, dense.config)
-            run.folder.begin(config, source.model, source.fingerprints)
             text = run.text(dense, tokens, beside=source.text)
 
-            def trained(at: Path) -> ExpertLayout:
-                with run.steps(f"finetune ({config.finetune.train})", text) as on_step:
-                    return train(
-                        start,
-                        source.layout,
-                        text.training,
-                        config.finetune,
-                        folder=at,
-                        seed=config.seed,
-                        load=config.load,
-                        origin=dense if source.has_own_weights else None,
-                        training=config.training,
-                        on_step=on_step,
-                    )
-
             if repairs:
-                run.repair("finetune", dense, layout, text)
+                figures = run.repair("finetune", dense, layout, text)
+                also = {"steps": 0, "tokens": figures["tokens"], "repair": figures}
             else:
-                layout = run.stage("finetune", lambda at: ExpertLayout.load(at / LAYOUT), trained)
+                given = start, layout, text.training, config.finetune
+                origin = dense if source.has_own_weights else None
+                tuned = partial(train, *given, load=config.load, origin=origin)
+                make = run.trained(f"finetune ({config.finetune.train})", text, tuned)
+                layout = run.stage("finetune", lambda at: ExpertLayout.load(at / LAYOUT), make)
+                steps = steps_to_take(training, text.training.num_blocks)
+                tokens = steps * training.batch_size * text.training.seq_len
+                also = {"steps": steps, "tokens": tokens}
         if not run.is_first:
             return run.conversion()
-        run.export(run.changed("finetune"), layout, text, origin=dense)
-        before = "repaired" if source.has_own_weights else "frozen" if repairs else "converted"
-        steps = steps_to_take(training, text.training.num_blocks)
-        tokens = steps * training.batch_size * text.training.seq_len
-        also: dict[str, Any] = {"steps": steps, "tokens": tokens}
-        if repairs:
-            figures = read_json(run.folder.stage("finetune") / FIGURES)
-            also |= {"tokens": figures["tokens"], "repair": figures}
         if source.has_own_weights and not config.eval_text and source.folder.holds("evaluate"):
             measured = read_json(source.folder.verified("evaluate") / RESULTS)
             also["frozen"] = measured["frozen"]  # of the same text, before the repair
-        run.evaluate(
+        before = "repaired" if source.has_own_weights else "frozen" if repairs else "converted"
+        return run.finish(
             left_on_disk(dense, config.load),
+            run.changed("finetune"),
             layout,
-            beside={before: source.folder} if source.folder.holds("export") else {},
+            text,
             also=lambda: also,
+            beside={before: source.folder} if source.folder.holds("export") else {},
         )
-        return run.conversion()
 
 
 def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str, Any]:
@@ -219,11 +193,9 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
     config = checked(config)
     run = _Run(config, config, config.align, progress)
     with ExitStack() as work:
-        inputs = _model_of(checkpoint_folder(config.model))
-        if run.start(work, lambda: inputs, "prune"):
+        if run.start(work, config.model, lambda: _model_of(config)):
             return run.results()
         dense = describe_dense(config.model)
-        run.folder.begin(config, config.model, inputs)
         tokens, batch_size = config.calibrate.tokens(dense.widths.model), config.align.batch_size
         text = run.text(dense, tokens)
 
@@ -280,39 +252,38 @@ class _Run:
         self.folder = RunFolder(Path(config.out), self.progress.log)
         self.stage = self.folder.run_stage
 
-    def start(
-        self, work: ExitStack, inputs: Callable[[], dict[str, str]], made: str = "export"
-    ) -> bool:
-        """Take the run folder while `work` is open; whether `made` and its evaluation are done."""
+    def start(self, work: ExitStack, model: str, inputs: Callable[[], dict[str, str]]) -> bool:
+        """Take the run folder while `work` is open; whether there is nothing more to do.
+
+        `model` and `inputs` are those of `RunFolder.begin`.
+        """
+        made = "prune" if isinstance(self.config, PruneRunConfig) else "export"
 
         def start() -> bool:
             work.enter_context(self.folder.at_work(self.config))
-            if self.folder.holds(made, "evaluate"):
-                self.folder.require_inputs(inputs())
-                return True
-            if not self.folder.holds("data"):
+            is_finished = self.folder.holds(made, "evaluate")
+            if not is_finished and not self.folder.holds("data"):
                 texts = (*self.config.eval_text, *self.converted.other_text)
                 require_sources(self.converted.data, texts)
-            return False
+            self.folder.begin(self.config, model, inputs())
+            return is_finished
 
         if self.training.steps:
             raise_on_all_ranks(lambda: require_equal_shares(self.training.batch_size))
         return broadcast_from_rank_zero(start)
 
     def text(self, dense: DenseModel, min_tokens: int, beside: Text | None = None) -> Text:
-        """Text to train on and to measure on."""
+        """Text to train on and to measure on, written by rank zero alone."""
         converted = self.converted
 
-        def make(at: Path) -> Text:
-            is_whole = dense.device.type != "meta" and not is_divided(dense.model)
-            loads = samples_itself(converted.data) and not is_whole
+        def write(at: Path) -> None:
             if converted.other_text:
                 asked = (converted.other_text, converted.data)
                 write_windows(*asked, dense, at / OTHER, self.config.eval_tokens, self.progress)
-            return tokenise(
+            tokenise(
                 converted.data,
                 converted.sample,
-                load_here(dense, self.config.load) if loads else dense,
+                load_here(dense, self.config.load) if samples_itself(converted.data) else dense,
                 at,
                 blocks=self.training.steps * self.training.batch_size,
                 min_tokens=min_tokens,
@@ -322,7 +293,11 @@ class _Run:
                 beside=beside,
             )
 
-        text = self.stage("data", Text.load, make, alone=True)
+        def make(at: Path) -> Text:
+            broadcast_from_rank_zero(lambda: write(at))
+            return raise_on_all_ranks(lambda: Text.load(at))
+
+        text = self.stage("data", Text.load, make)
         self.texts = {text.heldout_name: text.heldout}
         if other := converted.other_text:
             self.texts[other] = TokenBlocks.load(self.folder.stage("data") / OTHER)
@@ -330,72 +305,76 @@ class _Run:
 
     def state(self, name: str, dense: DenseModel, make: Callable[[Path], AlignState]) -> AlignState:
         """Affinities and routers of a stage."""
-        file = "state.safetensors"
+        return self.stage(
+            name,
+            lambda at: AlignState.load(at / _STATE, dense.device),
+            make,
+            save=lambda state, at: state.save(at / _STATE),
+        )
 
-        def saved(at: Path) -> AlignState:
-            state = make(at)
-            broadcast_from_rank_zero(lambda: state.save(at / file))
-            return state
-
-        return self.stage(name, lambda at: AlignState.load(at / file, dense.device), saved)
-
-    def repair(self, stage: str, dense: DenseModel, layout: ExpertLayout, text: Text) -> None:
+    def repair(
+        self, stage: str, dense: DenseModel, layout: ExpertLayout, text: Text
+    ) -> dict[str, Any]:
         """A stage that repairs the dense model's weights under the masks of the layout."""
 
         def make(at: Path) -> dict[str, Any]:
-            whole = load_here(dense, self.config.load) if dense.device.type == "meta" else dense
-            config = self.config.repairing
+            whole, config = load_here(dense, self.config.load), self.config.repairing
             with self.progress.bar("repair") as update:
                 return repair(whole, layout, text.training, config, folder=at, on_progress=update)
 
-        self.stage(stage, lambda at: read_json(at / FIGURES), make)
+        return self.stage(stage, lambda at: read_json(at / FIGURES), make)
 
     def changed(self, stage: str) -> DenseModel:
         """The dense checkpoint that a stage has written."""
         return left_on_disk(describe_dense(str(self.folder.stage(stage) / MODEL)), self.config.load)
 
-    @contextmanager
-    def steps(self, title: str, text: Text) -> Iterator[OnStep]:
-        """Shows the steps of a training."""
-        steps = steps_to_take(self.training, text.training.num_blocks, self.progress.log)
+    def trained(
+        self, title: str, text: Text, train: Callable[..., Result]
+    ) -> Callable[[Path], Result]:
+        """What makes a stage by a training, and shows its steps."""
         shown = [name for name in ("kl", "ce") if getattr(self.training, f"{name}_weight")]
         tokens = self.training.batch_size * text.training.seq_len
-        with self.progress.bar(title, tokens) as update:
 
-            def on_step(step: int, metrics: Metrics) -> None:
-                update(step, steps, " ".join(f"{name} {metrics[name]:.3f}" for name in shown))
+        def make(at: Path) -> Result:
+            steps = steps_to_take(self.training, text.training.num_blocks, self.progress.log)
+            with self.progress.bar(title, tokens) as update:
 
-            yield on_step
+                def on_step(step: int, metrics: Metrics) -> None:
+                    update(step, steps, " ".join(f"{name} {metrics[name]:.3f}" for name in shown))
 
-    def export(
-        self, dense: DenseModel, layout: ExpertLayout, text: Text, origin: DenseModel
-    ) -> None:
-        """The checkpoint, verified; `origin` as for `dotmoe.export.export`."""
+                how = self.config.training
+                return train(folder=at, seed=self.config.seed, training=how, on_step=on_step)
+
+        return make
+
+    def finish(
+        self,
+        dense: DenseModel,
+        weights: DenseModel,
+        layout: ExpertLayout,
+        text: Text,
+        *,
+        also: Callable[[], dict[str, Any]],
+        beside: dict[str, RunFolder] | None = None,
+    ) -> Conversion:
+        """The checkpoint, verified, and its perplexity with that of the dense model, on a report.
+
+        `weights` is the dense model, or what a stage made of it. Exports of other runs `beside` are
+        measured too; `also` is what else is known.
+        """
+        exported = self.folder.stage("export")
 
         def make(at: Path) -> ExportRecord:
             tokens_BT, how = text.heldout.tokens_BT, self.config.export
             with self.progress.bar("export") as update:
-                return export(dense, layout, at, how, tokens_BT, origin=origin, on_progress=update)
-
-        self.stage("export", require_checksums, make)
-
-    def evaluate(
-        self,
-        dense: DenseModel,
-        layout: ExpertLayout,
-        *,
-        also: Callable[[], dict[str, Any]],
-        beside: dict[str, RunFolder] | None = None,
-    ) -> None:
-        """Perplexity of the dense model and of exports, this run's last; also into its card."""
+                return export(weights, layout, at, how, tokens_BT, origin=dense, on_progress=update)
 
         def measured() -> dict[str, Any]:
-            runs = {**(beside or {}), "moe": self.folder}
-            exports = {name: run.stage("export") for name, run in runs.items()}
-            record = ExportRecord.load(exports["moe"])
-            found = self.perplexities(dense, exports)
+            exports = {name: run.stage("export") for name, run in (beside or {}).items()}
+            record = ExportRecord.load(exported)
+            found = self.perplexities(dense, exports | {"moe": exported})
             table = replace(perplexity_table(found), note=f"Text: {text_names(found['dense'])}.")
-            write_model_card(exports["moe"], record, table)
+            write_model_card(exported, record, table)
             return {
                 **found,
                 **also(),
@@ -404,7 +383,9 @@ class _Run:
                 "verification": record.verification_in_short(),
             }
 
+        self.stage("export", require_checksums, make)
         self.measure(measured)
+        return self.conversion()
 
     def measure(self, measured: Callable[[], dict[str, Any]]) -> None:
         """The evaluate stage: what is measured, and where it comes from."""
@@ -462,9 +443,9 @@ def _asked(config: RunConfig, dense: DenseModel) -> Granularity:
     return splits_of(config.experts, dense.widths.ffn, dense.config.num_attention_heads)
 
 
-def _model_of(folder: Path) -> dict[str, str]:
+def _model_of(config: RunConfig) -> dict[str, str]:
     """Of what a conversion is made: the files of the dense model."""
-    return {"model": fingerprint(folder)}
+    return {"model": fingerprint(describe_dense(config.model).folder)}
 
 
 def _fewest_tokens(config: RunConfig, dense: DenseModel) -> int:
@@ -505,7 +486,6 @@ def _not_exported(run: _Run, dense: DenseModel, made: Baseline) -> dict[str, Any
     if run.config.repair:
         frozen = masked_by(dense, made.layout)
         found["frozen"] = run.measured("what was repaired", dense, frozen)
-        found["repair"] = read_json(run.folder.stage("repair") / FIGURES)
     if made.own and run.config.baseline.split_router == "own":
         shares = list[Tensor]()
         routed = baselines.routed_by_own(run.config.method, dense, made, shares)

@@ -1,5 +1,6 @@
 """What a person sees while a command runs: lines and progress bars, on standard error."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,10 +42,6 @@ class Progress:
         tenth more time has passed, at most 5 minutes. `tokens` is how many each of the things that
         are counted has, to state tokens a second.
         """
-        speed = _Speed(tokens)
-        if not self.console.is_terminal:
-            yield self._lines(title, speed)
-            return
         columns = (
             progress.TextColumn("{task.description:<28}", markup=False),
             progress.BarColumn(),
@@ -53,53 +50,31 @@ class Progress:
             progress.TimeRemainingColumn(),
             progress.TextColumn("{task.fields[note]}", markup=False),
         )
-        with progress.Progress(*columns, console=self.console) as bars:
-            task = bars.add_task(title, total=None, note="")
+        is_shown, next_line = self.console.is_terminal, -math.inf
+        with progress.Progress(
+            *columns,
+            console=self.console,
+            disable=not is_shown,
+            get_time=time.monotonic,
+            speed_estimate_period=math.inf,
+        ) as bars:
+            number = bars.add_task(title, total=None, note="")
+            (task,) = bars.tasks
 
             def update(done: int, total: int, note: str = "") -> None:
-                rate, _ = speed.after(done, total)
-                bars.update(task, completed=done, total=total, note=f"{rate} {note}".strip())
+                nonlocal next_line
+                if done < task.completed:  # another count begins, such as that of the next model
+                    bars.reset(number)
+                bars.update(number, completed=done, total=total)
+                speed, elapsed = task.speed, task.elapsed or 0.0
+                rate = f"{tokens * speed:,.0f} tokens/s" if tokens and speed else ""
+                bars.update(number, note=f"{rate} {note}".strip())
+                if is_shown or (time.monotonic() < next_line and done < total):
+                    return
+                next_line = time.monotonic() + min(300.0, max(10.0, elapsed / 10))
+                left = task.time_remaining
+                words = f"{timedelta(seconds=left)} left" if left else ""
+                parts = [f"{title}: {done:,} of {total:,}", rate, words, note]
+                self.log(", ".join(part for part in parts if part))
 
             yield update
-
-    def _lines(self, title: str, speed: "_Speed") -> Update:
-        next_line = 0.0
-
-        def update(done: int, total: int, note: str = "") -> None:
-            nonlocal next_line
-            rate, left = speed.after(done, total)
-            if 0 < speed.seconds < next_line and done < total:
-                return
-            next_line = speed.seconds + min(300.0, max(10.0, speed.seconds / 10))
-            parts = [f"{title}: {done:,} of {total:,}", rate, left, note]
-            self.log(", ".join(part for part in parts if part))
-
-        return update
-
-
-class _Speed:
-    """Tokens a second and time left, by the updates so far: the first may go on from another run.
-
-    Less done than before begins another count, such as that of the next model.
-    """
-
-    seconds = 0.0
-
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
-        self._first: tuple[int, float] | None = None
-        self._last = 0
-
-    def after(self, done: int, total: int) -> tuple[str, str]:
-        """Both in words, empty where they are not known yet."""
-        now = time.monotonic()
-        if self._first is None or done < self._last:
-            self._first = done, now
-        (first, started), self._last = self._first, done
-        self.seconds, made = now - started, done - first
-        if made <= 0 or self.seconds <= 0:
-            return "", ""
-        each = self.seconds / made
-        rate = f"{self._tokens / each:,.0f} tokens/s" if self._tokens else ""
-        left = str(timedelta(seconds=round(each * (total - done)))) + " left"
-        return rate, left if done < total else ""

@@ -31,6 +31,7 @@ from dotmoe.files import (
     damage_in,
     locked,
     read_with_checksum,
+    remove,
     sync,
     with_checksum,
     write_json,
@@ -65,14 +66,12 @@ Result = TypeVar("Result")
 
 
 class RunFolder:
-    """A run on disk. The same command goes on where it stopped."""
+    """A run on disk."""
 
     def __init__(self, path: Path, log: Callable[[str], None] = lambda text: None) -> None:
         self.path = path
         self._log = log
         self._manifest: dict[str, Any] | None = None
-        self._verified: set[str] = set()
-        self._made: list[Path] = []
 
     @property
     def exists(self) -> bool:
@@ -111,17 +110,13 @@ class RunFolder:
 
         An export has checksums of its own, see `dotmoe.export.require_checksums`.
         """
-        folder = self.stage(name)
-        if name not in self._verified:
-            recorded = self.manifest["stages"][name]["files"]
-            damage = damage_in(folder, {file: recorded[file] for file in only or recorded})
-            if damage is not None:
-                raise UserError(
-                    f"{damage}. Delete {self._result_of(name)} and repeat the dotmoe "
-                    f"{self.manifest[COMMAND]} that made it."
-                )
-            if not only:
-                self._verified.add(name)
+        folder, recorded = self.stage(name), self.manifest["stages"][name]["files"]
+        damage = damage_in(folder, {file: recorded[file] for file in only or recorded})
+        if damage is not None:
+            raise UserError(
+                f"{damage}. Delete {self._result_of(name)} and repeat the dotmoe "
+                f"{self.manifest[COMMAND]} that made it."
+            )
         return folder
 
     def seconds(self, *names: str) -> float | None:
@@ -140,18 +135,13 @@ class RunFolder:
 
     @contextmanager
     def at_work(self, config: Any) -> Iterator[None]:
-        """Make the folder and keep other processes out; leave nothing if nothing was finished.
-
-        It is left as it was if it holds something else, or a run with another config.
-        """
+        """Make the folder and keep other processes out; leave nothing if nothing was finished."""
         self._require_usable(config)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / _LOCK).touch()
-        except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise UserError(
-                f"{self.path} cannot be made ({error.strerror}: {error.filename}). Choose another "
-                "folder, or get permission."
+                f"{self.path} cannot be made ({error.strerror}). Choose another folder."
             ) from error
         with self.alone():
             self._manifest = None  # another process may have changed it
@@ -170,24 +160,13 @@ class RunFolder:
         `model` is what the user calls the dense model; `inputs` are fingerprints of it, and of the
         `layout` that is finetuned.
         """
-
-        def begin() -> None:
-            if self.exists:
-                self.require_inputs(inputs)
-            values = values_of(config)
-            manifest = {
-                "format": 1,
-                COMMAND: config.command,
-                "model": model,
-                "config": values,
-                "inputs": dict(inputs),
-                "stages": self.manifest["stages"] if self.exists else {},
-            }
-            if not self.exists or manifest != self.manifest:
-                self._write(manifest)
-            write_json(self.path / _CONFIG, values)
-
-        broadcast_from_rank_zero(begin)
+        stages = {}
+        if self.exists:
+            self.require_inputs(inputs)
+            stages = self.manifest["stages"]
+        values, about = values_of(config), {"format": 1, COMMAND: config.command, "model": model}
+        self._write({**about, "config": values, "inputs": dict(inputs), "stages": stages})
+        write_json(self.path / _CONFIG, values)
 
     def require_inputs(self, inputs: Mapping[str, str]) -> None:
         """Refuse to go on with another model or layout than the run was started with."""
@@ -208,24 +187,26 @@ class RunFolder:
         name: str,
         load: Callable[[Path], Result],
         make: Callable[[Path], Result],
-        *,
-        alone: bool = False,
+        save: Callable[[Result, Path], None] = lambda made, folder: None,
     ) -> Result:
         """The result of a stage: loaded if the stage is finished, else made and recorded.
 
         A finished stage whose folder is gone is made again, and so is everything after it. All
-        ranks call `make` together, or `alone` rank zero does and the others `load`. It writes the
-        result into the folder, which may hold checkpoints and parts of a process that was stopped.
+        ranks call `make` together; the folder may hold checkpoints and parts of a process that was
+        stopped. Rank zero alone calls `save`, for what `make` has not written itself.
         """
-        folder, made = self.stage(name), list[Result]()
-        if not broadcast_from_rank_zero(lambda: self._is_ready(name)):
-            started = time.monotonic()
-            if alone:
-                broadcast_from_rank_zero(lambda: made.append(make(folder)))
-            else:
-                made.append(make(folder))
-            broadcast_from_rank_zero(lambda: self._record(name, time.monotonic() - started))
-        return raise_on_all_ranks(lambda: made[0] if made else load(folder))
+        folder = self.stage(name)
+        if broadcast_from_rank_zero(lambda: self._is_ready(name)):
+            return raise_on_all_ranks(lambda: load(folder))
+        started = time.monotonic()
+        made = make(folder)
+
+        def record() -> None:
+            save(made, folder)
+            self._record(name, time.monotonic() - started)
+
+        broadcast_from_rank_zero(record)
+        return made
 
     def _is_ready(self, name: str) -> bool:
         """Whether a stage is finished; if not, its folder is prepared, and what came after goes."""
@@ -236,24 +217,19 @@ class RunFolder:
         later = list(STAGES)[list(STAGES).index(name) :]
         if name in stages:
             self._log(f"{folder} is gone: it is made again, and all that follows it")
-        if not stages.keys().isdisjoint(later):
-            kept = {stage: record for stage, record in stages.items() if stage not in later}
-            self._write({**self.manifest, "stages": kept})
-        is_kept = _is_progress if name != "evaluate" else lambda path: path.name != RESULTS
+        kept = {stage: record for stage, record in stages.items() if stage not in later}
+        self._write({**self.manifest, "stages": kept})
         for path in folder.glob("*"):
-            if not is_kept(path):
-                _remove(path)
+            if name != "evaluate" and not _is_progress(path):
+                remove(path)
         for stage in later[1:]:
-            _remove(self._result_of(stage))
+            remove(self._result_of(stage))
         folder.mkdir(exist_ok=True)
-        self._made.append(folder)
         return False
 
     def _record(self, name: str, seconds: float) -> None:
-        folder, files = self.stage(name), list[str]()
-        if name == "evaluate":
-            files = [RESULTS]
-        elif name != "export":
+        folder, files = self.stage(name), [RESULTS] if name == "evaluate" else []
+        if name not in ("export", "evaluate"):
             paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
             files = [path.as_posix() for path in paths if path.parts[0] not in _UNCHECKED]
         for file in files:
@@ -264,7 +240,6 @@ class RunFolder:
             "files": checksums(folder, files),
         }
         self._write({**self.manifest, "stages": {**self.manifest["stages"], name: record}})
-        self._verified.add(name)
         shutil.rmtree(folder / _CHECKPOINTS, ignore_errors=True)
 
     def _require_usable(self, config: Any) -> None:
@@ -291,11 +266,12 @@ class RunFolder:
 
     def _remove_unless_progress(self) -> None:
         """Remove what this process made, unless a stage is finished or has begun something."""
-        items = (item for name in STAGES for item in self.stage(name).glob("*"))
+        folders = [self.stage(name) for name in STAGES]
+        items = (item for folder in folders for item in folder.glob("*"))
         if (self.exists and self.manifest["stages"]) or any(map(_is_progress, items)):
             return
-        for path in (*self._made, *(self.path / name for name in (_MANIFEST, _CONFIG, _LOCK))):
-            _remove(path)
+        for path in (*folders, *(self.path / name for name in (_MANIFEST, _CONFIG, _LOCK))):
+            remove(path)
         with suppress(OSError):
             self.path.rmdir()
 
@@ -313,13 +289,6 @@ def _is_filled(path: Path) -> bool:
 def _is_progress(path: Path) -> bool:
     """Whether a stage can go on from this in its folder."""
     return path.name in _PROGRESS or path.suffix == ".parts"
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def provenance(seed: int) -> dict[str, Any]:

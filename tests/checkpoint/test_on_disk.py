@@ -16,16 +16,10 @@ from dotmoe.export import ExportConfig, export
 from dotmoe.export.format import GgufConfig
 from dotmoe.load import describe_dense
 from dotmoe.models.family import FAMILIES
+from runs import FORMATS_OF
 
 CPU = torch.device("cpu")
-TARGETS = {
-    "llama": "glm4_moe",
-    "mistral": "mixtral",
-    "qwen2": "qwen2_moe",
-    "qwen3": "qwen3_moe",
-    "granite": "granitemoe",
-    "olmo2": "flex_olmo",
-}
+FAMILY_OF = {name: family for family, names in FORMATS_OF.items() for name in names}
 
 
 @pytest.fixture
@@ -37,21 +31,20 @@ def nothing_is_kept(monkeypatch):
 @pytest.fixture
 def filled(monkeypatch):
     """How many parts were in memory after each was read."""
-    now, counts = set(), []
-    part = module._Part
-    fill, empty = part._fill, part._empty
+    now, counts, part = set(), [], module._Part
+    fill, empty = part.fill, part.empty
 
     def count_in(self, *arguments):
         fill(self, *arguments)
-        now.add((id(self), self._name))
+        now.add(self)
         counts.append(len(now))
 
     def count_out(self, *arguments):
         empty(self, *arguments)
-        now.discard((id(self), self._name))
+        now.discard(self)
 
-    monkeypatch.setattr(part, "_fill", count_in)
-    monkeypatch.setattr(part, "_empty", count_out)
+    monkeypatch.setattr(part, "fill", count_in)
+    monkeypatch.setattr(part, "empty", count_out)
     return counts
 
 
@@ -66,13 +59,12 @@ def change(folder, name, how):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize("name", FAMILY_OF)
 def test_an_export_runs_from_disk_as_stock_transformers_runs_it(
-    family, dense_of, layout_of, tokens_BT, tmp_path, nothing_is_kept
+    name, dense_of, layout_of, tokens_BT, tmp_path, nothing_is_kept
 ):
-    dense = dense_of(family)
-    out = tmp_path / "out"
-    export(dense, layout_of(dense), out, ExportConfig(format=TARGETS[family]), tokens_BT)
+    dense, out = dense_of(FAMILY_OF[name]), tmp_path / "out"
+    export(dense, layout_of(dense), out, ExportConfig(format=name), tokens_BT)
     stock = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     ours = exported_on_disk(out, CPU, torch.float32)
     assert type(ours) is type(stock)
@@ -116,17 +108,20 @@ def test_weights_are_streamed_to_a_gpu(tiny_dense, layout_of, tokens_BT, tmp_pat
 
 
 def test_damaged_dense_files_are_named(tiny_dense, tmp_path, tokens_BT):
-    name = "model.layers.1.mlp.up_proj.weight"
-    broken, narrow = tmp_path / "broken", tmp_path / "narrow"
-    for folder in (broken, narrow):
-        shutil.copytree(tiny_dense("llama"), folder)
-    change(narrow, name, lambda tensor: tensor[:-8].clone())
-    with pytest.raises(UserError, match=rf"{name} has shape \(88, 64\) .* asks for \(96, 64\)"):
-        on_disk(describe_dense(str(narrow)), CPU, torch.float32)
-    change(broken, name, lambda tensor: tensor.index_fill(0, torch.tensor([5]), math.inf))
-    dense = on_disk(describe_dense(str(broken)), CPU, torch.float32)
+    name, folder = "model.layers.1.mlp.up_proj.weight", tmp_path / "model"
+    shutil.copytree(tiny_dense("llama"), folder)
+    change(folder, name, lambda tensor: tensor.index_fill(0, torch.tensor([5]), math.inf))
+    dense = on_disk(describe_dense(str(folder)), CPU, torch.float32)
     with pytest.raises(UserError, match=f"{name} in .* contains NaN or infinity"):
         logits_of(dense.model, tokens_BT)
+    change(folder, name, lambda tensor: tensor[:-8].clone())
+    with pytest.raises(UserError, match=rf"{name} has shape \(88, 64\) .* asks for \(96, 64\)"):
+        on_disk(describe_dense(str(folder)), CPU, torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"{name} is missing from the safetensors"):
+        on_disk(describe_dense(str(folder)), CPU, torch.float32)
 
 
 @pytest.mark.parametrize(

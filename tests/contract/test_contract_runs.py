@@ -166,7 +166,7 @@ def test_a_run_killed_at_each_stage_ends_as_one_that_was_not(made, tmp_path):
     killed = made.at(tmp_path / "run")
     for sign in KILLED_AT[made.name]:
         process = Forked(killed.command())
-        was_killed = process.kill_when(lambda: any(killed.folder.glob(sign)), 0)  # noqa: B023
+        was_killed = process.kill_when(lambda: any(killed.folder.glob(sign)))  # noqa: B023
         assert was_killed, f"{sign}: {process.said()}"
     process = Forked(killed.command())
     assert process.wait() == 0, process.said()

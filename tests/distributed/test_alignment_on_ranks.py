@@ -1,54 +1,57 @@
 """Alignment on several ranks. Oracle: the same on one rank."""
 
-import shutil
+import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from watched_alignment import STEPS, watched_run
 
+from runs import torchrun
+
+WORKER = Path(__file__).with_name("watched_alignment.py")
 VARIANTS = {
     "replicated": {"sharding": "replicate"},
     "sharded": {"sharding": "shard"},
     "recomputed": {"sharding": "shard", "recompute": True},
 }
+FIGURES = ("loss", "kl", "ce", "z", "balance", "marginal_error", "moved_fraction", "soft_hard_gap")
+
+
+def on_ranks(ranks, jobs, out):
+    """Does jobs of `watched_alignment` on several ranks; returns what each rank saw, by name."""
+    (out / "jobs.json").write_text(json.dumps(jobs))
+    finished = torchrun(ranks, WORKER, out / "jobs.json", out)
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return {
+        job["name"]: [torch.load(out / f"{job['name']}.{rank}.pt") for rank in range(ranks)]
+        for job in jobs
+    }
 
 
 def run_job(name, model, folder, **options):
     return {"name": name, "kind": "run", "model": str(model), "folder": str(folder), **options}
 
 
-def relative_difference(one, other):
-    return float((one - other).abs().max() / other.abs().max())
-
-
 def require_same_alignment(seen, alone, first_step=1):
     """Ranks agree bit for bit; with one rank bit for bit on what is rounded, else nearly."""
-    for each in seen:
-        assert torch.equal(each["assignments"], seen[0]["assignments"])
-        for key in ("start", "gradients", "end"):
-            assert all(map(torch.equal, each[key], seen[0][key])), key
-        same = {step: values | {"seconds": 0} for step, values in seen[0]["metrics"].items()}
-        assert {s: v | {"seconds": 0} for s, v in each["metrics"].items()} == same
     one = seen[0]
+    for each in seen:
+        assert torch.equal(each["assignments"], one["assignments"])
+        for key in ("start", "gradients", "end"):
+            assert all(map(torch.equal, each[key], one[key])), key
+        for step, values in each["metrics"].items():
+            assert values | {"seconds": 0} == one["metrics"][step] | {"seconds": 0}
     assert all(map(torch.equal, one["start"], alone["start"]))
     for here, there in zip(one["gradients"], alone["gradients"], strict=True):
-        assert relative_difference(here, there) < 2e-6
+        assert (here - there).abs().max() < 2e-6 * there.abs().max()
     assert list(one["metrics"]) == list(range(first_step, STEPS + 1))
     for step, values in one["metrics"].items():
-        for name in (
-            "loss",
-            "kl",
-            "ce",
-            "z",
-            "balance",
-            "marginal_error",
-            "moved_fraction",
-            "soft_hard_gap",
-        ):
-            there = alone["metrics"][step][name]
-            assert values[name] == pytest.approx(there, rel=1e-5, abs=2e-6), (step, name)
-        assert values["grad_norm"] == pytest.approx(alone["metrics"][step]["grad_norm"], rel=1e-4)
+        there = alone["metrics"][step]
+        for name in FIGURES:
+            assert values[name] == pytest.approx(there[name], rel=1e-5, abs=2e-6), (step, name)
+        assert values["grad_norm"] == pytest.approx(there["grad_norm"], rel=1e-4)
     assert (one["assignments"][-1] != alone["assignments"][-1]).float().mean() < 0.01
 
 
@@ -64,18 +67,10 @@ def alone(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def begun(model, tmp_path_factory):
-    """Folder of a run of one rank that was stopped after 5 steps, with a checkpoint of 4."""
-    folder = tmp_path_factory.mktemp("begun")
-    watched_run(str(model), folder, stop_after=5)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def two(on_ranks, model, begun, tmp_path_factory):
-    """What two ranks see, in one start of them."""
+def two(model, tmp_path_factory):
+    """What two ranks see, in one start of them; one of their runs was begun by one rank."""
     folder = tmp_path_factory.mktemp("two")
-    shutil.copytree(begun, folder / "resumed")
+    watched_run(str(model), folder / "resumed", stop_after=5)  # with a checkpoint of 4
     jobs = [run_job(name, model, folder / name, **options) for name, options in VARIANTS.items()]
     jobs += [
         run_job("resumed", model, folder / "resumed"),
@@ -83,7 +78,7 @@ def two(on_ranks, model, begun, tmp_path_factory):
         {"name": "reads", "kind": "read_sizes", "model": str(model)},
         {"name": "failures", "kind": "shared_failures"},
     ]
-    return on_ranks(2, jobs) | {"folder": folder}
+    return on_ranks(2, jobs, folder) | {"folder": folder}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -95,11 +90,8 @@ def test_two_ranks_align_as_one_does(variant, two, alone):
     assert len(seen[0]["assignments"]) == STEPS
 
 
-def test_a_run_of_one_rank_goes_on_with_two(two, alone):
+def test_a_run_goes_on_with_another_number_of_ranks(two, model, alone):
     require_same_alignment(two["resumed"], alone, first_step=5)
-
-
-def test_a_run_of_two_ranks_goes_on_with_one(two, model, alone):
     require_same_alignment([watched_run(str(model), two["folder"] / "stopped")], alone, 5)
 
 
@@ -121,12 +113,12 @@ def test_an_error_on_one_rank_is_told_to_all(two):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "phi3", "granite", "olmo2"])
-def test_four_ranks_align_other_families_as_one_does(family, on_ranks, tiny_dense, tmp_path):
+def test_four_ranks_align_other_families_as_one_does(family, tiny_dense, tmp_path):
     """Tied heads, biases, fused projections, multipliers; and a rank without a layer."""
     model = tiny_dense(family, tied=family in ("qwen2", "granite"), num_hidden_layers=3)
-    variants = {"replicated": {"sharding": "replicate"}, "sharded": {"sharding": "shard"}}
-    seen = on_ranks(4, [run_job(n, model, tmp_path / n, **o) for n, o in variants.items()])
+    ways = ("replicate", "shard")
+    jobs = [run_job(way, model, tmp_path / way, sharding=way) for way in ways]
     alone = watched_run(str(model), tmp_path / "alone")
-    for variant in variants:
-        require_same_alignment(seen[variant], alone)
-        assert [each["own_layers"] for each in seen[variant]] == [1, 1, 1, 0]
+    for seen in on_ranks(4, jobs, tmp_path).values():
+        require_same_alignment(seen, alone)
+        assert [each["own_layers"] for each in seen] == [1, 1, 1, 0]

@@ -19,7 +19,6 @@ from dotmoe.distributed import (
     broadcast_from_rank_zero,
     full_tensor,
     local_part,
-    num_ranks,
     process_group,
     raise_on_all_ranks,
     rank,
@@ -70,7 +69,7 @@ def learned_by(task):
 
 def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=None):
     """Calibration, the gradients of a first step, and a short alignment (resumed if begun)."""
-    folder.mkdir(parents=True, exist_ok=True)
+    Path(folder).mkdir(parents=True, exist_ok=True)
     dense = load_dense(model, LoadConfig(device="cpu", sharding=sharding))
     config, blocks = CalibrateConfig(calibration_tokens=240), random_blocks()
     start = calibrate(dense, blocks, split_of(dense), config, seed=0)
@@ -87,7 +86,7 @@ def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=N
     schedule = Schedule(steps=STEPS, warmup_steps=3, weight_decay=1e-4, max_grad_norm=1.0)
     try:
         with masked(dense, task.routings), recomputing(dense, recompute):
-            train(task, schedule, folder, TrainingConfig(checkpoint_every=4), on_step)
+            train(task, schedule, Path(folder), TrainingConfig(checkpoint_every=4), on_step)
     except StoppedError:
         pass
     return {
@@ -124,12 +123,9 @@ def shared_failures():
         return rank()
 
     said = [raise_on_all_ranks(rank)]
-    for attempt in (
-        lambda: raise_on_all_ranks(lambda: fail_on(1)),
-        lambda: broadcast_from_rank_zero(lambda: fail_on(0)),
-    ):
+    for asked, number in ((raise_on_all_ranks, 1), (broadcast_from_rank_zero, 0)):
         try:
-            attempt()
+            asked(lambda: fail_on(number))  # noqa: B023
         except UserError as error:
             said.append(str(error))
     return {"said": said}
@@ -142,10 +138,7 @@ def main(jobs, out):
     with process_group(torch.device("cpu")):
         for job in json.loads(Path(jobs).read_text()):
             name, kind = job.pop("name"), job.pop("kind")
-            if "folder" in job:
-                job["folder"] = Path(job["folder"])
-            result = JOBS[kind](**job) | {"ranks": num_ranks()}
-            torch.save(result, Path(out) / f"{name}.{rank()}.pt")
+            torch.save(JOBS[kind](**job), Path(out) / f"{name}.{rank()}.pt")
 
 
 if __name__ == "__main__":

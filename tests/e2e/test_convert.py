@@ -3,11 +3,9 @@
 `dotmoe quickstart`: two runs that differ in the split alone, and what must come out.
 """
 
-import dataclasses
+import os
 import signal
-import subprocess
-import sys
-import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ from dotmoe.models.family import FAMILIES
 from dotmoe.moe.masked import masked_by
 from dotmoe.progress import Progress
 from dotmoe.quickstart import QuickstartConfig, quickstart, run_configs
+from runs import Forked, TinyRun
 
 TWINS = {"granite": "GraniteMoeForCausalLM", "olmo2": "FlexOlmoForCausalLM"}
 
@@ -29,9 +28,7 @@ def test_a_run_gives_a_stock_checkpoint_that_computes_what_its_layout_says(
     family, finished, tiny_dense, tokens_BT, tmp_path
 ):
     model = tiny_dense(family)
-    made = finished
-    if family != "llama":
-        made = type(finished)("convert", model, tmp_path / "run", finished.options).made()
+    made = TinyRun("convert", model, tmp_path / "run", finished.options).made()
     dense = load_dense(str(model), LoadConfig(device="cpu"))
     layout = ExpertLayout.load(made.folder / "3_extract" / "layout.safetensors")
     exported = AutoModelForCausalLM.from_pretrained(made.folder / "5_export")
@@ -55,15 +52,11 @@ def test_the_written_config_repeats_the_run(finished, command, tmp_path):
 @pytest.mark.parametrize("moment", ["", "2_align/metrics.jsonl"])
 def test_sigterm_says_how_to_go_on(moment, finished, tmp_path):
     made = finished.at(tmp_path / "run", steps=4000, max_epochs=10_000)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dotmoe", *made.command()], stderr=subprocess.PIPE, text=True
-    )
-    while not (made.folder / moment).exists():
-        time.sleep(0.02)
-        assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
+    process, sign = Forked(made.command()), made.folder / moment
+    assert process.is_there_when(lambda: sign.exists() and sign.stat().st_size > 0)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait() == 128 + signal.SIGTERM
+    said = process.said()
     assert "the same command goes on" in said
     assert "Traceback" not in said
     if moment:
@@ -74,11 +67,9 @@ def test_sigterm_says_how_to_go_on(moment, finished, tmp_path):
 def test_the_two_runs_train_as_long_from_the_same_kind_of_router():
     random, learned = (config.settled() for config in run_configs(QuickstartConfig()).values())
     assert (random.baseline.split_router, learned.calibrate.start) == ("ridge", "data")
-    assert dataclasses.replace(random.align, learn_assignment=True) == learned.align
-    differ = {"out", "method", "baseline", "align"}
-    for field in dataclasses.fields(learned):
-        one, other = getattr(random, field.name), getattr(learned, field.name)
-        assert field.name in differ or one == other
+    align = replace(random.align, learn_assignment=True)
+    same = {"out": learned.out, "method": "dot_moe", "baseline": learned.baseline, "align": align}
+    assert replace(random, **same) == learned
 
 
 @pytest.mark.slow

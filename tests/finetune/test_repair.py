@@ -263,7 +263,7 @@ def test_a_run_killed_while_it_repairs_ends_as_one_that_was_not(tiny_dense, text
     killed = whole.at(tmp_path / "killed")
     process = Forked([*killed.command(), "--repair"])
     finished = killed.folder / "4_repair/checkpoints/00000.safetensors"
-    assert process.kill_when(finished.exists, 0), process.said()
+    assert process.kill_when(finished.exists), process.said()
     assert not (killed.folder / "4_repair/model").exists()
     assert run([*killed.command(), "--repair"]) == 0
     assert killed.tensors() == whole.tensors()

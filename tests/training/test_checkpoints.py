@@ -32,9 +32,9 @@ DAMAGES = {
     "altered": (lambda c: alter(c / TENSORS), rf"{TENSORS} has been altered"),
     "file missing": (lambda c: (c / TENSORS).unlink(), rf"{TENSORS} is missing"),
     "index altered": (lambda c: alter(c / ".metadata"), r"\.metadata has been altered"),
-    "step altered": (lambda c: alter(c / "values.json"), r"values.json has been altered"),
-    "manifest truncated": (lambda c: truncate(c / MANIFEST), rf"{MANIFEST} is missing, truncated"),
-    "manifest missing": (lambda c: (c / MANIFEST).unlink(), rf"{MANIFEST} is missing, truncated"),
+    "step altered": (lambda c: alter(c / MANIFEST), rf"{MANIFEST} (has been altered|is not JSON)"),
+    "manifest truncated": (lambda c: truncate(c / MANIFEST), rf"{MANIFEST} is not JSON"),
+    "manifest missing": (lambda c: (c / MANIFEST).unlink(), rf"{MANIFEST} cannot be read"),
 }
 
 

@@ -1,13 +1,14 @@
 """A GGUF file, and that of a dense model read by Transformers into an ordinary checkpoint folder.
 
-The folder lies in a cache under the SHA-256 of the file, since commands without a run folder read
-models too, and several runs of one model share it. All that follows reads it as any checkpoint.
+The folder lies in a cache by the file's path, size and time, since commands without a run folder
+read models too, and several runs of one model share it. What follows reads it as any checkpoint.
 """
 
 import json
 import os
 from contextlib import redirect_stderr
 from functools import lru_cache
+from hashlib import sha256
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from dotmoe.checkpoint.on_disk import quiet_transformers
 from dotmoe.errors import UserError, one_line, require_package
-from dotmoe.files import complete_folder, require_free, sha256_of
+from dotmoe.files import complete_folder, require_free
 from dotmoe.progress import Progress
 
 try:
@@ -88,8 +89,8 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
     """
     require_package("accelerate", "gguf", f"{file}, a GGUF,")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dotmoe"
-    stat = file.stat()
-    name = _sha256(file.resolve(), stat.st_size, stat.st_mtime_ns)
+    path, stat = file.resolve(), file.stat()
+    name = sha256(f"{path} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
     whole, config = cache / name, cache / f"{name}.config"
     wanted = config if config_only else whole
     cache.mkdir(parents=True, exist_ok=True)
@@ -106,11 +107,6 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
                 plain = AutoConfig.from_pretrained(config, local_files_only=True)
                 _weights(file, plain).save_pretrained(partial)
     return wanted
-
-
-@lru_cache
-def _sha256(file: Path, size: int, mtime_ns: int) -> str:
-    return sha256_of(file)
 
 
 _opened = lru_cache(maxsize=1)(GgufFile)  # parsing takes seconds

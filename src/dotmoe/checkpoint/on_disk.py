@@ -166,39 +166,37 @@ def parts_of(model: nn.Module) -> dict[str, nn.Module]:
 def _read_when_run(model: nn.Module, read: Read, folder: Path, error: type[UserError]) -> None:
     """Make each part of an empty model read its weights before it runs and drop them after."""
     keeps = sum(parameter.nbytes for parameter in model.parameters()) <= KEPT_BYTES
-
-    def read_finite(part: str, names: Iterable[str]) -> Mapping[str, Tensor]:
-        weights = read(part, names)
-        for name, tensor in weights.items():
-            # The two ends tell, and need no memory of the tensor's size.
-            if not all(map(math.isfinite, tensor.aminmax())):
-                raise error(f"{part}.{name} in {folder} contains NaN or infinity. Repair it.")
-        return weights
-
     for name, module in parts_of(model).items():
-        _Part(name, module, read_finite, keeps=keeps)
+        part = _Part(name, module, read, folder, error)
+        module.register_forward_pre_hook(part.fill)
+        if not keeps:
+            module.register_forward_hook(part.empty, always_call=True)
 
 
 class _Part:
     """Fills the weights of a module while it runs."""
 
-    def __init__(self, name: str, module: nn.Module, read: Read, *, keeps: bool) -> None:
-        self._name, self._read, self._is_filled = name, read, False
+    def __init__(
+        self, name: str, module: nn.Module, read: Read, folder: Path, error: type[UserError]
+    ) -> None:
+        self._name, self._read, self._folder, self._error = name, read, folder, error
+        self._is_filled = False
         # The tensors themselves, by their first names: an FFN may be wrapped afterwards.
         self._weights: dict[str, Tensor] = module.state_dict(keep_vars=True)
         self._placeholders = {key: weight.data for key, weight in self._weights.items()}
-        module.register_forward_pre_hook(self._fill)
-        if not keeps:
-            module.register_forward_hook(self._empty, always_call=True)
 
-    def _fill(self, module: nn.Module, arguments: Any) -> None:
+    def fill(self, module: nn.Module, arguments: Any) -> None:
         if self._is_filled:
             return
         for key, tensor in self._read(self._name, self._weights).items():
+            # The two ends tell, and need no memory of the tensor's size.
+            if not all(map(math.isfinite, tensor.aminmax())):
+                where = f"{self._name}.{key} in {self._folder}"
+                raise self._error(f"{where} contains NaN or infinity. Repair it.")
             self._weights[key].data = tensor
         self._is_filled = True
 
-    def _empty(self, module: nn.Module, arguments: Any, output: Any) -> None:
+    def empty(self, module: nn.Module, arguments: Any, output: Any) -> None:
         for key, weight in self._weights.items():
             weight.data = self._placeholders[key]
         self._is_filled = False

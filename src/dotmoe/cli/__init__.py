@@ -11,15 +11,14 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import FrameType
+from typing import NamedTuple
 
 from dotmoe import __version__
 from dotmoe.errors import Interrupted, RankError, UserError, nearest, one_line
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
+class Command(NamedTuple):
     """A row of `COMMANDS`."""
 
     help: str
@@ -91,7 +90,7 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # whoever read our output has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
-        message = message_of(error, name)
+        message = message_of(error)
         if message is None:
             raise
         _fail(message)
@@ -127,16 +126,14 @@ def _stop(signum: int, frame: FrameType | None) -> None:
     raise Interrupted(signum, "SIGTERM stopped it. What is finished is kept")
 
 
-def message_of(error: Exception, command: str = "convert") -> str | None:
+def message_of(error: Exception) -> str | None:
     """One line for a failure that a user can cause or fix; None for a defect."""
     import torch
     from safetensors import SafetensorError
 
     if isinstance(error, torch.OutOfMemoryError):
-        remedy = "Choose a smaller batch, or --device cpu."
-        if COMMANDS[command].recipes:
-            remedy = "Lower --micro-batch-size or --seq-len, or give --activation-checkpointing."
-        return f"out of GPU memory ({error}). {remedy}"
+        remedy = "Lower --micro-batch-size or --seq-len, give --activation-checkpointing"
+        return f"out of GPU memory ({error}). {remedy}, or choose --device cpu."
     if not isinstance(error, OSError | SafetensorError | RuntimeError):
         return None
     cause: BaseException | None = error

@@ -1,4 +1,4 @@
-"""The commands: each makes its config of the line, calls one function, and prints the result."""
+"""The commands: `run_NAME` makes its config of the line, calls one function, prints the result."""
 
 import argparse
 import io
@@ -178,12 +178,10 @@ def _show(*parts: Any, to_stderr: bool = False) -> None:
 
 
 def run_quickstart(line: Line) -> None:
-    """`dotmoe quickstart`."""
     _show(page.quickstart_summary(quickstart(line.config(QuickstartConfig), Progress())))
 
 
 def run_inspect(line: Line) -> None:
-    """`dotmoe inspect MODEL`."""
     asked = line.config(InspectConfig)
     config, folder = dense_config(asked.model)
     found = inspect_model(config, asked, stored=stored_dtype(config, folder))
@@ -192,27 +190,23 @@ def run_inspect(line: Line) -> None:
 
 
 def run_convert(line: Line) -> None:
-    """`dotmoe convert MODEL OUT`."""
     made = convert(line.config(RunConfig), Progress())
     if made.results:  # rank zero's alone
         _show(page.summary(made.folder))
 
 
 def run_finetune(line: Line) -> None:
-    """`dotmoe finetune RUN OUT`."""
     made = finetune(line.config(FinetuneRunConfig), Progress())
     if made.results:
         _show(page.summary(made.folder))
 
 
 def run_compare(line: Line) -> None:
-    """`dotmoe compare MODEL OUT`."""
     config = line.config(CompareConfig)
     _show_runs("compare", config.out, compare(config, Progress()))
 
 
 def run_sweep(line: Line) -> None:
-    """`dotmoe sweep MODEL OUT`."""
     config = line.config(SweepConfig)
     _show_runs("sweep", config.out, sweep(config, Progress()))
 
@@ -226,7 +220,6 @@ def _show_runs(name: str, out: str, summary: dict[str, Any]) -> None:
 
 
 def run_export(line: Line) -> None:
-    """`dotmoe export RUN OUT`."""
     config = line.config(ReexportConfig, f"\n\n{explained()}\n\n{_GGUF}")
     with Progress().bar("export") as update:
         record = reexport(config, update)
@@ -249,7 +242,6 @@ class EditConfig:
 
 
 def run_edit(line: Line) -> None:
-    """`dotmoe edit EXPORT`."""
     config = line.config(EditConfig)
     path = Path(config.export)
     folder = path.parent if path.suffix == ".gguf" else export_folder(path)
@@ -262,7 +254,6 @@ def run_edit(line: Line) -> None:
 
 
 def run_evaluate(line: Line) -> None:
-    """`dotmoe evaluate MODEL`."""
     config = line.config(EvaluateConfig)
     result = evaluate(config, Progress(), str(line))
     _, show = MEASUREMENTS[config.measurement]
@@ -271,7 +262,6 @@ def run_evaluate(line: Line) -> None:
 
 
 def run_analyse(line: Line) -> None:
-    """`dotmoe analyse RUN`."""
     config = line.config(AnalyseConfig)
     for name, result in analyse(config, Progress(), str(line)).items():
         _show(f"{name}: {Path(config.run)}/6_evaluate/analysis/{name}.json")
@@ -279,7 +269,6 @@ def run_analyse(line: Line) -> None:
 
 
 def run_bench(line: Line) -> None:
-    """`dotmoe bench DENSE MOE`."""
     config = line.config(bench.BenchConfig)
     dense, moe = (str(gguf_file(Path(name)) or name) for name in (config.dense, config.moe))
     with Progress().bar("bench") as update:
@@ -299,7 +288,6 @@ class ReportConfig:
 
 
 def run_report(line: Line) -> None:
-    """`dotmoe report RUN`."""
     config = line.config(ReportConfig)
     folder, out = Path(config.run), Path(config.out) if config.out else None
     if not folder.is_dir():

@@ -200,9 +200,7 @@ def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
         return
     record = ExportRecord.load(folder)
     sums = record.checksums
-    unread = () if read_weights else record.files
-    read = {name: each for name, each in sums.items() if name not in unread}
-    damage = damage_in(folder, sums, contents=False) or damage_in(folder, read)
+    damage = damage_in(folder, sums, unread=() if read_weights else record.files)
     if damage is not None:
         raise UserError(f"{damage}. {_REMEDY}")
     if record.config_sha256 is None:

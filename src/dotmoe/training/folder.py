@@ -1,8 +1,8 @@
 """What a training leaves in its stage's folder: checkpoints, and the metrics of each step.
 
-A checkpoint is whole or not there, verified before it is read, and the newest are kept: a folder
-`step_00000100` with the files of `torch.distributed.checkpoint`, `values.json`, and, written last,
-`manifest.json` with the size and SHA-256 of the others. Every rank must see the same folder.
+A checkpoint is whole or not there, verified before it is read: a folder `step_00000100` with the
+files of `torch.distributed.checkpoint`, and `manifest.json` with their checksums and plain values.
+Every rank must see the same folder.
 """
 
 import errno
@@ -15,6 +15,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,12 +28,21 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from dotmoe.distributed import broadcast_from_rank_zero, is_rank_zero
 from dotmoe.errors import UserError, one_line
-from dotmoe.files import checksums, damage_in, read_json, sync, write_json
+from dotmoe.files import (
+    DamagedError,
+    checksums,
+    complete_folder,
+    damage_in,
+    read_with_checksum,
+    remove,
+    with_checksum,
+    write_text,
+)
 
 logger = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is no mistake
 
-_MANIFEST, _VALUES = "manifest.json", "values.json"
+_MANIFEST, _KEPT = "manifest.json", 2
 
 Metrics = dict[str, float]
 Destination = Literal["tensorboard", "wandb"]
@@ -41,10 +51,10 @@ OnStep = Callable[[int, Metrics], None]
 
 
 class Checkpoints:
-    """The checkpoints in a stage's folder, of which the newest `keep` stay."""
+    """The checkpoints in a stage's folder, of which the two newest stay."""
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
-        self.folder, self.keep = folder / "checkpoints", keep
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "checkpoints"
 
     def save(self, step: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Write one checkpoint; all ranks together. Older ones go when it is whole on disk.
@@ -52,17 +62,23 @@ class Checkpoints:
         Plain tensors and values are equal on all ranks; of a DTensor each rank writes its part.
         Where that fails (`OSError`: the disk is full) nothing is left of it, and the others stay.
         """
-        partial = self.folder / f".step_{step:08d}.partial"
-        broadcast_from_rank_zero(lambda: self._make_room(partial))
-        try:
-            save(dict(tensors), storage_writer=FileSystemWriter(partial))
-            broadcast_from_rank_zero(lambda: self._complete(partial, step, values))
-        except BaseException as error:
-            if is_rank_zero():
-                shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, CheckpointException):
+        final = self.folder / f"step_{step:08d}"
+        with ExitStack() as writing:
+            partial = broadcast_from_rank_zero(lambda: self._begin(final, writing))
+            try:
+                save(dict(tensors), storage_writer=FileSystemWriter(partial))
+            except CheckpointException as error:
                 raise _cause_of(error) from error
-            raise
+
+            def complete() -> None:
+                files = checksums(partial, [file.name for file in partial.iterdir()])
+                record = with_checksum({"files": files, "values": values})
+                write_text(partial / _MANIFEST, record)
+                writing.close()
+                for old in self._newest_first()[_KEPT:]:
+                    shutil.rmtree(old)
+
+            broadcast_from_rank_zero(complete)
 
     def load(self, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
         """Fill tensors in place from the newest whole checkpoint, and return its plain values.
@@ -80,51 +96,40 @@ class Checkpoints:
                 f"{newest} does not fit: {one_line(_cause_of(error))}. Delete {self.folder} to "
                 "start the stage again."
             ) from error
-        return read_json(newest / _VALUES)
+        values: dict[str, Any] = read_with_checksum(newest / _MANIFEST)["values"]
+        return values
 
     def newest(self) -> Path | None:
         """The newest that is whole, the same on all ranks; see `load`."""
         return broadcast_from_rank_zero(self._newest)
 
-    def _make_room(self, partial: Path) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def _begin(self, final: Path, writing: ExitStack) -> Path:
+        """A folder that becomes `final` when `writing` ends; what a kill left half-written goes."""
         for left in self.folder.glob(".step_*"):
-            shutil.rmtree(left)
-        partial.mkdir()
+            remove(left)
+        return writing.enter_context(complete_folder(final))
 
-    def _complete(self, partial: Path, step: int, values: dict[str, Any]) -> None:
-        write_json(partial / _VALUES, values)
-        files = checksums(partial, [file.name for file in partial.iterdir()])
-        write_json(partial / _MANIFEST, {"files": files})
-        sync(partial)
-        final = self.folder / f"step_{step:08d}"
-        if final.exists():  # a damaged one, whose steps have been taken again
-            final.rename(self.folder / f".{final.name}.damaged")
-        partial.rename(final)
-        sync(self.folder)
-        every = sorted(self.folder.glob("*step_*"), reverse=True)
-        kept = [path for path in every if "step_" <= path.name <= final.name][: self.keep]
-        for path in every:  # what is numbered above the newest is damaged
-            if path not in kept:
-                shutil.rmtree(path, ignore_errors=True)
+    def _newest_first(self) -> list[Path]:
+        return sorted(self.folder.glob("step_*"), reverse=True)
 
     def _newest(self) -> Path | None:
-        damages: list[str] = []
-        for path in sorted(self.folder.glob("step_*"), reverse=True):
-            manifest = path / _MANIFEST
+        """The newest that is whole; damaged ones above it, whose steps are taken again, go."""
+        damaged = dict[Path, str]()
+        for path in self._newest_first():
             try:
-                damage = damage_in(path, read_json(manifest)["files"])
-            except (UserError, KeyError):
-                damage = f"{manifest} is missing, truncated or altered"
+                damage = damage_in(path, read_with_checksum(path / _MANIFEST)["files"])
+            except DamagedError as error:
+                damage = str(error)
             if damage is None:
-                if damages:
-                    logger.warning("%s. Going on from %s, the one before.", damages[-1], path)
+                for bad, why in damaged.items():
+                    logger.warning("%s. Going on from %s, the one before.", why, path)
+                    shutil.rmtree(bad)
                 return path
-            damages.append(damage)
-        if damages:
+            damaged[path] = damage
+        if damaged:
             raise UserError(
-                f"every checkpoint in {self.folder} is damaged ({damages[0]}). Restore one from a "
-                "copy, or delete that folder to start the stage again."
+                f"every checkpoint in {self.folder} is damaged ({next(iter(damaged.values()))}). "
+                "Restore one from a copy, or delete that folder to start the stage again."
             )
         return None
 
@@ -156,8 +161,10 @@ def loggers(
 def _json_lines(folder: Path, steps_taken: int) -> Iterator[OnStep]:
     """One JSON object a step. What is not finite is null, which JSON has a word for."""
     path = folder / "metrics.jsonl"
-    if path.exists():
-        _cut_after(path, steps_taken)
+    path.touch()
+    with path.open("rb") as lines:
+        kept = sum(map(len, islice(lines, steps_taken)))
+    os.truncate(path, kept)  # needs no room, so that a full disk loses nothing
     with path.open("a", encoding="utf-8") as file:
 
         def log(step: int, metrics: Metrics) -> None:
@@ -166,20 +173,6 @@ def _json_lines(folder: Path, steps_taken: int) -> Iterator[OnStep]:
             file.flush()
 
         yield log
-
-
-def _cut_after(path: Path, steps_taken: int) -> None:
-    """Drop the lines of steps that will be taken again, and one cut short by a kill."""
-    kept = 0
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                if json.loads(line)["step"] > steps_taken or not line.endswith(b"\n"):
-                    break
-            except (ValueError, KeyError):
-                break
-            kept += len(line)
-    os.truncate(path, kept)  # needs no room, so that a full disk loses nothing
 
 
 @contextmanager
@@ -201,7 +194,8 @@ def _weights_and_biases(folder: Path, steps_taken: int) -> Iterator[OnStep]:
     """A run that a resumed stage goes on with; `WANDB_MODE=offline` and the like are obeyed."""
     import wandb
 
-    id_file = folder / "wandb_id"
+    id_file = folder / "wandb" / "id"  # what a stage goes on from has that folder's name
+    id_file.parent.mkdir(exist_ok=True)
     if not id_file.exists():
         id_file.write_text(uuid.uuid4().hex, encoding="utf-8")
     try:

@@ -26,12 +26,14 @@ from dotmoe.distributed import (
     sum_over_ranks,
 )
 from dotmoe.errors import Interrupted, UserError, require_package
-from dotmoe.options import above, at_least, check
+from dotmoe.options import at_least, check
 from dotmoe.training.folder import Checkpoints, Destination, Metrics, OnStep, loggers
 
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_CHECKPOINT_SECONDS = 1800
+_MAX_LOSS_RATIO = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,17 +41,10 @@ class TrainingConfig:
     """Checkpoints, bad values and logs of every training stage; nothing changes what is learned."""
 
     checkpoint_every: Annotated[int, at_least(1)] = 100
-    """Steps between checkpoints."""
-    checkpoint_minutes: Annotated[float, above(0)] = 30.0
-    """Minutes between checkpoints, where steps are so long that these pass first."""
-    keep_checkpoints: Annotated[int, at_least(1)] = 2
-    """Checkpoints that are kept; an older one goes when a newer one is whole on disk."""
+    """Steps between checkpoints; after half an hour one is written in any case."""
     on_bad_loss: Literal["stop", "skip"] = "stop"
     """Where a loss or gradient is not finite, or a loss explodes: `stop`, naming the layer and the
     last checkpoint, or `skip` the batch."""
-    max_loss_ratio: Annotated[float, above(1, or_infinite=True)] = 10.0
-    """A loss explodes where it is above every loss before it and above this many times the median
-    of the last 64; `inf`: never."""
     max_skipped: Annotated[int, at_least(0)] = 10
     """Batches skipped in a row at most; one more stops the run."""
     log_to: tuple[Destination, ...] = ()
@@ -140,7 +135,7 @@ def train(
             for tell in (*logs, on_step):
                 tell(step + 1, metrics)
             is_due = (step + 1) % training.checkpoint_every == 0
-            is_due |= time.monotonic() - last_save >= 60 * training.checkpoint_minutes
+            is_due |= time.monotonic() - last_save >= _CHECKPOINT_SECONDS
             # Whether any rank has had a signal, and whether rank 0 wants a checkpoint.
             wishes = [*(number in wanted for number in _SIGNALS), is_due and is_rank_zero()]
             *got, save = sum_over_ranks(torch.tensor(wishes).long()).tolist()
@@ -201,9 +196,9 @@ def global_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
 class LossWatch:
     """Judges the metrics of each step by those of the steps before it; plain values.
 
-    A loss explodes where it is above every loss accepted so far and above `max_ratio` times the
-    median of the last 64; of the first 8 nothing but finiteness is asked. The first condition keeps
-    the ordinary spikes of a loss near 0 from counting, and single ones hardly move a median.
+    A loss explodes where it is above every loss accepted so far and above ten times the median of
+    the last 64; of the first 8 nothing but finiteness is asked. The first condition keeps the
+    ordinary spikes of a loss near 0 from counting, and single ones hardly move a median.
     """
 
     recent: list[float] = field(default_factory=list)
@@ -212,7 +207,7 @@ class LossWatch:
     """Batches that were not applied so far."""
     skipped_in_a_row: int = 0
 
-    def trouble_in(self, metrics: Metrics, max_ratio: float) -> str | None:
+    def trouble_in(self, metrics: Metrics) -> str | None:
         """What is wrong with a step's metrics; None where nothing is."""
         for name, value in metrics.items():
             if not math.isfinite(value):
@@ -221,7 +216,7 @@ class LossWatch:
         if count < 8 or loss <= self.largest:
             return None
         usual = median(self.recent)
-        if loss - usual <= (max_ratio - 1) * abs(usual):
+        if loss - usual <= (_MAX_LOSS_RATIO - 1) * abs(usual):
             return None
         return f"loss is {loss:.4g}, where the median of the last {count} is {usual:.4g},"
 
@@ -239,7 +234,7 @@ class _Trainer:
         self, task: Task, schedule: Schedule, training: TrainingConfig, folder: Path
     ) -> None:
         self.task, self.schedule, self.training = task, schedule, training
-        self.checkpoints = Checkpoints(folder, training.keep_checkpoints)
+        self.checkpoints = Checkpoints(folder)
         self.groups = task.parameter_groups()
         self.parameters = {n: p for group in self.groups for n, p in group.parameters.items()}
         self.optimizer = adamw(self.groups, weight_decay=schedule.weight_decay)
@@ -269,7 +264,7 @@ class _Trainer:
         metrics = self._gradients(step, before)
         norm = global_norm(list(self.parameters.values()))
         metrics |= {"grad_norm": float(norm), "lr_factor": factor}
-        trouble = self.watch.trouble_in(metrics, training.max_loss_ratio)
+        trouble = self.watch.trouble_in(metrics)
         # Ranks whose numbers differ in the last bit must still decide alike.
         if sum_over_ranks(torch.tensor(int(trouble is not None))).item():
             what = f"{trouble or 'a loss is bad'} at step {step + 1}; {self._worst_place()}."
