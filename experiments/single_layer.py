@@ -123,7 +123,6 @@ def main() -> None:
     methods = {"dot_moe_untrained": list(errors(lambda: masked_by(dense, before)))}
     if settings.steps:
         align = replace(config.align, steps=settings.steps)
-        schedule = align.schedule(text.training.num_blocks)
         task = LayerByLayer(
             dense,
             text.training,
@@ -131,13 +130,12 @@ def main() -> None:
             split,
             align,
             config.assignment,
-            warmup_steps=schedule.warmup_steps,
             seed=settings.seed,
         )
         task.layers = layers
         with masked(dense, task.routings):
-            train(task, schedule, settings.out, on_step=_say)
-        after = extract(task.learned(schedule.steps), split, config.assignment)
+            train(task, settings.out, on_step=_say)
+        after = extract(task.learned(), split, config.assignment)
         methods["dot_moe"] = list(errors(lambda: masked_by(dense, after)))
     for method in RIVALS:
         made = _split(method, dense, found, settings)

@@ -14,7 +14,6 @@ from dotmoe.granularity import Granularity
 from dotmoe.layout import AlignState, AssignmentConfig, extract
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked
-from dotmoe.moe.objective import steps_to_take
 from dotmoe.training.loop import TrainingConfig, train
 from dotmoe.transport import balanced_plan, greedy_assignment
 
@@ -57,16 +56,17 @@ def alignment(dense, blocks, config=CONFIG, kind=Alignment, split=None):
     assignment, split = AssignmentConfig(tau_start=0.5, tau_end=0.5), split or split_of(dense)
     return kind(
         dense, blocks, random_state(dense, columns=split.columns), split, config, assignment,
-        warmup_steps=1, seed=0,
+        seed=0,
     )  # fmt: skip
 
 
 def aligned(dense, blocks, folder, config=CONFIG, *, initial=None, assignment=None, split=None,
             **options):  # fmt: skip
-    return align(
+    task = Alignment(
         dense, blocks, initial or random_state(dense), split or split_of(dense), config,
-        assignment or AssignmentConfig(), folder=folder, seed=0, **options,
+        assignment or AssignmentConfig(), seed=0,
     )  # fmt: skip
+    return align(task, folder, **options)
 
 
 def gradients(dense, task, step=0):
@@ -235,10 +235,8 @@ def test_the_papers_solver_trains(dense, blocks, tmp_path):
 
 def test_steps_are_limited_by_the_passes_over_the_data():
     config = AlignConfig(steps=3500, batch_size=64, max_epochs=4.0)
-    assert steps_to_take(config, 1_000_000) == 3500
-    assert steps_to_take(config, 160) == 10
-    assert steps_to_take(config, 1) == 1
-    assert steps_to_take(replace(config, steps=0), 160) == 0
+    assert [config.schedule(blocks).steps for blocks in (1_000_000, 160, 1)] == [3500, 10, 1]
+    assert replace(config, steps=0).schedule(160).steps == 0
 
 
 def test_the_temperature_falls_linearly_and_then_stays():
@@ -293,7 +291,7 @@ def test_a_halved_micro_batch_is_kept_when_resumed(dense, blocks, tmp_path):
         task.interrupted_at = interrupted_at
         folder.mkdir(exist_ok=True)
         with masked(dense, task.routings):
-            train(task, config.schedule(10), folder, TrainingConfig(checkpoint_every=1))
+            train(task, folder, TrainingConfig(checkpoint_every=1))
         assert task.micro_batch_size == 2
         return (*learned_by(task), task.parts[0].masking.expert_of_neuron_LN)
 

@@ -39,8 +39,6 @@ class AlignConfig(ObjectiveConfig):
     """Optimizer steps; 0 extracts the initial state as it is."""
     batch_size: Annotated[int, at_least(1)] = 64
     lr: Annotated[float, above(0)] = 5e-4
-    lr_affinity: Annotated[float, at_least(0)] | None = None
-    """Peak learning rate of the affinities; default: lr."""
     warmup_ratio: Annotated[float, between(0, 1)] = 0.2
     """Share of the steps in which the rate rises and the temperature falls, both linearly."""
     kl_weight: Annotated[float, at_least(0)] = 2.0
@@ -97,13 +95,8 @@ class LearnedAssignment:
         config = self.config
         learned = {"router": (self.router_LED, config.router_rate)}
         if config.learn_assignment:
-            rate = config.lr if config.lr_affinity is None else config.lr_affinity
-            learned["affinity"] = (self.affinity_LNE, rate)
-        first = self.masking.first_layer
-        return [
-            ParameterGroup(parameters={self.prefix + name: p}, lr=rate, first_layer=first)
-            for name, (p, rate) in learned.items()
-        ]
+            learned["affinity"] = (self.affinity_LNE, config.lr)
+        return [{"params": [(self.prefix + n, p)], "lr": lr} for n, (p, lr) in learned.items()]
 
     def plan(self, tau: float) -> TransportPlan:
         """Soft plan of this rank's layers."""
@@ -191,7 +184,11 @@ class LearnedAssignment:
 
 
 class Alignment(Objective):
-    """The masked model as a student of the dense one; its micro-batches share a step's plan."""
+    """The masked model as a student of the dense one; its micro-batches share a step's plan.
+
+    Teacher and student share the frozen weights of `dense`. Under torchrun each rank takes an equal
+    part of every batch and solves the assignment of some layers. `seed` is that of the data order.
+    """
 
     config: AlignConfig
     routings: Sequence[Masking]
@@ -205,7 +202,6 @@ class Alignment(Objective):
         config: AlignConfig,
         assignment: AssignmentConfig,
         *,
-        warmup_steps: int,
         seed: int,
     ) -> None:
         targets = zip(parts_of(initial), parts_of(split), ("", "attention_"), strict=False)
@@ -214,16 +210,16 @@ class Alignment(Objective):
             for state, part, prefix in targets
         ]
         """What is learned of each target; of a second one by names of its own."""
-        self.tau, self.warmup_steps = assignment.tau, warmup_steps
+        self.initial, self.tau = initial, assignment.tau
         super().__init__(dense, [part.masking for part in self.parts], blocks, config, seed=seed)
 
-    def parameter_groups(self) -> Sequence[ParameterGroup]:
+    def parameter_groups(self) -> list[ParameterGroup]:
         """Routers, and affinities where the assignment is learned."""
         return [group for part in self.parts for group in part.parameter_groups()]
 
     def begin(self, step: int) -> dict[str, Tensor]:
         """Solve and round the plans of a step, which the masks follow from here on."""
-        tau, said = self.tau(step, self.warmup_steps), dict[str, Tensor]()
+        tau, said = self.tau(step, self.schedule.warmup_steps), dict[str, Tensor]()
         for part in self.parts:
             said |= part.begin(tau)
         return said | {"tau": torch.tensor(tau, device=self.dense.device)} if said else {}
@@ -246,40 +242,27 @@ class Alignment(Objective):
         for part in self.parts:
             part.restore(state)
 
-    def learned(self, steps: int) -> AlignState:
-        """What is learned now. Every rank must ask."""
-        return joined(part.learned(steps) for part in self.parts)
+    def learned(self) -> AlignState:
+        """What is learned now, as that of the last step. Every rank must ask."""
+        return joined(part.learned(self.schedule.steps) for part in self.parts)
 
 
 def align(
-    dense: DenseModel,
-    blocks: TokenBlocks,
-    initial: AlignState,
-    split: Granularity,
-    config: AlignConfig,
-    assignment: AssignmentConfig,
-    *,
+    task: Alignment,
     folder: Path,
-    seed: int,
     training: TrainingConfig = DEFAULT_TRAINING,
     on_step: OnStep = lambda step, metrics: None,
 ) -> AlignState:
     """Train A and W_r so that the masked model follows the dense one (eq:total_loss).
 
-    Under torchrun each rank takes an equal part of every batch and solves the assignment of some
-    layers; all ranks call this together, and return the same state. That of leading dense layers is
-    the initial one. Teacher and student share the frozen weights of `dense`; `seed` is that of the
-    data order; see `train` of `folder`, `training` and `on_step`. Raises a `UserError`: as `train`;
-    or the model was loaded in float16.
+    All ranks call this together, and return the same state, in which leading dense layers are the
+    initial ones; see `train` of the other arguments. Raises a `UserError`: as `train`; or the model
+    was loaded in float16.
     """
-    schedule, dtype = config.schedule(blocks.num_blocks), next(dense.model.parameters()).dtype
-    if schedule.steps == 0:
-        return initial
-    raise_on_all_ranks(lambda: require_trainable(config, dtype))
-    warmup = schedule.warmup_steps
-    task = Alignment(
-        dense, blocks, initial, split, config, assignment, warmup_steps=warmup, seed=seed
-    )
+    dense, config = task.dense, task.config
+    if task.schedule.steps == 0:
+        return task.initial
+    raise_on_all_ranks(lambda: require_trainable(next(dense.model.parameters()).dtype))
     with masked(dense, task.routings), recomputing(dense, config.activation_checkpointing):
-        train(task, schedule, folder, training, on_step)
-    return task.learned(schedule.steps)
+        train(task, folder, training, on_step)
+    return task.learned()

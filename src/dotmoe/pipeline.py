@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dotmoe import baselines, pruning
-from dotmoe.align import align
+from dotmoe.align import Alignment, align
 from dotmoe.baselines import Baseline
 from dotmoe.calibrate import calibrate
 from dotmoe.checkpoint import checkpoint_folder, fingerprint
@@ -50,7 +50,7 @@ from dotmoe.layout import AlignState, ExpertLayout, extract
 from dotmoe.load import describe_dense, is_divided, left_on_disk, load_dense, load_here
 from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.moe.masked import masked_by
-from dotmoe.moe.objective import ObjectiveConfig, steps_to_take
+from dotmoe.moe.objective import ObjectiveConfig
 from dotmoe.options import checked, values_of
 from dotmoe.progress import Progress
 from dotmoe.report.page import html_report
@@ -98,19 +98,17 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
                 start = run.state("calibrate", dense, lambda at: _start(run, dense, split, text))
 
                 def aligned(at: Path) -> AlignState:
+                    task = Alignment(
+                        dense,
+                        text.training,
+                        start,
+                        split,
+                        config.align,
+                        config.assignment,
+                        seed=config.seed,
+                    )
                     with run.steps("align", text) as on_step:
-                        return align(
-                            dense,
-                            text.training,
-                            start,
-                            split,
-                            config.align,
-                            config.assignment,
-                            folder=at,
-                            seed=config.seed,
-                            training=config.training,
-                            on_step=on_step,
-                        )
+                        return align(task, at, config.training, on_step)
 
                 state = run.state("align", dense, aligned)
         if not run.is_first:
@@ -188,7 +186,7 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             return run.conversion()
         run.export(run.changed("finetune"), layout, text, origin=dense)
         before = "repaired" if source.has_own_weights else "frozen" if repairs else "converted"
-        steps = steps_to_take(training, text.training.num_blocks)
+        steps = training.schedule(text.training.num_blocks).steps
         tokens = steps * training.batch_size * text.training.seq_len
         also: dict[str, Any] = {"steps": steps, "tokens": tokens}
         if repairs:
@@ -357,7 +355,7 @@ class _Run:
     @contextmanager
     def steps(self, title: str, text: Text) -> Iterator[OnStep]:
         """Shows the steps of a training."""
-        steps = steps_to_take(self.training, text.training.num_blocks, self.progress.log)
+        steps = self.training.schedule(text.training.num_blocks, self.progress.log).steps
         shown = [name for name in ("kl", "ce") if getattr(self.training, f"{name}_weight")]
         tokens = self.training.batch_size * text.training.seq_len
         with self.progress.bar(title, tokens) as update:

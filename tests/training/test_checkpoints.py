@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from toy_tasks import EVERY_5, SCHEDULE, Regression, warnings_in
+from toy_tasks import EVERY_5, Regression, warnings_in
 
 from dotmoe.cli import message_of
 from dotmoe.errors import UserError
@@ -40,14 +40,14 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(damage, tmp_path, caplog):
     whole = Regression()
-    train(whole, SCHEDULE, tmp_path, EVERY_5)
+    train(whole, tmp_path, EVERY_5)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step_00000010", "step_00000012"]
     spoil, pattern = DAMAGES[damage]
     spoil(tmp_path / "checkpoints" / "step_00000012")
     again = Regression()
     with caplog.at_level(logging.WARNING):
-        train(again, SCHEDULE, tmp_path, EVERY_5)
+        train(again, tmp_path, EVERY_5)
     (warning,) = warnings_in(caplog)
     assert "\n" not in warning
     assert re.search(pattern, warning)
@@ -58,11 +58,11 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(damage, tmp_path
     for checkpoint in (tmp_path / "checkpoints").iterdir():
         spoil(checkpoint)
     with pytest.raises(UserError, match=r"every checkpoint in .* is damaged .*delete"):
-        train(Regression(), SCHEDULE, tmp_path, EVERY_5)
+        train(Regression(), tmp_path, EVERY_5)
 
 
 def test_what_a_kill_left_half_written_is_not_read_and_goes(tmp_path):
-    train(Regression(), SCHEDULE, tmp_path, EVERY_5)
+    train(Regression(), tmp_path, EVERY_5)
     partial = tmp_path / "checkpoints" / ".step_00000015.partial"
     partial.mkdir()
     (partial / TENSORS).write_bytes(b"half")
@@ -87,7 +87,7 @@ def test_a_full_disk_loses_no_checkpoint(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(OSError, match="cut short") as error:
-            train(Growing(), SCHEDULE, tmp_path, EVERY_5)
+            train(Growing(), tmp_path, EVERY_5)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert message_of(error.value).startswith("the disk is full")

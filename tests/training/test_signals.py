@@ -21,6 +21,8 @@ from dotmoe.training.loop import TrainingConfig, train
 class Slow(toy_tasks.Regression):
     """Says which step it is in; step 2 takes so many seconds, all others a tenth of one."""
 
+    schedule = replace(toy_tasks.SCHEDULE, steps=1000)
+
     def __init__(self, tell, seconds):
         super().__init__()
         self.tell, self.seconds = tell, seconds
@@ -35,9 +37,8 @@ def train_slowly(folder, tell, seconds):
     """100 seconds, if it is let."""
     # Where the tests were started in the background, SIGINT is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    schedule = replace(toy_tasks.SCHEDULE, steps=1000)
     try:
-        train(Slow(tell, seconds), schedule, folder, TrainingConfig(checkpoint_every=10_000))
+        train(Slow(tell, seconds), folder, TrainingConfig(checkpoint_every=10_000))
     except Interrupted as stop:
         tell.send(str(stop))
         sys.exit(128 + stop.signum)
@@ -106,12 +107,12 @@ def stop(task, metrics):
 def test_a_stopped_run_goes_on_bit_identical(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Interrupted, match="SIGTERM stopped it after step 7"):
-        train(toy_tasks.Regression({6: stop}), toy_tasks.SCHEDULE, tmp_path)
+        train(toy_tasks.Regression({6: stop}), tmp_path)
     assert signal.getsignal(signal.SIGTERM) == before
     resumed, whole = toy_tasks.Regression({6: stop}), toy_tasks.Regression()
-    train(resumed, toy_tasks.SCHEDULE, tmp_path)
+    train(resumed, tmp_path)
     (tmp_path / "whole").mkdir()
-    train(whole, toy_tasks.SCHEDULE, tmp_path / "whole")
+    train(whole, tmp_path / "whole")
     assert torch.equal(resumed.weight, whole.weight)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from dotmoe.training.loop import ParameterGroup, Schedule, TrainingConfig
+from dotmoe.training.loop import Schedule, TrainingConfig
 
 SCHEDULE = Schedule(steps=12, warmup_steps=3, weight_decay=0.01, max_grad_norm=1.0)
 EVERY_5 = TrainingConfig(checkpoint_every=5)
@@ -15,6 +15,8 @@ class Regression:
     `events` maps a step to what happens in it: called with the task, after the backward pass.
     """
 
+    schedule = SCHEDULE
+
     def __init__(self, events=None):
         self.weight = nn.Parameter(torch.zeros(4))
         self.seen = torch.zeros((), dtype=torch.int64)
@@ -22,7 +24,7 @@ class Regression:
         self.events = events or {}
 
     def parameter_groups(self):
-        return [ParameterGroup(parameters={"weight": self.weight}, lr=0.1)]
+        return [{"params": [("weight", self.weight)], "lr": 0.1}]
 
     def accumulate_gradients(self, step):
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))

@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from dotmoe.moe.objective import (
     Objective,
     ObjectiveConfig,
     Taught,
+    head_of,
     hidden_states,
     require_trainable,
 )
@@ -69,9 +70,8 @@ class FinetuneConfig(ObjectiveConfig):
     z_loss_weight: Annotated[float, at_least(0)] = 0.0
     balance_weight: Annotated[float, at_least(0)] = 1e-4
     lora_rank: Annotated[int, at_least(1)] = 16
-    """Rank of each adapter; an expert has one for each of its three projections."""
-    lora_alpha: Annotated[int, above(0)] = 32
-    """Adapters are multiplied by alpha / rank."""
+    """Rank of each adapter, which is multiplied by 32 / rank; an expert has one for each of its
+    three projections."""
 
 
 class Student(nn.Module):
@@ -183,7 +183,7 @@ def _with_adapters(model: nn.Module, config: FinetuneConfig) -> Any:
     names = [name for name, _ in model.named_parameters()]
     lora = LoraConfig(
         r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
+        lora_alpha=32,
         target_modules=r".*\.(self_attn\.(q|k|v|o|qkv)|mlp\.(gate|up|gate_up|down))_proj",
         target_parameters=[name for name in names if name.rpartition(".")[2] in EXPERT_WEIGHTS],
     )
@@ -227,23 +227,20 @@ class Finetuning(Objective):
         self.model = student
         self.own_teacher = teacher
 
-    def parameter_groups(self) -> Sequence[ParameterGroup]:
+    def parameter_groups(self) -> list[ParameterGroup]:
         """Routers, and the other weights that are trained, if any."""
-        trained = self.model.trained()
-        routers = {name: p for name, p in trained.items() if ".router." in name}
-        weights = {name: p for name, p in trained.items() if name not in routers}
-        groups = [ParameterGroup(parameters=routers, lr=self.config.router_rate)]
-        if weights:
-            groups.append(ParameterGroup(parameters=weights, lr=self.config.lr))
-        return groups
+        trained = self.model.trained().items()
+        routers = [(name, p) for name, p in trained if ".router." in name]
+        weights = [(name, p) for name, p in trained if ".router." not in name]
+        groups = [{"params": routers, "lr": self.config.router_rate}]
+        return groups + ([{"params": weights, "lr": self.config.lr}] if weights else [])
 
     def teacher(self, tokens_BT: Tensor) -> Taught | None:
         """What a second copy of the dense model says."""
         if self.own_teacher is None:
             return None
         with torch.no_grad():
-            head_VD = full_tensor(self.own_teacher.family.head(self.own_teacher.model).weight)
-            return hidden_states(self.own_teacher, tokens_BT), head_VD
+            return hidden_states(self.own_teacher, tokens_BT), head_of(self.own_teacher)
 
     def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
         """All of it is one call of the student, so that FSDP gathers embedding and head once."""
@@ -296,7 +293,7 @@ def finetune(
     dtype = resolved_dtype(load.dtype, device)
     if dtype == "auto":
         dtype = Tensors.of(dense).dtype
-    raise_on_all_ranks(lambda: require_trainable(config, dtype))
+    raise_on_all_ranks(lambda: require_trainable(dtype))
     # Weights, gradients and two moments in float32 are 16 bytes for each that is trained.
     num_bytes = 16 if config.train == "everything" else Tensors.of(dense).dtype.itemsize
     num_bytes *= sum(p.numel() for p in dense.model.parameters())
@@ -312,7 +309,7 @@ def finetune(
         student = raise_on_all_ranks(lambda: Student(described, layout, config, ranks, seed=seed))
         task = Finetuning(student, teacher, blocks, config, seed=seed)
         with recomputing(student.dense, config.activation_checkpointing):
-            train(task, config.schedule(blocks.num_blocks), folder, training, on_step)
+            train(task, folder, training, on_step)
         trained = write_student(student, layout, folder / MODEL)
     if is_rank_zero():
         trained.save(folder / LAYOUT)
