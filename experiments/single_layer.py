@@ -83,8 +83,10 @@ class LayerByLayer(Alignment):
         modules, total = self.dense.family.layers(self.dense.model), torch.zeros(())
         for index, x_BTD in self.inputs.items():
             ffn: Any = modules[index].get_submodule("mlp")
+            self._route(False)
             with torch.no_grad():
-                target = ffn.dense(x_BTD)
+                target = ffn(x_BTD)
+            self._route(True)
             error = (ffn(x_BTD) - target).float().square().mean()
             total = total + error / target.float().square().mean()
         z, balance = routing.pop_losses()

@@ -14,7 +14,7 @@ from dotmoe.granularity import Granularity
 from dotmoe.layout import AlignState, AssignmentConfig, extract
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked
-from dotmoe.training.loop import TrainingConfig, train
+from dotmoe.training.loop import TrainingConfig
 from dotmoe.transport import balanced_plan, greedy_assignment
 
 E, K = 12, 3
@@ -264,41 +264,3 @@ def test_float16_is_refused(tiny_dense, blocks, tmp_path):
     dense = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu", dtype="float16"))
     with pytest.raises(UserError, match=r"float16.*--dtype bfloat16"):
         aligned(dense, blocks, tmp_path)
-
-
-class Cramped(Alignment):
-    """The backward pass of more than two sequences does not fit, and step 2 is interrupted."""
-
-    interrupted_at = None
-
-    def differentiate(self, loss, *, is_last):
-        if self.micro_batch_size > 2:
-            raise torch.OutOfMemoryError("too much")
-        super().differentiate(loss, is_last=is_last)
-
-    def begin(self, step):
-        if step == self.interrupted_at:
-            raise KeyboardInterrupt
-        return super().begin(step)
-
-
-def test_a_halved_micro_batch_is_kept_when_resumed(dense, blocks, tmp_path):
-    """It decides the balance loss, so that the state is that of the micro-batch from the start."""
-
-    def trained(kind, size, folder, interrupted_at=None):
-        config = replace(CONFIG, micro_batch_size=size, steps=3)
-        task = alignment(dense, blocks, config, kind=kind)
-        task.interrupted_at = interrupted_at
-        folder.mkdir(exist_ok=True)
-        with masked(dense, task.routings):
-            train(task, folder, TrainingConfig(checkpoint_every=1))
-        assert task.micro_batch_size == 2
-        return (*learned_by(task), task.parts[0].masking.expert_of_neuron_LN)
-
-    fitting = trained(Alignment, 2, tmp_path / "fitting")
-    cramped = trained(Cramped, 4, tmp_path / "cramped")
-    with pytest.raises(KeyboardInterrupt):
-        trained(Cramped, 4, tmp_path / "cut", interrupted_at=2)
-    resumed = trained(Alignment, 4, tmp_path / "cut")
-    for others in (cramped, resumed):
-        assert all(map(torch.equal, fitting, others))

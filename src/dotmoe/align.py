@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from jaxtyping import Int
@@ -144,25 +144,19 @@ class LearnedAssignment:
         if self.routers_LED.grad is not None:
             own = summed_rows(self.routers_LED.grad, self.ranks)
             torch.autograd.backward(local_part(self.router_LED), own)
-        self._forget_plan()
+        self.solved = self.plan_LNE = self.masking.plan_LNE = None
 
     def backward_plan(self, gradient_LNE: Tensor) -> None:
         """From the gradient of this rank's tokens through its own plan to its affinities."""
         assert self.solved is not None
         torch.autograd.backward(self.solved.plan, summed_rows(gradient_LNE, self.ranks))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Tensor]:
         """The warm start of the solver and the last assignment."""
         return {
             f"{self.prefix}potential": self.potential_LE,
             f"{self.prefix}assignment": self.masking.expert_of_neuron_LN,
         }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`; also forgets a step that was cut off."""
-        self.potential_LE = state[f"{self.prefix}potential"]
-        self.masking.expert_of_neuron_LN = state[f"{self.prefix}assignment"]
-        self._forget_plan()
 
     def learned(self, steps: int) -> AlignState:
         """What is learned now; leading dense layers as at the start. Every rank must ask."""
@@ -178,9 +172,6 @@ class LearnedAssignment:
 
     def _divided(self, part: Tensor) -> Tensor:
         return as_divided(part, len(self.affinity_LNE), self.ranks)
-
-    def _forget_plan(self) -> None:
-        self.solved = self.plan_LNE = self.masking.plan_LNE = None
 
 
 class Alignment(Objective):
@@ -229,18 +220,9 @@ class Alignment(Objective):
         for part in self.parts:
             part.end()
 
-    def state(self) -> dict[str, Any]:
-        """With the warm start of the solvers and the last assignments."""
-        known = super().state()
-        for part in self.parts:
-            known |= part.state()
-        return known
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`; also forgets a step that was cut off."""
-        super().restore(state)
-        for part in self.parts:
-            part.restore(state)
+    def state(self) -> dict[str, Tensor]:
+        """The warm start of the solvers and the last assignments."""
+        return {name: tensor for part in self.parts for name, tensor in part.state().items()}
 
     def learned(self) -> AlignState:
         """What is learned now, as that of the last step. Every rank must ask."""

@@ -1,6 +1,7 @@
 """The loop on a toy task. Oracles: PyTorch's schedulers, and a run that was not interrupted."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -64,3 +65,23 @@ def test_the_cosine_is_pytorchs():
         assert found == pytest.approx(oracle.get_last_lr()[0], abs=1e-12)
         optimizer.step()
         oracle.step()
+
+
+def not_a_number(task, metrics):
+    return {"loss": math.nan}
+
+
+def spoil_gradient(task, metrics):
+    task.weight.grad[2] = math.inf
+
+
+@pytest.mark.parametrize(
+    ("event", "what"), [(not_a_number, "loss is nan"), (spoil_gradient, "grad_norm is (inf|nan)")]
+)
+def test_what_is_not_finite_stops_and_names_the_last_checkpoint(event, what, tmp_path):
+    task = Regression({11: event})
+    with pytest.raises(UserError, match=f"^{what} at step 12. The last good one is") as error:
+        train(task, tmp_path, EVERY_5)
+    assert f"{tmp_path / 'checkpoints' / 'step_00000010'}. Start again with" in str(error.value)
+    assert torch.isfinite(task.weight).all()
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 12))

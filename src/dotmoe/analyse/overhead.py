@@ -74,7 +74,7 @@ def profile(run: AnalysedRun) -> Findings:
         added_forward, added_backward = mask_cost(task, clock)
     seconds = {part: fmean(each.get(part, 0.0) for each in samples[1:]) for part in samples[-1]}
     step_s = seconds.pop("step")
-    passes = -(-config.align.batch_size // task.micro_batch_size)
+    passes = -(-config.align.batch_size // config.align.micro_batch_size)
     passes *= dense.widths.layers - task.parts[0].masking.first_layer
     forward = min(added_forward * passes, seconds["student forward"])
     # The forward pass runs again in the backward pass where activations are recomputed.
@@ -111,7 +111,8 @@ def mask_cost(task: Alignment, clock: "Clock") -> tuple[float, float]:
     """
     dense, routing = task.dense, task.parts[0].masking
     ffn = dense.family.layers(dense.model)[routing.first_layer].get_submodule("mlp")
-    tokens = task.micro_batch_size * task.blocks.seq_len
+    config = task.config
+    tokens = min(config.micro_batch_size, config.batch_size) * task.blocks.seq_len
     dtype = next(dense.model.parameters()).dtype
     x = torch.randn(tokens, dense.widths.model, device=dense.device, dtype=dtype)
     x.requires_grad_()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float
@@ -240,7 +240,7 @@ class _Streams:
         norm = self._norm(index, target)
         dense_BTD = self._dense.hidden_BTD if is_ffn else self._attended_BTD
         weight_BT = self._token_weights(dense_BTD)
-        output = cast(nn.Linear, target.block(layer).get_submodule(f"dense.{target.output_name}"))
+        output = target.output(layer)
         sizes = output.in_features, output.out_features, self._device
         sums = NormalEquations(*sizes), NormalEquations(*sizes)
         inputs, wanted = list[Tensor](), list[Tensor]()  # the same for every k, up to rounding
@@ -288,14 +288,13 @@ class _Streams:
         ffn, own_k = TARGETS["ffn"].block(self._layers[index]), masking.active_experts
         norm = self._norm(index, TARGETS["ffn"])
         ks = self._config.repair_active_experts or (own_k,)
-        own = {n: p.float() for n, p in ffn.get_submodule("dense").named_parameters()}
+        own = {n: p.float() for n, p in ffn.named_parameters()}
         start = own | {name: weight.float() for name, weight in refitted.items()}
         num = self._num_fitted * self._dense.hidden_BTD.shape[1]
 
         def error(weights: Mapping[str, Tensor], rows_T: Tensor) -> Tensor:
-            inside = {f"dense.{name}": weight for name, weight in weights.items()}
             x = x_TD[rows_T].to(self._device).float()
-            output_TD: Tensor = norm(functional_call(ffn, inside, (x,)))
+            output_TD: Tensor = norm(functional_call(ffn, dict(weights), (x,)))
             square_T = (output_TD - wanted_TD[rows_T].to(output_TD)).square().sum(1)
             return (square_T * weight_T[rows_T.to(self._device)]).sum()
 

@@ -36,16 +36,26 @@ def watched(
 
 
 @contextmanager
-def recomputing(dense: DenseModel, enabled: bool = True) -> Iterator[None]:
-    """Inside, if `enabled`, each layer keeps its input only and runs again in the backward pass."""
-    layers = list(dense.family.layers(dense.model)) if enabled else []
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+def computing(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, each module computes by that function in place of its `forward`."""
+    before = {module: vars(module).get("forward") for module in forwards}
     try:
+        for module, forward in forwards.items():
+            module.forward = forward
         yield
     finally:
-        for layer in layers:
-            del layer.forward  # uncovers the class's own
+        for module, forward in before.items():
+            if forward is None:
+                del module.forward  # uncovers the class's own
+            else:
+                module.forward = forward
+
+
+def recomputing(dense: DenseModel, enabled: bool = True) -> AbstractContextManager[None]:
+    """Inside, if `enabled`, each layer keeps its input only and runs again in the backward pass."""
+    layers = dense.family.layers(dense.model) if enabled else []
+    again = {layer: partial(checkpoint, layer.forward, use_reentrant=False) for layer in layers}
+    return computing(again)
 
 
 @dataclass(kw_only=True)
@@ -75,53 +85,45 @@ class Masking(Routing):
         return mask_TE, self.expert_of_neuron_LN[index], plan_NE
 
 
-class MaskedFFN(nn.Module):
-    """Takes the place of a dense FFN; same weights, same call, masked when `masking.enabled`."""
+def masked_ffn(
+    dense: Callable[..., Any], projections: GatedFFN, masking: Masking, index: int, x: Tensor
+) -> Tensor:
+    """Map [..., D] to [..., D]: (H * (R M^T)) W_down, only k experts' neurons contribute.
 
-    def __init__(
-        self, dense: nn.Module, projections: GatedFFN, masking: Masking, layer: int
-    ) -> None:
-        super().__init__()
-        self.dense, self.masking = dense, masking
-        self.index = layer - masking.first_layer
-        self._projections = (projections,)  # in a tuple: not registered a second time
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., D] to [..., D]: (H * (R M^T)) W_down, only k experts' neurons contribute."""
-        (projections,) = self._projections
-        if not self.masking.enabled:
-            dense_output: Tensor = self.dense(x)
-            return dense_output
-        x_TD = x.reshape(-1, x.shape[-1])
-        gate_TN, up_TN = projections.gate(x_TD), projections.up(x_TD)
-        masked_TN = masked_activation(gate_TN, up_TN, *self.masking.of_layer(self.index, x_TD))
-        output: Tensor = projections.down(masked_TN).view(x.shape)
-        return output
+    `dense` computes where masking is off; `index` is that of the layer, from the first split one.
+    """
+    if not masking.enabled:
+        unmasked: Tensor = dense(x)
+        return unmasked
+    x_TD = x.reshape(-1, x.shape[-1])
+    gate_TN, up_TN = projections.gate(x_TD), projections.up(x_TD)
+    masked_TN = masked_activation(gate_TN, up_TN, *masking.of_layer(index, x_TD))
+    output: Tensor = projections.down(masked_TN).view(x.shape)
+    return output
 
 
-class MaskedAttention(nn.Module):
-    """Takes the place of attention: all heads compute, those of k experts reach W_O.
+def masked_attention(
+    dense: Callable[..., Any],
+    projection: nn.Module,
+    masking: Masking,
+    index: int,
+    hidden_states: Tensor,
+    **kwargs: Any,
+) -> Any:
+    """As attention, of which all heads compute, and those of k experts reach W_O.
 
     That is eq:moe_output with the concatenated outputs of the heads as H (sec:attention_moe).
     """
+    if not masking.enabled:
+        return dense(hidden_states=hidden_states, **kwargs)
+    units_TN = unit_mask(*masking.of_layer(index, hidden_states.flatten(0, -2)))
 
-    def __init__(self, dense: nn.Module, masking: Masking, layer: int) -> None:
-        super().__init__()
-        self.dense, self.masking = dense, masking
-        self.index = layer - masking.first_layer
+    def mask(_: int, heads: Tensor) -> Tensor:
+        parts = heads.view(*units_TN.shape, -1)
+        return (parts * units_TN.unsqueeze(-1).to(heads.dtype)).view(heads.shape)
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-        """As the attention that it takes the place of."""
-        if not self.masking.enabled:
-            return self.dense(hidden_states=hidden_states, **kwargs)
-        units_TN = unit_mask(*self.masking.of_layer(self.index, hidden_states.flatten(0, -2)))
-
-        def mask(_: int, heads: Tensor) -> Tensor:
-            parts = heads.view(*units_TN.shape, -1)
-            return (parts * units_TN.unsqueeze(-1).to(heads.dtype)).view(heads.shape)
-
-        with watched({0: self.dense.get_submodule(TARGETS["attention"].output_name)}, mask):
-            return self.dense(hidden_states=hidden_states, **kwargs)
+    with watched({0: projection}, mask):
+        return dense(hidden_states=hidden_states, **kwargs)
 
 
 def unit_mask(mask_TE: Tensor, expert_of_unit_N: Tensor, plan_NE: Tensor | None) -> Tensor:
@@ -132,28 +134,23 @@ def unit_mask(mask_TE: Tensor, expert_of_unit_N: Tensor, plan_NE: Tensor | None)
     return mask_TE @ member_NE.T
 
 
-@contextmanager
 def masked(
     dense: DenseModel, maskings: Iterable[Masking], only: Container[int] | None = None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Inside, split layers of `dense.model`, all or `only` some, obey their target's masking."""
-    replaced: list[tuple[nn.Module, str, nn.Module]] = []
-    try:
-        for masking in maskings:
-            target = TARGETS[masking.target]
-            for index, layer in enumerate(dense.family.layers(dense.model)):
-                if index < masking.first_layer or (only is not None and index not in only):
-                    continue
-                block = target.block(layer)
-                replaced.append((layer, target.module, block))
-                if target.name == "attention":
-                    layer.self_attn = MaskedAttention(block, masking, index)
-                else:
-                    layer.mlp = MaskedFFN(block, dense.family.ffn(layer), masking, index)
-        yield
-    finally:
-        for layer, name, block in replaced:
-            setattr(layer, name, block)
+    forwards = dict[nn.Module, Callable[..., Any]]()
+    for masking in maskings:
+        target, first = TARGETS[masking.target], masking.first_layer
+        for index, layer in enumerate(dense.family.layers(dense.model)):
+            if index < first or (only is not None and index not in only):
+                continue
+            block, how = target.block(layer), (masking, index - first)
+            if target.name == "attention":
+                forward = partial(masked_attention, block.forward, target.output(layer), *how)
+            else:
+                forward = partial(masked_ffn, block.forward, dense.family.ffn(layer), *how)
+            forwards[block] = forward
+    return computing(forwards)
 
 
 def masked_by(dense: DenseModel, layout: ExpertLayout) -> AbstractContextManager[None]:

@@ -126,7 +126,6 @@ class Objective:
         self.dense, self.routings, self.blocks = dense, routings, blocks
         self.config, self.seed = config, seed
         self.schedule = config.schedule(blocks.num_blocks)
-        self.micro_batch_size = min(config.micro_batch_size, config.batch_size)
 
     def begin(self, step: int) -> dict[str, Tensor]:
         """Prepare a step; metrics that are not losses, equal on all ranks."""
@@ -145,7 +144,7 @@ class Objective:
         metrics = self.begin(step)
         batch = self.blocks.batch(step, size, self.seed, rank(), num_ranks()).to(self.dense.device)
         sums: dict[str, Tensor] = {}
-        parts = torch.split(batch, self.micro_batch_size)
+        parts = torch.split(batch, self.config.micro_batch_size)
         for number, rows in enumerate(parts, 1):
             share = len(rows) / size
             losses = self.losses(rows, self.teacher(rows))
@@ -196,23 +195,9 @@ class Objective:
         """Backward of a micro-batch, the last of the step or not."""
         torch.autograd.backward(loss)
 
-    def state(self) -> dict[str, Any]:
-        """What is known of the memory there is: the micro-batch decides the balance loss, too."""
-        return {"micro_batch_limit": self.micro_batch_size}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`; also forgets a step that was cut off."""
-        self.micro_batch_size = min(self.micro_batch_size, state["micro_batch_limit"])
-        for routing in self.routings:
-            routing.losses = None
-        self._route(True)
-
-    def halve_micro_batch(self) -> int | None:
-        """Take half as many sequences a forward pass; None where one is all there is."""
-        if self.micro_batch_size == 1:
-            return None
-        self.micro_batch_size //= 2
-        return self.micro_batch_size
+    def state(self) -> dict[str, Tensor]:
+        """What a resumed run needs besides what is trained."""
+        return {}
 
     def _route(self, enabled: bool) -> None:
         for routing in self.routings:

@@ -1,7 +1,5 @@
-"""The loop: rate, gradient, clip, step, log, save; too little memory, and signals."""
+"""The loop: rate, gradient, clip, step, log, save; and signals that ask it to stop."""
 
-import gc
-import logging
 import math
 import signal
 import threading
@@ -27,8 +25,6 @@ from dotmoe.distributed import (
 from dotmoe.errors import Interrupted, UserError, require_package
 from dotmoe.options import at_least, check
 from dotmoe.training.folder import Checkpoints, Destination, Metrics, OnStep, loggers
-
-logger = logging.getLogger(__name__)
 
 ParameterGroup = dict[str, Any]
 """As torch's optimizers take it: `params`, pairs of name and parameter, and their peak `lr`.
@@ -84,14 +80,8 @@ class Task(Protocol):
         of a DTensor is a DTensor. The metrics are equal on all ranks; one is called `loss`.
         """
 
-    def state(self) -> dict[str, Any]:
-        """Plain values, and tensors of fixed shapes, that a resumed run needs, too."""
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Inverse of `state` but for a halved micro-batch; also after a step failed halfway."""
-
-    def halve_micro_batch(self) -> int | None:
-        """Take half as many sequences a forward pass from now on; None where there is but one."""
+    def state(self) -> dict[str, Tensor]:
+        """Tensors of fixed shapes that a resumed run needs, too: it reads them in place."""
 
 
 def train(
@@ -194,17 +184,12 @@ class _Trainer:
 
     def save(self, step: int) -> None:
         """Write a checkpoint after `step` steps; all ranks together."""
-        values = {n: v for n, v in self.task.state().items() if not isinstance(v, Tensor)}
-        self.checkpoints.save(step, self._tensors(), {"step": step, "task": values})
+        self.checkpoints.save(step, self._tensors(), {"step": step})
 
     def resume(self) -> int:
         """Read the newest whole checkpoint, on any number of ranks; the steps taken before it."""
-        tensors = self._tensors()
-        if (values := self.checkpoints.load(tensors)) is None:
-            return 0
-        task = {n.removeprefix("task."): t for n, t in tensors.items() if n.startswith("task.")}
-        self.task.restore(task | values["task"])
-        return int(values["step"])
+        values = self.checkpoints.load(self._tensors())
+        return 0 if values is None else int(values["step"])
 
     def take(self, step: int) -> Metrics:
         """Apply one batch; a `UserError` where its loss or gradient is not finite."""
@@ -212,7 +197,7 @@ class _Trainer:
         factor = cosine_with_warmup(
             step, total_steps=schedule.steps, warmup_steps=schedule.warmup_steps
         )
-        metrics = self._gradients(step)
+        metrics = self.task.accumulate_gradients(step)
         norm = global_norm(self.optimizer)
         metrics |= {"grad_norm": float(norm), "lr_factor": factor}
         bad = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
@@ -222,37 +207,13 @@ class _Trainer:
         return metrics
 
     def _tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, those of the task copied."""
-        state = self._task_state()
-        tensors = {f"task.{n}": v for n, v in state.items() if isinstance(v, Tensor)}
+        """All that a resumed run needs, by name."""
+        tensors = {f"task.{name}": tensor for name, tensor in self.task.state().items()}
         for name, parameter in parameters_of(self.optimizer).items():
             tensors[f"parameter.{name}"] = parameter.detach()
             for moment, tensor in self.optimizer.state[parameter].items():
                 tensors[f"{moment}.{name}"] = tensor
         return tensors
-
-    def _task_state(self) -> dict[str, Any]:
-        """A copy of the task's state that later steps do not write into."""
-        return {n: v.clone() if isinstance(v, Tensor) else v for n, v in self.task.state().items()}
-
-    def _gradients(self, step: int) -> Metrics:
-        """`accumulate_gradients`, with the largest halved micro-batch that fits into memory."""
-        before = self._task_state()
-        while True:
-            try:
-                return self.task.accumulate_gradients(step)
-            except torch.OutOfMemoryError:
-                self.optimizer.zero_grad()
-                self.task.restore(before)
-                # On one of several ranks the others wait in the middle of the step.
-                fits = self.task.halve_micro_batch() if num_ranks() == 1 else None
-                if fits is None:
-                    raise
-            logger.warning(
-                "out of memory at step %d: micro_batch_size is %d from here on", step + 1, fits
-            )
-            gc.collect()  # here, where the error's frames hold none of the step's tensors
-            torch.cuda.empty_cache()
 
     def _stop(self, what: str) -> NoReturn:
         last = max(self.checkpoints.folder.glob("step_*"), default=None)
