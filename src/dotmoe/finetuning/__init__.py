@@ -47,6 +47,8 @@ from dotmoe.training.loop import DEFAULT_TRAINING, ParameterGroup, TrainingConfi
 
 MODEL, LAYOUT = "model", "layout.safetensors"
 """What is written into the stage's folder."""
+INDEX = "model.safetensors.index.json"
+"""Which file of a checkpoint has which tensor, where there are several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -353,14 +355,14 @@ def write_weights(dense: DenseModel, out: Path) -> None:
             weight_map |= dict.fromkeys(tensors, file)
     if is_rank_zero():
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_json(out / "model.safetensors.index.json", index)
+        write_json(out / INDEX, index)
 
 
 def begin_checkpoint(dense: DenseModel, out: Path) -> None:
     """Make a folder, in place of what is there, with all of a dense checkpoint but its weights."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    for name in ("config.json", "generation_config.json"):
+    for name in ("config.json", "generation_config.json", INDEX):
         if (dense.folder / name).is_file():
             shutil.copyfile(dense.folder / name, out / name)
     dense.tokenizer.save_pretrained(out)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from dotmoe.distributed import (
     sum_over_ranks,
 )
 from dotmoe.errors import Interrupted, UserError, require_package
-from dotmoe.options import at_least, check
+from dotmoe.options import at_least
 from dotmoe.training.folder import Checkpoints, Destination, Metrics, OnStep, loggers
 
 ParameterGroup = dict[str, Any]
@@ -97,18 +97,16 @@ def train(
     CPU thread count, a run that was killed and resumed ends bit-identical to one that was not.
 
     Raises:
-        UserError: Every checkpoint is damaged; a loss or gradient is not finite; or a package for a
-            log is missing.
+        UserError: Every checkpoint is damaged, or a loss or gradient is not finite.
         Interrupted: SIGTERM or SIGINT came; the step it came in has been saved.
     """
-    check(training)
-    steps, trainer = task.schedule.steps, _Trainer(task, folder)
-    first_step = trainer.resume()
-    last_save = time.monotonic()
+    schedule, optimizer, checkpoints = task.schedule, adamw(task), Checkpoints(folder)
+    saved = checkpoints.load(_tensors(task, optimizer))
+    first_step, last_save = saved["step"] if saved else 0, time.monotonic()
     with loggers(folder, training.log_to, first_step) as logs, stop_requests() as wanted:
-        for step in range(first_step, steps):
+        for step in range(first_step, schedule.steps):
             started = time.perf_counter()
-            metrics = trainer.take(step)
+            metrics = _take(task, optimizer, step, checkpoints)
             metrics["seconds"] = time.perf_counter() - started
             for tell in (*logs, on_step):
                 tell(step + 1, metrics)
@@ -117,13 +115,48 @@ def train(
             # Whether any rank has had a signal, and whether rank 0 wants a checkpoint.
             wishes = [*(number in wanted for number in _SIGNALS), is_due and is_rank_zero()]
             *got, save = sum_over_ranks(torch.tensor(wishes).long()).tolist()
-            if any(got) or save or step + 1 == steps:
-                trainer.save(step + 1)
+            if any(got) or save or step + 1 == schedule.steps:
+                checkpoints.save(step + 1, _tensors(task, optimizer), {"step": step + 1})
                 last_save = time.monotonic()
             for number, count in zip(_SIGNALS, got, strict=True):
                 if count:
                     text = f"{number.name} stopped it after step {step + 1}, now saved"
                     raise Interrupted(number, text)
+
+
+def _tensors(task: Task, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All that a resumed run needs, by name."""
+    tensors = {f"task.{name}": tensor for name, tensor in task.state().items()}
+    for name, parameter in parameters_of(optimizer).items():
+        tensors[f"parameter.{name}"] = parameter.detach()
+        for moment, tensor in optimizer.state[parameter].items():
+            tensors[f"{moment}.{name}"] = tensor
+    return tensors
+
+
+def _take(
+    task: Task, optimizer: torch.optim.Optimizer, step: int, checkpoints: Checkpoints
+) -> Metrics:
+    """Apply one batch; a `UserError` where its loss or gradient is not finite."""
+    metrics, schedule = task.accumulate_gradients(step), task.schedule
+    norm = global_norm(optimizer)
+    factor = cosine_with_warmup(
+        step, total_steps=schedule.steps, warmup_steps=schedule.warmup_steps
+    )
+    metrics |= {"grad_norm": float(norm), "lr_factor": factor}
+    bad = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
+
+    def stop() -> None:
+        last = max(checkpoints.folder.glob("step_*"), default=None)
+        saved = "There is no checkpoint yet" if last is None else f"The last good one is {last}"
+        raise UserError(
+            f"{bad[0]} at step {step + 1}. {saved}. Start again with a lower lr or max_grad_norm."
+        )
+
+    if bad:  # on all ranks alike
+        raise_on_all_ranks(stop)
+    update(optimizer, schedule.max_grad_norm, norm, factor)
+    return metrics
 
 
 def adamw(task: Task) -> torch.optim.AdamW:
@@ -173,52 +206,6 @@ def update(optimizer: torch.optim.Optimizer, max_norm: float, norm: Tensor, fact
     clip_grads_with_norm_(parameters_of(optimizer).values(), max_norm, norm)
     optimizer.step()
     optimizer.zero_grad()
-
-
-class _Trainer:
-    """All that a training run is at the end of a step: what is saved and resumed."""
-
-    def __init__(self, task: Task, folder: Path) -> None:
-        self.task, self.checkpoints = task, Checkpoints(folder)
-        self.optimizer = adamw(task)
-
-    def save(self, step: int) -> None:
-        """Write a checkpoint after `step` steps; all ranks together."""
-        self.checkpoints.save(step, self._tensors(), {"step": step})
-
-    def resume(self) -> int:
-        """Read the newest whole checkpoint, on any number of ranks; the steps taken before it."""
-        values = self.checkpoints.load(self._tensors())
-        return 0 if values is None else int(values["step"])
-
-    def take(self, step: int) -> Metrics:
-        """Apply one batch; a `UserError` where its loss or gradient is not finite."""
-        schedule = self.task.schedule
-        factor = cosine_with_warmup(
-            step, total_steps=schedule.steps, warmup_steps=schedule.warmup_steps
-        )
-        metrics = self.task.accumulate_gradients(step)
-        norm = global_norm(self.optimizer)
-        metrics |= {"grad_norm": float(norm), "lr_factor": factor}
-        bad = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
-        if bad:  # on all ranks alike
-            raise_on_all_ranks(lambda: self._stop(f"{bad[0]} at step {step + 1}"))
-        update(self.optimizer, schedule.max_grad_norm, norm, factor)
-        return metrics
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """All that a resumed run needs, by name."""
-        tensors = {f"task.{name}": tensor for name, tensor in self.task.state().items()}
-        for name, parameter in parameters_of(self.optimizer).items():
-            tensors[f"parameter.{name}"] = parameter.detach()
-            for moment, tensor in self.optimizer.state[parameter].items():
-                tensors[f"{moment}.{name}"] = tensor
-        return tensors
-
-    def _stop(self, what: str) -> NoReturn:
-        last = max(self.checkpoints.folder.glob("step_*"), default=None)
-        saved = "There is no checkpoint yet" if last is None else f"The last good one is {last}"
-        raise UserError(f"{what}. {saved}. Start again with a lower lr or max_grad_norm.")
 
 
 @contextmanager
