@@ -25,7 +25,7 @@ from dotmoe.layout import AlignState, AssignmentConfig
 from dotmoe.models.family import DenseModel
 from dotmoe.moe.masked import Masking, masked, recomputing
 from dotmoe.moe.objective import Objective, ObjectiveConfig, require_trainable
-from dotmoe.options import above, at_least, between
+from dotmoe.options import at_least
 from dotmoe.training.folder import OnStep
 from dotmoe.training.loop import DEFAULT_TRAINING, ParameterGroup, TrainingConfig, train
 from dotmoe.transport import TransportPlan, greedy_assignment
@@ -33,17 +33,10 @@ from dotmoe.transport import TransportPlan, greedy_assignment
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlignConfig(ObjectiveConfig):
-    """The alignment phase. Defaults are the paper's (tab:hyperparams_moefication) unless said."""
+    """The alignment phase."""
 
     steps: Annotated[int, at_least(0)] = 3500
     """Optimizer steps; 0 extracts the initial state as it is."""
-    batch_size: Annotated[int, at_least(1)] = 64
-    lr: Annotated[float, above(0)] = 5e-4
-    warmup_ratio: Annotated[float, between(0, 1)] = 0.2
-    """Share of the steps in which the rate rises and the temperature falls, both linearly."""
-    kl_weight: Annotated[float, at_least(0)] = 2.0
-    z_loss_weight: Annotated[float, at_least(0)] = 1e-3
-    balance_weight: Annotated[float, at_least(0)] = 1e-2
     learn_assignment: bool = True
     """False keeps the initial split and trains routers only (as the random-split baseline does)."""
 

@@ -63,8 +63,6 @@ class FinetuneConfig(ObjectiveConfig):
     """Optimizer steps. 4578 of 128 x 2048 tokens are the paper's 1.2B tokens."""
     batch_size: Annotated[int, at_least(1)] = 128
     lr: Annotated[float, above(0)] = 5e-5
-    weight_decay: Annotated[float, at_least(0)] = 1e-4
-    """AdamW weight decay; the paper names it for alignment only."""
     warmup_ratio: Annotated[float, between(0, 1)] = 0.1
     kl_weight: Annotated[float, at_least(0)] = 0.0
     """Weight of KL(dense || MoE): distillation from the dense model; 0: none, as in the paper.
@@ -98,13 +96,9 @@ class Student(nn.Module):
         `dense` is on the meta device, in the dtype to compute in, and becomes the student.
         """
         super().__init__()
-        device = torch.device(ranks.device_type)
-        if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
-        dtype = next(dense.model.parameters()).dtype
-        tensors = Tensors.of(dense)
+        device, dtype = torch.device(ranks.device_type), next(dense.model.parameters()).dtype
+        tensors, stored = Tensors.of(dense), {name for name, _ in dense.model.named_parameters()}
         tensors.require_shapes(dense.model)
-        stored = {name for name, _ in dense.model.named_parameters()}
         compute_constants(dense.model, device)
         self.routing = Routing(
             active_experts=layout.active_experts,
@@ -178,10 +172,8 @@ def _with_adapters(model: nn.Module, config: FinetuneConfig) -> Any:
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel
 
-    # PEFT adds the products of an expert's three adapters to its weights once a forward pass: 6 r N
-    # D multiplications and additions a layer, whatever the number of tokens, and memory for one
-    # more copy of the layer's experts. Adapters of stacked experts can have no dropout.
-
+    # PEFT adds the products of an expert's three adapters to its weights once a forward pass: that
+    # takes memory for one more copy of the layer's experts. Stacked experts can have no dropout.
     names = [name for name, _ in model.named_parameters()]
     lora = LoraConfig(
         r=config.lora_rank,
@@ -343,19 +335,17 @@ def write_weights(dense: DenseModel, out: Path) -> None:
     dtype, num_files = Tensors.of(dense).dtype, len(dense.family.layers(dense.model)) + 1
     weight_map, total = dict[str, str](), 0
     for number, parts in enumerate(_by_layers(dense), 1):
-        file = f"model-{number:05d}-of-{num_files:05d}.safetensors"
-        tensors = dict[str, Tensor]()
+        file, tensors = f"model-{number:05d}-of-{num_files:05d}.safetensors", dict[str, Tensor]()
         for name, part in parts.items():
             whole = full_tensor(part)
             if is_rank_zero():
                 tensors[name] = whole.to(dtype).cpu().contiguous()
-                total += tensors[name].nbytes
         if is_rank_zero():
             save_file(tensors, out / file, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(tensors, file)
+            total += sum(tensor.nbytes for tensor in tensors.values())
     if is_rank_zero():
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_json(out / INDEX, index)
+        write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def begin_checkpoint(dense: DenseModel, out: Path) -> None:

@@ -44,16 +44,16 @@ def computing(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
             module.forward = forward
         yield
     finally:
-        for module, forward in before.items():
-            if forward is None:
-                del module.forward  # uncovers the class's own
+        for module, own in before.items():
+            if own is None:
+                del module.forward  # uncovers the class's
             else:
-                module.forward = forward
+                module.forward = own
 
 
 def recomputing(dense: DenseModel, enabled: bool = True) -> AbstractContextManager[None]:
     """Inside, if `enabled`, each layer keeps its input only and runs again in the backward pass."""
-    layers = dense.family.layers(dense.model) if enabled else []
+    layers = list(dense.family.layers(dense.model)) if enabled else []
     again = {layer: partial(checkpoint, layer.forward, use_reentrant=False) for layer in layers}
     return computing(again)
 
@@ -67,11 +67,10 @@ class Masking(Routing):
     router_LED: Float[Tensor, "L E D"] | tuple[Float[Tensor, "E D"], ...]
     """Router rows, or those of each layer apart."""
     plan_LNE: Float[Tensor, "L N E"] | tuple[Float[Tensor, "N E"], ...] | None = None
-    """Soft plan, or that of each layer apart; receives the assignment's gradient
-    (eq:assignment_ste). None: nothing does."""
+    """Soft plan, likewise; receives the assignment's gradient, if any (eq:assignment_ste)."""
     fixed: tuple[float, ...] = ()
-    """Further columns of R, the same for all tokens, and of the plan: 1 for neurons that always run
-    and belong to no routed expert, 0 for those that never do."""
+    """Further columns of R, the same for all tokens: 1 for neurons that always run and belong to no
+    routed expert, 0 for those that never do."""
     first_layer: int = 0
     """Layers before this one stay dense."""
     target: str = "ffn"
@@ -206,8 +205,8 @@ def gated(
         gate_TN = F.pad(gate_TE, (0, 1), value=1.0)[:, experts[layer].to(hidden.device)]
         return hidden * gate_TN.view_as(hidden)
 
-    ffns = {layer: layers[layer].get_submodule("mlp") for layer in experts}
-    downs = {layer: dense.family.ffn(layers[layer]).down for layer in experts}
+    ffns = {layer: TARGETS["ffn"].block(layers[layer]) for layer in experts}
+    downs = {layer: TARGETS["ffn"].output(layers[layer]) for layer in experts}
     with watched(ffns, inputs.__setitem__), watched(downs, weigh):
         yield
 
@@ -234,8 +233,8 @@ def masked_activation(
     """H * (R M^T), H = SiLU(gate) * up, with straight-through gradients for R and M.
 
     These are eq:moe_output and eq:assignment_ste. With a hard M, R M^T is a gather,
-    `R[:, expert_of_neuron]`; no T x N x E product is formed. On CUDA one Triton kernel does all of
-    it. The plan's values are not read: it only receives M's gradient.
+    `R[:, expert_of_neuron]`. On CUDA one Triton kernel does all of it. The plan's values are not
+    read: it only receives M's gradient.
 
     Gradient:
         With G = dL/d(mask) = dL/d(out) * H: to R, the sum of G over each expert's neurons; to the
@@ -250,39 +249,33 @@ def masked_activation(
 class _MaskedActivation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        gate_TN: Tensor,
-        up_TN: Tensor,
-        routing_TE: Tensor,
-        expert_of_neuron_N: Tensor,
-        plan_NE: Tensor | None,
+        ctx: Any, gate: Tensor, up: Tensor, routing_TE: Tensor, expert_of: Tensor, plan: Any
     ) -> Tensor:
-        routing = routing_TE.to(gate_TN.dtype)
-        ctx.save_for_backward(gate_TN, up_TN, routing, expert_of_neuron_N)
-        ctx.dtypes = routing_TE.dtype, None if plan_NE is None else plan_NE.dtype
-        if (kernels := kernels_for(gate_TN)) is not None:
-            fused: Tensor = kernels.masked_activation(gate_TN, up_TN, routing, expert_of_neuron_N)
-            return fused
-        return F.silu(gate_TN).mul_(up_TN).mul_(routing.index_select(1, expert_of_neuron_N))
+        routing = routing_TE.to(gate.dtype)
+        ctx.save_for_backward(gate, up, routing, expert_of)
+        ctx.dtypes = routing_TE.dtype, None if plan is None else plan.dtype
+        if (kernels := kernels_for(gate)) is not None:
+            (fused,) = kernels.over_neurons(kernels.masked_activation, gate, up, routing, expert_of)
+            return fused  # type: ignore[no-any-return]
+        return F.silu(gate).mul_(up).mul_(routing.index_select(1, expert_of))
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, routing, expert_of_neuron = ctx.saved_tensors
+        gate, up, routing, expert_of = ctx.saved_tensors
         if (kernels := kernels_for(gate)) is not None:
-            grad_gate, grad_up, grad_mask = kernels.masked_activation_gradient(
-                grad_TN, gate, up, routing, expert_of_neuron
+            grad_gate, grad_up, grad_mask = kernels.over_neurons(
+                kernels.masked_activation_gradient, grad_TN, gate, up, routing, expert_of
             )
         else:
             silu = F.silu(gate)
             grad_mask = (silu * up).mul_(grad_TN)
-            grad_hidden = routing.index_select(1, expert_of_neuron).mul_(grad_TN)
+            grad_hidden = routing.index_select(1, expert_of).mul_(grad_TN)
             grad_up = silu.mul_(grad_hidden)
             grad_gate = torch.ops.aten.silu_backward(grad_hidden.mul_(up), gate)
         grad_routing = grad_plan = None
         routing_dtype, plan_dtype = ctx.dtypes
         if ctx.needs_input_grad[2]:
-            sums = _expert_sums(grad_mask, expert_of_neuron, routing.shape[1])
-            grad_routing = sums.to(routing_dtype)
+            grad_routing = _expert_sums(grad_mask, expert_of, routing.shape[1]).to(routing_dtype)
         if ctx.needs_input_grad[4]:
             grad_plan = product_in_float32(grad_mask.T, routing).to(plan_dtype)
         return grad_gate, grad_up, grad_routing, None, grad_plan

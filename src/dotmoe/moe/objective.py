@@ -33,34 +33,38 @@ Taught = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveConfig:
-    """What alignment and finetuning have in common."""
+    """What alignment and finetuning have in common, with the defaults of alignment.
 
-    steps: Annotated[int, at_least(0)]
+    These are the paper's (tab:hyperparams_moefication) unless said.
+    """
+
+    steps: Annotated[int, at_least(0)] = 3500
     """Optimizer steps."""
-    batch_size: Annotated[int, at_least(1)]
+    batch_size: Annotated[int, at_least(1)] = 64
     """Sequences per optimizer step, of all ranks together; they share them equally."""
     micro_batch_size: Annotated[int, at_least(1)] = 4
     """Sequences per forward pass; gradients add up to the batch. Changes memory, and of the losses
     load balancing alone, which counts the tokens of a micro-batch: a run goes on with its own."""
     max_epochs: Annotated[float, above(0)] = 4.0
     """Passes over the data at most; fewer steps are taken where the data would be repeated more."""
-    lr: Annotated[float, above(0)]
+    lr: Annotated[float, above(0)] = 5e-4
     """Peak learning rate, for whatever has no rate of its own."""
     lr_router: Annotated[float, at_least(0)] | None = None
     """Peak learning rate of the routers; default: lr."""
     weight_decay: Annotated[float, at_least(0)] = 1e-4
     """AdamW weight decay."""
-    warmup_ratio: Annotated[float, between(0, 1)]
-    """Share of the steps in which the rate rises linearly; then it falls as a cosine."""
+    warmup_ratio: Annotated[float, between(0, 1)] = 0.2
+    """Share of the steps in which the rate rises linearly, and in alignment the temperature falls;
+    then the rate falls as a cosine."""
     max_grad_norm: Annotated[float, above(0)] = 1.0
     """Gradients are scaled down to this norm."""
-    kl_weight: Annotated[float, at_least(0)]
+    kl_weight: Annotated[float, at_least(0)] = 2.0
     """Weight of KL(dense || MoE)."""
     ce_weight: Annotated[float, at_least(0)] = 1.0
     """Weight of next-token cross-entropy."""
-    z_loss_weight: Annotated[float, at_least(0)]
+    z_loss_weight: Annotated[float, at_least(0)] = 1e-3
     """Weight of the router z-loss (eq:z_loss), averaged over layers."""
-    balance_weight: Annotated[float, at_least(0)]
+    balance_weight: Annotated[float, at_least(0)] = 1e-2
     """Weight of load balancing (eq:balance_loss), averaged over layers."""
     surrogate: Surrogate = "soft_top_k"
     """Soft mask of the router's gradient: `softmax` is the paper's, `soft_top_k` sums to k."""
@@ -293,10 +297,8 @@ class _Distillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        grad_TD, grad_VD = (
-            None if grad is None else grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors
-        )
-        return grad_TD, grad_VD, None, None, None, None
+        grads = (g if g is None else g * grad_total.to(g.dtype) for g in ctx.saved_tensors)
+        return *grads, None, None, None, None
 
 
 def _chunk(
