@@ -1,20 +1,14 @@
 """The loop on a toy task. Oracles: PyTorch's schedulers, and a run that was not interrupted."""
 
-import json
 import math
 
 import pytest
 import torch
 from torch import nn
-from toy_tasks import EVERY_5, SCHEDULE, Regression, interrupt
+from toy_tasks import EVERY_5, SCHEDULE, Regression, interrupt, metrics_in
 
 from dotmoe.errors import UserError
 from dotmoe.training.loop import cosine_with_warmup, train
-
-
-def metrics(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
 
 
 def test_killed_and_resumed_is_bit_identical_to_uninterrupted(tmp_path):
@@ -30,7 +24,7 @@ def test_killed_and_resumed_is_bit_identical_to_uninterrupted(tmp_path):
     train(resumed, tmp_path / "cut", EVERY_5)
     assert torch.equal(whole.weight, resumed.weight)
     assert torch.equal(whole.seen, resumed.seen)
-    assert metrics(tmp_path / "whole") == metrics(tmp_path / "cut")
+    assert metrics_in(tmp_path / "whole") == metrics_in(tmp_path / "cut")
 
 
 def test_the_steps_are_those_of_torchs_adamw_and_clipping(tmp_path):
@@ -84,4 +78,4 @@ def test_what_is_not_finite_stops_and_names_the_last_checkpoint(event, what, tmp
         train(task, tmp_path, EVERY_5)
     assert f"{tmp_path / 'checkpoints' / 'step_00000010'}. Start again with" in str(error.value)
     assert torch.isfinite(task.weight).all()
-    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 12))
+    assert [line["step"] for line in metrics_in(tmp_path)] == list(range(1, 12))
