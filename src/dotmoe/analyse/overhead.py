@@ -17,7 +17,7 @@ from dotmoe.layout import AlignState, ExpertLayout
 from dotmoe.load import load_dense
 from dotmoe.moe.masked import masked, recomputing
 from dotmoe.tokenise import Text
-from dotmoe.training.loop import adamw, global_norm, update
+from dotmoe.training.loop import adamw, update
 
 OF_TASK = {
     "teacher": "dense forward",
@@ -68,8 +68,7 @@ def profile(run: AnalysedRun) -> Findings:
                 with clock.part("step"):
                     task.accumulate_gradients(step)
                     with clock.part("optimizer"):
-                        norm = global_norm(optimizer)
-                        update(optimizer, config.align.max_grad_norm, norm, factor=0.5)
+                        update(optimizer, config.align.max_grad_norm, factor=0.5)
                 samples.append(clock.seconds())
         added_forward, added_backward = mask_cost(task, clock)
     seconds = {part: fmean(each.get(part, 0.0) for each in samples[1:]) for part in samples[-1]}

@@ -3,7 +3,6 @@
 import math
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -143,14 +142,11 @@ class Student(nn.Module):
 
     def _allocate(self, device: torch.device) -> None:
         """Make room for this rank's rows of what is on the meta device."""
-        head, embedding = self.dense.family.head(self.model), self.model.get_input_embeddings()
-        is_tied = head.weight is embedding.weight
         # As nn.Module.to_empty does, which would empty buffers and routers, too.
         self._apply(  # type: ignore[no-untyped-call]
             lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
         )
-        if is_tied:
-            head.weight = embedding.weight
+        self.model.tie_weights()
 
     def _read(self, tensors: Tensors, stored: set[str], layout: ExpertLayout) -> None:
         """Read this rank's rows; of an FFN projection, any neuron of which may be one, all."""
@@ -242,11 +238,11 @@ class Finetuning(Objective):
         def forward() -> dict[str, Tensor]:
             itself, tuner = taught, self.model.tuner
             if taught is None and self.config.kl_weight:
-                with ExitStack() as without_adapters:
-                    if tuner is not None:
-                        tuner.disable_adapter_layers()
-                        without_adapters.callback(tuner.enable_adapter_layers)
-                    itself = super(Finetuning, self).teacher(tokens_BT)
+                if tuner is not None:
+                    tuner.disable_adapter_layers()
+                itself = super(Finetuning, self).teacher(tokens_BT)
+                if tuner is not None:
+                    tuner.enable_adapter_layers()
             return super(Finetuning, self).losses(tokens_BT, itself)
 
         losses: dict[str, Tensor] = self.model(forward)
@@ -314,8 +310,7 @@ def finetune(
 def write_student(student: Student, layout: ExpertLayout, out: Path) -> ExpertLayout:
     """Write a dense checkpoint in the original order of neurons; all ranks together.
 
-    Returns:
-        The student's experts with the trained routers, centred as extraction does.
+    Returns the student's experts with the trained routers, centred as extraction does.
     """
     if student.tuner is not None:
         student.tuner.merge_and_unload()

@@ -106,7 +106,13 @@ def train(
     with loggers(folder, training.log_to, first_step) as logs, stop_requests() as wanted:
         for step in range(first_step, schedule.steps):
             started = time.perf_counter()
-            metrics = _take(task, optimizer, step, checkpoints)
+            metrics = task.accumulate_gradients(step)
+            rate = cosine_with_warmup(
+                step, total_steps=schedule.steps, warmup_steps=schedule.warmup_steps
+            )
+            norm = update(optimizer, schedule.max_grad_norm, rate)
+            metrics |= {"grad_norm": float(norm), "lr_factor": rate}
+            _require_finite(metrics, step, checkpoints)
             metrics["seconds"] = time.perf_counter() - started
             for tell in (*logs, on_step):
                 tell(step + 1, metrics)
@@ -134,16 +140,8 @@ def _tensors(task: Task, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return tensors
 
 
-def _take(
-    task: Task, optimizer: torch.optim.Optimizer, step: int, checkpoints: Checkpoints
-) -> Metrics:
-    """Apply one batch; a `UserError` where its loss or gradient is not finite."""
-    metrics, schedule = task.accumulate_gradients(step), task.schedule
-    norm = global_norm(optimizer)
-    factor = cosine_with_warmup(
-        step, total_steps=schedule.steps, warmup_steps=schedule.warmup_steps
-    )
-    metrics |= {"grad_norm": float(norm), "lr_factor": factor}
+def _require_finite(metrics: Metrics, step: int, checkpoints: Checkpoints) -> None:
+    """Refuse to go on where a loss or gradient is not finite, on all ranks alike."""
     bad = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
 
     def stop() -> None:
@@ -153,10 +151,8 @@ def _take(
             f"{bad[0]} at step {step + 1}. {saved}. Start again with a lower lr or max_grad_norm."
         )
 
-    if bad:  # on all ranks alike
+    if bad:
         raise_on_all_ranks(stop)
-    update(optimizer, schedule.max_grad_norm, norm, factor)
-    return metrics
 
 
 def adamw(task: Task) -> torch.optim.AdamW:
@@ -193,19 +189,19 @@ def cosine_with_warmup(step: int, *, total_steps: int, warmup_steps: int) -> flo
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def global_norm(optimizer: torch.optim.Optimizer) -> Tensor:
-    """Euclidean norm of all gradients, over all ranks; the same on each. Shape []."""
+def update(optimizer: torch.optim.Optimizer, max_norm: float, factor: float) -> Tensor:
+    """Clip gradients to `max_norm`, take a step at `factor` of the peak rates, and discard them.
+
+    Returns their Euclidean norm before, over all ranks and the same on each, [].
+    """
     parameters = parameters_of(optimizer).values()
-    return full_tensor(get_total_norm([p.grad for p in parameters if p.grad is not None]))
-
-
-def update(optimizer: torch.optim.Optimizer, max_norm: float, norm: Tensor, factor: float) -> None:
-    """Clip all gradients to `max_norm`, take a step at `factor` of the peak rates, discard them."""
+    norm = full_tensor(get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    clip_grads_with_norm_(parameters, max_norm, norm)
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * factor
-    clip_grads_with_norm_(parameters_of(optimizer).values(), max_norm, norm)
     optimizer.step()
     optimizer.zero_grad()
+    return norm
 
 
 @contextmanager
