@@ -121,7 +121,11 @@ def block_inputs(
         places = {0: of.block(layer)}
         if target == "attention":
             places[1] = of.output(layer)
-        with watched(places, lambda number, x, to=seen: to[number].append(x.flatten(0, -2))):
+
+        def keep(number: int, x: Tensor, seen: dict[int, list[Tensor]] = seen) -> None:
+            seen[number].append(x.flatten(0, -2))
+
+        with watched(places, keep):
             (stream if converted is None else stream.clone()).advance(index)
         x_TD = torch.cat(seen[0])
         yield x_TD, partial(_energy, dense, layer, x_TD, seen[1])
