@@ -85,11 +85,10 @@ class LearnedAssignment:
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Router, and affinities where the assignment is learned."""
-        config = self.config
-        learned = {"router": (self.router_LED, config.router_rate)}
-        if config.learn_assignment:
-            learned["affinity"] = (self.affinity_LNE, config.lr)
-        return [{"params": [(self.prefix + n, p)], "lr": lr} for n, (p, lr) in learned.items()]
+        prefix, config = self.prefix, self.config
+        router = {"params": [(f"{prefix}router", self.router_LED)], "lr": config.router_rate}
+        affinity = {"params": [(f"{prefix}affinity", self.affinity_LNE)], "lr": config.lr}
+        return [router, affinity] if config.learn_assignment else [router]
 
     def plan(self, tau: float) -> TransportPlan:
         """Soft plan of this rank's layers."""

@@ -19,6 +19,7 @@ from dotmoe.report import RunResults
 from runs import TINY_CONVERT, Forked, TinyRun, torchrun
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "phi3")
+TRAINED = ("llama", "granite", "olmo2", "phi3")
 SCALED = {"granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5}}
 QUICK = ["--scale-tokens", "128", "--verify-tokens", "128"]
 
@@ -97,44 +98,33 @@ def test_a_layer_is_the_ridge_regression_of_what_is_missing(
     assert np.abs(actual - change).max() < 2e-3 * np.abs(change).max()
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [*((each, "float32") for each in FAMILIES), ("phi3", "bfloat16")]
-)
-def test_the_masked_model_comes_closer_to_the_dense_one(
-    family, dtype, dense_of, layout_of, text, tmp_path
-):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_masked_model_comes_closer_to_the_dense_one(family, dense_of, layout_of, tmp_path):
+    """By the refit, and in families that differ in norms, factors or fusion by training behind it.
+
+    Nothing but what is repaired changes; one family is in 16 bits.
+    """
+    dtype, is_trained = "bfloat16" if family == "qwen2" else "float32", family in TRAINED
     dense = dense_of(family, dtype=dtype, load_dtype=dtype, **SCALED.get(family, {}))
-    layout = layout_of(dense, 6, active_experts=3, dense_layers=int(family == "qwen3"))
+    layout = layout_of(dense, 6, active_experts=3, dense_layers=int(is_trained))
+    training, heldout = walks(300 if is_trained else 36), walks(8).tokens_BT.long()
     before = {name: value.clone() for name, value in dense.model.state_dict().items()}
-    training, heldout = TokenBlocks(text.tokens_BT[:36]), text.tokens_BT[36:].long()
-    repair(dense, layout, training, RepairConfig(repair_epochs=0), folder=tmp_path)
-    assert all(torch.equal(before[name], v) for name, v in dense.model.state_dict().items())
-    repaired = made(tmp_path, dtype=dtype)
-    states, downs = repaired.model.state_dict(), [f"layers.{i}.mlp.down_proj" for i in (0, 1)]
-    first = layout.first_dense_layers
-    for name, value in before.items():
-        assert torch.equal(states[name], value) != any(each in name for each in downs[first:])
-    kl = [divergence(dense, each, layout, heldout) for each in (dense, repaired)]
-    assert kl[1] < 0.95 * kl[0]
-
-
-@pytest.mark.parametrize("family", ["llama", "granite", "olmo2", "phi3"])
-def test_training_all_projections_comes_closer_still(family, dense_of, layout_of, tmp_path):
-    dense = dense_of(family, **SCALED.get(family, {}))
-    layout = layout_of(dense, 6, active_experts=3, dense_layers=1)
-    training, heldout = walks(300), walks(8).tokens_BT.long()
-    kl = {}
-    for epochs in (0, 8):
+    kl = [divergence(dense, dense, layout, heldout)]
+    for epochs in (0, 8) if is_trained else (0,):
         ks, out = (2, 3) if family == "granite" else (), tmp_path / str(epochs)
         config = RepairConfig(repair_tokens=9600, repair_epochs=epochs, repair_active_experts=ks)
-        (layer,) = repair(dense, layout, training, config, folder=out)["layers"]
-        repaired = made(out)
-        kl[epochs] = divergence(dense, repaired, layout, heldout)
-    assert kl[8] < 0.9 * kl[0], kl
-    assert layer["trained_error"] < layer["heldout_error"]
-    states = repaired.model.state_dict()
-    changed = {n for n, v in dense.model.state_dict().items() if not torch.equal(states[n], v)}
-    assert changed == {n for n in states if n.startswith("model.layers.1.mlp.")}
+        layer = repair(dense, layout, training, config, folder=out)["layers"][-1]
+        assert all(torch.equal(before[name], v) for name, v in dense.model.state_dict().items())
+        repaired = made(out, dtype=dtype)
+        kl.append(divergence(dense, repaired, layout, heldout))
+        states, part = repaired.model.state_dict(), "mlp." if epochs else "mlp.down_proj."
+        places = tuple(f"model.layers.{index}.{part}" for index in layout.moe_layers)
+        changed = {name for name, value in before.items() if not torch.equal(states[name], value)}
+        assert changed == {name for name in states if name.startswith(places)}
+    assert kl[1] < 0.95 * kl[0], kl
+    if is_trained:
+        assert kl[2] < 0.9 * kl[1], kl
+        assert layer["trained_error"] < layer["heldout_error"]
 
 
 @torch.no_grad()

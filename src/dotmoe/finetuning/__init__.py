@@ -39,7 +39,7 @@ from dotmoe.moe.objective import (
     require_trainable,
 )
 from dotmoe.moe.router import Routing
-from dotmoe.moe.sparse import EXPERT_WEIGHTS, SparseFFN, make_sparse
+from dotmoe.moe.sparse import SparseFFN, make_sparse
 from dotmoe.options import above, at_least, between
 from dotmoe.training.folder import OnStep
 from dotmoe.training.loop import DEFAULT_TRAINING, ParameterGroup, TrainingConfig, train
@@ -170,12 +170,12 @@ def _with_adapters(model: nn.Module, config: FinetuneConfig) -> Any:
 
     # PEFT adds the products of an expert's three adapters to its weights once a forward pass: that
     # takes memory for one more copy of the layer's experts. Stacked experts can have no dropout.
-    names = [name for name, _ in model.named_parameters()]
+    of_experts = [name for name, _ in model.named_parameters() if name.endswith("_ESD")]
     lora = LoraConfig(
         r=config.lora_rank,
         lora_alpha=32,
         target_modules=r".*\.(self_attn\.(q|k|v|o|qkv)|mlp\.(gate|up|gate_up|down))_proj",
-        target_parameters=[name for name in names if name.rpartition(".")[2] in EXPERT_WEIGHTS],
+        target_parameters=of_experts,
     )
     tuner = LoraModel(model, lora, "default")
     for name, parameter in model.named_parameters():

@@ -297,7 +297,9 @@ class _Distillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        grads = (g if g is None else g * grad_total.to(g.dtype) for g in ctx.saved_tensors)
+        grads = (
+            None if grad is None else grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors
+        )
         return *grads, None, None, None, None
 
 
