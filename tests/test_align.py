@@ -15,7 +15,7 @@ from dotmoe.granularity import Granularity
 from dotmoe.layout import AlignState, AssignmentConfig, extract
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked
-from dotmoe.training.loop import TrainingConfig
+from dotmoe.training.loop import TrainingConfig, train
 from dotmoe.transport import balanced_plan, greedy_assignment
 
 E, K = 12, 3
@@ -48,10 +48,10 @@ def split_of(dense, **options):
     return Granularity(num_experts=E, expert_size=size, active_experts=K, **options)
 
 
-def alignment(dense, blocks, config=CONFIG, *, split=None, **assignment):
+def alignment(dense, blocks, config=CONFIG, *, kind=Alignment, split=None, **assignment):
     split = split or split_of(dense)
     start = random_state(dense, columns=split.columns)
-    return Alignment(dense, blocks, start, split, config, AssignmentConfig(**assignment), seed=0)
+    return kind(dense, blocks, start, split, config, AssignmentConfig(**assignment), seed=0)
 
 
 def gradients(dense, blocks, config=CONFIG, **options):
@@ -204,6 +204,13 @@ def test_a_split_that_is_not_learned_stays_while_its_router_learns(dense, blocks
     assert not torch.equal(initial.router_LED, final.router_LED)
 
 
+def test_affinities_have_a_rate_of_their_own(dense, blocks, tmp_path):
+    task = alignment(dense, blocks, replace(CONFIG, steps=2, lr_affinity=0.0))
+    final, initial = align(task, tmp_path), task.initial
+    assert torch.equal(initial.affinity_LNE, final.affinity_LNE)
+    assert not torch.equal(initial.router_LED, final.router_LED)
+
+
 def test_the_papers_solver_trains(dense, blocks, tmp_path):
     task = alignment(dense, blocks, replace(CONFIG, steps=2), solver="sinkhorn")
     state = align(task, tmp_path)
@@ -242,3 +249,42 @@ def test_float16_is_refused(tiny_dense, blocks, tmp_path):
     dense = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu", dtype="float16"))
     with pytest.raises(UserError, match=r"float16.*--dtype bfloat16"):
         align(alignment(dense, blocks), tmp_path)
+
+
+class Cramped(Alignment):
+    """The backward pass of more than two sequences does not fit, and step 2 is interrupted."""
+
+    interrupted_at = None
+
+    def differentiate(self, loss, *, is_last):
+        if self.micro_batch_size > 2:
+            raise torch.OutOfMemoryError("too much")
+        super().differentiate(loss, is_last=is_last)
+
+    def begin(self, step):
+        if step == self.interrupted_at:
+            raise KeyboardInterrupt
+        return super().begin(step)
+
+
+def test_a_halved_micro_batch_is_kept_when_resumed(dense, blocks, tmp_path):
+    """It decides the balance loss, so that the state is that of the micro-batch from the start."""
+
+    def trained(kind, size, folder, interrupted_at=None):
+        config = replace(CONFIG, micro_batch_size=size, steps=3)
+        task = alignment(dense, blocks, config, kind=kind)
+        task.interrupted_at = interrupted_at
+        folder.mkdir(exist_ok=True)
+        with masked(dense, task.routings):
+            train(task, folder, TrainingConfig(checkpoint_every=1))
+        assert task.micro_batch_size == 2
+        part = task.parts[0]
+        return part.affinity_LNE, part.router_LED, part.masking.expert_of_neuron_LN
+
+    fitting = trained(Alignment, 2, tmp_path / "fitting")
+    cramped = trained(Cramped, 4, tmp_path / "cramped")
+    with pytest.raises(KeyboardInterrupt):
+        trained(Cramped, 4, tmp_path / "cut", interrupted_at=2)
+    resumed = trained(Alignment, 4, tmp_path / "cut")
+    for others in (cramped, resumed):
+        assert all(map(torch.equal, fitting, others))

@@ -37,6 +37,8 @@ class AlignConfig(ObjectiveConfig):
 
     steps: Annotated[int, at_least(0)] = 3500
     """Optimizer steps; 0 extracts the initial state as it is."""
+    lr_affinity: Annotated[float, at_least(0)] | None = None
+    """Peak learning rate of the affinities; default: lr."""
     learn_assignment: bool = True
     """False keeps the initial split and trains routers only (as the random-split baseline does)."""
 
@@ -85,10 +87,15 @@ class LearnedAssignment:
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Router, and affinities where the assignment is learned."""
-        prefix, config = self.prefix, self.config
-        router = {"params": [(f"{prefix}router", self.router_LED)], "lr": config.router_rate}
-        affinity = {"params": [(f"{prefix}affinity", self.affinity_LNE)], "lr": config.lr}
-        return [router, affinity] if config.learn_assignment else [router]
+        config, first = self.config, self.masking.first_layer
+        learned = {"router": (self.router_LED, config.router_rate)}
+        if config.learn_assignment:
+            rate = config.lr if config.lr_affinity is None else config.lr_affinity
+            learned["affinity"] = (self.affinity_LNE, rate)
+        return [
+            {"params": [(self.prefix + name, parameter)], "lr": rate, "first_layer": first}
+            for name, (parameter, rate) in learned.items()
+        ]
 
     def plan(self, tau: float) -> TransportPlan:
         """Soft plan of this rank's layers."""

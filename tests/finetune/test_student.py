@@ -13,6 +13,7 @@ from dotmoe.layout import ALWAYS_ON
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked_by
 from dotmoe.moe.objective import hidden_states
+from dotmoe.training.loop import train
 from runs import weights_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "phi3")
@@ -160,6 +161,35 @@ def test_what_is_trained_is_float32_and_what_stays_has_the_models_dtype(
     wide = task_of(new_student(folder, config), blocks, config).accumulate_gradients(0)["ce"]
     assert low != wide
     assert low == pytest.approx(wide, rel=0.02)
+
+
+def test_a_backward_pass_that_did_not_fit_leaves_no_trace(
+    tiny_dense, blocks, new_student, tmp_path
+):
+    """FSDP2 is on one rank, too, where the model computes in 16 bits."""
+    folder, once = tiny_dense("llama", dtype="bfloat16"), iter([True])
+
+    def fail(gradient):
+        if next(once, False):
+            raise torch.OutOfMemoryError("too much")
+
+    def on_output(module, args, output):
+        output.register_hook(fail)
+
+    def trained(size):
+        config = replace(PLAIN, steps=2, micro_batch_size=size)
+        student = new_student(folder, config, "bfloat16")
+        task = task_of(student, blocks, config)
+        if size > 2:
+            student.ffns[1].register_forward_hook(on_output)
+        where = tmp_path / str(size)
+        where.mkdir()
+        train(task, where)
+        assert task.micro_batch_size == 2
+        return {name: full_tensor(p.detach()) for name, p in student.trained().items()}
+
+    fitting, halved = trained(2), trained(4)
+    assert all(torch.equal(halved[name], weight) for name, weight in fitting.items())
 
 
 def test_adapters_are_disabled_in_the_teacher_and_merged_as_peft_computes_them(

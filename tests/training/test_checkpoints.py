@@ -6,12 +6,12 @@ import re
 
 import pytest
 import torch
-from toy_tasks import EVERY_5, Regression, metrics_in
+from toy_tasks import EVERY_5, Regression, metrics_in, warnings_in
 
 from dotmoe.cli import message_of
 from dotmoe.errors import UserError
 from dotmoe.training.folder import Checkpoints
-from dotmoe.training.loop import train
+from dotmoe.training.loop import TrainingConfig, train
 
 
 def truncate(path):
@@ -47,7 +47,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(damage, tmp_path
     again = Regression()
     with caplog.at_level(logging.WARNING):
         train(again, tmp_path, EVERY_5)
-    (warning,) = [each.message for each in caplog.records if each.name.startswith("dotmoe")]
+    (warning,) = warnings_in(caplog)
     assert "\n" not in warning
     assert re.search(pattern, warning)
     assert "step_00000010, the one before" in warning
@@ -58,6 +58,13 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(damage, tmp_path
         spoil(checkpoint)
     with pytest.raises(UserError, match=r"every checkpoint in .* is damaged .*delete"):
         train(Regression(), tmp_path, EVERY_5)
+
+
+def test_minutes_pass_before_the_steps_and_as_many_are_kept_as_asked_for(tmp_path):
+    often = TrainingConfig(checkpoint_every=100, checkpoint_minutes=1e-9, keep_checkpoints=3)
+    train(Regression(), tmp_path, often)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step_00000010", "step_00000011", "step_00000012"]
 
 
 def test_what_a_kill_left_half_written_is_not_read_and_goes(tmp_path):

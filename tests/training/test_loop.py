@@ -1,7 +1,5 @@
 """The loop on a toy task. Oracles: PyTorch's schedulers, and a run that was not interrupted."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -59,21 +57,3 @@ def test_the_cosine_is_pytorchs():
         assert found == pytest.approx(oracle.get_last_lr()[0], abs=1e-12)
         optimizer.step()
         oracle.step()
-
-
-def not_a_number(task, metrics):
-    return {"loss": math.nan}
-
-
-def spoil_gradient(task, metrics):
-    task.weight.grad[2] = math.inf
-
-
-@pytest.mark.parametrize(
-    ("event", "what"), [(not_a_number, "loss is nan"), (spoil_gradient, "grad_norm is (inf|nan)")]
-)
-def test_what_is_not_finite_stops_and_names_the_last_checkpoint(event, what, tmp_path):
-    with pytest.raises(UserError, match=f"^{what} at step 12. The last good one is") as error:
-        train(Regression({11: event}), tmp_path, EVERY_5)
-    assert f"{tmp_path / 'checkpoints' / 'step_00000010'}. Start again with" in str(error.value)
-    assert [line["step"] for line in metrics_in(tmp_path)] == list(range(1, 12))

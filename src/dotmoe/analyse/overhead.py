@@ -17,7 +17,7 @@ from dotmoe.layout import AlignState, ExpertLayout
 from dotmoe.load import load_dense
 from dotmoe.moe.masked import masked, recomputing
 from dotmoe.tokenise import Text
-from dotmoe.training.loop import adamw, update
+from dotmoe.training.loop import adamw, global_norm, update
 
 OF_TASK = {
     "teacher": "dense forward",
@@ -68,12 +68,13 @@ def profile(run: AnalysedRun) -> Findings:
                 with clock.part("step"):
                     task.accumulate_gradients(step)
                     with clock.part("optimizer"):
-                        update(optimizer, config.align.max_grad_norm, factor=0.5)
+                        norm = global_norm(optimizer)
+                        update(optimizer, config.align.max_grad_norm, norm, factor=0.5)
                 samples.append(clock.seconds())
         added_forward, added_backward = mask_cost(task, clock)
     seconds = {part: fmean(each.get(part, 0.0) for each in samples[1:]) for part in samples[-1]}
     step_s = seconds.pop("step")
-    passes = -(-config.align.batch_size // config.align.micro_batch_size)
+    passes = -(-config.align.batch_size // task.micro_batch_size)
     passes *= dense.widths.layers - task.parts[0].masking.first_layer
     forward = min(added_forward * passes, seconds["student forward"])
     # The forward pass runs again in the backward pass where activations are recomputed.
@@ -110,8 +111,7 @@ def mask_cost(task: Alignment, clock: "Clock") -> tuple[float, float]:
     """
     dense, routing = task.dense, task.parts[0].masking
     ffn = dense.family.layers(dense.model)[routing.first_layer].get_submodule("mlp")
-    config = task.config
-    tokens = min(config.micro_batch_size, config.batch_size) * task.blocks.seq_len
+    tokens = task.micro_batch_size * task.blocks.seq_len
     dtype = next(dense.model.parameters()).dtype
     x = torch.randn(tokens, dense.widths.model, device=dense.device, dtype=dtype)
     x.requires_grad_()

@@ -254,6 +254,12 @@ class Finetuning(Objective):
             self.model.set_requires_all_reduce(is_last)
         super().differentiate(loss, is_last=is_last)
 
+    def forget_step(self) -> None:
+        """See `Objective`; a backward pass that was cut off leaves FSDP2 waiting for its end."""
+        super().forget_step()
+        if isinstance(self.model, FSDPModule):
+            self.model._get_fsdp_state()._root_post_backward_final_callback()
+
 
 def finetune(
     dense: DenseModel,

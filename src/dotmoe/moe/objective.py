@@ -130,6 +130,7 @@ class Objective:
         self.dense, self.routings, self.blocks = dense, routings, blocks
         self.config, self.seed = config, seed
         self.schedule = config.schedule(blocks.num_blocks)
+        self.micro_batch_size = min(config.micro_batch_size, config.batch_size)
 
     def begin(self, step: int) -> dict[str, Tensor]:
         """Prepare a step; metrics that are not losses, equal on all ranks."""
@@ -148,7 +149,7 @@ class Objective:
         metrics = self.begin(step)
         batch = self.blocks.batch(step, size, self.seed, rank(), num_ranks()).to(self.dense.device)
         sums: dict[str, Tensor] = {}
-        parts = torch.split(batch, self.config.micro_batch_size)
+        parts = torch.split(batch, self.micro_batch_size)
         for number, rows in enumerate(parts, 1):
             share = len(rows) / size
             losses = self.losses(rows, self.teacher(rows))
@@ -202,6 +203,11 @@ class Objective:
     def state(self) -> dict[str, Tensor]:
         """What a resumed run needs besides what is trained."""
         return {}
+
+    def forget_step(self) -> None:
+        """Let go of the activations of a forward pass that was cut off."""
+        for routing in self.routings:
+            routing.losses = None
 
     def _route(self, enabled: bool) -> None:
         for routing in self.routings:

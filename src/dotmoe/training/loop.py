@@ -1,15 +1,19 @@
-"""The loop: rate, gradient, clip, step, log, save; and signals that ask it to stop."""
+"""The loop: rate, gradient, clip, step, log, save; bad losses, too little memory, and signals."""
 
+import gc
+import logging
 import math
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from statistics import median
 from types import FrameType
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,26 +27,39 @@ from dotmoe.distributed import (
     sum_over_ranks,
 )
 from dotmoe.errors import Interrupted, UserError, require_package
-from dotmoe.options import at_least
+from dotmoe.options import above, at_least
 from dotmoe.training.folder import Checkpoints, Destination, Metrics, OnStep, loggers
+
+logger = logging.getLogger(__name__)
 
 ParameterGroup = dict[str, Any]
 """As torch's optimizers take it: `params`, pairs of name and parameter, and their peak `lr`.
 
 Names are those of checkpoints. Either all parameters are plain tensors, equal on all ranks, or
-DTensors, of which a rank may hold no part."""
+DTensors, of which a rank may hold no part. Where their first dimension counts layers, `first_layer`
+is the number of its first."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_MINUTES = 30
-"""Between checkpoints, where steps are so long that these pass first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """Checkpoints and logs of every training stage; nothing changes what is learned."""
+    """Checkpoints, bad values and logs of every training stage; nothing changes what is learned."""
 
     checkpoint_every: Annotated[int, at_least(1)] = 100
-    """Steps between checkpoints, of which the newest two are kept."""
+    """Steps between checkpoints."""
+    checkpoint_minutes: Annotated[float, above(0)] = 30.0
+    """Minutes between checkpoints, where steps are so long that these pass first."""
+    keep_checkpoints: Annotated[int, at_least(1)] = 2
+    """Checkpoints that are kept; an older one goes when a newer one is whole on disk."""
+    on_bad_loss: Literal["stop", "skip"] = "stop"
+    """Where a loss or gradient is not finite, or a loss explodes: `stop`, naming the layer and the
+    last checkpoint, or `skip` the batch."""
+    max_loss_ratio: Annotated[float, above(1, or_infinite=True)] = 10.0
+    """A loss explodes where it is above every loss before it and above this many times the median
+    of the last 64; `inf`: never."""
+    max_skipped: Annotated[int, at_least(0)] = 10
+    """Batches skipped in a row at most; one more stops the run."""
     log_to: tuple[Destination, ...] = ()
     """Besides `metrics.jsonl`: `tensorboard`, `wandb`, or both."""
 
@@ -69,6 +86,8 @@ class Task(Protocol):
     """What the loop trains."""
 
     schedule: Schedule
+    micro_batch_size: int
+    """Sequences per forward pass, which the loop halves where they do not fit into memory."""
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """What is trained."""
@@ -81,7 +100,10 @@ class Task(Protocol):
         """
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors of fixed shapes that a resumed run needs, too: it reads them in place."""
+        """Tensors of fixed shapes that a resumed run needs, too: they are written in place."""
+
+    def forget_step(self) -> None:
+        """Let go of what a step that was cut off has left, but for gradients and `state`."""
 
 
 def train(
@@ -97,32 +119,49 @@ def train(
     CPU thread count, a run that was killed and resumed ends bit-identical to one that was not.
 
     Raises:
-        UserError: Every checkpoint is damaged, or a loss or gradient is not finite.
+        UserError: Every checkpoint is damaged, or a loss or gradient is not finite or explodes.
         Interrupted: SIGTERM or SIGINT came; the step it came in has been saved.
     """
-    schedule, optimizer, checkpoints = task.schedule, adamw(task), Checkpoints(folder)
-    saved = checkpoints.load(_tensors(task, optimizer))
-    first_step, last_save = saved["step"] if saved else 0, time.monotonic()
+    schedule, optimizer, watch = task.schedule, adamw(task), LossWatch()
+    checkpoints = Checkpoints(folder, training.keep_checkpoints)
+    first_step, last_save = 0, time.monotonic()
+    if saved := checkpoints.load(_tensors(task, optimizer)):
+        first_step, task.micro_batch_size = saved["step"], saved["micro_batch_size"]
+        watch = LossWatch(**saved["losses"])
     with loggers(folder, training.log_to, first_step) as logs, stop_requests() as wanted:
         for step in range(first_step, schedule.steps):
             started = time.perf_counter()
-            metrics = task.accumulate_gradients(step)
+            before = {name: tensor.clone() for name, tensor in task.state().items()}
+            metrics = _gradients(task, optimizer, step, before)
             rate = cosine_with_warmup(
                 step, total_steps=schedule.steps, warmup_steps=schedule.warmup_steps
             )
-            norm = update(optimizer, schedule.max_grad_norm, rate)
+            norm = global_norm(optimizer)
             metrics |= {"grad_norm": float(norm), "lr_factor": rate}
-            _require_finite(metrics, step, checkpoints)
+            trouble = watch.trouble_in(metrics, training.max_loss_ratio)
+            # Ranks whose numbers differ in the last bit must still decide alike.
+            if sum_over_ranks(torch.tensor(int(trouble is not None))).item():
+                place = _worst_place(optimizer)  # all ranks together
+                what = f"{trouble or 'a loss is bad'} at step {step + 1}; {place}."
+                raise_on_all_ranks(partial(_skip_or_stop, what, watch, training, checkpoints))
+                _undo(task, optimizer, before)
+            else:
+                update(optimizer, schedule.max_grad_norm, norm, rate)
+                watch.accept(metrics["loss"])
+            if training.on_bad_loss == "skip":
+                metrics["skipped"] = float(watch.skipped)
             metrics["seconds"] = time.perf_counter() - started
             for tell in (*logs, on_step):
                 tell(step + 1, metrics)
             is_due = (step + 1) % training.checkpoint_every == 0
-            is_due |= time.monotonic() - last_save >= 60 * _MINUTES
+            is_due |= time.monotonic() - last_save >= 60 * training.checkpoint_minutes
             # Whether any rank has had a signal, and whether rank 0 wants a checkpoint.
             wishes = [*(number in wanted for number in _SIGNALS), is_due and is_rank_zero()]
             *got, save = sum_over_ranks(torch.tensor(wishes).long()).tolist()
             if any(got) or save or step + 1 == schedule.steps:
-                checkpoints.save(step + 1, _tensors(task, optimizer), {"step": step + 1})
+                size, losses = task.micro_batch_size, asdict(watch)
+                values = {"step": step + 1, "micro_batch_size": size, "losses": losses}
+                checkpoints.save(step + 1, _tensors(task, optimizer), values)
                 last_save = time.monotonic()
             for number, count in zip(_SIGNALS, got, strict=True):
                 if count:
@@ -140,19 +179,106 @@ def _tensors(task: Task, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return tensors
 
 
-def _require_finite(metrics: Metrics, step: int, checkpoints: Checkpoints) -> None:
-    """Refuse to go on where a loss or gradient is not finite, on all ranks alike."""
-    bad = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
+@dataclass
+class LossWatch:
+    """Judges the metrics of each step by those of the steps before it; plain values.
 
-    def stop() -> None:
-        last = max(checkpoints.folder.glob("step_*"), default=None)
-        saved = "There is no checkpoint yet" if last is None else f"The last good one is {last}"
-        raise UserError(
-            f"{bad[0]} at step {step + 1}. {saved}. Start again with a lower lr or max_grad_norm."
+    A loss explodes where it is above every loss accepted so far and above `max_ratio` times the
+    median of the last 64; of the first 8 nothing but finiteness is asked. The first condition keeps
+    the ordinary spikes of a loss near 0 from counting, and single ones hardly move a median.
+    """
+
+    recent: list[float] = field(default_factory=list)
+    largest: float = -math.inf
+    skipped: int = 0
+    """Batches that were not applied so far."""
+    skipped_in_a_row: int = 0
+
+    def trouble_in(self, metrics: Metrics, max_ratio: float) -> str | None:
+        """What is wrong with a step's metrics; None where nothing is."""
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                return f"{name} is {value}"
+        loss, count = metrics["loss"], len(self.recent)
+        if count < 8 or loss <= self.largest:
+            return None
+        usual = median(self.recent)
+        if loss - usual <= (max_ratio - 1) * abs(usual):
+            return None
+        return f"loss is {loss:.4g}, where the median of the last {count} is {usual:.4g},"
+
+    def accept(self, loss: float) -> None:
+        """Remember the loss of a step that was applied."""
+        self.recent = [*self.recent, loss][-64:]
+        self.largest = max(self.largest, loss)
+        self.skipped_in_a_row = 0
+
+
+def _gradients(
+    task: Task, optimizer: torch.optim.Optimizer, step: int, before: dict[str, Tensor]
+) -> Metrics:
+    """`accumulate_gradients`, with the largest halved micro-batch that fits into memory."""
+    while True:
+        try:
+            return task.accumulate_gradients(step)
+        except torch.OutOfMemoryError:
+            # On one of several ranks the others wait in the middle of the step.
+            if task.micro_batch_size == 1 or num_ranks() > 1:
+                raise
+        task.micro_batch_size = size = task.micro_batch_size // 2
+        logger.warning(
+            "out of memory at step %d: micro_batch_size is %d from here on", step + 1, size
         )
+        task.forget_step()
+        _undo(task, optimizer, before)
+        gc.collect()  # here, where the error's frames hold none of the step's tensors
+        torch.cuda.empty_cache()
 
-    if bad:
-        raise_on_all_ranks(stop)
+
+def _undo(task: Task, optimizer: torch.optim.Optimizer, before: dict[str, Tensor]) -> None:
+    """Discard the gradients of a batch, and what it did to the task's state."""
+    optimizer.zero_grad()
+    for name, tensor in task.state().items():
+        tensor.copy_(before[name])
+
+
+def _worst_place(optimizer: torch.optim.Optimizer) -> str:
+    """The first gradient of the backward pass that is not finite, or the largest, in words."""
+    places: list[tuple[str, int, float]] = []
+    for group in optimizer.param_groups:
+        first = group.get("first_layer")
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            if parameter.grad is not None:
+                squares = parameter.grad.double().square()
+                sums = full_tensor(squares.sum() if first is None else squares.flatten(1).sum(1))
+                for layer, size in enumerate(sums.view(-1).tolist(), first or 0):
+                    where = name if first is None else f"{name}, layer {layer}"
+                    places.append((where, layer, size))
+    places.reverse()
+    if bad := [place for place in places if not math.isfinite(place[2])]:
+        where, _, _ = max(bad, key=lambda place: place[1])
+        return f"the first gradient that is not finite is that of {where}"
+    where, _, _ = max(places, key=lambda place: place[2])
+    return f"the largest gradient is that of {where}"
+
+
+def _skip_or_stop(
+    what: str, watch: LossWatch, training: TrainingConfig, checkpoints: Checkpoints
+) -> None:
+    """Count a bad batch, or raise the error that ends the run."""
+    remedy = "Start"
+    if training.on_bad_loss == "stop":
+        remedy = "Give --on-bad-loss skip to go on without such batches, or start"
+    elif (most := watch.skipped_in_a_row) == training.max_skipped:
+        what += f" {most} batches before it were skipped in a row, which is max_skipped."
+    else:
+        watch.skipped += 1
+        watch.skipped_in_a_row += 1
+        logger.warning("%s The batch is skipped.", what)
+        return
+    last = max(checkpoints.folder.glob("step_*"), default=None)
+    saved = "There is no checkpoint yet" if last is None else f"The last good one is {last}"
+    raise UserError(f"{what} {saved}. {remedy} again with a lower lr or max_grad_norm.")
 
 
 def adamw(task: Task) -> torch.optim.AdamW:
@@ -189,19 +315,19 @@ def cosine_with_warmup(step: int, *, total_steps: int, warmup_steps: int) -> flo
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def update(optimizer: torch.optim.Optimizer, max_norm: float, factor: float) -> Tensor:
-    """Clip gradients to `max_norm`, take a step at `factor` of the peak rates, and discard them.
+def global_norm(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Euclidean norm of all gradients, over all ranks; the same on each. Shape []."""
+    grads = [p.grad for p in parameters_of(optimizer).values() if p.grad is not None]
+    return full_tensor(get_total_norm(grads))
 
-    Returns their Euclidean norm before, over all ranks and the same on each, [].
-    """
-    parameters = parameters_of(optimizer).values()
-    norm = full_tensor(get_total_norm([p.grad for p in parameters if p.grad is not None]))
-    clip_grads_with_norm_(parameters, max_norm, norm)
+
+def update(optimizer: torch.optim.Optimizer, max_norm: float, norm: Tensor, factor: float) -> None:
+    """Clip gradients to `max_norm`, take a step at `factor` of the peak rates, and discard them."""
+    clip_grads_with_norm_(parameters_of(optimizer).values(), max_norm, norm)
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * factor
     optimizer.step()
     optimizer.zero_grad()
-    return norm
 
 
 @contextmanager
