@@ -29,7 +29,7 @@ from dotmoe.inspection.sizes import Step as PlannedStep
 from dotmoe.layout import AlignState, AssignmentConfig
 from dotmoe.models.family import DenseModel
 from dotmoe.moe.masked import masked, recomputing
-from dotmoe.training.loop import adamw
+from dotmoe.training.loop import adamw, parameters_of
 from random_models import (
     QWEN25_7B,
     ROUTER_LOGIT_STD,
@@ -187,7 +187,9 @@ class Step:
         assignment: AssignmentConfig = AssignmentConfig(),  # noqa: B008 - frozen
     ) -> None:
         self.dense = dense
-        self.config = AlignConfig(batch_size=subject.batch, micro_batch_size=subject.micro_batch)
+        self.config = AlignConfig(
+            batch_size=subject.batch, micro_batch_size=subject.micro_batch, warmup_ratio=0.0
+        )
         tokens = random_tokens(subject.shape, 4 * subject.batch, subject.seq_len, seed)
         self.blocks = TokenBlocks(tokens)
         self.task = Alignment(
@@ -197,15 +199,13 @@ class Step:
             subject.split,
             self.config,
             assignment,
-            warmup_steps=0,
             seed=seed,
         )
         self.clock = Clock(dense.device)
         time_methods(self.task, OF_TASK, self.clock)
         time_methods(self.task.parts[0], OF_ASSIGNMENT, self.clock)
-        groups = self.task.parameter_groups()
-        self.parameters = [p for group in groups for p in group.parameters.values()]
-        self.optimizer = adamw(groups, weight_decay=self.config.weight_decay)
+        self.optimizer = adamw(self.task)
+        self.parameters = [*parameters_of(self.optimizer).values()]
         self.steps = 0
 
     def taken(self, *, checkpointing: bool = False) -> dict[str, float]:

@@ -13,7 +13,7 @@ is, stands beside them. A few minutes a seed on one core for the embedded model,
 """
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 import tyro
 
-from dotmoe.align import AlignConfig, Alignment
+from dotmoe.align import AlignConfig, Alignment, align
 from dotmoe.calibrate import calibrate
 from dotmoe.config import RunConfig, recipe
 from dotmoe.evaluate.perplexity import heldout_perplexity
@@ -33,10 +33,10 @@ from dotmoe.granularity import ExpertsConfig, Granularity, joined, parts_of, spl
 from dotmoe.layout import AlignState, extract
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.models.family import DenseModel
-from dotmoe.moe.masked import masked, masked_by
+from dotmoe.moe.masked import masked_by
 from dotmoe.progress import Progress
 from dotmoe.tokenise import Text, tokenise
-from dotmoe.training.loop import ParameterGroup, train
+from dotmoe.training.loop import ParameterGroup
 from rounds import keep
 
 
@@ -72,7 +72,7 @@ class AttentionAlone(Alignment):
         ffn.config = replace(ffn.config, learn_assignment=False)
         ffn.masking.expert_of_neuron_LN = ffn.rounded(ffn.plan(tau))
 
-    def parameter_groups(self) -> Sequence[ParameterGroup]:
+    def parameter_groups(self) -> list[ParameterGroup]:
         """Those of attention."""
         return self.parts[1].parameter_groups()
 
@@ -122,7 +122,6 @@ class Model:
     ) -> AlignState:
         """After so many steps from a start."""
         config: AlignConfig = replace(self.config.align, steps=steps)
-        schedule = config.schedule(self.text.training.num_blocks)
         task = kind(
             self.dense,
             self.text.training,
@@ -130,12 +129,10 @@ class Model:
             split,
             config,
             self.config.assignment,
-            warmup_steps=schedule.warmup_steps,
             seed=self.seed,
         )
-        with masked(self.dense, task.routings), tempfile.TemporaryDirectory() as folder:
-            train(task, schedule, Path(folder), self.config.training, lambda step, metrics: None)
-        return task.learned(schedule.steps)
+        with tempfile.TemporaryDirectory() as folder:
+            return align(task, Path(folder), self.config.training)
 
     def in_turn(self, steps: int) -> AlignState:
         """FFNs for so many steps, and then attention for as many."""

@@ -104,8 +104,7 @@ def main() -> None:
         student = Student(described, found.layout, config, ranks, seed=0)
         heldout.dense = student.dense
         task = Finetuning(student, dense, training, config, seed=0)
-        schedule = config.schedule(training.num_blocks)
-        train(task, schedule, settings.out, on_step=on_step)
+        train(task, settings.out, on_step=on_step)
     shutil.rmtree(settings.out / "checkpoints", ignore_errors=True)
     record = {
         "origin": "measured",

@@ -83,8 +83,10 @@ class LayerByLayer(Alignment):
         modules, total = self.dense.family.layers(self.dense.model), torch.zeros(())
         for index, x_BTD in self.inputs.items():
             ffn: Any = modules[index].get_submodule("mlp")
+            self._route(False)
             with torch.no_grad():
-                target = ffn.dense(x_BTD)
+                target = ffn(x_BTD)
+            self._route(True)
             error = (ffn(x_BTD) - target).float().square().mean()
             total = total + error / target.float().square().mean()
         z, balance = routing.pop_losses()
@@ -123,7 +125,6 @@ def main() -> None:
     methods = {"dot_moe_untrained": list(errors(lambda: masked_by(dense, before)))}
     if settings.steps:
         align = replace(config.align, steps=settings.steps)
-        schedule = align.schedule(text.training.num_blocks)
         task = LayerByLayer(
             dense,
             text.training,
@@ -131,13 +132,12 @@ def main() -> None:
             split,
             align,
             config.assignment,
-            warmup_steps=schedule.warmup_steps,
             seed=settings.seed,
         )
         task.layers = layers
         with masked(dense, task.routings):
-            train(task, schedule, settings.out, on_step=_say)
-        after = extract(task.learned(schedule.steps), split, config.assignment)
+            train(task, settings.out, on_step=_say)
+        after = extract(task.learned(), split, config.assignment)
         methods["dot_moe"] = list(errors(lambda: masked_by(dense, after)))
     for method in RIVALS:
         made = _split(method, dense, found, settings)

@@ -1,5 +1,6 @@
 """The alignment phase. Oracles: the dense model, and the whole loss written out plainly."""
 
+import contextlib
 from dataclasses import replace
 
 import numpy as np
@@ -14,12 +15,10 @@ from dotmoe.granularity import Granularity
 from dotmoe.layout import AlignState, AssignmentConfig, extract
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked
-from dotmoe.moe.objective import steps_to_take
 from dotmoe.training.loop import TrainingConfig, train
 from dotmoe.transport import balanced_plan, greedy_assignment
 
 E, K = 12, 3
-SPLIT = Granularity(num_experts=E, expert_size=8, active_experts=K)
 CONFIG = AlignConfig(steps=6, batch_size=4, micro_batch_size=4, lr=1e-2, max_epochs=100.0)
 
 
@@ -34,11 +33,11 @@ def blocks():
     return TokenBlocks(torch.randint(2, 258, (10, 24), generator=generator, dtype=torch.int32))
 
 
-def random_state(dense, scale=1.0, columns=E):
+def random_state(dense, columns=E):
     widths = dense.widths
     generator = torch.Generator().manual_seed(1)
     return AlignState(
-        affinity_LNE=scale * torch.randn(widths.layers, widths.ffn, columns, generator=generator),
+        affinity_LNE=torch.randn(widths.layers, widths.ffn, columns, generator=generator),
         router_LED=0.2 * torch.randn(widths.layers, E, widths.model, generator=generator),
         step=0,
     )
@@ -49,30 +48,18 @@ def split_of(dense, **options):
     return Granularity(num_experts=E, expert_size=size, active_experts=K, **options)
 
 
-def learned_by(task):
-    return task.parts[0].affinity_LNE, task.parts[0].router_LED
+def alignment(dense, blocks, config=CONFIG, *, kind=Alignment, split=None, **assignment):
+    split = split or split_of(dense)
+    start = random_state(dense, columns=split.columns)
+    return kind(dense, blocks, start, split, config, AssignmentConfig(**assignment), seed=0)
 
 
-def alignment(dense, blocks, config=CONFIG, kind=Alignment, split=None):
-    assignment, split = AssignmentConfig(tau_start=0.5, tau_end=0.5), split or split_of(dense)
-    return kind(
-        dense, blocks, random_state(dense, columns=split.columns), split, config, assignment,
-        warmup_steps=1, seed=0,
-    )  # fmt: skip
-
-
-def aligned(dense, blocks, folder, config=CONFIG, *, initial=None, assignment=None, split=None,
-            **options):  # fmt: skip
-    return align(
-        dense, blocks, initial or random_state(dense), split or split_of(dense), config,
-        assignment or AssignmentConfig(), folder=folder, seed=0, **options,
-    )  # fmt: skip
-
-
-def gradients(dense, task, step=0):
+def gradients(dense, blocks, config=CONFIG, **options):
+    """Metrics of a first step, and the gradients of affinities and routers."""
+    task = alignment(dense, blocks, config, tau_start=0.5, **options)
     with masked(dense, task.routings):
-        metrics = task.accumulate_gradients(step)
-    return metrics, *(p.grad.clone() for p in learned_by(task))
+        metrics = task.accumulate_gradients(0)
+    return metrics, task.parts[0].affinity_LNE.grad, task.parts[0].router_LED.grad
 
 
 def unrolled_plan(affinity_NE, room_E, tau, sweeps=400):
@@ -116,10 +103,7 @@ def test_gradients_are_those_of_the_whole_loss_written_out(room, dense, blocks):
     split = Granularity(
         num_experts=E, expert_size=room[0], active_experts=K, shared_size=sum(room[E:])
     )
-    metrics, affinity_grad, router_grad = gradients(
-        dense, alignment(dense, blocks, config, split=split)
-    )
-
+    metrics, affinity_grad, router_grad = gradients(dense, blocks, config, split=split)
     state = random_state(dense, columns=len(room))
     affinity = state.affinity_LNE.requires_grad_()
     router = state.router_LED.requires_grad_()
@@ -151,8 +135,8 @@ def test_gradients_are_those_of_the_whole_loss_written_out(room, dense, blocks):
 def test_micro_batches_add_up_to_the_batch(dense, blocks):
     # Load balancing counts tokens per micro-batch, so it is left out of the comparison.
     even = replace(CONFIG, balance_weight=0.0)
-    whole = gradients(dense, alignment(dense, blocks, even))
-    parts = gradients(dense, alignment(dense, blocks, replace(even, micro_batch_size=3)))
+    whole = gradients(dense, blocks, even)
+    parts = gradients(dense, blocks, replace(even, micro_batch_size=3))
     # Cross-entropy has one unlabelled position a row, the same in each part.
     for one, other in zip(whole[1:], parts[1:], strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-7)
@@ -160,11 +144,9 @@ def test_micro_batches_add_up_to_the_batch(dense, blocks):
 
 def test_leading_dense_layers_are_neither_trained_nor_measured(dense, blocks, tmp_path):
     """Nor decayed: their part of the state comes back as it was, and metrics are of the others."""
-    split, initial = split_of(dense, first_dense_layers=1), random_state(dense)
-    metrics = {}
-    final = aligned(
-        dense, blocks, tmp_path, initial=initial, split=split, on_step=metrics.__setitem__
-    )
+    split, metrics = split_of(dense, first_dense_layers=1), {}
+    task = alignment(dense, blocks, split=split)
+    final, initial = align(task, tmp_path, on_step=metrics.__setitem__), task.initial
     for before, after in ((initial.affinity_LNE, final.affinity_LNE),
                           (initial.router_LED, final.router_LED)):  # fmt: skip
         assert torch.equal(before[0], after[0])
@@ -181,10 +163,9 @@ def test_nothing_has_moved_at_the_first_step_and_a_resumed_run_logs_the_same(
     dense, blocks, tmp_path
 ):
     """Whatever the temperatures: before the first assignment there is none to compare with."""
-    cold = AssignmentConfig(tau_start=2.0, tau_end=0.01)
-    seen = []
 
-    def run(folder, steps_before_the_kill):
+    def moved(folder, steps_before_the_kill=None):
+        seen, task = [], alignment(dense, blocks, tau_start=2.0, tau_end=0.01)
         folder.mkdir(exist_ok=True)
 
         def on_step(step, metrics):
@@ -192,17 +173,15 @@ def test_nothing_has_moved_at_the_first_step_and_a_resumed_run_logs_the_same(
             if step == steps_before_the_kill:
                 raise KeyboardInterrupt
 
-        training = TrainingConfig(checkpoint_every=1)
-        return aligned(dense, blocks, folder, assignment=cold, training=training, on_step=on_step)
+        with contextlib.suppress(KeyboardInterrupt):
+            align(task, folder, TrainingConfig(checkpoint_every=1), on_step)
+        return seen
 
-    run(tmp_path / "whole", None)
-    whole, seen = seen, []
+    whole = moved(tmp_path / "whole")
     assert whole[0] == 0.0
     assert sum(whole) > 0
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "cut", 3)
-    run(tmp_path / "cut", None)
-    assert seen == whole[:3] + whole[2:]
+    assert moved(tmp_path / "cut", 3) == whole[:3]
+    assert moved(tmp_path / "cut") == whole[2:]
 
 
 def test_activation_checkpointing_changes_no_gradient(dense, blocks, tmp_path):
@@ -211,34 +190,38 @@ def test_activation_checkpointing_changes_no_gradient(dense, blocks, tmp_path):
         folder = tmp_path / str(checkpointing)
         folder.mkdir()
         config = replace(CONFIG, activation_checkpointing=checkpointing)
-        states.append(aligned(dense, blocks, folder, config))
+        states.append(align(alignment(dense, blocks, config), folder))
     assert torch.equal(states[0].affinity_LNE, states[1].affinity_LNE)
     assert torch.equal(states[0].router_LED, states[1].router_LED)
     assert not any(module.training for module in dense.model.modules())
 
 
 def test_a_split_that_is_not_learned_stays_while_its_router_learns(dense, blocks, tmp_path):
-    initial = random_state(dense)
-    config = replace(CONFIG, learn_assignment=False)
-    final = aligned(dense, blocks, tmp_path, config, initial=initial)
-    layouts = [extract(s, SPLIT, AssignmentConfig()) for s in (initial, final)]
+    task = alignment(dense, blocks, replace(CONFIG, learn_assignment=False))
+    final, initial = align(task, tmp_path), task.initial
+    layouts = [extract(s, split_of(dense), AssignmentConfig()) for s in (initial, final)]
     assert torch.equal(layouts[0].expert_of_neuron_LN, layouts[1].expert_of_neuron_LN)
     assert not torch.equal(initial.router_LED, final.router_LED)
 
 
+def test_affinities_have_a_rate_of_their_own(dense, blocks, tmp_path):
+    task = alignment(dense, blocks, replace(CONFIG, steps=2, lr_affinity=0.0))
+    final, initial = align(task, tmp_path), task.initial
+    assert torch.equal(initial.affinity_LNE, final.affinity_LNE)
+    assert not torch.equal(initial.router_LED, final.router_LED)
+
+
 def test_the_papers_solver_trains(dense, blocks, tmp_path):
-    config, assignment = replace(CONFIG, steps=2), AssignmentConfig(solver="sinkhorn")
-    state = aligned(dense, blocks, tmp_path, config, assignment=assignment)
+    task = alignment(dense, blocks, replace(CONFIG, steps=2), solver="sinkhorn")
+    state = align(task, tmp_path)
     assert torch.isfinite(state.affinity_LNE).all()
-    assert not torch.equal(state.affinity_LNE, random_state(dense).affinity_LNE)
+    assert not torch.equal(state.affinity_LNE, task.initial.affinity_LNE)
 
 
 def test_steps_are_limited_by_the_passes_over_the_data():
     config = AlignConfig(steps=3500, batch_size=64, max_epochs=4.0)
-    assert steps_to_take(config, 1_000_000) == 3500
-    assert steps_to_take(config, 160) == 10
-    assert steps_to_take(config, 1) == 1
-    assert steps_to_take(replace(config, steps=0), 160) == 0
+    assert [config.schedule(blocks).steps for blocks in (1_000_000, 160, 1)] == [3500, 10, 1]
+    assert replace(config, steps=0).schedule(160).steps == 0
 
 
 def test_the_temperature_falls_linearly_and_then_stays():
@@ -254,7 +237,7 @@ def test_bfloat16_weights_train_float32_affinities_and_routers(tiny_dense, block
     runs = {}
     for dtype in ("float32", "bfloat16"):
         dense = load_dense(folder, LoadConfig(device="cpu", dtype=dtype))
-        runs[dtype] = gradients(dense, alignment(dense, blocks))
+        runs[dtype] = gradients(dense, blocks)
     exact, mixed = runs["float32"], runs["bfloat16"]
     assert mixed[1].dtype == mixed[2].dtype == torch.float32
     assert mixed[0]["ce"] == pytest.approx(exact[0]["ce"], rel=0.02)
@@ -265,7 +248,7 @@ def test_bfloat16_weights_train_float32_affinities_and_routers(tiny_dense, block
 def test_float16_is_refused(tiny_dense, blocks, tmp_path):
     dense = load_dense(str(tiny_dense("llama")), LoadConfig(device="cpu", dtype="float16"))
     with pytest.raises(UserError, match=r"float16.*--dtype bfloat16"):
-        aligned(dense, blocks, tmp_path)
+        align(alignment(dense, blocks), tmp_path)
 
 
 class Cramped(Alignment):
@@ -293,9 +276,10 @@ def test_a_halved_micro_batch_is_kept_when_resumed(dense, blocks, tmp_path):
         task.interrupted_at = interrupted_at
         folder.mkdir(exist_ok=True)
         with masked(dense, task.routings):
-            train(task, config.schedule(10), folder, TrainingConfig(checkpoint_every=1))
+            train(task, folder, TrainingConfig(checkpoint_every=1))
         assert task.micro_batch_size == 2
-        return (*learned_by(task), task.parts[0].masking.expert_of_neuron_LN)
+        part = task.parts[0]
+        return part.affinity_LNE, part.router_LED, part.masking.expert_of_neuron_LN
 
     fitting = trained(Alignment, 2, tmp_path / "fitting")
     cramped = trained(Cramped, 4, tmp_path / "cramped")

@@ -19,12 +19,18 @@ from dotmoe.data import TokenBlocks
 from dotmoe.granularity import Granularity
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_planted_experts_are_found_with_the_router_that_runs_them(seed):
+def planted(seed, groups):
+    """Inputs of 4 topics, the topic of each token, and the group of each of 8 neurons a group."""
     generator = torch.Generator().manual_seed(seed)
     topic_T = torch.randint(4, (400,), generator=generator)
     x_TD = F.one_hot(topic_T, 8).float() + 0.1 * torch.randn(400, 8, generator=generator)
-    truth_N = torch.arange(4).repeat(8)[torch.randperm(32, generator=generator)]
+    truth_N = torch.arange(groups).repeat(8)[torch.randperm(8 * groups, generator=generator)]
+    return x_TD, topic_T, truth_N, generator
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_planted_experts_are_found_with_the_router_that_runs_them(seed):
+    x_TD, topic_T, truth_N, generator = planted(seed, 4)
     energy_TN = (topic_T[:, None] == truth_N) + 0.1 * torch.rand(400, 32, generator=generator)
     split = Granularity(num_experts=4, expert_size=8, active_experts=1)
     expert_N, router_ED = router_aware_start(x_TD, energy_TN, split, CalibrateConfig(), seed=seed)
@@ -47,10 +53,7 @@ def test_the_neurons_of_largest_energy_start_in_the_shared_expert():
 
 
 def test_the_shared_expert_takes_what_no_router_can_predict():
-    generator = torch.Generator().manual_seed(0)
-    topic_T = torch.randint(4, (400,), generator=generator)
-    x_TD = F.one_hot(topic_T, 8).float() + 0.1 * torch.randn(400, 8, generator=generator)
-    truth_N = torch.arange(5).repeat(8)[torch.randperm(40, generator=generator)]
+    x_TD, topic_T, truth_N, generator = planted(0, 5)
     energy_TN = 5.0 * (topic_T[:, None] == truth_N)  # 1.25 in the mean
     by_chance = truth_N == 4
     energy_TN[:, by_chance] = 2 * torch.rand(400, 8, generator=generator)  # 1 in the mean

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from jaxtyping import Int
@@ -25,7 +25,7 @@ from dotmoe.layout import AlignState, AssignmentConfig
 from dotmoe.models.family import DenseModel
 from dotmoe.moe.masked import Masking, masked, recomputing
 from dotmoe.moe.objective import Objective, ObjectiveConfig, require_trainable
-from dotmoe.options import above, at_least, between
+from dotmoe.options import at_least
 from dotmoe.training.folder import OnStep
 from dotmoe.training.loop import DEFAULT_TRAINING, ParameterGroup, TrainingConfig, train
 from dotmoe.transport import TransportPlan, greedy_assignment
@@ -33,19 +33,12 @@ from dotmoe.transport import TransportPlan, greedy_assignment
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlignConfig(ObjectiveConfig):
-    """The alignment phase. Defaults are the paper's (tab:hyperparams_moefication) unless said."""
+    """The alignment phase."""
 
     steps: Annotated[int, at_least(0)] = 3500
     """Optimizer steps; 0 extracts the initial state as it is."""
-    batch_size: Annotated[int, at_least(1)] = 64
-    lr: Annotated[float, above(0)] = 5e-4
     lr_affinity: Annotated[float, at_least(0)] | None = None
     """Peak learning rate of the affinities; default: lr."""
-    warmup_ratio: Annotated[float, between(0, 1)] = 0.2
-    """Share of the steps in which the rate rises and the temperature falls, both linearly."""
-    kl_weight: Annotated[float, at_least(0)] = 2.0
-    z_loss_weight: Annotated[float, at_least(0)] = 1e-3
-    balance_weight: Annotated[float, at_least(0)] = 1e-2
     learn_assignment: bool = True
     """False keeps the initial split and trains routers only (as the random-split baseline does)."""
 
@@ -94,15 +87,14 @@ class LearnedAssignment:
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Router, and affinities where the assignment is learned."""
-        config = self.config
+        config, first = self.config, self.masking.first_layer
         learned = {"router": (self.router_LED, config.router_rate)}
         if config.learn_assignment:
             rate = config.lr if config.lr_affinity is None else config.lr_affinity
             learned["affinity"] = (self.affinity_LNE, rate)
-        first = self.masking.first_layer
         return [
-            ParameterGroup(parameters={self.prefix + name: p}, lr=rate, first_layer=first)
-            for name, (p, rate) in learned.items()
+            {"params": [(self.prefix + name, parameter)], "lr": rate, "first_layer": first}
+            for name, (parameter, rate) in learned.items()
         ]
 
     def plan(self, tau: float) -> TransportPlan:
@@ -151,25 +143,19 @@ class LearnedAssignment:
         if self.routers_LED.grad is not None:
             own = summed_rows(self.routers_LED.grad, self.ranks)
             torch.autograd.backward(local_part(self.router_LED), own)
-        self._forget_plan()
+        self.solved = self.plan_LNE = self.masking.plan_LNE = None
 
     def backward_plan(self, gradient_LNE: Tensor) -> None:
         """From the gradient of this rank's tokens through its own plan to its affinities."""
         assert self.solved is not None
         torch.autograd.backward(self.solved.plan, summed_rows(gradient_LNE, self.ranks))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Tensor]:
         """The warm start of the solver and the last assignment."""
         return {
             f"{self.prefix}potential": self.potential_LE,
             f"{self.prefix}assignment": self.masking.expert_of_neuron_LN,
         }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`; also forgets a step that was cut off."""
-        self.potential_LE = state[f"{self.prefix}potential"]
-        self.masking.expert_of_neuron_LN = state[f"{self.prefix}assignment"]
-        self._forget_plan()
 
     def learned(self, steps: int) -> AlignState:
         """What is learned now; leading dense layers as at the start. Every rank must ask."""
@@ -186,12 +172,13 @@ class LearnedAssignment:
     def _divided(self, part: Tensor) -> Tensor:
         return as_divided(part, len(self.affinity_LNE), self.ranks)
 
-    def _forget_plan(self) -> None:
-        self.solved = self.plan_LNE = self.masking.plan_LNE = None
-
 
 class Alignment(Objective):
-    """The masked model as a student of the dense one; its micro-batches share a step's plan."""
+    """The masked model as a student of the dense one; its micro-batches share a step's plan.
+
+    Teacher and student share the frozen weights of `dense`. Under torchrun each rank takes an equal
+    part of every batch and solves the assignment of some layers. `seed` is that of the data order.
+    """
 
     config: AlignConfig
     routings: Sequence[Masking]
@@ -205,7 +192,6 @@ class Alignment(Objective):
         config: AlignConfig,
         assignment: AssignmentConfig,
         *,
-        warmup_steps: int,
         seed: int,
     ) -> None:
         targets = zip(parts_of(initial), parts_of(split), ("", "attention_"), strict=False)
@@ -214,16 +200,16 @@ class Alignment(Objective):
             for state, part, prefix in targets
         ]
         """What is learned of each target; of a second one by names of its own."""
-        self.tau, self.warmup_steps = assignment.tau, warmup_steps
+        self.initial, self.tau = initial, assignment.tau
         super().__init__(dense, [part.masking for part in self.parts], blocks, config, seed=seed)
 
-    def parameter_groups(self) -> Sequence[ParameterGroup]:
+    def parameter_groups(self) -> list[ParameterGroup]:
         """Routers, and affinities where the assignment is learned."""
         return [group for part in self.parts for group in part.parameter_groups()]
 
     def begin(self, step: int) -> dict[str, Tensor]:
         """Solve and round the plans of a step, which the masks follow from here on."""
-        tau, said = self.tau(step, self.warmup_steps), dict[str, Tensor]()
+        tau, said = self.tau(step, self.schedule.warmup_steps), dict[str, Tensor]()
         for part in self.parts:
             said |= part.begin(tau)
         return said | {"tau": torch.tensor(tau, device=self.dense.device)} if said else {}
@@ -233,53 +219,31 @@ class Alignment(Objective):
         for part in self.parts:
             part.end()
 
-    def state(self) -> dict[str, Any]:
-        """With the warm start of the solvers and the last assignments."""
-        known = super().state()
-        for part in self.parts:
-            known |= part.state()
-        return known
+    def state(self) -> dict[str, Tensor]:
+        """The warm start of the solvers and the last assignments."""
+        return {name: tensor for part in self.parts for name, tensor in part.state().items()}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`; also forgets a step that was cut off."""
-        super().restore(state)
-        for part in self.parts:
-            part.restore(state)
-
-    def learned(self, steps: int) -> AlignState:
-        """What is learned now. Every rank must ask."""
-        return joined(part.learned(steps) for part in self.parts)
+    def learned(self) -> AlignState:
+        """What is learned now, as that of the last step. Every rank must ask."""
+        return joined(part.learned(self.schedule.steps) for part in self.parts)
 
 
 def align(
-    dense: DenseModel,
-    blocks: TokenBlocks,
-    initial: AlignState,
-    split: Granularity,
-    config: AlignConfig,
-    assignment: AssignmentConfig,
-    *,
+    task: Alignment,
     folder: Path,
-    seed: int,
     training: TrainingConfig = DEFAULT_TRAINING,
     on_step: OnStep = lambda step, metrics: None,
 ) -> AlignState:
     """Train A and W_r so that the masked model follows the dense one (eq:total_loss).
 
-    Under torchrun each rank takes an equal part of every batch and solves the assignment of some
-    layers; all ranks call this together, and return the same state. That of leading dense layers is
-    the initial one. Teacher and student share the frozen weights of `dense`; `seed` is that of the
-    data order; see `train` of `folder`, `training` and `on_step`. Raises a `UserError`: as `train`;
-    or the model was loaded in float16.
+    All ranks call this together, and return the same state, in which leading dense layers are the
+    initial ones; see `train` of the other arguments. Raises a `UserError`: as `train`; or the model
+    was loaded in float16.
     """
-    schedule, dtype = config.schedule(blocks.num_blocks), next(dense.model.parameters()).dtype
-    if schedule.steps == 0:
-        return initial
-    raise_on_all_ranks(lambda: require_trainable(config, dtype))
-    warmup = schedule.warmup_steps
-    task = Alignment(
-        dense, blocks, initial, split, config, assignment, warmup_steps=warmup, seed=seed
-    )
+    dense, config = task.dense, task.config
+    if task.schedule.steps == 0:
+        return task.initial
+    raise_on_all_ranks(lambda: require_trainable(next(dense.model.parameters()).dtype))
     with masked(dense, task.routings), recomputing(dense, config.activation_checkpointing):
-        train(task, schedule, folder, training, on_step)
-    return task.learned(schedule.steps)
+        train(task, folder, training, on_step)
+    return task.learned()

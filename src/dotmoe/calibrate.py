@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import num_ranks
@@ -25,6 +26,11 @@ from dotmoe.transport import Capacity, balanced_plan, greedy_assignment
 Start = Literal["data", "random"]
 
 _TINY = 1e-30
+_AFFINITY_STD, _ROUTER_STD = 0.03, 0.02
+"""Standard deviations of initial affinities, and of the random start's router entries; the start
+from data instead scales its logits to standard deviation 1."""
+_ROUNDS = 10
+"""In which router and experts of the start from data take turns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +43,6 @@ class CalibrateConfig:
     calibration_tokens: Annotated[int, at_least(1)] | None = None
     """Tokens whose activations are looked at, drawn evenly over the text. Default: 40 for each
     dimension of the model. Only for the start from data."""
-    start_rounds: Annotated[int, at_least(1)] = 10
-    """Rounds in which router and experts of the start from data take turns."""
-    affinity_std: Annotated[float, above(0)] = 0.03
-    """Standard deviation of the initial affinities."""
-    router_std: Annotated[float, at_least(0)] = 0.02
-    """Standard deviation of the random start's router entries. The start from data instead scales
-    its logits to standard deviation 1."""
     ridge: Annotated[float, above(0)] = 0.01
     """Ridge penalty of the router regression, as a share of the mean input power."""
 
@@ -78,8 +77,7 @@ def calibrate(
         generator = torch.Generator().manual_seed(seed)
         affinity = torch.randn(*layers, split.units, split.columns, generator=generator)
         router = torch.randn(*layers, split.num_experts, widths.model, generator=generator)
-        affinity, router = affinity * config.affinity_std, router * config.router_std
-        return affinity.to(dense.device), router.to(dense.device)
+        return (affinity * _AFFINITY_STD).to(dense.device), (router * _ROUTER_STD).to(dense.device)
 
     def from_data(index: int, x_TD: Tensor, share_TN: Tensor) -> tuple[Tensor, Tensor]:
         if not bool(share_TN.any()):  # a block that does nothing, such as a zeroed one
@@ -87,7 +85,7 @@ def calibrate(
         share_TN /= share_TN.sum(dim=1, keepdim=True).clamp_min(_TINY)
         expert_N, router_ED = router_aware_start(x_TD, share_TN, split, config, seed=seed + index)
         affinity_NE = affinity_of(expert_N, split.columns)
-        return affinity_NE * (config.affinity_std / affinity_NE.std()), router_ED
+        return affinity_NE * (_AFFINITY_STD / affinity_NE.std()), router_ED
 
     if config.start == "random":
         affinity_LNE, router_LED = at_random(seed, widths.layers)
@@ -112,37 +110,40 @@ def block_inputs(
 ) -> Iterator[tuple[Tensor, Callable[[], Float[Tensor, "T N"]]]]:
     """Input of the FFN or attention of each layer in turn, [T, D] in the model's dtype.
 
-    With it what gives the square of each unit's contribution to the output, float32. One layer's
-    input is in memory at a time, and the residual stream of the text. What comes behind a layer is
-    what it puts out inside `converted`, entered with its number after its input is given. A model
-    that is sharded must be run by every rank.
+    With it what gives the square of each unit's contribution to the output, float32, before the
+    next layer is asked for. One layer's input is in memory at a time, and the residual stream of
+    the text. What comes behind a layer is what it puts out inside `converted`, entered with its
+    number after its input is given. A model that is sharded must be run by every rank.
     """
     stream, of = Stream(dense, tokens_BT), TARGETS[target]
     for index, layer in enumerate(dense.family.layers(dense.model)):
-        seen, energies = list[Tensor](), list[Tensor]()
+        seen: dict[int, list[Tensor]] = {0: [], 1: []}
+        places = {0: of.block(layer)}
+        if target == "attention":
+            places[1] = of.output(layer)
 
-        def keep(_: int, x: Tensor, seen: list[Tensor] = seen) -> None:
-            seen.append(x.flatten(0, -2))
+        def keep(number: int, x: Tensor, seen: dict[int, list[Tensor]] = seen) -> None:
+            seen[number].append(x.flatten(0, -2))
 
-        def add(_: int, heads: Tensor, layer: Any = layer, to: Any = energies) -> None:
-            weight, units = of.output(layer).weight, of.units(dense.config)
-            to.append(head_energy(heads.flatten(0, -2), weight, units))
-
-        heads_of = {} if target == "ffn" else {index: of.output(layer)}
-        with watched({index: of.block(layer)}, keep), watched(heads_of, add):
+        with watched(places, keep):
             (stream if converted is None else stream.clone()).advance(index)
-        x_TD = torch.cat(seen)
-
-        def energy(layer: Any = layer, x_TD: Tensor = x_TD, to: Any = energies) -> Tensor:
-            if to:
-                return torch.cat(to)
-            with whole_weights(layer):
-                return contributions(dense.family.ffn(layer), x_TD).square_()
-
-        yield x_TD, energy
+        x_TD = torch.cat(seen[0])
+        yield x_TD, partial(_energy, dense, layer, x_TD, seen[1])
         if converted is not None:
             with converted(index):
                 stream.advance(index)
+
+
+def _energy(
+    dense: DenseModel, layer: nn.Module, x_TD: Tensor, heads: list[Tensor]
+) -> Float[Tensor, "T N"]:
+    """Square of each unit's contribution: of query heads, if their outputs are given."""
+    of = TARGETS["attention"]
+    with whole_weights(layer):
+        if not heads:
+            return contributions(dense.family.ffn(layer), x_TD).square_()
+        weight, units = of.output(layer).weight, of.units(dense.config)
+        return torch.cat([head_energy(part, weight, units) for part in heads])
 
 
 def head_energy(
@@ -204,7 +205,7 @@ def router_aware_start(
     def router() -> Tensor:
         return fitted(log_energy(expert_sums(share_TN, expert_N, split.num_experts)))
 
-    for _ in range(config.start_rounds):
+    for _ in range(_ROUNDS):
         mask_TE = top_k_mask(router_logits(x_TD, router()), split.active_experts)
         mask_TE = F.pad(mask_TE, (0, split.columns - split.num_experts), value=1)
         expert_N = harden(share_TN.T @ mask_TE, split.capacity, relative_tau=0.01)

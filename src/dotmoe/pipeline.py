@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dotmoe import baselines, pruning
-from dotmoe.align import align
+from dotmoe.align import Alignment, align
 from dotmoe.baselines import Baseline
 from dotmoe.calibrate import calibrate
 from dotmoe.checkpoint import fingerprint
@@ -51,7 +51,7 @@ from dotmoe.layout import AlignState, ExpertLayout, extract
 from dotmoe.load import describe_dense, is_divided, left_on_disk, load_dense, load_here
 from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.moe.masked import masked_by
-from dotmoe.moe.objective import ObjectiveConfig, steps_to_take
+from dotmoe.moe.objective import ObjectiveConfig
 from dotmoe.options import checked, values_of
 from dotmoe.progress import Progress
 from dotmoe.report.page import html_report
@@ -101,7 +101,11 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
             if config.method == "dot_moe" or config.align.steps:
                 start = run.state("calibrate", dense, lambda at: _start(run, dense, split, text))
                 given = dense, text.training, start, split, config.align, config.assignment
-                aligned = run.trained("align", text, partial(align, *given))
+
+                def trained(**how: Any) -> AlignState:
+                    return align(Alignment(*given, seed=config.seed), **how)
+
+                aligned = run.trained("align", text, trained)
                 state = run.state("align", dense, aligned)
         if not run.is_first:
             return run.conversion()
@@ -158,10 +162,10 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             else:
                 given = start, layout, text.training, config.finetune
                 origin = dense if source.has_own_weights else None
-                tuned = partial(train, *given, load=config.load, origin=origin)
+                tuned = partial(train, *given, seed=config.seed, load=config.load, origin=origin)
                 make = run.trained(f"finetune ({config.finetune.train})", text, tuned)
                 layout = run.stage("finetune", lambda at: ExpertLayout.load(at / LAYOUT), make)
-                steps = steps_to_take(training, text.training.num_blocks)
+                steps = training.schedule(text.training.num_blocks).steps
                 tokens = steps * training.batch_size * text.training.seq_len
                 also = {"steps": steps, "tokens": tokens}
         if not run.is_first:
@@ -336,14 +340,13 @@ class _Run:
         tokens = self.training.batch_size * text.training.seq_len
 
         def make(at: Path) -> Result:
-            steps = steps_to_take(self.training, text.training.num_blocks, self.progress.log)
+            steps = self.training.schedule(text.training.num_blocks, self.progress.log).steps
             with self.progress.bar(title, tokens) as update:
 
                 def on_step(step: int, metrics: Metrics) -> None:
                     update(step, steps, " ".join(f"{name} {metrics[name]:.3f}" for name in shown))
 
-                how = self.config.training
-                return train(folder=at, seed=self.config.seed, training=how, on_step=on_step)
+                return train(folder=at, training=self.config.training, on_step=on_step)
 
         return make
 

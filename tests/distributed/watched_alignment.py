@@ -28,10 +28,12 @@ from dotmoe.granularity import Granularity
 from dotmoe.layout import AssignmentConfig
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked, recomputing
-from dotmoe.training.loop import Schedule, TrainingConfig, train
+from dotmoe.training.loop import TrainingConfig, train
 
 E, K, STEPS = 12, 3, 10
-CONFIG = AlignConfig(batch_size=8, micro_batch_size=2, lr=1e-2)
+CONFIG = AlignConfig(
+    steps=STEPS, batch_size=8, micro_batch_size=2, lr=1e-2, warmup_ratio=0.3, max_epochs=10
+)
 ASSIGNMENT = AssignmentConfig(tau_start=0.5, tau_end=0.1)
 
 
@@ -58,9 +60,7 @@ def split_of(dense):
 
 
 def new_task(dense, start):
-    return Watched(
-        dense, random_blocks(), start, split_of(dense), CONFIG, ASSIGNMENT, warmup_steps=3, seed=0
-    )
+    return Watched(dense, random_blocks(), start, split_of(dense), CONFIG, ASSIGNMENT, seed=0)
 
 
 def learned_by(task):
@@ -83,10 +83,9 @@ def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=N
         if step == stop_after:
             raise StoppedError
 
-    schedule = Schedule(steps=STEPS, warmup_steps=3, weight_decay=1e-4, max_grad_norm=1.0)
     try:
         with masked(dense, task.routings), recomputing(dense, recompute):
-            train(task, schedule, Path(folder), TrainingConfig(checkpoint_every=4), on_step)
+            train(task, folder, TrainingConfig(checkpoint_every=4), on_step)
     except StoppedError:
         pass
     return {

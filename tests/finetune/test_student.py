@@ -13,6 +13,7 @@ from dotmoe.layout import ALWAYS_ON
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked_by
 from dotmoe.moe.objective import hidden_states
+from dotmoe.training.loop import train
 from runs import weights_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "phi3")
@@ -72,13 +73,9 @@ def test_the_gradient_is_that_of_the_weighted_sum_of_all_losses(
     has_own_teacher, tiny_dense, layout, blocks, new_student
 ):
     """With a teacher beside it; and the weights of a frozen student with all experts on."""
-    config = replace(
-        PLAIN,
-        train="everything" if has_own_teacher else "router",
-        micro_batch_size=2,
-        **{f"{n}_weight": w for n, w in WEIGHTS.items() if n != "z"},
-        z_loss_weight=WEIGHTS["z"],
-    )
+    weights = {f"{n}_loss_weight" if n == "z" else f"{n}_weight": w for n, w in WEIGHTS.items()}
+    train = "everything" if has_own_teacher else "router"
+    config = replace(PLAIN, train=train, micro_batch_size=2, **weights)
     folder = tiny_dense("granite")
     student, teacher = new_student(folder, config), loaded(folder)
     with torch.no_grad():
@@ -113,36 +110,34 @@ def test_the_gradient_is_that_of_the_weighted_sum_of_all_losses(
         torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(("family", "tied"), [*((f, False) for f in FAMILIES), ("llama", True)])
-def test_an_untrained_student_is_written_as_the_checkpoint_it_came_from(
-    family, tied, tiny_dense, layout, new_student, tmp_path
+@pytest.mark.parametrize(
+    ("family", "is_special"),
+    [*((each, False) for each in FAMILIES), ("llama", True), ("phi3", True)],
+)
+def test_an_untrained_student_is_the_masked_model_and_written_as_its_checkpoint(
+    family, is_special, tiny_dense, layout, new_student, tmp_path
 ):
-    folder = tiny_dense(family, tied=tied, dtype="bfloat16")
-    trained = write_student(new_student(folder), layout, tmp_path / "model")
-    written = weights_of(tmp_path / "model")
-    stored = load_file(folder / "model.safetensors")
+    """Also with a tied head, a layer that stays dense and a shared expert."""
+    if is_special:
+        assignment = layout.expert_of_neuron_LN.clone()
+        assignment[0] = ALWAYS_ON
+        assignment[1][assignment[1] == 5] = ALWAYS_ON
+        routers = layout.router_LED[:, :5]
+        layout = replace(layout, expert_of_neuron_LN=assignment, router_LED=routers)
+    folder = tiny_dense(family, tied=is_special, dtype="bfloat16")
+    student, tokens = new_student(folder, layout=layout), torch.randint(2, 250, (2, 24))
+    dense = loaded(folder)
+    with torch.no_grad(), masked_by(dense, layout):
+        expected = dense.model(input_ids=tokens).logits
+    torch.testing.assert_close(logits_of(student, tokens), expected, rtol=1e-5, atol=5e-5)
+    assert len(student.ffns) == (1 if is_special else 2)
+    trained = write_student(student, layout, tmp_path / "model")
+    written, stored = weights_of(tmp_path / "model"), load_file(folder / "model.safetensors")
     assert written.keys() == stored.keys()
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
     assert all(torch.equal(written[name], tensor) for name, tensor in stored.items())
     centred = layout.router_LED - layout.router_LED.mean(dim=1, keepdim=True)
-    torch.testing.assert_close(trained.router_LED, centred)
-
-
-def test_shared_and_dense_parts_are_read_and_written_too(tiny_dense, layout, new_student, tmp_path):
-    assignment = layout.expert_of_neuron_LN.clone()
-    assignment[0] = ALWAYS_ON
-    assignment[1][assignment[1] == 5] = ALWAYS_ON
-    mixed = replace(layout, expert_of_neuron_LN=assignment, router_LED=layout.router_LED[:, :5])
-    folder = tiny_dense("phi3")
-    student, tokens = new_student(folder, layout=mixed), torch.randint(2, 250, (2, 24))
-    dense = loaded(folder)
-    with torch.no_grad(), masked_by(dense, mixed):
-        expected = dense.model(input_ids=tokens).logits
-    torch.testing.assert_close(logits_of(student, tokens), expected)
-    assert len(student.ffns) == 1
-    write_student(student, mixed, tmp_path / "model")
-    written = loaded(tmp_path / "model").model.state_dict()
-    assert all(torch.equal(written[name], t) for name, t in dense.model.state_dict().items())
+    torch.testing.assert_close(trained.router_LED[-1], centred[-1])
 
 
 @pytest.mark.parametrize("train", ["everything", "router", "lora"])
@@ -166,6 +161,35 @@ def test_what_is_trained_is_float32_and_what_stays_has_the_models_dtype(
     wide = task_of(new_student(folder, config), blocks, config).accumulate_gradients(0)["ce"]
     assert low != wide
     assert low == pytest.approx(wide, rel=0.02)
+
+
+def test_a_backward_pass_that_did_not_fit_leaves_no_trace(
+    tiny_dense, blocks, new_student, tmp_path
+):
+    """FSDP2 is on one rank, too, where the model computes in 16 bits."""
+    folder, once = tiny_dense("llama", dtype="bfloat16"), iter([True])
+
+    def fail(gradient):
+        if next(once, False):
+            raise torch.OutOfMemoryError("too much")
+
+    def on_output(module, args, output):
+        output.register_hook(fail)
+
+    def trained(size):
+        config = replace(PLAIN, steps=2, micro_batch_size=size)
+        student = new_student(folder, config, "bfloat16")
+        task = task_of(student, blocks, config)
+        if size > 2:
+            student.ffns[1].register_forward_hook(on_output)
+        where = tmp_path / str(size)
+        where.mkdir()
+        train(task, where)
+        assert task.micro_batch_size == 2
+        return {name: full_tensor(p.detach()) for name, p in student.trained().items()}
+
+    fitting, halved = trained(2), trained(4)
+    assert all(torch.equal(halved[name], weight) for name, weight in fitting.items())
 
 
 def test_adapters_are_disabled_in_the_teacher_and_merged_as_peft_computes_them(

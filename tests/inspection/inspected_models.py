@@ -1,5 +1,7 @@
 """Configs of models, and what is inspected of them, for all tests here."""
 
+from functools import partial
+
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -8,7 +10,7 @@ from dotmoe.inspection import InspectConfig, inspect_model
 from dotmoe.inspection.planner import Accelerator
 from dotmoe.inspection.sizes import Sizes, Step
 from dotmoe.models.family import family_of
-from dotmoe.moe.masked import MaskedFFN, Masking
+from dotmoe.moe.masked import Masking, masked_ffn
 
 HERE = Accelerator(
     name="this CPU",
@@ -80,5 +82,6 @@ def masked_model(config, dtype, num_experts):
         surrogate="soft_top_k",
     )
     for index, layer in enumerate(family.layers(model)):
-        layer.mlp = MaskedFFN(layer.mlp, family.ffn(layer), masking, index)
+        ffn = layer.mlp
+        ffn.forward = partial(masked_ffn, ffn.forward, family.ffn(layer), masking, index)
     return model

@@ -59,11 +59,9 @@ def one_step(dense, *, checkpointing):
         step=0,
     )
     blocks = TokenBlocks(torch.randint(2, 258, (2 * ROWS, LENGTH), dtype=torch.int32))
-    config = AlignConfig(batch_size=ROWS, micro_batch_size=ROWS)
+    config = AlignConfig(batch_size=ROWS, micro_batch_size=ROWS, warmup_ratio=0.0)
     split = resolve(ExpertsConfig(experts=E, active_experts=K), widths.ffn)
-    task = Alignment(
-        dense, blocks, state, split, config, AssignmentConfig(), warmup_steps=0, seed=0
-    )
+    task = Alignment(dense, blocks, state, split, config, AssignmentConfig(), seed=0)
     optimizer = torch.optim.AdamW([task.parts[0].affinity_LNE, task.parts[0].router_LED])
 
     def take(number):

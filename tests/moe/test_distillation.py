@@ -29,8 +29,8 @@ def test_losses_and_gradients_equal_those_on_full_logits(has_teacher, head_is_tr
         head = (head + 0.3 * torch.randn(V, D, dtype=torch.float64)).requires_grad_()
     kl_weight = 2.0 if has_teacher else 0.0
     found = distillation_loss(
-        student, teacher if has_teacher else None, head, labels, kl_weight=kl_weight, ce_weight=0.7,
-        teacher_head_VD=teacher_head,
+        student, (teacher, teacher_head) if has_teacher else None, head, labels,
+        kl_weight=kl_weight, ce_weight=0.7,
     )  # fmt: skip
     (found[0] * 3).backward()
     logits, target = student @ head.T, teacher @ teacher_head.T
@@ -74,7 +74,7 @@ def test_no_chunk_of_logits_exceeds_its_bound(monkeypatch):
             return out
 
     with Watch():
-        distillation_loss(student, teacher, head, labels, kl_weight=1.0, ce_weight=1.0)
+        distillation_loss(student, (teacher, None), head, labels, kl_weight=1.0, ce_weight=1.0)
     assert 0 < largest <= 2 * V
 
 

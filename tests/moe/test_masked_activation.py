@@ -57,18 +57,9 @@ def test_bfloat16_activations_keep_their_dtype_and_float32_routing_its_gradient(
     expected = gradients(written_out, *wide, assignment, plan, weights.double())
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one.double(), other, rtol=0.03, atol=0.03)
-
-
-def test_the_plans_gradient_in_bfloat16_is_a_float32_sum():
-    gate, up, grad = (2 * torch.randn(3, 400, N)).bfloat16()
-    routing = (torch.rand(400, E) < 0.5).float()
-    assignment = torch.arange(E).repeat_interleave(N // E)
-    plan = torch.rand(N, E, requires_grad=True)
-    masked_activation(gate, up, routing, assignment, plan).backward(grad)
-    entries = (F.silu(gate) * up * grad).double()  # rounded as the product of 16-bit tensors is
-    torch.testing.assert_close(
-        plan.grad.double(), entries.T @ routing.double(), rtol=1e-5, atol=1e-4
-    )
+    # The plan's gradient is a float32 sum of what a product of 16-bit tensors rounds to.
+    entries = (F.silu(gate) * up * weights).double()
+    torch.testing.assert_close(found[-1].double(), entries.T @ routing, rtol=1e-5, atol=1e-5)
 
 
 def test_only_gate_up_and_routing_are_kept_for_the_backward():

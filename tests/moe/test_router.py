@@ -51,8 +51,8 @@ def test_all_experts_active_gives_ones_and_no_gradient():
     values = logits().requires_grad_()
     soft = soft_top_k(values, values.shape[1], 1.0)
     soft.sum().backward()
-    assert torch.equal(soft, torch.ones_like(soft))
-    assert torch.equal(values.grad, torch.zeros_like(values))
+    assert bool((soft == 1).all())
+    assert not values.grad.any()
 
 
 def test_the_gradient_of_soft_top_k_is_that_of_finite_differences():
@@ -75,8 +75,7 @@ def test_straight_through_is_hard_forward_and_soft_backward(surrogate):
 
 
 def test_router_logits_are_float32_whatever_the_inputs():
-    x = torch.randn(4, 8).bfloat16()
-    router = torch.randn(3, 8).bfloat16()
+    x, router = torch.randn(4, 8).bfloat16(), torch.randn(3, 8).bfloat16()
     found = router_logits(x, router)
     assert found.dtype == torch.float32
     assert torch.allclose(found.double(), x.double() @ router.double().T, atol=1e-5)

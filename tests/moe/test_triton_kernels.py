@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
+from test_masked_activation import gradients
+
 from dotmoe.moe import masked, router, triton_kernels
 from dotmoe.moe.masked import masked_activation
 from dotmoe.moe.router import kernels_for, soft_top_k
@@ -39,29 +41,22 @@ def sample(tokens, neurons, experts, dtype, device, *, scale=1.0):
     return [tensor.to(device) for tensor in tensors]
 
 
-def results(gate, up, routing, assignment, plan, grad):
-    leaves = [t.clone().requires_grad_() for t in (gate, up, routing, plan)]
-    out = masked_activation(leaves[0], leaves[1], leaves[2], assignment, leaves[3])
-    out.backward(grad)
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
-
-
 @pytest.mark.parametrize("scale", [0.0, 1.0, 100.0])
 @pytest.mark.parametrize("shape", [(1, 8, 2), (5, 1_030, 5), (3, 2_048, 16)])
 def test_the_masked_activation_is_that_of_float64(device, shape, scale):
     gate, up, routing, assignment, plan, grad = sample(*shape, torch.float32, device, scale=scale)
-    found = results(gate, up, routing, assignment, plan, grad)
+    found = gradients(masked_activation, gate, up, routing, assignment, plan, grad)
     wide = [t.double() for t in (gate, up, routing)]
-    expected = results(*wide, assignment, plan.double(), grad.double())
+    expected = gradients(masked_activation, *wide, assignment, plan.double(), grad.double())
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one.double(), other, rtol=1e-4, atol=1e-5 * max(1.0, scale) ** 3)
 
 
 def test_in_bfloat16_the_forward_rounds_as_the_dense_ffn_does(device, monkeypatch):
     tensors = sample(4, 1_100, 11, torch.bfloat16, device)
-    found = results(*tensors)
+    found = gradients(masked_activation, *tensors)
     monkeypatch.setattr(masked, "kernels_for", lambda tensor: None)
-    expected = results(*tensors)
+    expected = gradients(masked_activation, *tensors)
     if device.type == "cuda":  # the interpreter cuts bits off where hardware rounds
         same = (found[0] == expected[0]).float().mean()
         assert same > 0.999  # two exponentials may differ in a bit

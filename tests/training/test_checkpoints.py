@@ -1,19 +1,19 @@
 """Checkpoints that are damaged, or find no room. Oracles: a run in which nothing happened."""
 
-import json
 import logging
 import os
 import re
 
 import pytest
 import torch
-from toy_tasks import EVERY_5, SCHEDULE, Regression, warnings_in
+from toy_tasks import EVERY_5, Regression, metrics_in, warnings_in
 
 from dotmoe.cli import message_of
 from dotmoe.errors import UserError
 from dotmoe.files import sha256_of
+from dotmoe.training import loop
 from dotmoe.training.folder import Checkpoints
-from dotmoe.training.loop import train
+from dotmoe.training.loop import TrainingConfig, train
 
 
 def truncate(path):
@@ -41,14 +41,14 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(damage, tmp_path, caplog):
     whole = Regression()
-    train(whole, SCHEDULE, tmp_path, EVERY_5)
+    train(whole, tmp_path, EVERY_5)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step_00000010", "step_00000012"]
     spoil, pattern = DAMAGES[damage]
     spoil(tmp_path / "checkpoints" / "step_00000012")
     again = Regression()
     with caplog.at_level(logging.WARNING):
-        train(again, SCHEDULE, tmp_path, EVERY_5)
+        train(again, tmp_path, EVERY_5)
     (warning,) = warnings_in(caplog)
     assert "\n" not in warning
     assert re.search(pattern, warning)
@@ -59,11 +59,18 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(damage, tmp_path
     for checkpoint in (tmp_path / "checkpoints").iterdir():
         spoil(checkpoint)
     with pytest.raises(UserError, match=r"every checkpoint in .* is damaged .*delete"):
-        train(Regression(), SCHEDULE, tmp_path, EVERY_5)
+        train(Regression(), tmp_path, EVERY_5)
+
+
+def test_minutes_may_pass_before_the_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "_CHECKPOINT_SECONDS", 0)
+    train(Regression(), tmp_path, TrainingConfig(checkpoint_every=100))
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step_00000011", "step_00000012"]
 
 
 def test_what_a_kill_left_half_written_is_not_read_and_goes(tmp_path):
-    train(Regression(), SCHEDULE, tmp_path, EVERY_5)
+    train(Regression(), tmp_path, EVERY_5)
     partial = tmp_path / "checkpoints" / ".step_00000015.partial"
     partial.mkdir()
     (partial / TENSORS).write_bytes(b"half")
@@ -88,14 +95,13 @@ def test_a_full_disk_loses_no_checkpoint(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(OSError, match="cut short") as error:
-            train(Growing(), SCHEDULE, tmp_path, EVERY_5)
+            train(Growing(), tmp_path, EVERY_5)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert message_of(error.value).startswith("the disk is full")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000005"]
     assert Checkpoints(tmp_path).newest().name == "step_00000005"
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, 11))
+    assert [line["step"] for line in metrics_in(tmp_path)] == list(range(1, 11))
 
 
 def test_a_checkpoint_is_read_once_when_it_is_written(tmp_path, monkeypatch):
@@ -107,4 +113,4 @@ def test_a_checkpoint_is_read_once_when_it_is_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr("dotmoe.files.sha256_of", remembered)
     Checkpoints(tmp_path).save(1, {"weight": torch.ones(3)}, {"step": 1})
-    assert sorted(read) == sorted({".metadata", TENSORS, "values.json"})
+    assert sorted(read) == [".metadata", TENSORS]

@@ -7,12 +7,12 @@ import signal
 import torch
 import torch.distributed as dist
 from torch import nn
-from toy_tasks import SCHEDULE, Regression
+from toy_tasks import Regression
 
 from dotmoe.distributed import divided, mesh, rank
 from dotmoe.errors import Interrupted, UserError
 from dotmoe.training.folder import Checkpoints
-from dotmoe.training.loop import ParameterGroup, TrainingConfig, train
+from dotmoe.training.loop import TrainingConfig, train
 
 
 class Troubled(Regression):
@@ -23,7 +23,7 @@ class Troubled(Regression):
         self.tower = nn.Parameter(divided(torch.ones(3, 4), mesh(torch.device("cpu"))))
 
     def parameter_groups(self):
-        return [ParameterGroup(parameters={"tower": self.tower}, lr=0.1, first_layer=0)]
+        return [{"params": [("tower", self.tower)], "lr": 0.1, "first_layer": 0}]
 
     def accumulate_gradients(self, step):
         metrics = super().accumulate_gradients(step)
@@ -41,12 +41,12 @@ def in_trouble(folder, number, results):
     dist.init_process_group("gloo", store=store, rank=number, world_size=2)
     skipped = []
     try:
-        train(Troubled(), SCHEDULE, folder, TrainingConfig(checkpoint_every=4))
+        train(Troubled(), folder, TrainingConfig(checkpoint_every=4))
     except UserError as error:
         told = str(error)
     try:
         train(
-            Troubled(), SCHEDULE, folder, TrainingConfig(on_bad_loss="skip"),
+            Troubled(), folder, TrainingConfig(on_bad_loss="skip"),
             lambda step, metrics: skipped.append(metrics["skipped"]),
         )  # fmt: skip
     except Interrupted as stop:

@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
@@ -51,17 +52,14 @@ def profile(run: AnalysedRun) -> Findings:
         Text.load(folder.verified("data")).training,
         AlignState.load(folder.verified("align") / "state.safetensors", dense.device),
         ExpertLayout.load(folder.verified("extract") / "layout.safetensors").granularity,
-        config.align,
+        replace(config.align, warmup_ratio=0.0),
         config.assignment,
-        warmup_steps=0,
         seed=config.seed,
     )
     clock, samples = Clock(dense.device), []
     time_methods(task, OF_TASK, clock)
     time_methods(task.parts[0], OF_ASSIGNMENT, clock)
-    groups = task.parameter_groups()
-    parameters = [p for group in groups for p in group.parameters.values()]
-    optimizer = adamw(groups, weight_decay=config.align.weight_decay)
+    optimizer = adamw(task)
     again = config.align.activation_checkpointing
     with masked(dense, task.routings):
         with recomputing(dense, again):
@@ -69,7 +67,7 @@ def profile(run: AnalysedRun) -> Findings:
                 with clock.part("step"):
                     task.accumulate_gradients(step)
                     with clock.part("optimizer"):
-                        norm = global_norm(parameters)
+                        norm = global_norm(optimizer)
                         update(optimizer, config.align.max_grad_norm, norm, factor=0.5)
                 samples.append(clock.seconds())
         added_forward, added_backward = mask_cost(task, clock)

@@ -2,8 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -35,17 +34,20 @@ from dotmoe.moe.objective import (
     Objective,
     ObjectiveConfig,
     Taught,
+    head_of,
     hidden_states,
     require_trainable,
 )
 from dotmoe.moe.router import Routing
-from dotmoe.moe.sparse import EXPERT_WEIGHTS, SparseFFN, make_sparse
+from dotmoe.moe.sparse import SparseFFN, make_sparse
 from dotmoe.options import above, at_least, between
 from dotmoe.training.folder import OnStep
 from dotmoe.training.loop import DEFAULT_TRAINING, ParameterGroup, TrainingConfig, train
 
 MODEL, LAYOUT = "model", "layout.safetensors"
 """What is written into the stage's folder."""
+INDEX = "model.safetensors.index.json"
+"""Which file of a checkpoint has which tensor, where there are several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +62,6 @@ class FinetuneConfig(ObjectiveConfig):
     """Optimizer steps. 4578 of 128 x 2048 tokens are the paper's 1.2B tokens."""
     batch_size: Annotated[int, at_least(1)] = 128
     lr: Annotated[float, above(0)] = 5e-5
-    weight_decay: Annotated[float, at_least(0)] = 1e-4
-    """AdamW weight decay; the paper names it for alignment only."""
     warmup_ratio: Annotated[float, between(0, 1)] = 0.1
     kl_weight: Annotated[float, at_least(0)] = 0.0
     """Weight of KL(dense || MoE): distillation from the dense model; 0: none, as in the paper.
@@ -69,9 +69,8 @@ class FinetuneConfig(ObjectiveConfig):
     z_loss_weight: Annotated[float, at_least(0)] = 0.0
     balance_weight: Annotated[float, at_least(0)] = 1e-4
     lora_rank: Annotated[int, at_least(1)] = 16
-    """Rank of each adapter; an expert has one for each of its three projections."""
-    lora_alpha: Annotated[int, above(0)] = 32
-    """Adapters are multiplied by alpha / rank."""
+    """Rank of each adapter, which is multiplied by 32 / rank; an expert has one for each of its
+    three projections."""
 
 
 class Student(nn.Module):
@@ -96,13 +95,9 @@ class Student(nn.Module):
         `dense` is on the meta device, in the dtype to compute in, and becomes the student.
         """
         super().__init__()
-        device = torch.device(ranks.device_type)
-        if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
-        dtype = next(dense.model.parameters()).dtype
-        tensors = Tensors.of(dense)
+        device, dtype = torch.device(ranks.device_type), next(dense.model.parameters()).dtype
+        tensors, stored = Tensors.of(dense), {name for name, _ in dense.model.named_parameters()}
         tensors.require_shapes(dense.model)
-        stored = {name for name, _ in dense.model.named_parameters()}
         compute_constants(dense.model, device)
         self.routing = Routing(
             active_experts=layout.active_experts,
@@ -147,14 +142,11 @@ class Student(nn.Module):
 
     def _allocate(self, device: torch.device) -> None:
         """Make room for this rank's rows of what is on the meta device."""
-        head, embedding = self.dense.family.head(self.model), self.model.get_input_embeddings()
-        is_tied = head.weight is embedding.weight
         # As nn.Module.to_empty does, which would empty buffers and routers, too.
         self._apply(  # type: ignore[no-untyped-call]
             lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
         )
-        if is_tied:
-            head.weight = embedding.weight
+        self.model.tie_weights()
 
     def _read(self, tensors: Tensors, stored: set[str], layout: ExpertLayout) -> None:
         """Read this rank's rows; of an FFN projection, any neuron of which may be one, all."""
@@ -176,16 +168,14 @@ def _with_adapters(model: nn.Module, config: FinetuneConfig) -> Any:
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel
 
-    # PEFT adds the products of an expert's three adapters to its weights once a forward pass: 6 r N
-    # D multiplications and additions a layer, whatever the number of tokens, and memory for one
-    # more copy of the layer's experts. Adapters of stacked experts can have no dropout.
-
-    names = [name for name, _ in model.named_parameters()]
+    # PEFT adds the products of an expert's three adapters to its weights once a forward pass: that
+    # takes memory for one more copy of the layer's experts. Stacked experts can have no dropout.
+    of_experts = [name for name, _ in model.named_parameters() if name.endswith("_ESD")]
     lora = LoraConfig(
         r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
+        lora_alpha=32,
         target_modules=r".*\.(self_attn\.(q|k|v|o|qkv)|mlp\.(gate|up|gate_up|down))_proj",
-        target_parameters=[name for name in names if name.rpartition(".")[2] in EXPERT_WEIGHTS],
+        target_parameters=of_experts,
     )
     tuner = LoraModel(model, lora, "default")
     for name, parameter in model.named_parameters():
@@ -227,23 +217,20 @@ class Finetuning(Objective):
         self.model = student
         self.own_teacher = teacher
 
-    def parameter_groups(self) -> Sequence[ParameterGroup]:
+    def parameter_groups(self) -> list[ParameterGroup]:
         """Routers, and the other weights that are trained, if any."""
-        trained = self.model.trained()
-        routers = {name: p for name, p in trained.items() if ".router." in name}
-        weights = {name: p for name, p in trained.items() if name not in routers}
-        groups = [ParameterGroup(parameters=routers, lr=self.config.router_rate)]
-        if weights:
-            groups.append(ParameterGroup(parameters=weights, lr=self.config.lr))
-        return groups
+        trained = self.model.trained().items()
+        routers = [(name, p) for name, p in trained if ".router." in name]
+        weights = [(name, p) for name, p in trained if ".router." not in name]
+        groups = [{"params": routers, "lr": self.config.router_rate}]
+        return groups + ([{"params": weights, "lr": self.config.lr}] if weights else [])
 
     def teacher(self, tokens_BT: Tensor) -> Taught | None:
         """What a second copy of the dense model says."""
         if self.own_teacher is None:
             return None
         with torch.no_grad():
-            head_VD = full_tensor(self.own_teacher.family.head(self.own_teacher.model).weight)
-            return hidden_states(self.own_teacher, tokens_BT), head_VD
+            return hidden_states(self.own_teacher, tokens_BT), head_of(self.own_teacher)
 
     def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
         """All of it is one call of the student, so that FSDP gathers embedding and head once."""
@@ -251,11 +238,11 @@ class Finetuning(Objective):
         def forward() -> dict[str, Tensor]:
             itself, tuner = taught, self.model.tuner
             if taught is None and self.config.kl_weight:
-                with ExitStack() as without_adapters:
-                    if tuner is not None:
-                        tuner.disable_adapter_layers()
-                        without_adapters.callback(tuner.enable_adapter_layers)
-                    itself = super(Finetuning, self).teacher(tokens_BT)
+                if tuner is not None:
+                    tuner.disable_adapter_layers()
+                itself = super(Finetuning, self).teacher(tokens_BT)
+                if tuner is not None:
+                    tuner.enable_adapter_layers()
             return super(Finetuning, self).losses(tokens_BT, itself)
 
         losses: dict[str, Tensor] = self.model(forward)
@@ -266,6 +253,12 @@ class Finetuning(Objective):
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_all_reduce(is_last)
         super().differentiate(loss, is_last=is_last)
+
+    def forget_step(self) -> None:
+        """See `Objective`; a backward pass that was cut off leaves FSDP2 waiting for its end."""
+        super().forget_step()
+        if isinstance(self.model, FSDPModule):
+            self.model._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def finetune(
@@ -296,7 +289,7 @@ def finetune(
     dtype = resolved_dtype(load.dtype, device)
     if dtype == "auto":
         dtype = Tensors.of(dense).dtype
-    raise_on_all_ranks(lambda: require_trainable(config, dtype))
+    raise_on_all_ranks(lambda: require_trainable(dtype))
     # Weights, gradients and two moments in float32 are 16 bytes for each that is trained.
     num_bytes = 16 if config.train == "everything" else Tensors.of(dense).dtype.itemsize
     num_bytes *= sum(p.numel() for p in dense.model.parameters())
@@ -312,7 +305,7 @@ def finetune(
         student = raise_on_all_ranks(lambda: Student(described, layout, config, ranks, seed=seed))
         task = Finetuning(student, teacher, blocks, config, seed=seed)
         with recomputing(student.dense, config.activation_checkpointing):
-            train(task, config.schedule(blocks.num_blocks), folder, training, on_step)
+            train(task, folder, training, on_step)
         trained = write_student(student, layout, folder / MODEL)
     if is_rank_zero():
         trained.save(folder / LAYOUT)
@@ -323,8 +316,7 @@ def finetune(
 def write_student(student: Student, layout: ExpertLayout, out: Path) -> ExpertLayout:
     """Write a dense checkpoint in the original order of neurons; all ranks together.
 
-    Returns:
-        The student's experts with the trained routers, centred as extraction does.
+    Returns the student's experts with the trained routers, centred as extraction does.
     """
     if student.tuner is not None:
         student.tuner.merge_and_unload()
@@ -344,26 +336,24 @@ def write_weights(dense: DenseModel, out: Path) -> None:
     dtype, num_files = Tensors.of(dense).dtype, len(dense.family.layers(dense.model)) + 1
     weight_map, total = dict[str, str](), 0
     for number, parts in enumerate(_by_layers(dense), 1):
-        file = f"model-{number:05d}-of-{num_files:05d}.safetensors"
-        tensors = dict[str, Tensor]()
+        file, tensors = f"model-{number:05d}-of-{num_files:05d}.safetensors", dict[str, Tensor]()
         for name, part in parts.items():
             whole = full_tensor(part)
             if is_rank_zero():
                 tensors[name] = whole.to(dtype).cpu().contiguous()
-                total += tensors[name].nbytes
         if is_rank_zero():
             save_file(tensors, out / file, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(tensors, file)
+            total += sum(tensor.nbytes for tensor in tensors.values())
     if is_rank_zero():
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_json(out / "model.safetensors.index.json", index)
+        write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def begin_checkpoint(dense: DenseModel, out: Path) -> None:
     """Make a folder, in place of what is there, with all of a dense checkpoint but its weights."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    for name in ("config.json", "generation_config.json"):
+    for name in ("config.json", "generation_config.json", INDEX):
         if (dense.folder / name).is_file():
             shutil.copyfile(dense.folder / name, out / name)
     dense.tokenizer.save_pretrained(out)

@@ -1,12 +1,11 @@
 """Repair: W_down and W_O refitted under the masks in closed form, then FFNs trained, by layers."""
 
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float
@@ -103,12 +102,12 @@ class NormalEquations:
 
 
 def refit(
-    fit: NormalEquations, heldout: NormalEquations, *, whole: bool = True
+    fit: NormalEquations, heldout: NormalEquations, *, whole: bool
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Change of a projection, [N, D], from all tokens under the penalty best for held-out ones.
+    """Change of a projection, [N, D], under the penalty best for held-out tokens, and figures.
 
-    It is zero where no penalty gains anything. Unless `whole`, held-out tokens choose the penalty
-    alone. Besides: `ridge`, None for zero, and `heldout_error` as of `NormalEquations.error`.
+    It is fitted to the `whole` text, or without held-out tokens, and zero where no penalty gains
+    anything. Figures: `ridge`, None for zero, and `heldout_error` as of `NormalEquations.error`.
     """
     errors = {ridge: heldout.error(fit.solved(ridge)) for ridge in RIDGES}
     ridge = min(errors, key=errors.__getitem__)
@@ -137,13 +136,11 @@ def repair(
     changes its output projection such that the second comes as close as it can to the first, token
     by token relative to its size. Every 8th row of text chooses the penalty. With `repair_epochs`
     Adam then trains all projections of an FFN to the same end on the other rows; a layer that gains
-    nothing on every 8th keeps its refit. Host memory holds both streams, and while an FFN is
-    trained its inputs and wanted outputs. A process that was stopped goes on after the layers that
-    are finished, with the same result.
+    nothing on every 8th keeps its refit. A process that was stopped goes on after the layers that
+    are finished, with the same result. `dense` is whole in memory, and the same afterwards.
 
-    `dense` is whole in memory, and the same afterwards. `folder` receives `model/`, a dense
-    checkpoint with the new projections in the dtypes of its source, `layout.safetensors` and
-    `repair.json`.
+    `folder` receives `model/`, a dense checkpoint with the new projections in the dtypes of its
+    source, `layout.safetensors` and `repair.json`.
 
     Returns the contents of `repair.json`: `tokens`, `active_experts`, and of each of `layers` (and
     with attention `target`) what `refit` says, and of a trained FFN the `trained_error`, which is
@@ -152,8 +149,8 @@ def repair(
     """
     config.require(layout.granularity)
     streams = _Streams(dense, layout, blocks, config)
-    parameters = dict(dense.model.named_parameters())
-    finished, stored = folder / "checkpoints", Tensors.of(dense)
+    parameters, stored = dict(dense.model.named_parameters()), Tensors.of(dense)
+    finished = folder / "checkpoints"
     finished.mkdir(parents=True, exist_ok=True)
     changed, figures = dict[str, Path](), list[dict[str, Any]]()
     for index in range(layout.num_layers):
@@ -164,12 +161,11 @@ def repair(
         with masked(dense, streams.maskings, only=[index]):
             for masking in reversed(streams.maskings):  # attention is before the FFN
                 target = TARGETS[masking.target]
-                place = f"{index:05d}" + "_attention" * (target.name == "attention")
-                file = finished / f"{place}.safetensors"
+                of_heads = {"target": target.name} if target.name == "attention" else {}
+                file = finished / f"{index:05d}{'_attention' if of_heads else ''}.safetensors"
                 if not file.is_file():
-                    weights, found = streams.refitted(index, masking)
-                    which = {} if target.name == "ffn" else {"target": target.name}
-                    write_json(file.with_suffix(".json"), {"layer": index, **which, **found})
+                    weights, found = streams.repaired(index, masking)
+                    write_json(file.with_suffix(".json"), {"layer": index, **of_heads, **found})
                     dtype = stored.describe(target.output_tensor(index))[1]
                     prefix = f"model.layers.{index}.{target.module}"
                     tensors = {
@@ -204,9 +200,8 @@ class _Streams:
         self._config, self._device = config, dense.device
         self._traits = dense.family.traits(dense.config)
         self._layers = dense.family.layers(dense.model)
-        tokens_BT, self._num_fitted = _drawn(
-            blocks, config.tokens(layout.granularity, dense.config)
-        )
+        wanted = config.tokens(layout.granularity, dense.config)
+        tokens_BT, self._num_fitted = _drawn(blocks, wanted)
         rows, num = max(1, TOKENS_AT_ONCE // blocks.seq_len), self._num_fitted
         # Rows that run at once are all of the fit, or all held out.
         self._parts = [slice(row, min(row + rows, num)) for row in range(0, num, rows)]
@@ -230,29 +225,26 @@ class _Streams:
         if attended:
             self._attended_BTD = torch.cat(attended)
 
-    def refitted(self, index: int, masking: Masking) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def repaired(self, index: int, masking: Masking) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Weights of an FFN or attention that bring the masked stream to the dense one, by their
         names in it; and the layer's figures.
         """
         target, layer, own_k = TARGETS[masking.target], self._layers[index], masking.active_experts
         is_ffn = target.name == "ffn"
         is_trained = is_ffn and self._config.repair_epochs > 0
-        norm = self._norm(index, target)
+        norm, output = self._norm(index, target), target.output(layer)
         dense_BTD = self._dense.hidden_BTD if is_ffn else self._attended_BTD
         weight_BT = self._token_weights(dense_BTD)
-        output = cast(nn.Linear, target.block(layer).get_submodule(f"dense.{target.output_name}"))
         sizes = output.in_features, output.out_features, self._device
         sums = NormalEquations(*sizes), NormalEquations(*sizes)
-        inputs, wanted = list[Tensor](), list[Tensor]()  # the same for every k, up to rounding
-        tapped, seen = list[tuple[Tensor, Tensor]](), dict[int, Tensor]()
+        inputs, wanted = dict[int, Tensor](), dict[int, Tensor]()  # of any k, up to rounding
+        seen, tapped = dict[int, Tensor](), list[tuple[Tensor, Tensor]]()
         tap = output.register_forward_hook(
             lambda module, args, output: tapped.append((args[0].float(), output.float()))
         )
         places = {0: target.block(layer), 1: self._after_attention(index)}
         with tap, watched(places, seen.__setitem__):
             for masking.active_experts in self._config.repair_active_experts or (own_k,):
-                inputs.clear()
-                wanted.clear()
                 for part in self._parts:
                     behind_BTD = self.converted.after(index, part)
                     reached_BTD = behind_BTD if is_ffn else seen[1]
@@ -261,8 +253,9 @@ class _Streams:
                     hidden_TN, product_TD = (each.flatten(0, -2) for each in tapped.pop())
                     weight_T = weight_BT[part].flatten()
                     if is_trained:
-                        inputs.append(seen[0].flatten(0, 1).cpu())
-                        wanted.append((missing_TD + norm(product_TD)).to(self._dense.hidden_BTD))
+                        inputs[part.start] = seen[0].flatten(0, 1).cpu()
+                        wanted_TD = missing_TD + norm(product_TD)
+                        wanted[part.start] = wanted_TD.to(self._dense.hidden_BTD)
                     if self._traits.norms_after:
                         missing_TD, scale_T = _before_norm(missing_TD, product_TD, norm)
                         weight_T = weight_T / scale_T.square()
@@ -271,7 +264,7 @@ class _Streams:
         change_ND, found = refit(*sums, whole=not is_trained)
         weights = {f"{target.output_name}.weight": output.weight.double() + change_ND.T}
         if is_trained:
-            tokens = torch.cat(inputs), torch.cat(wanted), weight_BT.flatten()
+            tokens = *(torch.cat([*x.values()]) for x in (inputs, wanted)), weight_BT.flatten()
             weights, found["trained_error"] = self._trained(index, masking, weights, *tokens)
         return weights, found
 
@@ -280,33 +273,32 @@ class _Streams:
         index: int,
         masking: Masking,
         refitted: Mapping[str, Tensor],
-        x_TD: Float[Tensor, "T D"],
-        wanted_TD: Float[Tensor, "T D"],
-        weight_T: Float[Tensor, " T"],
+        x_TD: Tensor,
+        wanted_TD: Tensor,
+        weight_T: Tensor,
     ) -> tuple[dict[str, Tensor], float]:
         """An FFN's weights, trained where held-out tokens gain, and what is left of their error."""
         ffn, own_k = TARGETS["ffn"].block(self._layers[index]), masking.active_experts
         norm = self._norm(index, TARGETS["ffn"])
         ks = self._config.repair_active_experts or (own_k,)
-        own = {n: p.float() for n, p in ffn.get_submodule("dense").named_parameters()}
+        own = {name: weight.float() for name, weight in ffn.named_parameters()}
         start = own | {name: weight.float() for name, weight in refitted.items()}
+        trained = {name: nn.Parameter(weight.clone()) for name, weight in start.items()}
         num = self._num_fitted * self._dense.hidden_BTD.shape[1]
 
-        def error(weights: Mapping[str, Tensor], rows_T: Tensor) -> Tensor:
-            inside = {f"dense.{name}": weight for name, weight in weights.items()}
+        def error(weights: dict[str, Tensor], rows_T: Tensor) -> Tensor:
             x = x_TD[rows_T].to(self._device).float()
-            output_TD: Tensor = norm(functional_call(ffn, inside, (x,)))
+            output_TD: Tensor = norm(functional_call(ffn, weights, (x,)))
             square_T = (output_TD - wanted_TD[rows_T].to(output_TD)).square().sum(1)
             return (square_T * weight_T[rows_T.to(self._device)]).sum()
 
-        def heldout_error(weights: Mapping[str, Tensor]) -> float:
+        def heldout_error(weights: dict[str, Tensor]) -> float:
             left = 0.0
             for masking.active_experts in ks:
                 parts = torch.split(torch.arange(num, len(x_TD)), TOKENS_AT_ONCE)
                 left += sum(float(error(weights, rows_T)) for rows_T in parts)
             return left
 
-        trained = {name: nn.Parameter(weight.clone()) for name, weight in start.items()}
         groups = [
             {"params": p, "lr": _RATE * float(p.detach().square().mean().sqrt())}
             for p in trained.values()
@@ -322,13 +314,13 @@ class _Streams:
                 batches = torch.split(torch.randperm(num, generator=generator), _BATCH)
             masking.active_experts = ks[step % len(ks)]
             with torch.enable_grad():
-                loss = error(trained, batches[step % a_pass]) / _BATCH
+                loss = error({**trained}, batches[step % a_pass]) / _BATCH
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-        weights: list[Mapping[str, Tensor]] = [own, start, trained]
-        before, refit_left, trained_left = map(heldout_error, weights)
+        before, refit_left = heldout_error(own), heldout_error(start)
+        trained_left = heldout_error({**trained})
         masking.active_experts = own_k
         kept = trained if trained_left < refit_left else start
         left = min(refit_left, trained_left) / (before or 1.0)
@@ -380,6 +372,3 @@ def _write(dense: DenseModel, changed: Mapping[str, Path], out: Path) -> None:
         for name in tensors.keys() & changed.keys():
             tensors[name] = load_file(changed[name])[name]
         save_file(tensors, out / path.name, metadata={"format": "pt"})
-    index = dense.folder / "model.safetensors.index.json"
-    if index.is_file():
-        shutil.copyfile(index, out / index.name)

@@ -36,16 +36,26 @@ def watched(
 
 
 @contextmanager
-def recomputing(dense: DenseModel, enabled: bool = True) -> Iterator[None]:
-    """Inside, if `enabled`, each layer keeps its input only and runs again in the backward pass."""
-    layers = list(dense.family.layers(dense.model)) if enabled else []
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+def computing(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, each module computes by that function in place of its `forward`."""
+    before = {module: vars(module).get("forward") for module in forwards}
     try:
+        for module, forward in forwards.items():
+            module.forward = forward
         yield
     finally:
-        for layer in layers:
-            del layer.forward  # uncovers the class's own
+        for module, own in before.items():
+            if own is None:
+                del module.forward  # uncovers the class's
+            else:
+                module.forward = own
+
+
+def recomputing(dense: DenseModel, enabled: bool = True) -> AbstractContextManager[None]:
+    """Inside, if `enabled`, each layer keeps its input only and runs again in the backward pass."""
+    layers = list(dense.family.layers(dense.model)) if enabled else []
+    again = {layer: partial(checkpoint, layer.forward, use_reentrant=False) for layer in layers}
+    return computing(again)
 
 
 @dataclass(kw_only=True)
@@ -57,11 +67,10 @@ class Masking(Routing):
     router_LED: Float[Tensor, "L E D"] | tuple[Float[Tensor, "E D"], ...]
     """Router rows, or those of each layer apart."""
     plan_LNE: Float[Tensor, "L N E"] | tuple[Float[Tensor, "N E"], ...] | None = None
-    """Soft plan, or that of each layer apart; receives the assignment's gradient
-    (eq:assignment_ste). None: nothing does."""
+    """Soft plan, likewise; receives the assignment's gradient, if any (eq:assignment_ste)."""
     fixed: tuple[float, ...] = ()
-    """Further columns of R, the same for all tokens, and of the plan: 1 for neurons that always run
-    and belong to no routed expert, 0 for those that never do."""
+    """Further columns of R, the same for all tokens: 1 for neurons that always run and belong to no
+    routed expert, 0 for those that never do."""
     first_layer: int = 0
     """Layers before this one stay dense."""
     target: str = "ffn"
@@ -75,53 +84,45 @@ class Masking(Routing):
         return mask_TE, self.expert_of_neuron_LN[index], plan_NE
 
 
-class MaskedFFN(nn.Module):
-    """Takes the place of a dense FFN; same weights, same call, masked when `masking.enabled`."""
+def masked_ffn(
+    dense: Callable[..., Any], projections: GatedFFN, masking: Masking, index: int, x: Tensor
+) -> Tensor:
+    """Map [..., D] to [..., D]: (H * (R M^T)) W_down, only k experts' neurons contribute.
 
-    def __init__(
-        self, dense: nn.Module, projections: GatedFFN, masking: Masking, layer: int
-    ) -> None:
-        super().__init__()
-        self.dense, self.masking = dense, masking
-        self.index = layer - masking.first_layer
-        self._projections = (projections,)  # in a tuple: not registered a second time
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., D] to [..., D]: (H * (R M^T)) W_down, only k experts' neurons contribute."""
-        (projections,) = self._projections
-        if not self.masking.enabled:
-            dense_output: Tensor = self.dense(x)
-            return dense_output
-        x_TD = x.reshape(-1, x.shape[-1])
-        gate_TN, up_TN = projections.gate(x_TD), projections.up(x_TD)
-        masked_TN = masked_activation(gate_TN, up_TN, *self.masking.of_layer(self.index, x_TD))
-        output: Tensor = projections.down(masked_TN).view(x.shape)
-        return output
+    `dense` computes where masking is off; `index` is that of the layer, from the first split one.
+    """
+    if not masking.enabled:
+        unmasked: Tensor = dense(x)
+        return unmasked
+    x_TD = x.reshape(-1, x.shape[-1])
+    gate_TN, up_TN = projections.gate(x_TD), projections.up(x_TD)
+    masked_TN = masked_activation(gate_TN, up_TN, *masking.of_layer(index, x_TD))
+    output: Tensor = projections.down(masked_TN).view(x.shape)
+    return output
 
 
-class MaskedAttention(nn.Module):
-    """Takes the place of attention: all heads compute, those of k experts reach W_O.
+def masked_attention(
+    dense: Callable[..., Any],
+    projection: nn.Module,
+    masking: Masking,
+    index: int,
+    hidden_states: Tensor,
+    **kwargs: Any,
+) -> Any:
+    """As attention, of which all heads compute, and those of k experts reach W_O.
 
     That is eq:moe_output with the concatenated outputs of the heads as H (sec:attention_moe).
     """
+    if not masking.enabled:
+        return dense(hidden_states=hidden_states, **kwargs)
+    units_TN = unit_mask(*masking.of_layer(index, hidden_states.flatten(0, -2)))
 
-    def __init__(self, dense: nn.Module, masking: Masking, layer: int) -> None:
-        super().__init__()
-        self.dense, self.masking = dense, masking
-        self.index = layer - masking.first_layer
+    def mask(_: int, heads: Tensor) -> Tensor:
+        parts = heads.view(*units_TN.shape, -1)
+        return (parts * units_TN.unsqueeze(-1).to(heads.dtype)).view(heads.shape)
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-        """As the attention that it takes the place of."""
-        if not self.masking.enabled:
-            return self.dense(hidden_states=hidden_states, **kwargs)
-        units_TN = unit_mask(*self.masking.of_layer(self.index, hidden_states.flatten(0, -2)))
-
-        def mask(_: int, heads: Tensor) -> Tensor:
-            parts = heads.view(*units_TN.shape, -1)
-            return (parts * units_TN.unsqueeze(-1).to(heads.dtype)).view(heads.shape)
-
-        with watched({0: self.dense.get_submodule(TARGETS["attention"].output_name)}, mask):
-            return self.dense(hidden_states=hidden_states, **kwargs)
+    with watched({0: projection}, mask):
+        return dense(hidden_states=hidden_states, **kwargs)
 
 
 def unit_mask(mask_TE: Tensor, expert_of_unit_N: Tensor, plan_NE: Tensor | None) -> Tensor:
@@ -132,28 +133,23 @@ def unit_mask(mask_TE: Tensor, expert_of_unit_N: Tensor, plan_NE: Tensor | None)
     return mask_TE @ member_NE.T
 
 
-@contextmanager
 def masked(
     dense: DenseModel, maskings: Iterable[Masking], only: Container[int] | None = None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Inside, split layers of `dense.model`, all or `only` some, obey their target's masking."""
-    replaced: list[tuple[nn.Module, str, nn.Module]] = []
-    try:
-        for masking in maskings:
-            target = TARGETS[masking.target]
-            for index, layer in enumerate(dense.family.layers(dense.model)):
-                if index < masking.first_layer or (only is not None and index not in only):
-                    continue
-                block = target.block(layer)
-                replaced.append((layer, target.module, block))
-                if target.name == "attention":
-                    layer.self_attn = MaskedAttention(block, masking, index)
-                else:
-                    layer.mlp = MaskedFFN(block, dense.family.ffn(layer), masking, index)
-        yield
-    finally:
-        for layer, name, block in replaced:
-            setattr(layer, name, block)
+    forwards = dict[nn.Module, Callable[..., Any]]()
+    for masking in maskings:
+        target, first = TARGETS[masking.target], masking.first_layer
+        for index, layer in enumerate(dense.family.layers(dense.model)):
+            if index < first or (only is not None and index not in only):
+                continue
+            block, how = target.block(layer), (masking, index - first)
+            if target.name == "attention":
+                forward = partial(masked_attention, block.forward, target.output(layer), *how)
+            else:
+                forward = partial(masked_ffn, block.forward, dense.family.ffn(layer), *how)
+            forwards[block] = forward
+    return computing(forwards)
 
 
 def masked_by(dense: DenseModel, layout: ExpertLayout) -> AbstractContextManager[None]:
@@ -209,8 +205,8 @@ def gated(
         gate_TN = F.pad(gate_TE, (0, 1), value=1.0)[:, experts[layer].to(hidden.device)]
         return hidden * gate_TN.view_as(hidden)
 
-    ffns = {layer: layers[layer].get_submodule("mlp") for layer in experts}
-    downs = {layer: dense.family.ffn(layers[layer]).down for layer in experts}
+    ffns = {layer: TARGETS["ffn"].block(layers[layer]) for layer in experts}
+    downs = {layer: TARGETS["ffn"].output(layers[layer]) for layer in experts}
     with watched(ffns, inputs.__setitem__), watched(downs, weigh):
         yield
 
@@ -237,8 +233,8 @@ def masked_activation(
     """H * (R M^T), H = SiLU(gate) * up, with straight-through gradients for R and M.
 
     These are eq:moe_output and eq:assignment_ste. With a hard M, R M^T is a gather,
-    `R[:, expert_of_neuron]`; no T x N x E product is formed. On CUDA one Triton kernel does all of
-    it. The plan's values are not read: it only receives M's gradient.
+    `R[:, expert_of_neuron]`. On CUDA one Triton kernel does all of it. The plan's values are not
+    read: it only receives M's gradient.
 
     Gradient:
         With G = dL/d(mask) = dL/d(out) * H: to R, the sum of G over each expert's neurons; to the
@@ -253,39 +249,33 @@ def masked_activation(
 class _MaskedActivation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        gate_TN: Tensor,
-        up_TN: Tensor,
-        routing_TE: Tensor,
-        expert_of_neuron_N: Tensor,
-        plan_NE: Tensor | None,
+        ctx: Any, gate: Tensor, up: Tensor, routing_TE: Tensor, expert_of: Tensor, plan: Any
     ) -> Tensor:
-        routing = routing_TE.to(gate_TN.dtype)
-        ctx.save_for_backward(gate_TN, up_TN, routing, expert_of_neuron_N)
-        ctx.dtypes = routing_TE.dtype, None if plan_NE is None else plan_NE.dtype
-        if (kernels := kernels_for(gate_TN)) is not None:
-            fused: Tensor = kernels.masked_activation(gate_TN, up_TN, routing, expert_of_neuron_N)
-            return fused
-        return F.silu(gate_TN).mul_(up_TN).mul_(routing.index_select(1, expert_of_neuron_N))
+        routing = routing_TE.to(gate.dtype)
+        ctx.save_for_backward(gate, up, routing, expert_of)
+        ctx.dtypes = routing_TE.dtype, None if plan is None else plan.dtype
+        if (kernels := kernels_for(gate)) is not None:
+            (fused,) = kernels.over_neurons(kernels.masked_activation, gate, up, routing, expert_of)
+            return fused  # type: ignore[no-any-return]
+        return F.silu(gate).mul_(up).mul_(routing.index_select(1, expert_of))
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, routing, expert_of_neuron = ctx.saved_tensors
+        gate, up, routing, expert_of = ctx.saved_tensors
         if (kernels := kernels_for(gate)) is not None:
-            grad_gate, grad_up, grad_mask = kernels.masked_activation_gradient(
-                grad_TN, gate, up, routing, expert_of_neuron
+            grad_gate, grad_up, grad_mask = kernels.over_neurons(
+                kernels.masked_activation_gradient, grad_TN, gate, up, routing, expert_of
             )
         else:
             silu = F.silu(gate)
             grad_mask = (silu * up).mul_(grad_TN)
-            grad_hidden = routing.index_select(1, expert_of_neuron).mul_(grad_TN)
+            grad_hidden = routing.index_select(1, expert_of).mul_(grad_TN)
             grad_up = silu.mul_(grad_hidden)
             grad_gate = torch.ops.aten.silu_backward(grad_hidden.mul_(up), gate)
         grad_routing = grad_plan = None
         routing_dtype, plan_dtype = ctx.dtypes
         if ctx.needs_input_grad[2]:
-            sums = _expert_sums(grad_mask, expert_of_neuron, routing.shape[1])
-            grad_routing = sums.to(routing_dtype)
+            grad_routing = _expert_sums(grad_mask, expert_of, routing.shape[1]).to(routing_dtype)
         if ctx.needs_input_grad[4]:
             grad_plan = product_in_float32(grad_mask.T, routing).to(plan_dtype)
         return grad_gate, grad_up, grad_routing, None, grad_plan

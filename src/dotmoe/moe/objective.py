@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dotmoe.data import TokenBlocks
-from dotmoe.distributed import full_tensor, num_ranks, rank, require_equal_shares, sum_over_ranks
+from dotmoe.distributed import full_tensor, num_ranks, rank, sum_over_ranks
 from dotmoe.errors import UserError
 from dotmoe.models.family import DenseModel
 from dotmoe.moe.masked import product_in_float32
@@ -28,39 +28,43 @@ CPU_CHUNK_ROWS = 128
 
 Losses = tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""]]
 Taught = tuple[Tensor, Tensor | None]
-"""A teacher's final hidden states, and the matrix of its head; None: the student's."""
+"""A teacher's final hidden states, [T, D], and the matrix of its head; None: the student's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveConfig:
-    """What alignment and finetuning have in common."""
+    """What alignment and finetuning have in common, with the defaults of alignment.
 
-    steps: Annotated[int, at_least(0)]
+    These are the paper's (tab:hyperparams_moefication) unless said.
+    """
+
+    steps: Annotated[int, at_least(0)] = 3500
     """Optimizer steps."""
-    batch_size: Annotated[int, at_least(1)]
+    batch_size: Annotated[int, at_least(1)] = 64
     """Sequences per optimizer step, of all ranks together; they share them equally."""
     micro_batch_size: Annotated[int, at_least(1)] = 4
     """Sequences per forward pass; gradients add up to the batch. Changes memory, and of the losses
     load balancing alone, which counts the tokens of a micro-batch: a run goes on with its own."""
     max_epochs: Annotated[float, above(0)] = 4.0
     """Passes over the data at most; fewer steps are taken where the data would be repeated more."""
-    lr: Annotated[float, above(0)]
+    lr: Annotated[float, above(0)] = 5e-4
     """Peak learning rate, for whatever has no rate of its own."""
     lr_router: Annotated[float, at_least(0)] | None = None
     """Peak learning rate of the routers; default: lr."""
     weight_decay: Annotated[float, at_least(0)] = 1e-4
     """AdamW weight decay."""
-    warmup_ratio: Annotated[float, between(0, 1)]
-    """Share of the steps in which the rate rises linearly; then it falls as a cosine."""
+    warmup_ratio: Annotated[float, between(0, 1)] = 0.2
+    """Share of the steps in which the rate rises linearly, and in alignment the temperature falls;
+    then the rate falls as a cosine."""
     max_grad_norm: Annotated[float, above(0)] = 1.0
     """Gradients are scaled down to this norm."""
-    kl_weight: Annotated[float, at_least(0)]
+    kl_weight: Annotated[float, at_least(0)] = 2.0
     """Weight of KL(dense || MoE)."""
     ce_weight: Annotated[float, at_least(0)] = 1.0
     """Weight of next-token cross-entropy."""
-    z_loss_weight: Annotated[float, at_least(0)]
+    z_loss_weight: Annotated[float, at_least(0)] = 1e-3
     """Weight of the router z-loss (eq:z_loss), averaged over layers."""
-    balance_weight: Annotated[float, at_least(0)]
+    balance_weight: Annotated[float, at_least(0)] = 1e-2
     """Weight of load balancing (eq:balance_loss), averaged over layers."""
     surrogate: Surrogate = "soft_top_k"
     """Soft mask of the router's gradient: `softmax` is the paper's, `soft_top_k` sums to k."""
@@ -81,9 +85,15 @@ class ObjectiveConfig:
                 "kl_weight and ce_weight are both 0, which leaves nothing to learn from. Raise one."
             )
 
-    def schedule(self, num_blocks: int) -> Schedule:
-        """Steps and rates of a training on that many blocks of text."""
-        steps = steps_to_take(self, num_blocks)
+    def schedule(self, num_blocks: int, log: Callable[[str], None] = lambda text: None) -> Schedule:
+        """Rates, and `steps`, or fewer, as `log` is told, where `max_epochs` would be exceeded."""
+        steps = min(self.steps, max(1, int(self.max_epochs * num_blocks / self.batch_size)))
+        if steps < self.steps:
+            log(
+                f"steps lowered from {self.steps} to {steps}: the data would otherwise be seen "
+                f"more than {self.max_epochs:g} times (max_epochs). With little data or a small "
+                "model, --recipe small takes more and smaller steps"
+            )
         return Schedule(
             steps=steps,
             warmup_steps=round(self.warmup_ratio * steps),
@@ -92,24 +102,8 @@ class ObjectiveConfig:
         )
 
 
-def steps_to_take(
-    config: ObjectiveConfig, num_blocks: int, log: Callable[[str], None] = lambda text: None
-) -> int:
-    """`config.steps`, or fewer, as `log` is told, where `max_epochs` would be exceeded."""
-    steps = max(1, int(config.max_epochs * num_blocks / config.batch_size))
-    if steps >= config.steps:
-        return config.steps
-    log(
-        f"steps lowered from {config.steps} to {steps}: the data would otherwise be seen more "
-        f"than {config.max_epochs:g} times (max_epochs). With little data or a small model, "
-        "--recipe small takes more and smaller steps"
-    )
-    return steps
-
-
-def require_trainable(config: ObjectiveConfig, dtype: torch.dtype) -> None:
-    """Refuse a batch that the ranks cannot share equally, and to compute in float16."""
-    require_equal_shares(config.batch_size)
+def require_trainable(dtype: torch.dtype) -> None:
+    """Refuse to compute in float16."""
     if dtype == torch.float16:
         raise UserError(
             "dtype is float16, in which gradients underflow. "
@@ -135,6 +129,7 @@ class Objective:
     ) -> None:
         self.dense, self.routings, self.blocks = dense, routings, blocks
         self.config, self.seed = config, seed
+        self.schedule = config.schedule(blocks.num_blocks)
         self.micro_batch_size = min(config.micro_batch_size, config.batch_size)
 
     def begin(self, step: int) -> dict[str, Tensor]:
@@ -192,38 +187,27 @@ class Objective:
 
     def distil(self, hidden_TD: Tensor, taught: Taught | None, tokens_BT: Tensor) -> Losses:
         """KL to the teacher, if there is one, and cross-entropy; see `distillation_loss`."""
-        teacher_TD, teacher_head_VD = taught or (None, None)
         return distillation_loss(
             hidden_TD,
-            teacher_TD,
-            full_tensor(self.dense.family.head(self.dense.model).weight),
+            taught,
+            head_of(self.dense),
             next_token_labels(tokens_BT),
             kl_weight=0.0 if taught is None else self.config.kl_weight,
             ce_weight=self.config.ce_weight,
-            teacher_head_VD=teacher_head_VD,
         )
 
     def differentiate(self, loss: Tensor, *, is_last: bool) -> None:
         """Backward of a micro-batch, the last of the step or not."""
         torch.autograd.backward(loss)
 
-    def state(self) -> dict[str, Any]:
-        """What is known of the memory there is: the micro-batch decides the balance loss, too."""
-        return {"micro_batch_limit": self.micro_batch_size}
+    def state(self) -> dict[str, Tensor]:
+        """What a resumed run needs besides what is trained."""
+        return {}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`; also forgets a step that was cut off."""
-        self.micro_batch_size = min(self.micro_batch_size, state["micro_batch_limit"])
+    def forget_step(self) -> None:
+        """Let go of the activations of a forward pass that was cut off."""
         for routing in self.routings:
             routing.losses = None
-        self._route(True)
-
-    def halve_micro_batch(self) -> int | None:
-        """Take half as many sequences a forward pass; None where one is all there is."""
-        if self.micro_batch_size == 1:
-            return None
-        self.micro_batch_size //= 2
-        return self.micro_batch_size
 
     def _route(self, enabled: bool) -> None:
         for routing in self.routings:
@@ -238,6 +222,11 @@ def hidden_states(dense: DenseModel, tokens_BT: Tensor) -> Tensor:
     return hidden.reshape(-1, hidden.shape[-1]) / multipliers.logits_divisor
 
 
+def head_of(dense: DenseModel) -> Tensor:
+    """The head's matrix, [V, D], whole on every rank."""
+    return full_tensor(dense.family.head(dense.model).weight)
+
+
 def next_token_labels(tokens_BT: Int[Tensor, "B T"]) -> Int[Tensor, " BT"]:
     """Labels of a batch, flat: the next token, and `IGNORED` at the end of each row."""
     return F.pad(tokens_BT[:, 1:], (0, 1), value=IGNORED).flatten()
@@ -245,19 +234,17 @@ def next_token_labels(tokens_BT: Int[Tensor, "B T"]) -> Int[Tensor, " BT"]:
 
 def distillation_loss(
     student_TD: Float[Tensor, "T D"],
-    teacher_TD: Float[Tensor, "T D"] | None,
+    taught: Taught | None,
     head_VD: Float[Tensor, "V D"],
     labels_T: Int[Tensor, " T"],
     *,
     kl_weight: float,
     ce_weight: float,
-    teacher_head_VD: Float[Tensor, "V D"] | None = None,
 ) -> Losses:
     """w_kl * KL(dense || MoE) + w_ce * CE(labels) from the hidden states below the head.
 
     The first two terms of eq:total_loss. KL is averaged over all T positions, cross-entropy over
-    those whose label is not `IGNORED`. Softmax runs in float32. Without a teacher there is no KL;
-    without a head of its own it has the student's.
+    those whose label is not `IGNORED`. Softmax runs in float32. Without a teacher there is no KL.
 
     Returns:
         The weighted sum, which alone has a gradient; KL; cross-entropy. In nats per token.
@@ -267,10 +254,8 @@ def distillation_loss(
         pass, so memory is one chunk of logits for each model (`MAX_CHUNK_ELEMENTS`) plus one
         gradient of the size of each of the two. That of the head adds up in float32.
     """
-    if teacher_head_VD is None:
-        teacher_head_VD = head_VD.detach()
     losses: Losses = _Distillation.apply(  # type: ignore[no-untyped-call]
-        student_TD, teacher_TD, head_VD, teacher_head_VD, labels_T, kl_weight, ce_weight
+        student_TD, head_VD, taught, labels_T, kl_weight, ce_weight
     )
     return losses
 
@@ -280,9 +265,8 @@ class _Distillation(torch.autograd.Function):
     def forward(
         ctx: Any,
         student_TD: Tensor,
-        teacher_TD: Tensor | None,
         head_VD: Tensor,
-        teacher_head_VD: Tensor,
+        taught: Taught | None,
         labels_T: Tensor,
         kl_weight: float,
         ce_weight: float,
@@ -291,8 +275,11 @@ class _Distillation(torch.autograd.Function):
         kl, ce = torch.zeros(2, device=student_TD.device)
         grad_TD = torch.empty_like(student_TD)
         wide = torch.promote_types(head_VD.dtype, torch.float32)
-        grad_VD = torch.zeros_like(head_VD, dtype=wide) if ctx.needs_input_grad[2] else None
+        grad_VD = torch.zeros_like(head_VD, dtype=wide) if ctx.needs_input_grad[1] else None
         shares = kl_weight / num_tokens, ce_weight / num_labels
+        teacher_TD, teacher_head_VD = taught or (None, None)
+        if teacher_head_VD is None:
+            teacher_head_VD = head_VD
         rows = chunk_rows(len(head_VD), on_cpu=head_VD.device.type == "cpu")
         for start in range(0, num_tokens, rows):
             chunk = slice(start, start + rows)
@@ -316,10 +303,10 @@ class _Distillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        grad_TD, grad_VD = (
+        grads = (
             None if grad is None else grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors
         )
-        return grad_TD, None, grad_VD, None, None, None, None
+        return *grads, None, None, None, None
 
 
 def _chunk(

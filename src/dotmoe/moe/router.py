@@ -144,8 +144,8 @@ def _saturated(scaled_TE: Tensor, active_experts: int) -> Tensor:
     num_experts, info = scaled_TE.shape[1], torch.finfo(scaled_TE.dtype)
     if active_experts == num_experts:
         return torch.ones_like(scaled_TE)
-    # Newton steps are kept inside a bracket. With x sorted descending, k - 1 + (E - k + 1) exp(-a)
-    # < k bounds theta from above at x_k + a, (k + 1) (1 - exp(-b)) >= k from below at x_(k+1) - b.
+    # Newton steps stay inside a bracket. With x sorted descending, k - 1 + (E - k + 1) exp(-a) < k
+    # bounds theta from above at x_k + a, (k + 1) (1 - exp(-b)) >= k from below at x_(k+1) - b.
     *_, kth_T, next_T = scaled_TE.topk(active_experts + 1, dim=1).values.unbind(1)
     low = next_T.unsqueeze(1) - math.log(active_experts + 1)
     high = kth_T.unsqueeze(1) + math.log(num_experts)

@@ -13,9 +13,6 @@ from dotmoe.models.family import DenseModel, GatedFFN
 from dotmoe.moe.masked import masked_activation
 from dotmoe.moe.router import Routing, router_logits
 
-EXPERT_WEIGHTS = ("gate_ESD", "up_ESD", "down_ESD")
-"""Names of the experts' parameters in a `SparseFFN`, which are those of the projections' rows."""
-
 
 class Router(nn.Module):
     """Router rows of one layer, always float32. A module, so that FSDP can treat it apart."""

@@ -17,10 +17,13 @@ _COLUMNS = 1_024
 
 
 @triton.jit
-def _masked_activation(
+def masked_activation(
     gate, up, routing, expert_of, masked, num_neurons, num_experts, COLUMNS: tl.constexpr
 ):
-    """SiLU(gate) * up * R[:, expert_of_neuron] for `COLUMNS` neurons of a token."""
+    """SiLU(gate) * up * R[:, expert_of_neuron] for `COLUMNS` neurons of a token.
+
+    Rounded where PyTorch's operations would round.
+    """
     token = tl.program_id(0).to(tl.int64)
     neuron = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = neuron < num_neurons
@@ -35,10 +38,10 @@ def _masked_activation(
 
 
 @triton.jit
-def _masked_activation_gradient(
+def masked_activation_gradient(
     grad, gate, up, routing, expert_of, grads, num_neurons, num_experts, COLUMNS: tl.constexpr
 ):
-    """Gradients of gate, up and the mask's entries, one after the other in `grads`."""
+    """Gradients of gate, up and the mask's entries, in this order in `grads`; rounded once."""
     token = tl.program_id(0).to(tl.int64)
     neuron = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = neuron < num_neurons
@@ -80,26 +83,10 @@ def _soft_top_k(
     tl.store(soft + at, tl.sigmoid(x - theta), mask=inside)
 
 
-def masked_activation(
-    gate_TN: Tensor, up_TN: Tensor, routing_TE: Tensor, expert_of_neuron_N: Tensor
-) -> Tensor:
-    """SiLU(gate) * up * R[:, expert_of_neuron]; rounded where PyTorch's operations would round."""
-    tensors = (gate_TN, up_TN, routing_TE, expert_of_neuron_N)
-    return _over_neurons(_masked_activation, tensors, num_results=1)[0]
-
-
-def masked_activation_gradient(
-    grad_TN: Tensor, gate_TN: Tensor, up_TN: Tensor, routing_TE: Tensor, expert_of_neuron_N: Tensor
-) -> tuple[Tensor, ...]:
-    """Gradients of gate, up and the entries of the mask; rounded once."""
-    tensors = (grad_TN, gate_TN, up_TN, routing_TE, expert_of_neuron_N)
-    return _over_neurons(_masked_activation_gradient, tensors, num_results=3)
-
-
-def _over_neurons(
-    kernel: Any, tensors: tuple[Tensor, ...], *, num_results: int
-) -> tuple[Tensor, ...]:
+def over_neurons(kernel: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """What one of the first two kernels makes of its arguments, each result [T, N]."""
     (num_tokens, num_neurons), num_experts = tensors[0].shape, tensors[-2].shape[1]
+    num_results = 1 if kernel is masked_activation else 3
     with torch.cuda.device(tensors[0].get_device()):
         results = tensors[0].new_empty(num_results, num_tokens, num_neurons)
         kernel[num_tokens, triton.cdiv(num_neurons, _COLUMNS)](

@@ -6,16 +6,17 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import FrameType
 from typing import Annotated, Any, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dotmoe.distributed import (
@@ -26,10 +27,17 @@ from dotmoe.distributed import (
     sum_over_ranks,
 )
 from dotmoe.errors import Interrupted, UserError, require_package
-from dotmoe.options import at_least, check
+from dotmoe.options import at_least
 from dotmoe.training.folder import Checkpoints, Destination, Metrics, OnStep, loggers
 
 logger = logging.getLogger(__name__)
+
+ParameterGroup = dict[str, Any]
+"""As torch's optimizers take it: `params`, pairs of name and parameter, and their peak `lr`.
+
+Names are those of checkpoints. Either all parameters are plain tensors, equal on all ranks, or
+DTensors, of which a rank may hold no part. Where their first dimension counts layers, `first_layer`
+is the number of its first."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CHECKPOINT_SECONDS = 1800
@@ -69,24 +77,15 @@ class Schedule:
     max_grad_norm: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParameterGroup:
-    """Parameters that share a peak learning rate."""
-
-    parameters: Mapping[str, nn.Parameter]
-    """By the names that checkpoints go by. Either all are plain tensors, equal on all ranks, or
-    DTensors, of which a rank may hold no part."""
-    lr: float
-    """Peak learning rate."""
-    first_layer: int | None = None
-    """Where the first dimension counts layers, the number of its first."""
-
-
 class Task(Protocol):
     """What the loop trains."""
 
-    def parameter_groups(self) -> Sequence[ParameterGroup]:
-        """Parameters with their peak learning rates."""
+    schedule: Schedule
+    micro_batch_size: int
+    """Sequences per forward pass, which the loop halves where they do not fit into memory."""
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """What is trained."""
 
     def accumulate_gradients(self, step: int) -> Metrics:
         """Forward and backward of one optimizer step, a function of parameters, step and state.
@@ -95,42 +94,57 @@ class Task(Protocol):
         of a DTensor is a DTensor. The metrics are equal on all ranks; one is called `loss`.
         """
 
-    def state(self) -> dict[str, Any]:
-        """Plain values, and tensors of fixed shapes, that a resumed run needs, too."""
+    def state(self) -> dict[str, Tensor]:
+        """Tensors of fixed shapes that a resumed run needs, too: they are written in place."""
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Inverse of `state` but for a halved micro-batch; also after a step failed halfway."""
-
-    def halve_micro_batch(self) -> int | None:
-        """Take half as many sequences a forward pass from now on; None where there is but one."""
+    def forget_step(self) -> None:
+        """Let go of what a step that was cut off has left, but for gradients and `state`."""
 
 
 def train(
     task: Task,
-    schedule: Schedule,
     folder: Path,
     training: TrainingConfig = DEFAULT_TRAINING,
     on_step: OnStep = lambda step, metrics: None,
 ) -> None:
-    """Train to `schedule.steps`, from the newest whole checkpoint in `folder` if it has one.
+    """Train to the end of the schedule, from the newest whole checkpoint in `folder`, if any.
 
     All ranks call it together, with a folder that all of them see: it receives `checkpoints/`, and
     `metrics.jsonl` with one object a step. `on_step` is called on every rank. On one rank of one
     CPU thread count, a run that was killed and resumed ends bit-identical to one that was not.
 
     Raises:
-        UserError: Every checkpoint is damaged; the loss is not finite or explodes; or a package for
-            a log is missing.
+        UserError: Every checkpoint is damaged, or a loss or gradient is not finite or explodes.
         Interrupted: SIGTERM or SIGINT came; the step it came in has been saved.
     """
-    check(training)
-    trainer = _Trainer(task, schedule, training, folder)
-    first_step = trainer.resume()
-    last_save = time.monotonic()
+    schedule, optimizer, watch = task.schedule, adamw(task), LossWatch()
+    checkpoints = Checkpoints(folder)
+    first_step, last_save = 0, time.monotonic()
+    if saved := checkpoints.load(_tensors(task, optimizer)):
+        first_step, task.micro_batch_size = saved["step"], saved["micro_batch_size"]
+        watch = LossWatch(**saved["losses"])
     with loggers(folder, training.log_to, first_step) as logs, stop_requests() as wanted:
         for step in range(first_step, schedule.steps):
             started = time.perf_counter()
-            metrics = trainer.take(step)
+            before = {name: tensor.clone() for name, tensor in task.state().items()}
+            metrics = _gradients(task, optimizer, step, before)
+            rate = cosine_with_warmup(
+                step, total_steps=schedule.steps, warmup_steps=schedule.warmup_steps
+            )
+            norm = global_norm(optimizer)
+            metrics |= {"grad_norm": float(norm), "lr_factor": rate}
+            trouble = watch.trouble_in(metrics)
+            # Ranks whose numbers differ in the last bit must still decide alike.
+            if sum_over_ranks(torch.tensor(int(trouble is not None))).item():
+                place = _worst_place(optimizer)  # all ranks together
+                what = f"{trouble or 'a loss is bad'} at step {step + 1}; {place}."
+                raise_on_all_ranks(partial(_skip_or_stop, what, watch, training, checkpoints))
+                _undo(task, optimizer, before)
+            else:
+                update(optimizer, schedule.max_grad_norm, norm, rate)
+                watch.accept(metrics["loss"])
+            if training.on_bad_loss == "skip":
+                metrics["skipped"] = float(watch.skipped)
             metrics["seconds"] = time.perf_counter() - started
             for tell in (*logs, on_step):
                 tell(step + 1, metrics)
@@ -140,7 +154,9 @@ def train(
             wishes = [*(number in wanted for number in _SIGNALS), is_due and is_rank_zero()]
             *got, save = sum_over_ranks(torch.tensor(wishes).long()).tolist()
             if any(got) or save or step + 1 == schedule.steps:
-                trainer.save(step + 1)
+                size, losses = task.micro_batch_size, asdict(watch)
+                values = {"step": step + 1, "micro_batch_size": size, "losses": losses}
+                checkpoints.save(step + 1, _tensors(task, optimizer), values)
                 last_save = time.monotonic()
             for number, count in zip(_SIGNALS, got, strict=True):
                 if count:
@@ -148,57 +164,23 @@ def train(
                     raise Interrupted(number, text)
 
 
-def adamw(groups: Sequence[ParameterGroup], *, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW over groups, which remember their `peak_lr`, with moments to read a checkpoint into."""
-    optimizer = torch.optim.AdamW(
-        [{"params": list(g.parameters.values()), "lr": g.lr, "peak_lr": g.lr} for g in groups],
-        weight_decay=weight_decay,
-    )
-    for group in groups:
-        for parameter in group.parameters.values():
-            optimizer.state[parameter] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-            }
-    return optimizer
-
-
-def cosine_with_warmup(step: int, *, total_steps: int, warmup_steps: int) -> float:
-    """Factor on the peak rate of a step: linear from 1/warmup to 1, then half a cosine to 0.
-
-    Example:
-        >>> [round(cosine_with_warmup(s, total_steps=4, warmup_steps=2), 2) for s in range(4)]
-        [0.5, 1.0, 1.0, 0.5]
-    """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    return 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def update(optimizer: torch.optim.Optimizer, max_norm: float, norm: Tensor, factor: float) -> None:
-    """Clip all gradients to `max_norm`, take a step at `factor` of the peak rates, discard them."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["peak_lr"] * factor
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    clip_grads_with_norm_(parameters, max_norm, norm)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def global_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Euclidean norm of all gradients, over all ranks; the same on each. Shape []."""
-    return full_tensor(get_total_norm([p.grad for p in parameters if p.grad is not None]))
+def _tensors(task: Task, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All that a resumed run needs, by name."""
+    tensors = {f"task.{name}": tensor for name, tensor in task.state().items()}
+    for name, parameter in parameters_of(optimizer).items():
+        tensors[f"parameter.{name}"] = parameter.detach()
+        for moment, tensor in optimizer.state[parameter].items():
+            tensors[f"{moment}.{name}"] = tensor
+    return tensors
 
 
 @dataclass
 class LossWatch:
     """Judges the metrics of each step by those of the steps before it; plain values.
 
-    A loss explodes where it is above every loss accepted so far and above ten times the median of
-    the last 64; of the first 8 nothing but finiteness is asked. The first condition keeps the
-    ordinary spikes of a loss near 0 from counting, and single ones hardly move a median.
+    A loss explodes where it is above every loss accepted so far and above ten times the
+    median of the last 64; of the first 8 nothing but finiteness is asked. The first condition keeps
+    the ordinary spikes of a loss near 0 from counting, and single ones hardly move a median.
     """
 
     recent: list[float] = field(default_factory=list)
@@ -227,123 +209,120 @@ class LossWatch:
         self.skipped_in_a_row = 0
 
 
-class _Trainer:
-    """All that a training run is at the end of a step: what is saved and resumed."""
+def _gradients(
+    task: Task, optimizer: torch.optim.Optimizer, step: int, before: dict[str, Tensor]
+) -> Metrics:
+    """`accumulate_gradients`, with the largest halved micro-batch that fits into memory."""
+    while True:
+        try:
+            return task.accumulate_gradients(step)
+        except torch.OutOfMemoryError:
+            # On one of several ranks the others wait in the middle of the step.
+            if task.micro_batch_size == 1 or num_ranks() > 1:
+                raise
+        task.micro_batch_size = size = task.micro_batch_size // 2
+        logger.warning(
+            "out of memory at step %d: micro_batch_size is %d from here on", step + 1, size
+        )
+        task.forget_step()
+        _undo(task, optimizer, before)
+        gc.collect()  # here, where the error's frames hold none of the step's tensors
+        torch.cuda.empty_cache()
 
-    def __init__(
-        self, task: Task, schedule: Schedule, training: TrainingConfig, folder: Path
-    ) -> None:
-        self.task, self.schedule, self.training = task, schedule, training
-        self.checkpoints = Checkpoints(folder)
-        self.groups = task.parameter_groups()
-        self.parameters = {n: p for group in self.groups for n, p in group.parameters.items()}
-        self.optimizer = adamw(self.groups, weight_decay=schedule.weight_decay)
-        self.watch = LossWatch()
 
-    def save(self, step: int) -> None:
-        """Write a checkpoint after `step` steps; all ranks together."""
-        values = {n: v for n, v in self.task.state().items() if not isinstance(v, Tensor)}
-        record = {"step": step, "task": values, "losses": asdict(self.watch)}
-        self.checkpoints.save(step, self._tensors(), record)
+def _undo(task: Task, optimizer: torch.optim.Optimizer, before: dict[str, Tensor]) -> None:
+    """Discard the gradients of a batch, and what it did to the task's state."""
+    optimizer.zero_grad()
+    for name, tensor in task.state().items():
+        tensor.copy_(before[name])
 
-    def resume(self) -> int:
-        """Read the newest whole checkpoint, on any number of ranks; the steps taken before it."""
-        tensors = self._tensors()
-        if (values := self.checkpoints.load(tensors)) is None:
-            return 0
-        task = {n.removeprefix("task."): t for n, t in tensors.items() if n.startswith("task.")}
-        self.task.restore(task | values["task"])
-        self.watch = LossWatch(**values["losses"])
-        return int(values["step"])
 
-    def take(self, step: int) -> Metrics:
-        """Apply one batch, or leave it out where its loss is bad and `on_bad_loss` says so."""
-        training, steps, warmup = self.training, self.schedule.steps, self.schedule.warmup_steps
-        factor = cosine_with_warmup(step, total_steps=steps, warmup_steps=warmup)
-        before = self._task_state()
-        metrics = self._gradients(step, before)
-        norm = global_norm(list(self.parameters.values()))
-        metrics |= {"grad_norm": float(norm), "lr_factor": factor}
-        trouble = self.watch.trouble_in(metrics)
-        # Ranks whose numbers differ in the last bit must still decide alike.
-        if sum_over_ranks(torch.tensor(int(trouble is not None))).item():
-            what = f"{trouble or 'a loss is bad'} at step {step + 1}; {self._worst_place()}."
-            raise_on_all_ranks(lambda: self._skip_or_stop(what))
-            self.task.restore(before)
-            self.optimizer.zero_grad()
-        else:
-            update(self.optimizer, self.schedule.max_grad_norm, norm, factor)
-            self.watch.accept(metrics["loss"])
-        if training.on_bad_loss == "skip":
-            metrics["skipped"] = float(self.watch.skipped)
-        return metrics
+def _worst_place(optimizer: torch.optim.Optimizer) -> str:
+    """The first gradient of the backward pass that is not finite, or the largest, in words."""
+    places: list[tuple[str, int, float]] = []
+    for group in optimizer.param_groups:
+        first = group.get("first_layer")
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            if parameter.grad is not None:
+                squares = parameter.grad.double().square()
+                sums = full_tensor(squares.sum() if first is None else squares.flatten(1).sum(1))
+                for layer, size in enumerate(sums.view(-1).tolist(), first or 0):
+                    where = name if first is None else f"{name}, layer {layer}"
+                    places.append((where, layer, size))
+    places.reverse()
+    if bad := [place for place in places if not math.isfinite(place[2])]:
+        where, _, _ = max(bad, key=lambda place: place[1])
+        return f"the first gradient that is not finite is that of {where}"
+    where, _, _ = max(places, key=lambda place: place[2])
+    return f"the largest gradient is that of {where}"
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, those of the task copied."""
-        state = self._task_state()
-        tensors = {f"task.{n}": v for n, v in state.items() if isinstance(v, Tensor)}
-        for name, parameter in self.parameters.items():
-            tensors[f"parameter.{name}"] = parameter.detach()
-            for moment, tensor in self.optimizer.state[parameter].items():
-                tensors[f"{moment}.{name}"] = tensor
-        return tensors
 
-    def _task_state(self) -> dict[str, Any]:
-        """A copy of the task's state that later steps do not write into."""
-        return {n: v.clone() if isinstance(v, Tensor) else v for n, v in self.task.state().items()}
+def _skip_or_stop(
+    what: str, watch: LossWatch, training: TrainingConfig, checkpoints: Checkpoints
+) -> None:
+    """Count a bad batch, or raise the error that ends the run."""
+    remedy = "Start"
+    if training.on_bad_loss == "stop":
+        remedy = "Give --on-bad-loss skip to go on without such batches, or start"
+    elif (most := watch.skipped_in_a_row) == training.max_skipped:
+        what += f" {most} batches before it were skipped in a row, which is max_skipped."
+    else:
+        watch.skipped += 1
+        watch.skipped_in_a_row += 1
+        logger.warning("%s The batch is skipped.", what)
+        return
+    last = max(checkpoints.folder.glob("step_*"), default=None)
+    saved = "There is no checkpoint yet" if last is None else f"The last good one is {last}"
+    raise UserError(f"{what} {saved}. {remedy} again with a lower lr or max_grad_norm.")
 
-    def _gradients(self, step: int, before: dict[str, Any]) -> Metrics:
-        """`accumulate_gradients`, with the largest halved micro-batch that fits into memory."""
-        while True:
-            try:
-                return self.task.accumulate_gradients(step)
-            except torch.OutOfMemoryError:
-                self.optimizer.zero_grad()
-                self.task.restore(before)
-                # On one of several ranks the others wait in the middle of the step.
-                fits = self.task.halve_micro_batch() if num_ranks() == 1 else None
-                if fits is None:
-                    raise
-            logger.warning(
-                "out of memory at step %d: micro_batch_size is %d from here on", step + 1, fits
-            )
-            gc.collect()  # here, where the error's frames hold none of the step's tensors
-            torch.cuda.empty_cache()
 
-    def _worst_place(self) -> str:
-        """The first gradient of the backward pass that is not finite, or the largest, in words."""
-        places: list[tuple[str, int, float]] = []
-        for group in self.groups:
-            first, is_stack = group.first_layer or 0, group.first_layer is not None
-            for name, parameter in reversed(list(group.parameters.items())):
-                if parameter.grad is not None:
-                    squares = parameter.grad.double().square()
-                    sums = full_tensor(squares.flatten(1).sum(dim=1) if is_stack else squares.sum())
-                    for layer, size in enumerate(sums.view(-1).tolist(), first):
-                        where = f"{name}, layer {layer}" if is_stack else name
-                        places.append((where, layer, size))
-        if bad := [place for place in places if not math.isfinite(place[2])]:
-            where, _, _ = max(bad, key=lambda place: place[1])
-            return f"the first gradient that is not finite is that of {where}"
-        where, _, _ = max(places, key=lambda place: place[2])
-        return f"the largest gradient is that of {where}"
+def adamw(task: Task) -> torch.optim.AdamW:
+    """AdamW over groups, which remember their `peak_lr`, with moments to read a checkpoint into."""
+    groups = [group | {"peak_lr": group["lr"]} for group in task.parameter_groups()]
+    optimizer = torch.optim.AdamW(groups, weight_decay=task.schedule.weight_decay)
+    for parameter in parameters_of(optimizer).values():
+        optimizer.state[parameter] = {
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
+    return optimizer
 
-    def _skip_or_stop(self, what: str) -> None:
-        """Count a bad batch, or raise the error that ends the run."""
-        most, remedy = self.training.max_skipped, "Start"
-        if self.training.on_bad_loss == "stop":
-            remedy = "Give --on-bad-loss skip to go on without such batches, or start"
-        elif self.watch.skipped_in_a_row == most:
-            what += f" {most} batches before it were skipped in a row, which is max_skipped."
-        else:
-            self.watch.skipped += 1
-            self.watch.skipped_in_a_row += 1
-            if is_rank_zero():
-                logger.warning("%s The batch is skipped.", what)
-            return
-        last = max(self.checkpoints.folder.glob("step_*"), default=None)
-        saved = "There is no checkpoint yet" if last is None else f"The last good one is {last}"
-        raise UserError(f"{what} {saved}. {remedy} again with a lower lr or max_grad_norm.")
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Parameters of all groups by name."""
+    found = dict[str, Tensor]()
+    for group in optimizer.param_groups:
+        found |= zip(group["param_names"], group["params"], strict=True)
+    return found
+
+
+def cosine_with_warmup(step: int, *, total_steps: int, warmup_steps: int) -> float:
+    """Factor on the peak rate of a step: linear from 1/warmup to 1, then half a cosine to 0.
+
+    Example:
+        >>> [round(cosine_with_warmup(s, total_steps=4, warmup_steps=2), 2) for s in range(4)]
+        [0.5, 1.0, 1.0, 0.5]
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def global_norm(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Euclidean norm of all gradients, over all ranks; the same on each. Shape []."""
+    grads = [p.grad for p in parameters_of(optimizer).values() if p.grad is not None]
+    return full_tensor(get_total_norm(grads))
+
+
+def update(optimizer: torch.optim.Optimizer, max_norm: float, norm: Tensor, factor: float) -> None:
+    """Clip gradients to `max_norm`, take a step at `factor` of the peak rates, and discard them."""
+    clip_grads_with_norm_(parameters_of(optimizer).values(), max_norm, norm)
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * factor
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @contextmanager
