@@ -8,8 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -148,18 +148,24 @@ class Forked:
     """A command that runs in a fork of this process; what it says is read with `said`."""
 
     def __init__(self, arguments):
-        self._output = tempfile.TemporaryFile("w", buffering=1)  # noqa: SIM115 - lives as long as this
-        self._process = get_context("fork").Process(target=self._run, args=(arguments,))
+        # A pipe and no file: a test limits the size of files.
+        self._reading, writing = os.pipe()
+        os.set_blocking(self._reading, False)
+        self._said = ""
+        self._process = get_context("fork").Process(target=self._run, args=(arguments, writing))
         self._process.start()
+        os.close(writing)
         self.pid = self._process.pid
 
-    def _run(self, arguments):
-        sys.stdout = sys.stderr = self._output
+    def _run(self, arguments, writing):
+        sys.stdout = sys.stderr = os.fdopen(writing, "w", buffering=1)
         sys.exit(run(arguments))
 
     def said(self):
         """What it has written to either output."""
-        return os.pread(self._output.fileno(), 1 << 20, 0).decode()
+        with suppress(BlockingIOError):
+            self._said += os.read(self._reading, 1 << 20).decode()
+        return self._said
 
     def wait(self):
         """Exit status, negative after a signal."""

@@ -143,6 +143,10 @@ class LearnedAssignment:
         if self.routers_LED.grad is not None:
             own = summed_rows(self.routers_LED.grad, self.ranks)
             torch.autograd.backward(local_part(self.router_LED), own)
+        self.forget_plan()
+
+    def forget_plan(self) -> None:
+        """Let go of the plans of a step."""
         self.solved = self.plan_LNE = self.masking.plan_LNE = None
 
     def backward_plan(self, gradient_LNE: Tensor) -> None:
@@ -200,7 +204,7 @@ class Alignment(Objective):
             for state, part, prefix in targets
         ]
         """What is learned of each target; of a second one by names of its own."""
-        self.initial, self.tau = initial, assignment.tau
+        self.tau = assignment.tau
         super().__init__(dense, [part.masking for part in self.parts], blocks, config, seed=seed)
 
     def parameter_groups(self) -> list[ParameterGroup]:
@@ -218,6 +222,12 @@ class Alignment(Objective):
         """Backward from the gradients that the masks left to affinities and routers."""
         for part in self.parts:
             part.end()
+
+    def forget_step(self) -> None:
+        """See `Objective`; the plans of a step that was cut off go, too."""
+        super().forget_step()
+        for part in self.parts:
+            part.forget_plan()
 
     def state(self) -> dict[str, Tensor]:
         """The warm start of the solvers and the last assignments."""
@@ -241,8 +251,6 @@ def align(
     was loaded in float16.
     """
     dense, config = task.dense, task.config
-    if task.schedule.steps == 0:
-        return task.initial
     raise_on_all_ranks(lambda: require_trainable(next(dense.model.parameters()).dtype))
     with masked(dense, task.routings), recomputing(dense, config.activation_checkpointing):
         train(task, folder, training, on_step)

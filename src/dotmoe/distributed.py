@@ -43,6 +43,13 @@ def resolved_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def memory_of(device: torch.device) -> int:
+    """Bytes of a GPU's memory, or of this machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def rank() -> int:
     """Number of this process among the ranks, 0 to `num_ranks() - 1`."""
     return dist.get_rank() if dist.is_initialized() else 0

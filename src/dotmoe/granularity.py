@@ -234,9 +234,9 @@ def default_expert_size(ffn_width: int) -> int:
     return max(sizes, key=lambda size: (size % 8 == 0, size % 4 == 0, size))
 
 
-def fitting_sizes(units: int, multiple: int = 1) -> list[int]:
-    """Sizes of that multiple that divide the units and leave two experts or more, ascending."""
-    return [n for n in range(multiple, units // 2 + 1, multiple) if units % n == 0]
+def fitting_sizes(units: int) -> list[int]:
+    """Sizes that divide the units and leave two experts or more, ascending."""
+    return [size for size in range(1, units // 2 + 1) if units % size == 0]
 
 
 def next_to(value: int, ascending: list[int]) -> list[int]:

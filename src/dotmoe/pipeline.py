@@ -103,7 +103,8 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
                 given = dense, text.training, start, split, config.align, config.assignment
 
                 def trained(**how: Any) -> AlignState:
-                    return align(Alignment(*given, seed=config.seed), **how)
+                    steps = config.align.steps
+                    return align(Alignment(*given, seed=config.seed), **how) if steps else start
 
                 aligned = run.trained("align", text, trained)
                 state = run.state("align", dense, aligned)
@@ -265,12 +266,14 @@ class _Run:
 
         def start() -> bool:
             work.enter_context(self.folder.at_work(self.config))
-            is_finished = self.folder.holds(made, "evaluate")
-            if not is_finished and not self.folder.holds("data"):
+            if self.folder.holds(made, "evaluate"):
+                self.folder.require_inputs(inputs())
+                return True
+            if not self.folder.holds("data"):
                 texts = (*self.config.eval_text, *self.converted.other_text)
                 require_sources(self.converted.data, texts)
             self.folder.begin(self.config, model, inputs())
-            return is_finished
+            return False
 
         if self.training.steps:
             raise_on_all_ranks(lambda: require_equal_shares(self.training.batch_size))

@@ -65,6 +65,7 @@ class Progress:
                 nonlocal next_line
                 if done < task.completed:  # another count begins, such as that of the next model
                     bars.reset(number)
+                    next_line = -math.inf
                 bars.update(number, completed=done, total=total)
                 speed, elapsed = task.speed, task.elapsed or 0.0
                 rate = f"{tokens * speed:,.0f} tokens/s" if tokens and speed else ""

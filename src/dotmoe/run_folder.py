@@ -108,7 +108,7 @@ class RunFolder:
     def verified(self, name: str, *only: str) -> Path:
         """Folder of a finished stage whose files, or `only` these, are as they were recorded.
 
-        An export has checksums of its own, see `dotmoe.export.require_checksums`.
+        An export has checksums of its own, see `dotmoe.export.record.require_checksums`.
         """
         folder, recorded = self.stage(name), self.manifest["stages"][name]["files"]
         damage = damage_in(folder, {file: recorded[file] for file in only or recorded})
@@ -139,7 +139,7 @@ class RunFolder:
         self._require_usable(config)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-        except (FileNotFoundError, NotADirectoryError) as error:
+        except (PermissionError, FileNotFoundError, NotADirectoryError) as error:
             raise UserError(
                 f"{self.path} cannot be made ({error.strerror}). Choose another folder."
             ) from error

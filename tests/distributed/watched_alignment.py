@@ -85,7 +85,7 @@ def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=N
 
     try:
         with masked(dense, task.routings), recomputing(dense, recompute):
-            train(task, folder, TrainingConfig(checkpoint_every=4), on_step)
+            train(task, Path(folder), TrainingConfig(checkpoint_every=4), on_step)
     except StoppedError:
         pass
     return {

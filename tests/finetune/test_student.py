@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from two_ranks import unloaded_dense
 
-from dotmoe.distributed import full_tensor, local_part
-from dotmoe.finetuning import FinetuneConfig, Finetuning, write_student
+from dotmoe.distributed import fsdp_mesh, full_tensor, local_part
+from dotmoe.finetuning import FinetuneConfig, Finetuning, Student, write_student
 from dotmoe.layout import ALWAYS_ON
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked_by
@@ -163,32 +164,37 @@ def test_what_is_trained_is_float32_and_what_stays_has_the_models_dtype(
     assert low == pytest.approx(wide, rel=0.02)
 
 
+@pytest.mark.parametrize(("shard", "size"), [(True, 4), (False, 4), (False, 2)])
 def test_a_backward_pass_that_did_not_fit_leaves_no_trace(
-    tiny_dense, blocks, new_student, tmp_path
+    shard, size, tiny_dense, layout, blocks, tmp_path
 ):
-    """FSDP2 is on one rank, too, where the model computes in 16 bits."""
-    folder, once = tiny_dense("llama", dtype="bfloat16"), iter([True])
+    """FSDP2 is on one rank, too, where the model computes in 16 bits; the last one fails."""
+    folder, last = str(tiny_dense("llama", dtype="bfloat16")), 4 // size
 
-    def fail(gradient):
-        if next(once, False):
-            raise torch.OutOfMemoryError("too much")
+    def trained(size, *, fails):
+        config, seen = replace(PLAIN, steps=2, micro_batch_size=size), []
 
-    def on_output(module, args, output):
-        output.register_hook(fail)
+        def fail(gradient):
+            seen.append(gradient)
+            if len(seen) == last:
+                raise torch.OutOfMemoryError("too much")
 
-    def trained(size):
-        config = replace(PLAIN, steps=2, micro_batch_size=size)
-        student = new_student(folder, config, "bfloat16")
-        task = task_of(student, blocks, config)
-        if size > 2:
-            student.ffns[1].register_forward_hook(on_output)
-        where = tmp_path / str(size)
-        where.mkdir()
-        train(task, where)
-        assert task.micro_batch_size == 2
-        return {name: full_tensor(p.detach()) for name, p in student.trained().items()}
+        def watch(module, args, output):
+            output.register_hook(fail)
 
-    fitting, halved = trained(2), trained(4)
+        dense = unloaded_dense(folder, torch.bfloat16)
+        with fsdp_mesh(torch.device("cpu"), shard=shard) as ranks:
+            student = Student(dense, layout, config, ranks, seed=0)
+            task = task_of(student, blocks, config)
+            if fails:
+                student.ffns[1].register_forward_hook(watch)
+            train(task, tmp_path / str(fails))
+            assert task.micro_batch_size == size // (2 if fails else 1)
+            return {name: full_tensor(p.detach()) for name, p in student.trained().items()}
+
+    (tmp_path / "True").mkdir()
+    (tmp_path / "False").mkdir()
+    fitting, halved = trained(size // 2, fails=False), trained(size, fails=True)
     assert all(torch.equal(halved[name], weight) for name, weight in fitting.items())
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dotmoe.align import AlignConfig, align
+from dotmoe.align import AlignConfig, Alignment, align
 from dotmoe.calibrate import CalibrateConfig, calibrate
 from dotmoe.data import TokenBlocks
 from dotmoe.granularity import ExpertsConfig, splits_of
@@ -23,7 +23,7 @@ def test_an_alignment_of_both_that_was_stopped_ends_as_one_that_was_not(dense_of
     split = splits_of(BOTH, 96, 4)
     start = calibrate(dense, text, split, CalibrateConfig(calibration_tokens=320), seed=0)
     config = AlignConfig(steps=6, batch_size=2, lr=1e-2, max_epochs=9.0)
-    options = {"training": TrainingConfig(checkpoint_every=2), "seed": 0}
+    training = TrainingConfig(checkpoint_every=2)
 
     class StoppedError(Exception):
         pass
@@ -36,7 +36,7 @@ def test_an_alignment_of_both_that_was_stopped_ends_as_one_that_was_not(dense_of
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         given = (dense, text, start, split, config, AssignmentConfig())
-        return align(*given, folder=folder, **options, **more)
+        return align(Alignment(*given, seed=0), folder, training, **more)
 
     whole = run("whole")
     with pytest.raises(StoppedError):

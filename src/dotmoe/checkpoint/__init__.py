@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,12 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     shard_of = read_json(index).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
         raise UserError(f"{index} has no weight_map. Download it again.")
-    shards = sorted({folder / shard for shard in shard_of.values()})
-    return {name: shard for shard in shards for name in _tensor_names(shard)}
+    shards = {folder / shard for shard in shard_of.values()}
+    files = {name: shard for shard in sorted(shards) for name in _tensor_names(shard)}
+    for name, shard in shard_of.items():
+        if files.get(name) != folder / shard:
+            raise UserError(f"{name} is not in {folder / shard}, where {index.name} puts it.")
+    return files
 
 
 def _tensor_names(path: Path) -> list[str]:
@@ -190,7 +195,7 @@ class Tensors:
     def describe(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype, from the file's header alone."""
         stored = self.stored_name(name)
-        with self._opened(stored) as file:
+        with _opened(self._file_of[stored]) as file:
             view = file.get_slice(stored)
             shape, dtype = tuple(view.get_shape()), view.get_dtype()
         if dtype not in DTYPES:
@@ -206,7 +211,7 @@ class Tensors:
         stored, rows = self.stored_name(name), self._part_of(name).rows
         if self._last is None or self._last[0] != stored:
             self._last = None  # free the old tensor before the new one is read
-            with self._opened(stored) as file:
+            with _opened(self._file_of[stored]) as file:
                 self._last = (stored, file.get_tensor(stored))
         whole = self._last[1]
         return whole if rows is None else whole[slice(*rows)]
@@ -215,14 +220,14 @@ class Tensors:
         """Tensors by their names in the files, each of which is opened once."""
         file_of = self._file_of.__getitem__
         for path, names in groupby(sorted(stored, key=file_of), file_of):
-            with safe_open(path, framework="pt") as file:
+            with _opened(path) as file:
                 for name in names:
                     yield name, file.get_tensor(name)
 
     def read_rows(self, name: str, rows: slice) -> Tensor:
         """Rows of a tensor that is stored under its own name or alias; no others are read."""
         stored = self.stored_name(name)
-        with self._opened(stored) as file:
+        with _opened(self._file_of[stored]) as file:
             part: Tensor = file.get_slice(stored)[rows]
         return part
 
@@ -240,6 +245,14 @@ class Tensors:
                     f"{tuple(parameter.shape)}. Mend the config."
                 )
 
-    def _opened(self, stored: str) -> Any:
-        """The file of a tensor, opened anew: what a mapped one has read counts as memory."""
-        return safe_open(self._file_of[stored], framework="pt")
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file, opened anew for each tensor: what a mapped one has read counts as memory."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{path} cannot be read ({one_line(error)}). Fetch the checkpoint again."
+        ) from error

@@ -52,7 +52,8 @@ def continuations(
     """
     longest = max(map(len, prompts)) + new_tokens
     context = int(model.config.max_position_embeddings)
-    in_context("the length of a prompt with --generate", longest, context)
+    remedy = "Lower --generate, or give shorter prompts."
+    in_context("the length of a prompt with --generate", longest, context, remedy=remedy)
     end = tokenizer.eos_token_id
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end, do_sample=False)
     made = []

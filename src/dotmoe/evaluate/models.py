@@ -125,7 +125,8 @@ class EvaluateConfig:
         asked = [name for name, option in given.items() if option is not None]
         if len(asked) > 1:
             raise UserError(
-                f"{' and '.join(asked)} are two measurements. Ask for one of them at a time."
+                f"{' and '.join(map(_option_of, asked))} are two measurements. "
+                "Ask for one of them at a time."
             )
         return asked[0] if asked else "perplexity"
 
@@ -138,12 +139,18 @@ class EvaluateConfig:
             )
 
 
-def in_context(name: str, tokens: int, context: int, least: int = 2) -> int:
+def _option_of(measurement: str) -> str:
+    return "--generate" if measurement == "generation" else f"--{measurement.replace('_', '-')}"
+
+
+def in_context(
+    name: str, tokens: int, context: int, least: int = 2, remedy: str = "Choose one."
+) -> int:
     """So many tokens; `UserError` beyond the context of the model."""
     if tokens > context:
         raise UserError(
             f"{name} is {tokens}, but must lie in {least} to {context}, the model's context. "
-            "Choose one."
+            f"{remedy}"
         )
     return tokens
 

@@ -154,6 +154,7 @@ def perplexities(
     for name, folder in exports.items():
         model: Any = load_weights(folder, dtype).to(dense.device)
         found[name] = heldout_perplexity(model, dense.tokenizer, texts, on_progress)
+        del model  # before the next one is loaded
     return found
 
 
@@ -262,6 +263,12 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
     """
     folder, corpus = model_folder(config.model), config.corpus
     record = ExportRecord.load(folder)
+    if not record.active_experts_editable:
+        free = [name for name, output in FORMATS.items() if output.active_experts_editable]
+        raise UserError(
+            f"{folder} is a {record.format}, whose k is fixed at {record.active_experts}, so it "
+            f"has no curve. Export the run as {' or '.join(free)}."
+        )
     chosen = config.curve or ladder(record.num_experts, record.active_experts)
     for active in chosen:
         require_free_k(folder, record, active)

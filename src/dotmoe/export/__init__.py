@@ -93,6 +93,8 @@ def export(
     with complete_folder(out) as folder:
         if (unverified / RECORD_FILE).is_file():  # left by an earlier try
             shutil.rmtree(unverified)
+        if unverified.exists():
+            raise UserError(f"{unverified} is in the way: it is no export. Move it.")
         sample_BT = sample_tokens(token_ids, config.scale_tokens, form.context(dense))
         routers = []
         if form.gating.score != "none":

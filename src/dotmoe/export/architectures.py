@@ -34,7 +34,13 @@ class _Glm4Moe(TransformersFormat):
     """
 
     name = "glm4_moe"
-    holds = ("qkv biases", "query norms: head", "odd head_dim", "a shared expert", "dense layers")
+    holds = (
+        "qkv biases",
+        "query norms: head",
+        "its own head_dim",
+        "a shared expert",
+        "dense layers",
+    )
     gating = Gating(score="sigmoid", renormalised=False)
     experts_key = "n_routed_experts"
     active_experts_editable = True
@@ -76,7 +82,7 @@ class _Mixtral(TransformersFormat):
 
     name = "mixtral"
     servers = _EVERYWHERE
-    holds = ("odd head_dim",)
+    holds = ("its own head_dim",)
     holds_window = True
     experts_key = "num_local_experts"
     size_key = "intermediate_size"
@@ -91,7 +97,7 @@ class _Qwen3Moe(TransformersFormat):
 
     name = "qwen3_moe"
     servers = _EVERYWHERE
-    holds: tuple[str, ...] = ("qkvo biases", "odd head_dim", "dense layers")
+    holds: tuple[str, ...] = ("qkvo biases", "its own head_dim", "dense layers")
     demands = ("query norms: head",)
     constants: ClassVar = {
         "norm_topk_prob": True,

@@ -269,7 +269,7 @@ class Format(ABC):
     """Whether FFNs become experts; if not, it is the dense model in another container."""
 
     def refusal(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
-        """Why such a split cannot be exported exactly (one sentence with the remedy), or None."""
+        """Why such a split cannot be exported exactly, in one sentence, or None."""
         traits, config = dense.family.traits(dense.config), dense.config
         biases = "qkv" * traits.qkv_bias + "o" * traits.output_bias
         rope = config.rope_parameters.get("rope_type", "default")
@@ -279,7 +279,7 @@ class Format(ABC):
             f"query norms: {traits.qk_norm}": traits.qk_norm != "none",
             "norms after attention": traits.norms_after,
             "multipliers": traits.multipliers != Multipliers(),
-            "odd head_dim": traits.head_dim != usual_width,
+            "its own head_dim": traits.head_dim != usual_width,
             f"rope_type {rope}": rope not in self.rope_types,
             "experts made of heads": split.targets != "ffn",
             "a shared expert": split.shared_size,

@@ -234,7 +234,7 @@ class GgufLlama(GgufFormat):
     gating = Gating(only_in="llama.cpp")
     active_experts_editable = True
     num_moe_tensors = 5
-    holds = ("o biases", "qkv biases", "qkvo biases", "odd head_dim")
+    holds = ("o biases", "qkv biases", "qkvo biases", "its own head_dim")
 
     def notes(self, conversion: Conversion) -> list[str]:
         return [

@@ -221,7 +221,9 @@ def write_checkpoint(
     No more than one tensor is in memory. Files have `max_bytes` at most; a single larger tensor
     gets a file of its own. Gives the names of the weight files, in order.
     """
+    specs = list(specs)
     by_name = {spec.name: spec for spec in specs}
+    assert len(by_name) == len(specs), "a tensor comes twice"
     # Some servers crash on tensors without elements.
     assert all(spec.num_bytes for spec in by_name.values()), "a tensor is empty"
     plan = split_state_dict_into_shards_factory(

@@ -1,5 +1,6 @@
 """STAGE finetune: recovery training of the converted model, with only the chosen experts run."""
 
+import gc
 import math
 import shutil
 from collections.abc import Callable, Iterator
@@ -258,6 +259,9 @@ class Finetuning(Objective):
         """See `Objective`; a backward pass that was cut off leaves FSDP2 waiting for its end."""
         super().forget_step()
         if isinstance(self.model, FSDPModule):
+            gc.collect()  # its end takes memory
+            self.model.reset_iter_state()
+            self.model.set_requires_all_reduce(True)  # gradients go where they are discarded
             self.model._get_fsdp_state()._root_post_backward_final_callback()
 
 

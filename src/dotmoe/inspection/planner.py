@@ -5,7 +5,6 @@ over the model width, the FFN width and the vocabulary; how many passes a forwar
 measured steps, and a backward makes twice as many. Nothing overlaps within a device.
 """
 
-import os
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, NamedTuple
@@ -13,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils.benchmark import Timer
 
+from dotmoe.distributed import memory_of
 from dotmoe.finetuning.repair import RIDGES
 from dotmoe.inspection.sizes import FLOAT32, Sizes, Step, step_memory
 
@@ -125,13 +125,6 @@ def measured_here(device: torch.device, dtype: torch.dtype, *, seconds: float = 
         on_cpu=on_cpu,
         origin="measured",
     )
-
-
-def memory_of(device: torch.device) -> int:
-    """Bytes of a GPU's memory, or of this machine's."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

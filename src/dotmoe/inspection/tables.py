@@ -103,7 +103,7 @@ def _plans(run: Values, plans: list[Values]) -> Table:
             time = in_time(plan["hours"])
             rows.append([_machine(plan), way["way"], at_once, memory, speed, time, hours])
         else:
-            needed = plan["gpus_needed"]
+            needed = plan["gpus_needed"] if plan["origin"] != "measured" else None
             said = f"needs {needed} of them" if needed else "does not fit"
             rows.append([_machine(plan), said, *[""] * 5])
     what = {"align": "alignment, not by default,", "finetune": "fine-tuning"}[run["task"]]

@@ -83,7 +83,7 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
     made = chosen.prune(inputs)
     tokens = inputs.tokens_BT.numel()
     if chosen.is_trained:
-        tokens = inputs.steps * inputs.batch(0).numel()
+        tokens = inputs.steps * inputs.batch(0).numel() if inputs.excess > 0 else 0
     figures = {
         "parameters": total - made.removed,
         "stored": total - made.removed,

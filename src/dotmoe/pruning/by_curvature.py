@@ -27,9 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dotmoe.distributed import resolved_device
+from dotmoe.distributed import memory_of, resolved_device
 from dotmoe.errors import UserError
-from dotmoe.inspection.planner import memory_of
 from dotmoe.models.family import DenseModel
 from dotmoe.progress import no_update
 from dotmoe.pruning.contract import (

@@ -91,7 +91,8 @@ class RunResults:
         for side, folder in (("against", "against/"), ("model", "tasks/")):
             files = [file for name, file in self.files.items() if name.startswith(folder)]
             if files:
-                found[side] = of_model(files[0]["model"]["name"], files)
+                with self.reading(f"6_evaluate/{folder}"):
+                    found[side] = of_model(files[0]["model"]["name"], files)
         return self.named(found)
 
     @contextmanager

@@ -15,7 +15,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import islice
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,7 +76,7 @@ class Checkpoints:
                 write_text(partial / _MANIFEST, record)
                 writing.close()
                 for old in self._newest_first()[_KEPT:]:
-                    shutil.rmtree(old)
+                    shutil.rmtree(old, ignore_errors=True)
 
             broadcast_from_rank_zero(complete)
 
@@ -123,7 +123,7 @@ class Checkpoints:
             if damage is None:
                 for bad, why in damaged.items():
                     logger.warning("%s. Going on from %s, the one before.", why, path)
-                    shutil.rmtree(bad)
+                    shutil.rmtree(bad, ignore_errors=True)
                 return path
             damaged[path] = damage
         if damaged:
@@ -163,7 +163,7 @@ def _json_lines(folder: Path, steps_taken: int) -> Iterator[OnStep]:
     path = folder / "metrics.jsonl"
     path.touch()
     with path.open("rb") as lines:
-        kept = sum(map(len, islice(lines, steps_taken)))
+        kept = sum(map(len, takewhile(lambda line: _is_of(line, steps_taken), lines)))
     os.truncate(path, kept)  # needs no room, so that a full disk loses nothing
     with path.open("a", encoding="utf-8") as file:
 
@@ -173,6 +173,14 @@ def _json_lines(folder: Path, steps_taken: int) -> Iterator[OnStep]:
             file.flush()
 
         yield log
+
+
+def _is_of(line: bytes, steps_taken: int) -> bool:
+    """Whether a line is whole and of the first steps."""
+    try:
+        return line.endswith(b"\n") and bool(json.loads(line)["step"] <= steps_taken)
+    except (ValueError, KeyError):
+        return False
 
 
 @contextmanager

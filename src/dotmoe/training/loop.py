@@ -121,7 +121,8 @@ def train(
     checkpoints = Checkpoints(folder)
     first_step, last_save = 0, time.monotonic()
     if saved := checkpoints.load(_tensors(task, optimizer)):
-        first_step, task.micro_batch_size = saved["step"], saved["micro_batch_size"]
+        first_step = saved["step"]
+        task.micro_batch_size = min(task.micro_batch_size, saved["micro_batch_size"])
         watch = LossWatch(**saved["losses"])
     with loggers(folder, training.log_to, first_step) as logs, stop_requests() as wanted:
         for step in range(first_step, schedule.steps):
