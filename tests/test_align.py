@@ -146,7 +146,7 @@ def test_leading_dense_layers_are_neither_trained_nor_measured(dense, blocks, tm
     """Nor decayed: their part of the state comes back as it was, and metrics are of the others."""
     split, metrics = split_of(dense, first_dense_layers=1), {}
     task = alignment(dense, blocks, split=split)
-    final, initial = align(task, tmp_path, on_step=metrics.__setitem__), task.initial
+    final, initial = align(task, tmp_path, on_step=metrics.__setitem__), task.parts[0].initial
     for before, after in ((initial.affinity_LNE, final.affinity_LNE),
                           (initial.router_LED, final.router_LED)):  # fmt: skip
         assert torch.equal(before[0], after[0])
@@ -198,7 +198,7 @@ def test_activation_checkpointing_changes_no_gradient(dense, blocks, tmp_path):
 
 def test_a_split_that_is_not_learned_stays_while_its_router_learns(dense, blocks, tmp_path):
     task = alignment(dense, blocks, replace(CONFIG, learn_assignment=False))
-    final, initial = align(task, tmp_path), task.initial
+    final, initial = align(task, tmp_path), task.parts[0].initial
     layouts = [extract(s, split_of(dense), AssignmentConfig()) for s in (initial, final)]
     assert torch.equal(layouts[0].expert_of_neuron_LN, layouts[1].expert_of_neuron_LN)
     assert not torch.equal(initial.router_LED, final.router_LED)
@@ -206,7 +206,7 @@ def test_a_split_that_is_not_learned_stays_while_its_router_learns(dense, blocks
 
 def test_affinities_have_a_rate_of_their_own(dense, blocks, tmp_path):
     task = alignment(dense, blocks, replace(CONFIG, steps=2, lr_affinity=0.0))
-    final, initial = align(task, tmp_path), task.initial
+    final, initial = align(task, tmp_path), task.parts[0].initial
     assert torch.equal(initial.affinity_LNE, final.affinity_LNE)
     assert not torch.equal(initial.router_LED, final.router_LED)
 
@@ -215,7 +215,7 @@ def test_the_papers_solver_trains(dense, blocks, tmp_path):
     task = alignment(dense, blocks, replace(CONFIG, steps=2), solver="sinkhorn")
     state = align(task, tmp_path)
     assert torch.isfinite(state.affinity_LNE).all()
-    assert not torch.equal(state.affinity_LNE, task.initial.affinity_LNE)
+    assert not torch.equal(state.affinity_LNE, task.parts[0].initial.affinity_LNE)
 
 
 def test_steps_are_limited_by_the_passes_over_the_data():

@@ -146,7 +146,7 @@ def test_requests_longer_than_the_context_are_counted(tiny_dense, task_data, tmp
         ({"tasks": "hellaswog"}, "hellaswog has no place in a local folder"),
         ({"tasks": "paper"}, "sciq needs sciq/test.jsonl.gz"),
         ({"tasks": "piqa", "max_length": 257}, "max_length is 257"),
-        ({"tasks": "piqa", "curve": 3}, "tasks and curve are two measurements"),
+        ({"tasks": "piqa", "curve": 3}, "--tasks and --curve are two measurements"),
     ],
 )
 def test_wrong_use_is_refused_in_one_line_and_writes_nothing(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BUDGET = {"src": (20_080, 95), "tests": (15_647, 106)}
+BUDGET = {"src": (19_209, 94), "tests": (14_813, 104)}
 """Lines and files of Python. To be lowered to 15,000 lines in 120 files, and 10,000 of tests."""
 
 
