@@ -13,11 +13,15 @@ import tempfile
 from pathlib import Path
 
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 HEIGHT = 1320
 DESKTOP, PHONE, GAP = 860, 390, 12
 COLOURS = 256
 """A page has few, and so a picture with few is small."""
+
+SAID = r"goes from ([\d.]+) to ([\d.]+):"
+"""The page's sentence on the dense model's perplexity and that of the export."""
 
 SHOWN = ("alignment", "load-of-the-experts", "other-numbers-of-active-experts", "benchmark-tasks")
 """Sections for the phone, as their anchors; the first that the page has."""
@@ -28,7 +32,8 @@ def main(page: Path, picture: Path) -> None:
     browser = next((path for name in names if (path := shutil.which(name))), None)
     if browser is None:
         sys.exit("no Chromium is installed")
-    anchors = re.findall(r'<section id="([^"]*)"', page.read_text(encoding="utf-8"))
+    source = page.read_text(encoding="utf-8")
+    anchors = re.findall(r'<section id="([^"]*)"', source)
     anchor = next((name for name in SHOWN if name in anchors), anchors[0])
     address = page.resolve().as_uri()
     frames = [
@@ -45,7 +50,9 @@ def main(page: Path, picture: Path) -> None:
         options += [f"--user-data-dir={folder}/profile", wrapper.as_uri()]
         subprocess.run([browser, *options], check=True, capture_output=True, timeout=120)
         image = Image.open(shot).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
-        image.save(picture, optimize=True)
+        known = PngInfo()  # a test compares it with the README's figures
+        known.add_text("perplexity", " ".join(re.findall(SAID, source)[0]))
+        image.save(picture, optimize=True, pnginfo=known)
     print(f"{picture}: {picture.stat().st_size / 1000:.0f} kB")
 
 

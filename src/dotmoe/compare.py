@@ -307,7 +307,7 @@ def _fitting(
             else:
                 split_of(point.config, dense)
         except UserError as error:
-            if "all" not in getattr(config, "methods", ()):
+            if not (isinstance(config, CompareConfig) and "all" in config.methods):
                 raise
             progress.log(f"{point.name} is left out: {error}")
         else:
@@ -338,7 +338,8 @@ def _made(
                 rows.append({"run": "dense", "value": "dense", **whole, **_measured(dense, dense)})
             for row in _rows(point, results, described.widths.model):
                 rows.append(row)
-                rows.extend(_finetuned(config, row, progress))
+                if isinstance(config, CompareConfig):
+                    rows.extend(_finetuned(config, row, progress))
         except VerificationError as error:
             left_out[point.name] = str(error)
             progress.log(f"{point.name} is left out: {error}")
@@ -474,11 +475,11 @@ def _rows(point: Point, results: dict[str, Any], width: int) -> Iterator[Row]:
         yield own | _as_active(exact["active"], frozen, results["parameters"]["dense"])
 
 
-def _finetuned(config: Any, row: Row, progress: Progress) -> Iterator[Row]:
+def _finetuned(config: CompareConfig, row: Row, progress: Progress) -> Iterator[Row]:
     """The row of an export after its finetuning, if there is one, made where it is not finished."""
     exported = "repaired" if config.repair else "frozen"
     is_exported = row.get("weights") == exported and row["router"] != _OWN
-    if not (is_exported and getattr(config, "finetune_steps", 0)):
+    if not (is_exported and config.finetune_steps):
         return
     settings, out = finetune_recipe(config.finetune_recipe), Path(config.out)
     name = f"{row['run']}-finetuned"

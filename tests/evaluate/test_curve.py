@@ -60,9 +60,7 @@ def test_the_ladder_is_taken_where_no_k_is_named_and_another_k_changes_nothing(e
 
 def test_what_has_no_curve_is_refused(exported):
     case = exported(format="mixtral")
-    with pytest.raises(
-        UserError, match="whose k is fixed at 3, so it has no curve"
-    ):
+    with pytest.raises(UserError, match="whose k is fixed at 3, so it has no curve"):
         curve_of(case)
 
 

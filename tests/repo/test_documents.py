@@ -6,11 +6,13 @@ And the examples in docstrings, which give what they say.
 import ast
 import doctest
 import importlib.util
+import json
 import pkgutil
 import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -52,6 +54,14 @@ def quoted(cell):
 def test_the_generated_parts_are_current():
     for document in updater().DOCUMENTS:
         assert updater().rendered(document.read_text()) == document.read_text()
+
+
+def test_the_picture_of_a_report_shows_the_readmes_figures():
+    results = json.loads((ROOT / "results" / "quickstart.json").read_text())
+    with Image.open(ROOT / "docs" / "images" / "report.png") as picture:
+        shown = picture.text["perplexity"]
+    models = (results["dense"], results["dot_moe_repaired"])
+    assert shown == " ".join(f"{each['perplexity']:.2f}" for each in models)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)

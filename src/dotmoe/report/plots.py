@@ -95,9 +95,9 @@ def training_plot(steps: list[Values]) -> Any:
     below = {name: key for name, key in below.items() if key in steps[0]}
     figure = _figure(2.6 + 1.1 * len(below))
     heights = [2.2] + [1.0] * len(below)
-    top, *panels = figure.subplots(
-        len(heights), sharex=True, squeeze=False, height_ratios=heights
-    ).T[0]
+    top, *panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[
+        :, 0
+    ]
 
     def draw(axes: Any, key: str, factor: float = 1.0, **style: Any) -> None:
         values = [float("nan") if step.get(key) is None else factor * step[key] for step in steps]
