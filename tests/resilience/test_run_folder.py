@@ -54,7 +54,7 @@ def test_another_way_is_taken_up_and_another_aim_refused(finished, command, tmp_
     with (made.folder / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         # Another interval would be allowed, and would be written into the config.
-        assert "another dotmoe process" in command(*made.command(checkpoint_every=5)).refusal()
+        assert "another dotmoe process" in command(*made.command(checkpoint_every=4)).refusal()
     assert made.contents() == before
 
 
