@@ -130,7 +130,8 @@ def measured_at(
 def random_moe(dense: DenseModel, split: Granularity, form: str) -> Any:
     """What an export of that split to that format would load as, with random weights."""
     dtype = next(dense.model.parameters()).dtype
-    asked: Any = SimpleNamespace(dense=dense, granularity=split, dtype=dtype)
+    layout = SimpleNamespace(granularity=split)
+    asked: Any = SimpleNamespace(dense=dense, layout=layout, dtype=dtype)
     header = FORMATS[form].header(asked)
     config = AutoConfig.for_model(header.pop("model_type"), **header)
     with default_dtype(dtype), torch.device(dense.device):
