@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dotmoe import bench
 from dotmoe.bench import BenchConfig, TransformersRunner
 from dotmoe.export.architectures import FORMATS
+from dotmoe.export.format import Conversion, GgufConfig
 from dotmoe.granularity import ExpertsConfig, Granularity, resolve
 from dotmoe.load import LoadConfig
 from dotmoe.models.family import DenseModel
@@ -130,8 +131,17 @@ def measured_at(
 def random_moe(dense: DenseModel, split: Granularity, form: str) -> Any:
     """What an export of that split to that format would load as, with random weights."""
     dtype = next(dense.model.parameters()).dtype
-    layout = SimpleNamespace(granularity=split)
-    asked: Any = SimpleNamespace(dense=dense, layout=layout, dtype=dtype)
+    layout: Any = SimpleNamespace(granularity=split)
+    nothing: Any = None  # no tensor is read
+    asked = Conversion(
+        dense=dense,
+        tensors=nothing,
+        layout=layout,
+        exponents={},
+        dtype=dtype,
+        config=GgufConfig(),
+        origin=dense,
+    )
     header = FORMATS[form].header(asked)
     config = AutoConfig.for_model(header.pop("model_type"), **header)
     with default_dtype(dtype), torch.device(dense.device):
