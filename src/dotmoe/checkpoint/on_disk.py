@@ -181,7 +181,6 @@ class _Part:
     ) -> None:
         self._name, self._read, self._folder, self._error = name, read, folder, error
         self._is_filled = False
-        # The tensors themselves, by their first names: an FFN may be wrapped afterwards.
         self._weights: dict[str, Tensor] = module.state_dict(keep_vars=True)
         self._placeholders = {key: weight.data for key, weight in self._weights.items()}
 

@@ -111,7 +111,7 @@ def packed_text(config: TextConfig, tokenizer: Any, pieces: Iterable[str] | None
     own special tokens. There a line keeps its line end, and a blank one is empty: these are the
     rows of the data set `wikitext-2-raw-v1`, made again from the file they were cut from.
 
-    `pieces`, as `dotmoe.data.documents` streams them, are read instead of the sources.
+    `pieces`, as `dotmoe.data.sources.documents` streams them, are read instead of the sources.
     """
     pieces = documents(DataConfig(data=config.text)) if pieces is None else pieces
     if config.protocol == "packed":

@@ -264,7 +264,8 @@ class _Streams:
         change_ND, found = refit(*sums, whole=not is_trained)
         weights = {f"{target.output_name}.weight": output.weight.double() + change_ND.T}
         if is_trained:
-            tokens = *(torch.cat([*x.values()]) for x in (inputs, wanted)), weight_BT.flatten()
+            x_TD, wanted_TD = (torch.cat([*parts.values()]) for parts in (inputs, wanted))
+            tokens = x_TD, wanted_TD, weight_BT.flatten()
             weights, found["trained_error"] = self._trained(index, masking, weights, *tokens)
         return weights, found
 
@@ -286,13 +287,13 @@ class _Streams:
         trained = {name: nn.Parameter(weight.clone()) for name, weight in start.items()}
         num = self._num_fitted * self._dense.hidden_BTD.shape[1]
 
-        def error(weights: dict[str, Tensor], rows_T: Tensor) -> Tensor:
+        def error(weights: Mapping[str, Tensor], rows_T: Tensor) -> Tensor:
             x = x_TD[rows_T].to(self._device).float()
-            output_TD: Tensor = norm(functional_call(ffn, weights, (x,)))
+            output_TD: Tensor = norm(functional_call(ffn, dict(weights), (x,)))
             square_T = (output_TD - wanted_TD[rows_T].to(output_TD)).square().sum(1)
             return (square_T * weight_T[rows_T.to(self._device)]).sum()
 
-        def heldout_error(weights: dict[str, Tensor]) -> float:
+        def heldout_error(weights: Mapping[str, Tensor]) -> float:
             left = 0.0
             for masking.active_experts in ks:
                 parts = torch.split(torch.arange(num, len(x_TD)), TOKENS_AT_ONCE)
@@ -314,13 +315,13 @@ class _Streams:
                 batches = torch.split(torch.randperm(num, generator=generator), _BATCH)
             masking.active_experts = ks[step % len(ks)]
             with torch.enable_grad():
-                loss = error({**trained}, batches[step % a_pass]) / _BATCH
+                loss = error(trained, batches[step % a_pass]) / _BATCH
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
         before, refit_left = heldout_error(own), heldout_error(start)
-        trained_left = heldout_error({**trained})
+        trained_left = heldout_error(trained)
         masking.active_experts = own_k
         kept = trained if trained_left < refit_left else start
         left = min(refit_left, trained_left) / (before or 1.0)

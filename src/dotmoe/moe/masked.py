@@ -255,7 +255,8 @@ class _MaskedActivation(torch.autograd.Function):
         ctx.save_for_backward(gate, up, routing, expert_of)
         ctx.dtypes = routing_TE.dtype, None if plan is None else plan.dtype
         if (kernels := kernels_for(gate)) is not None:
-            (fused,) = kernels.over_neurons(kernels.masked_activation, gate, up, routing, expert_of)
+            kernel = kernels.masked_activation
+            (fused,) = kernels.over_neurons(kernel, 1, gate, up, routing, expert_of)
             return fused  # type: ignore[no-any-return]
         return F.silu(gate).mul_(up).mul_(routing.index_select(1, expert_of))
 
@@ -264,7 +265,7 @@ class _MaskedActivation(torch.autograd.Function):
         gate, up, routing, expert_of = ctx.saved_tensors
         if (kernels := kernels_for(gate)) is not None:
             grad_gate, grad_up, grad_mask = kernels.over_neurons(
-                kernels.masked_activation_gradient, grad_TN, gate, up, routing, expert_of
+                kernels.masked_activation_gradient, 3, grad_TN, gate, up, routing, expert_of
             )
         else:
             silu = F.silu(gate)

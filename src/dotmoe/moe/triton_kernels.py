@@ -83,10 +83,9 @@ def _soft_top_k(
     tl.store(soft + at, tl.sigmoid(x - theta), mask=inside)
 
 
-def over_neurons(kernel: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+def over_neurons(kernel: Any, num_results: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     """What one of the first two kernels makes of its arguments, each result [T, N]."""
     (num_tokens, num_neurons), num_experts = tensors[0].shape, tensors[-2].shape[1]
-    num_results = 1 if kernel is masked_activation else 3
     with torch.cuda.device(tensors[0].get_device()):
         results = tensors[0].new_empty(num_results, num_tokens, num_neurons)
         kernel[num_tokens, triton.cdiv(num_neurons, _COLUMNS)](
