@@ -72,11 +72,20 @@ def test_both_models_continue_the_same_prompts_cut_at_equal_distances(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"generate": 300}, "to 256, the model's context"),
-        ({"generate": 4, "prompts": ()}, "--prompts"),
+        ({"generate": 300, "prompts": ("a",)}, "to 256, the model's context"),
+        ({"generate": 4}, "--prompts"),
+        ({"generate": 4, "prompts": ("a", "")}, "a prompt has no tokens"),
+        ({"generate": 4, "corpus": "text", "against": "llama"}, "cut --text into different"),
+        ({"curve": (), "corpus": "text", "against": "llama"}, "--against names .* Leave it out"),
+        ({"corpus": "text", "out": "text"}, "text.txt is a file or in one"),
+        ({"corpus": "text", "out": "text/results"}, "is a file or in one"),
     ],
 )
-def test_settings_out_of_range_are_refused(options, words, tiny_dense):
-    config = EvaluateConfig(model=str(tiny_dense("llama")), **{"prompts": ("a",), **options})
+def test_wrong_use_is_refused(options, words, tiny_dense, text_file):
+    places = {"text": str(text_file), "text/results": f"{text_file}/results"}
+    places["llama"] = str(tiny_dense("llama"))
+    options = {name: places.get(value, value) for name, value in options.items()}
+    if "corpus" in options:
+        options["corpus"] = TextConfig(text=(options["corpus"],), max_tokens=64)
     with pytest.raises(UserError, match=words):
-        evaluate(config)
+        evaluate(EvaluateConfig(model=str(tiny_dense("qwen2")), **options))

@@ -5,6 +5,7 @@ GPTQ, lm-evaluation-harness.
 import json
 import math
 import re
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -175,9 +176,27 @@ def test_the_result_says_what_was_measured_and_how(tiny_dense, tmp_path):
     assert found["provenance"]["versions"]["torch"]
     assert found["text"] == [str(source)]
     assert re.search("<s> before each.* windows of 32 tokens", found["protocol"])
+
+
+def test_of_two_models_both_are_there_at_first_and_one_is_in_memory(
+    tiny_dense, text_file, monkeypatch
+):
+    real, loaded = models.loaded, []
+
+    def load_alone(folder, load):
+        assert [model() for model in loaded] == [None] * len(loaded)
+        stock = real(folder, load)
+        loaded.append(weakref.ref(stock.model))
+        return stock
+
+    monkeypatch.setattr(models, "loaded", load_alone)
+    model, corpus = str(tiny_dense("llama")), TextConfig(text=(str(text_file),), max_tokens=64)
     both = evaluate(EvaluateConfig(model=model, against=model, corpus=corpus, load=CPU))
     assert both["model"] == both["against"]
-    assert both["model"]["loss"] == found["loss"]
+    assert len(loaded) == 2
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        evaluate(EvaluateConfig(model=model, against="./nowhere", corpus=corpus, load=CPU))
+    assert len(loaded) == 2
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "granite"])
@@ -204,15 +223,16 @@ def test_perplexity_a_word_is_the_one_of_the_harness(family, dense_of):
         rolling_perplexity(stock_nats(dense.model), dense.tokenizer, [], 16)
 
 
-def test_a_long_file_is_one_document_and_windows_fit_the_context(tiny_dense, tmp_path):
+def test_a_long_file_is_one_document_and_one_word_is_beyond_measure(tiny_dense, tmp_path):
     (tmp_path / "text.txt").write_text("word on a line of a long file\n" * 2300)
     model, corpus = str(tiny_dense("qwen2")), TextConfig(text=(str(tmp_path / "text.txt"),))
     found = evaluate(EvaluateConfig(model=model, word_perplexity=(256,), corpus=corpus, load=CPU))
     assert "every token scored once" in found["protocol"]
     assert found["model"]["windows"][0]["documents"] == 1
     assert found["model"]["windows"][0]["words"] == 8 * 2300 + 1
-    with pytest.raises(UserError, match="the window is 257, but must lie in 1 to 256"):
-        evaluate(EvaluateConfig(model=model, word_perplexity=(257,), corpus=corpus, load=CPU))
+    (tmp_path / "text.txt").write_text("without_white_space" * 20)
+    with pytest.raises(UserError, match="few words between white space"):
+        evaluate(EvaluateConfig(model=model, word_perplexity=(256,), corpus=corpus, load=CPU))
 
 
 def test_the_window_of_a_gguf_is_bounded_by_the_context_that_its_file_states(

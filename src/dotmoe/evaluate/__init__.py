@@ -12,20 +12,20 @@ from dotmoe.run_folder import provenance
 from dotmoe.tables import Table
 
 
-def _shown_perplexity(result: Values) -> list[Table | str]:
+def _perplexity_of_sides(result: Values) -> Table:
     sides = sides_of(result) or [result]
-    return [perplexity.perplexity_table({str(side["name"]): side for side in sides})]
+    return perplexity.perplexity_table({side["name"]: side for side in sides})
 
 
 Measure = Callable[[EvaluateConfig, Progress], Values]
 Show = Callable[[Values], list[Table | str]]
 MEASUREMENTS: dict[str, tuple[Measure, Show]] = {
-    "perplexity": (perplexity.measure_perplexity, _shown_perplexity),
+    "perplexity": (perplexity.measure_perplexity, lambda result: [_perplexity_of_sides(result)]),
     "tasks": (tasks.measure_tasks, tasks.shown_tasks),
-    "word_perplexity": (perplexity.measure_words, lambda found: [perplexity.word_table(found)]),
-    "fidelity": (fidelity.measure_fidelity, lambda found: [fidelity.fidelity_table(found)]),
+    "word_perplexity": (perplexity.measure_words, lambda result: [perplexity.word_table(result)]),
+    "fidelity": (fidelity.measure_fidelity, lambda result: [fidelity.fidelity_table(result)]),
     "generation": (generation.measure_generation, generation.shown_texts),
-    "curve": (perplexity.measure_curve, lambda found: [perplexity.curve_table(found)]),
+    "curve": (perplexity.measure_curve, lambda result: [perplexity.curve_table(result)]),
 }
 """What measures, and what makes tables and lines of the result, by the name of its file."""
 

@@ -66,7 +66,7 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
     with progress.bar("evaluate", tokens=1) as update:
         for batch in torch.split(rows, config.corpus.windows_at_once):
             dense_TD = hidden_states(dense.model, batch).flatten(0, 1)
-            other_TD = hidden_states(other.model, batch).flatten(0, 1).to(dense_TD.device)
+            other_TD = hidden_states(other.model, batch).flatten(0, 1)
             sums["before"] += _sums(other_TD, dense_TD)
             of_dense = logits_in_parts(dense.model, dense_TD)
             of_other = logits_in_parts(other.model, other_TD)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from dotmoe.errors import UserError
 from dotmoe.evaluate.models import EvaluateConfig, StockModel, by_side, in_context, sides_of
 from dotmoe.evaluate.perplexity import packed_text
 from dotmoe.files import Values
@@ -19,20 +20,29 @@ PROMPT_TOKENS = 32
 def measure_generation(config: EvaluateConfig, progress: Progress) -> Values:
     """`prompts` and the `texts` that continue them, of each model.
 
-    Prompts from `config.corpus.text` are cut by the tokenizer of each model.
+    Prompts from `config.corpus.text` are cut by the tokenizer of each model; where two tokenizers
+    cut others, that is a `UserError`, as is a prompt without tokens.
     """
+    prompts = list(config.prompts)
 
     def measured(stock: StockModel, update: Update) -> Values:
+        tokenizer = stock.tokenizer
         if config.prompts:
-            prompts = [stock.tokenizer(prompt).input_ids for prompt in config.prompts]
+            encoded = [tokenizer(prompt).input_ids for prompt in prompts]
         else:
-            tokens = packed_text(config.corpus, stock.tokenizer).tokens
+            tokens = packed_text(config.corpus, tokenizer).tokens
             size = min(PROMPT_TOKENS, len(tokens))
             starts = range(0, len(tokens) - size + 1, max(size, len(tokens) // config.num_prompts))
-            prompts = [tokens[at : at + size].tolist() for at in starts[: config.num_prompts]]
-        made = continuations(stock.model, stock.tokenizer, prompts, config.generate or 0, update)
-        decode = stock.tokenizer.batch_decode
-        return {"prompts": decode(prompts, skip_special_tokens=True), "texts": decode(made)}
+            encoded = [tokens[at : at + size].tolist() for at in starts[: config.num_prompts]]
+            cut = tokenizer.batch_decode(encoded, skip_special_tokens=True)
+            if prompts and prompts != cut:
+                raise UserError(
+                    "the tokenizers of the two models cut --text into different prompts. Give "
+                    "--prompts."
+                )
+            prompts[:] = cut
+        new = continuations(stock.model, tokenizer, encoded, config.generate or 0, update)
+        return {"prompts": list(prompts), "texts": tokenizer.batch_decode(new)}
 
     return {**by_side(config, progress, measured), "text": list(config.corpus.text)}
 
@@ -48,23 +58,25 @@ def continuations(
     """Token ids that continue each prompt greedily, at most `new_tokens`, without EOS.
 
     The model's own generation settings (penalties, temperature) play no part: two models are
-    compared by their predictions alone. `UserError` beyond the context.
+    compared by their predictions alone. `UserError` beyond the context, or for an empty prompt.
     """
+    if not all(prompts):
+        raise UserError("a prompt has no tokens, and this tokenizer adds none. Write some text.")
     longest = max(map(len, prompts)) + new_tokens
     context = int(model.config.max_position_embeddings)
     remedy = "Lower --generate, or give shorter prompts."
     in_context("the length of a prompt with --generate", longest, context, remedy=remedy)
     end = tokenizer.eos_token_id
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end, do_sample=False)
-    made = []
+    continued = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], device=model.device)
         mask = torch.ones_like(ids)
         output = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens)
         new: list[int] = output[0, len(prompt) :].tolist()
-        made.append(new[:-1] if new and new[-1] == end else new)
-        on_progress(len(made), len(prompts))
-    return made
+        continued.append(new[:-1] if new and new[-1] == end else new)
+        on_progress(len(continued), len(prompts))
+    return continued
 
 
 def shown_texts(result: Values) -> list[Table | str]:

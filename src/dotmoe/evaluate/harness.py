@@ -72,7 +72,7 @@ def loaded_tasks(
             write_json(Path(folder) / f"{name}.yaml", changed)  # JSON is YAML
         # Reading all of the harness's own tasks takes a quarter of a minute.
         manager = lm_eval.tasks.TaskManager(include_path=folder, include_defaults=not local)
-        found = {}
+        loaded = {}
         for name in names:
             if name not in manager.all_tasks:
                 raise UserError(
@@ -81,15 +81,16 @@ def loaded_tasks(
                     "or paper."
                 )
             try:
-                made = manager.load([name])
-            except (OSError, ValueError, ImportError, RuntimeError) as error:
-                raise UserError(
-                    f"the data of {name} cannot be read ({one_line(error)}). Check the network, or "
-                    "give a folder with --task-data."
-                ) from error
-            groups = made["groups"]
-            found[name] = [groups[name]] if name in groups else list(made["tasks"].values())
-        return found
+                found = manager.load([name])
+            except Exception as error:  # whatever a definition or its data set makes of the rows
+                why, remedy = one_line(error) or type(error).__name__, "Check the network, or "
+                remedy += "give a folder with --task-data."
+                if local:
+                    remedy = f"Mend {' and '.join(map(str, local[name][1].values()))}."
+                raise UserError(f"the data of {name} cannot be read ({why}). {remedy}") from error
+            groups = found["groups"]
+            loaded[name] = [groups[name]] if name in groups else list(found["tasks"].values())
+        return loaded
 
 
 def harness_model(folder: Path, config: EvaluateConfig) -> Any:

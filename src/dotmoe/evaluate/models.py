@@ -115,27 +115,35 @@ class EvaluateConfig:
     @property
     def measurement(self) -> str:
         """Name of the one measurement that is asked for, a key of `MEASUREMENTS`."""
-        given = {
+        options = {
             "tasks": self.tasks or None,
             "word_perplexity": self.word_perplexity,
             "fidelity": self.fidelity or None,
             "generation": self.generate,
             "curve": self.curve,
         }
-        asked = [name for name, option in given.items() if option is not None]
-        if len(asked) > 1:
+        chosen = [name for name, option in options.items() if option is not None]
+        if len(chosen) > 1:
             raise UserError(
-                f"{' and '.join(map(_option_of, asked))} are two measurements. "
+                f"{' and '.join(map(_option_of, chosen))} are two measurements. "
                 "Ask for one of them at a time."
             )
-        return asked[0] if asked else "perplexity"
+        return chosen[0] if chosen else "perplexity"
 
     def check_together(self) -> None:
-        """Raise a `UserError` for two measurements at once, or one without text."""
+        """Refuse two measurements at once, one without text, and results that cannot be kept."""
         has_prompts = self.measurement == "generation" and self.prompts
         if not (self.corpus.text or self.tasks or has_prompts):
             raise UserError(
                 "--text names no file. Give a text to measure on, or to --generate --prompts."
+            )
+        if self.measurement == "curve" and self.against:
+            raise UserError(
+                f"--curve measures MODEL alone, but --against names {self.against}. Leave it out."
+            )
+        if self.out and any(path.is_file() for path in (Path(self.out), *Path(self.out).parents)):
+            raise UserError(
+                f"--out {self.out} is a file or in one, but results lie in a folder. Name another."
             )
 
 
@@ -195,9 +203,9 @@ def model_folder(name: str) -> Path:
 
 def gguf_file(path: Path) -> Path | None:
     """The GGUF meant by a path: the file itself, or the only one in a folder; None: none."""
-    is_one = path.is_file() and path.suffix == ".gguf"
-    found = [path] if is_one else list(path.glob("*.gguf"))
-    return found[0] if len(found) == 1 else None
+    is_gguf = path.is_file() and path.suffix == ".gguf"
+    files = [path] if is_gguf else list(path.glob("*.gguf"))
+    return files[0] if len(files) == 1 else None
 
 
 def by_side(
@@ -209,20 +217,22 @@ def by_side(
     """What is measured of each model, as `model` and `against`, with its name and dtype.
 
     With `measure_gguf` a GGUF runs in llama.cpp if dotmoe exported it or a tokenizer is named; any
-    other is a dense model for Transformers.
+    other is a dense model for Transformers. Both models are found before the first is measured.
     """
-    sides = {}
+    paths = {}
+    for label, name in config.names.items():
+        file = gguf_file(Path(name))
+        has_tokenizer = file and (config.tokenizer or (file.parent / RECORD_FILE).is_file())
+        paths[label] = file if measure_gguf and file and has_tokenizer else model_folder(name)
+
+    def measured(path: Path) -> Values:  # after which the model is gone from memory
+        if measure_gguf and path.is_file():
+            return {"dtype": "gguf", **measure_gguf(path, update)}
+        stock = loaded(path, config.load)
+        return {"dtype": stock.dtype, **measure(stock, update)}
+
     with progress.bar("evaluate", tokens=1) as update:
-        for label, name in config.names.items():
-            file = gguf_file(Path(name))
-            is_ready = file and (config.tokenizer or (file.parent / RECORD_FILE).is_file())
-            if measure_gguf and file and is_ready:
-                found = {"dtype": "gguf", **measure_gguf(file, update)}
-            else:
-                stock = loaded(model_folder(name), config.load)
-                found = {"dtype": stock.dtype, **measure(stock, update)}
-            sides[label] = {"name": name, **found}
-    return sides
+        return {label: {"name": config.names[label], **measured(paths[label])} for label in paths}
 
 
 def sides_of(result: Values) -> list[Values]:

@@ -123,23 +123,22 @@ def packed_text(config: TextConfig, tokenizer: Any, pieces: Iterable[str] | None
     ids = tokenizer(rows, verbose=False).input_ids
     if not ids or not text:
         raise UserError("the data holds no text. Name sources with text in them.")
-    tokens, joined = torch.tensor(ids[: config.max_tokens], dtype=torch.int32), "Lines joined by "
-    joined += r'"\n\n", tokenised whole, the last unfilled window dropped,'
-    per_byte = len(ids) / len(text.encode())
-    return Text(tokens, per_byte, config.text, joined, only_full_windows=True)
+    joined = r'Lines joined by "\n\n", tokenised whole, the last unfilled window dropped,'
+    tokens = torch.tensor(ids[: config.max_tokens], dtype=torch.int32)
+    return Text(tokens, len(ids) / len(text.encode()), config.text, joined, only_full_windows=True)
 
 
 def heldout_perplexity(
     model: Any, tokenizer: Any, texts: Heldout, on_progress: Update = no_update
 ) -> Values:
     """`perplexity` of a stock model on the first text; that on a second one as `other`."""
-    found, joined = [], f"Documents joined ({separator_of(tokenizer)})"
+    results, joined = [], f"Documents joined ({separator_of(tokenizer)})"
     for names, blocks in texts.items():
         tokens = blocks.tokens_BT.flatten()
         num_bytes = len(tokenizer.decode(tokens.tolist(), skip_special_tokens=True).encode())
         text = Text(tokens, tokens.numel() / max(1, num_bytes), names, joined)
-        found.append(perplexity(stock_nats(model), text, blocks.seq_len, on_progress=on_progress))
-    return found[0] | ({"other": found[1]} if len(found) > 1 else {})
+        results.append(perplexity(stock_nats(model), text, blocks.seq_len, on_progress=on_progress))
+    return results[0] | ({"other": results[1]} if len(results) > 1 else {})
 
 
 def perplexities(
@@ -149,13 +148,13 @@ def perplexities(
 
     Exports run in the dense model's dtype and on its device, one at a time beside it.
     """
-    found = {"dense": heldout_perplexity(dense.model, dense.tokenizer, texts, on_progress)}
+    results = {"dense": heldout_perplexity(dense.model, dense.tokenizer, texts, on_progress)}
     dtype = next(dense.model.parameters()).dtype
     for name, folder in exports.items():
         model: Any = load_weights(folder, dtype).to(dense.device)
-        found[name] = heldout_perplexity(model, dense.tokenizer, texts, on_progress)
+        results[name] = heldout_perplexity(model, dense.tokenizer, texts, on_progress)
         del model  # before the next one is loaded
-    return found
+    return results
 
 
 def measure_perplexity(config: EvaluateConfig, progress: Progress) -> Values:
@@ -237,6 +236,11 @@ def rolling_perplexity(
             total += float(nats_T[start - end :].sum())
             update(done := done + end - start, num_tokens)
     words = sum(len(re.split(r"\s+", text)) for text in texts)
+    if not total / words < 700:  # the largest float is exp(709)
+        raise UserError(
+            f"{total / words:.4g} nats a word are beyond any perplexity: the text has few words "
+            "between white space, or the model is broken. Leave out --word-perplexity."
+        )
     num_bytes = sum(len(text.encode()) for text in texts)
     return {
         "window": window,
@@ -276,22 +280,22 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
     stock = loaded(folder, config.load)
     text, window = packed_text(corpus, stock.tokenizer), corpus.window_in(stock.context)
     layers = range(record.first_dense_layers, record.num_layers)
-    nats, points, found = stock_nats(stock.model), list[Values](), Values()
+    nats, points, result = stock_nats(stock.model), list[Values](), Values()
     for active in ks:
         FORMATS[record.format].run_active_experts(stock.model, layers, active)
         with progress.bar(f"k = {active}", tokens=1) as update:
-            found = perplexity(nats, text, window, corpus.windows_at_once, update)
+            result = perplexity(nats, text, window, corpus.windows_at_once, update)
         changed = record.with_active_experts(active)
         points.append(
             {
                 "active_experts": active,
                 "active_fraction": changed.active_fraction,
                 "active_parameters": changed.parameters["active"],
-                **{name: found[name] for name in ("loss", "perplexity", "bits_per_byte")},
+                **{name: result[name] for name in ("loss", "perplexity", "bits_per_byte")},
             }
         )
     for point in points:  # the last is k = E
-        point["loss_above_all_experts"] = point["loss"] - found["loss"]
+        point["loss_above_all_experts"] = point["loss"] - result["loss"]
     all_experts = "other weights" if record.is_finetuned or record.dropped_size else "dense"
     return {
         **{name: getattr(record, name) for name in ("name", "format", "source")},
@@ -299,27 +303,27 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
         "num_experts": record.num_experts,
         "active_experts": record.active_experts,
         "dense_parameters": record.parameters["dense"],
-        "all_experts": {"model": all_experts, "perplexity": found["perplexity"]},
+        "all_experts": {"model": all_experts, "perplexity": result["perplexity"]},
         "points": points,
-        **{name: found[name] for name in ("text", "window", "tokens", "unit", "protocol")},
+        **{name: result[name] for name in ("text", "window", "tokens", "unit", "protocol")},
     }
 
 
 def perplexity_table(models: Mapping[str, Values]) -> Table:
     """Perplexity of models on the same text; the first is what the others are compared with."""
-    reference, first = next(iter(models.items()))
-    unit, above = first["unit"], f"above {Path(reference).name}"
-    columns: dict[str, Callable[[Any], str]] = {
-        "model": lambda row: row[0],
-        "perplexity": lambda row: f"{row[1]['perplexity']:.3f}",
-        f"nats a {unit}": lambda row: f"{row[1]['loss']:.4f}",
-        above: lambda row: f"{row[1]['loss'] - first['loss']:+.4f}",
-        "bits a byte": lambda row: figure(row[1].get("bits_per_byte")),
+    first, *others = rows = [result | {"model": name} for name, result in models.items()]
+    unit, above = first["unit"], f"above {Path(first['model']).name}"
+    columns: dict[str, Callable[[Values], str]] = {
+        "model": lambda row: row["model"],
+        "perplexity": lambda row: f"{row['perplexity']:.3f}",
+        f"nats a {unit}": lambda row: f"{row['loss']:.4f}",
+        above: lambda row: f"{row['loss'] - first['loss']:+.4f}",
+        "bits a byte": lambda row: figure(row["bits_per_byte"]),
     }
-    if len(models) == 1:  # nothing to compare with
+    if not others:
         del columns[above]
     return table_of(
-        models.items(),
+        rows,
         columns,
         title=f"Perplexity per {unit}, windows of {first['window']:,}, {first['tokens']:,} tokens",
         note=_protocol(first),
@@ -331,7 +335,7 @@ def word_table(result: Values) -> Table:
     return table_of(
         [{"model": side["name"], **row} for side in sides_of(result) for row in side["windows"]],
         {
-            "model": lambda row: str(row["model"]),
+            "model": lambda row: row["model"],
             "window, tokens": lambda row: f"{row['window']:,}",
             "perplexity a word": lambda row: f"{row['word_perplexity']:.3f}",
             "words": lambda row: f"{row['words']:,}",
@@ -365,8 +369,8 @@ def curve_table(curve: Values) -> Table:
 
 def text_names(result: Values) -> str:
     """Names of the texts that were measured on, without their folders."""
-    return ", ".join(Path(str(text)).name for text in result.get("text", ()))
+    return ", ".join(Path(text).name for text in result["text"])
 
 
 def _protocol(result: Values) -> str:
-    return f"Text: {', '.join(map(str, result.get('text', ())))}. {result.get('protocol', '')}"
+    return f"Text: {', '.join(result['text'])}. {result['protocol']}"
