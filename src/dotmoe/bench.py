@@ -135,9 +135,9 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
         models = [worker.ask("loaded") for worker in workers]
         _require_a_pair(config, *models)
         points = _measured(config, workers, models, on_progress)
-    made = provenance(config.seed) | {"threads": threads}
+    origin = provenance(config.seed) | {"threads": threads}
     if in_gguf:
-        made["versions"]["llama_cpp_python"] = version("llama_cpp_python")
+        origin["versions"]["llama_cpp_python"] = version("llama_cpp_python")
     return {
         "origin": "measured",
         "protocol": PROTOCOL,
@@ -146,19 +146,17 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
         "moe": {"name": config.moe, **models[1]},
         "points": points,
         "settings": asdict(config) | {"threads": threads, "device": device},
-        "provenance": made,
+        "provenance": origin,
     }
 
 
 def _require_a_pair(config: BenchConfig, dense: Values, moe: Values) -> None:
-    experts, sizes = (
-        [each["weights"][what] for each in (dense, moe)] for what in ("experts", "embedding")
-    )
-    if experts[0] or not experts[1] or sizes[0] != sizes[1]:
+    first, second = dense["weights"], moe["weights"]
+    if first["experts"] or not second["experts"] or first["embedding"] != second["embedding"]:
         raise UserError(
-            f"{config.dense} has {experts[0]} experts a layer and an embedding {sizes[0]}, "
-            f"{config.moe} {experts[1]} and {sizes[1]}. Give a dense model, then what was made "
-            "of it."
+            f"{config.dense} has {first['experts']} experts a layer and an embedding "
+            f"{first['embedding']}, {config.moe} {second['experts']} and {second['embedding']}. "
+            "Give a dense model, then what was made of it."
         )
     context = min(dense["context"], moe["context"])
     in_context("prompt_tokens", config.prompt_tokens, context, least=0)
@@ -301,12 +299,13 @@ class Runner(ABC):
     weights: Values
     dtype: str
     context: int
+    _ids_BT: torch.Tensor
+    _spans: list[tuple[int, int]]
+    """Positions that each step of a round computes."""
 
     def __init__(self, device: str, threads: int, clock: str, seed: int) -> None:
         self._now = time.process_time if clock == "cpu" else time.perf_counter
         self._device, self._threads, self._seed = torch.device(device), threads, seed
-        self._tokens = self._steps = 0
-        self._ids_BT: torch.Tensor
 
     def loaded(self) -> Values:
         """`weights` as `weights_of` gives them, the `dtype` of most, and the longest `context`."""
@@ -318,23 +317,23 @@ class Runner(ABC):
         Without steps it is the tokens that are timed. Ids are drawn evenly, for both models alike.
         """
         forget_peak(self._device)
-        self._tokens, self._steps = tokens, steps
         ids, count = range(self.weights["embedding"][0]), batch * (tokens + steps)
         drawn = random.Random(self._seed).choices(ids, k=count)
         self._ids_BT = torch.tensor(drawn, device=self._device).view(batch, -1)
+        decoded = [(at, at + 1) for at in range(tokens, tokens + steps)]
+        self._spans = decoded or [(0, tokens)]
         self._open()
-        if steps:
+        if decoded:
             self._call(0, tokens)()
         for _ in range(2):  # to warm up
             self.run()
 
     def run(self) -> list[float]:
         """One round: seconds of each step. Every round starts from the same cache."""
-        self._rewind(self._tokens if self._steps else 0)
-        starts = range(self._tokens, self._tokens + self._steps)
         seconds = []
-        for start, end in [(start, start + 1) for start in starts] or [(0, self._tokens)]:
-            compute = self._call(start, end)
+        self._rewind(self._spans[0][0])
+        for span in self._spans:
+            compute = self._call(*span)
             began = self._now()
             compute()
             seconds.append(self._now() - began)
@@ -374,8 +373,6 @@ class TransformersRunner(Runner):
         self.dtype = str(model.dtype).removeprefix("torch.")
         tensors = {name: (p.nbytes, tuple(p.shape)) for name, p in model.named_parameters()}
         self.weights = weights_of(tensors, getattr(model.config, "num_experts_per_tok", None) or 0)
-        self._cache: Any = None
-        self._filled: Any = None
 
     def _open(self) -> None:
         self._cache = self._filled = DynamicCache(config=self._model.config)
@@ -419,7 +416,8 @@ class LlamaRunner(Runner):
         self.dtype = max(file.tensors.values(), key=lambda each: each.n_bytes).tensor_type.name
 
     def _open(self) -> None:
-        self._runtime.open(self._tokens + self._steps, len(self._ids_BT), {})
+        sequences, tokens = self._ids_BT.shape
+        self._runtime.open(tokens, sequences, {})
 
     def _rewind(self, start: int) -> None:
         for sequence in range(len(self._ids_BT)):
@@ -443,8 +441,8 @@ def peak_bytes(device: torch.device = _CPU) -> int:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
-    found = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    peak = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
+    return int(peak[1]) * 1024 if peak else 0
 
 
 def forget_peak(device: torch.device = _CPU) -> None:
