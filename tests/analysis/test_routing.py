@@ -113,6 +113,7 @@ def test_statistics_of_a_load_written_out():
     assert found["coefficient_of_variation"] == pytest.approx(math.sqrt(E / K - 1))
     assert found["dead_experts"] == list(range(K, E))
     assert found["always_on_experts"] == list(range(K))
+    assert load_statistics(torch.ones(1))["entropy_normalised"] == 1  # beside a shared expert
 
 
 @pytest.mark.parametrize(

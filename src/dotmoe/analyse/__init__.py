@@ -108,12 +108,12 @@ def _result(run: AnalysedRun, name: str, inputs: Values, command: str | None) ->
     analysis = ANALYSES[name]
     file = run.folder.stage("evaluate") / "analysis" / f"{name}.json"
     with suppress(UserError):  # missing or damaged: it is made anew
-        known = read_json(file)
-        if known.get("inputs") == inputs:
+        stored = read_json(file)
+        if stored.get("inputs") == inputs:
             run.progress.log(f"{name} is there already")
-            return known
+            return stored
     run.progress.log(f"{name}:")
-    values, said = analysis.make(run)
+    values, sentences = analysis.make(run)
     result = {
         "analysis": name,
         "origin": "measured",
@@ -121,7 +121,7 @@ def _result(run: AnalysedRun, name: str, inputs: Values, command: str | None) ->
         "tokens": run.tokens.numel() if analysis.of_text else 0,
         "text": list(run.text.heldout_name) if analysis.of_text else [],
         "values": values,
-        "says": said,
+        "says": sentences,
         "inputs": inputs,
         "command": command,
         "provenance": provenance(SEED),

@@ -16,7 +16,6 @@ from dotmoe.analyse.run import FORWARD_TOKENS, AnalysedRun, Findings, router_inp
 from dotmoe.evaluate.models import stock_nats
 from dotmoe.granularity import parts_of
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
-from dotmoe.load import load_dense
 from dotmoe.models.family import GatedFFN
 from dotmoe.moe.masked import masked, maskings_of
 from dotmoe.tables import figure
@@ -33,10 +32,10 @@ def utilisation(run: AnalysedRun) -> Findings:
     Shares of the tokens that run each expert, which sum to k; figures of each layer; warnings.
     Where both targets are split, those of attention besides, as `attention`.
     """
-    (values, said), *rest = (_load(run, part) for part in parts_of(run.layout))
-    for of_heads, also_said in rest:
-        values["attention"], said = of_heads, said + also_said
-    return values, said
+    (values, sentences), *attention = (_load(run, part) for part in parts_of(run.layout))
+    for values["attention"], more in attention:
+        sentences += more
+    return values, sentences
 
 
 def _load(run: AnalysedRun, layout: ExpertLayout) -> Findings:
@@ -84,23 +83,23 @@ def load_statistics(share_E: Float[Tensor, " E"]) -> dict[str, Any]:
         "min_over_mean": float(share_E.min()) / average,
         "dead_experts": (share_E < 0.01 * average).nonzero().flatten().tolist(),
         "always_on_experts": always if average < 0.75 else [],
-        "entropy_normalised": entropy / math.log(len(share_E)),
+        "entropy_normalised": entropy / math.log(len(share_E)) if len(share_E) > 1 else 1.0,
     }
 
 
 def warnings_of(layer: int, share_E: Float[Tensor, " E"]) -> list[str]:
     """A line for each rule that a layer breaks: dead, always on, variation above half its limit."""
-    found, lines = load_statistics(share_E), []
+    statistics, lines = load_statistics(share_E), []
     rules = {
         "dead_experts": "are dead, run for less than 1 % of the mean load",
         "always_on_experts": "run for more than 95 % of the tokens, so they route nothing",
     }
     for name, wrong in rules.items():
-        if experts := found[name]:
+        if experts := statistics[name]:
             shown = ", ".join(map(str, experts[:8])) + ", ..." * (len(experts) > 8)
             of = f"{len(experts)} of {len(share_E)} experts"
             lines.append(f"layer {layer}: {of} {wrong}: {shown}")
-    variation = found["coefficient_of_variation"]
+    variation = statistics["coefficient_of_variation"]
     limit = math.sqrt(max(0.0, 1 / float(share_E.mean()) - 1))
     if variation > UNEVEN_SHARE_OF_LIMIT * limit > 0:
         lines.append(
@@ -148,7 +147,7 @@ def matched_overlap(a_TK: Int[Tensor, "T K"], b_TK: Int[Tensor, "T K"], num_expe
     """
     from scipy.optimize import linear_sum_assignment  # an extra
 
-    active, half, found = a_TK.shape[1], len(a_TK) // 2, []
+    active, half, overlaps = a_TK.shape[1], len(a_TK) // 2, []
     if active == num_experts:
         return 1.0
     masks = [F.one_hot(each.long(), num_experts).sum(dim=1).double() for each in (a_TK, b_TK)]
@@ -159,8 +158,8 @@ def matched_overlap(a_TK: Int[Tensor, "T K"], b_TK: Int[Tensor, "T K"], num_expe
         a_TE, b_TE = a_TE[:, rows], b_TE[:, columns]
         share = float((a_TE * b_TE).sum(dim=1).mean()) / active
         chance = float(torch.dot(a_TE.mean(dim=0), b_TE.mean(dim=0))) / active
-        found.append((share - chance) / (1 - chance) if chance < 1 else 1.0)
-    return mean(found)
+        overlaps.append((share - chance) / (1 - chance) if chance < 1 else 1.0)
+    return mean(overlaps)
 
 
 @torch.no_grad()
@@ -184,14 +183,14 @@ def outputs_tsne(run: AnalysedRun) -> Findings:
     is_routed_N, random_N = own_N != ALWAYS_ON, own_N.clone()
     order = torch.randperm(int(is_routed_N.sum()), generator=generator)
     random_N[is_routed_N] = own_N[is_routed_N][order]
-    outputs, of_random = (
+    outputs, random_outputs = (
         sampled_outputs(x_PD, ffn, split_N, expert_P).numpy() for split_N in (own_N, random_N)
     )
     # More dimensions are noise to t-SNE, and slow.
     reduced = PCA(min(50, *outputs.shape), random_state=SEED).fit_transform(outputs)
     perplexity = min(30.0, (len(outputs) - 1) / 3)
     tsne = TSNE(n_components=2, perplexity=perplexity, init="pca", random_state=SEED)
-    own, by_chance = (separation(each, expert_P.numpy()) for each in (outputs, of_random))
+    own, random_split = (separation(each, expert_P.numpy()) for each in (outputs, random_outputs))
     shown = len(set(expert_P.tolist()))
     return {
         "layer": layer,
@@ -201,12 +200,13 @@ def outputs_tsne(run: AnalysedRun) -> Findings:
         "experts_shown": shown,
         "num_experts": layout.num_experts,
         **own,
-        "random_split": by_chance,
+        "random_split": random_split,
     }, [
         f"layer {layer}, {len(outputs)} outputs of {shown} experts: silhouette "
         f"{figure(own['silhouette'], '.3f')}, nearest neighbour of the same expert "
         f"{100 * own['neighbour_agreement']:.0f} %; a random split of the same neurons: "
-        f"{figure(by_chance['silhouette'], '.3f')}, {100 * by_chance['neighbour_agreement']:.0f} %"
+        f"{figure(random_split['silhouette'], '.3f')}, "
+        f"{100 * random_split['neighbour_agreement']:.0f} %"
     ]
 
 
@@ -270,7 +270,7 @@ def sensitivity(run: AnalysedRun) -> Findings:
     one forward pass of the text. Weights are the dense model's: a repair, which follows the layers
     before, is left out. A layer of which FFN and attention are split is split in both.
     """
-    dense = load_dense(run.origin().source, run.asked.load)
+    dense = run.original
     rows_BT = run.tokens[: max(1, FORWARD_TOKENS // run.tokens.shape[1])]
     nats, maskings = stock_nats(dense.model), maskings_of(dense, run.layout)
 

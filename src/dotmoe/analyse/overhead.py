@@ -14,7 +14,6 @@ from dotmoe.align import Alignment
 from dotmoe.analyse.run import AnalysedRun, Findings
 from dotmoe.config import RunConfig
 from dotmoe.layout import AlignState, ExpertLayout
-from dotmoe.load import load_dense
 from dotmoe.moe.masked import masked, recomputing
 from dotmoe.tokenise import Text
 from dotmoe.training.loop import adamw, global_norm, update
@@ -46,7 +45,7 @@ def profile(run: AnalysedRun) -> Findings:
     folder, num_steps = run.aligned, run.asked.profile_steps
     assert folder is not None  # else this analysis is left out
     config = folder.config(RunConfig)
-    dense = load_dense(config.model, run.asked.load) if run.has_own_weights else run.dense
+    dense = run.original
     task = Alignment(
         dense,
         Text.load(folder.verified("data")).training,
@@ -158,8 +157,8 @@ class Clock:
 
     def seconds(self) -> dict[str, float]:
         """Of each part since the last call."""
-        found, self._seconds = self._seconds, defaultdict(float)
-        return dict(found)
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        return dict(seconds)
 
 
 def time_methods(owner: Any, parts: Mapping[str, str], clock: Clock) -> None:

@@ -77,6 +77,13 @@ class AnalysedRun(FinishedRun):
         return load_dense(self.described().source, self.asked.load)
 
     @cached_property
+    def original(self) -> DenseModel:
+        """The dense model that the run began with."""
+        if not self.has_own_weights:
+            return self.dense
+        return load_dense(self.origin().source, self.asked.load)
+
+    @cached_property
     def routes(self) -> dict[str, Int[Tensor, "L T K"]]:
         """See `captured_routes`."""
         with self.progress.bar("route held-out text") as update:
