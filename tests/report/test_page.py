@@ -175,6 +175,19 @@ def test_a_quickstart_shows_both_splits(measured, tmp_path):
     page = read_page(html_report(tmp_path))
     assert "random split, repaired 3.500" in page.text
     assert (tmp_path / "report.html").is_file()
+    (tmp_path / "quickstart.json").write_text('{"samples": {}}\n')
+    with pytest.raises(UserError, match=r"quickstart\.json lacks .* repeat the command"):
+        html_report(tmp_path)
+
+
+def test_a_run_of_heads_is_proposed_what_it_can_have(found):
+    """It can be repaired and not trained, and no benchmark has two k."""
+    split = found.results["granularity"]
+    split["beside"] = split | {"target": "attention"}
+    del found.files["bench"]
+    proposed = markdown(found).split("## Not measured yet")[1]
+    assert "-finetuned --train repair\n" in proposed
+    assert "dotmoe bench" not in proposed
 
 
 def test_an_edited_export_is_told_from_what_was_measured(bare):
@@ -197,6 +210,7 @@ def test_a_page_without_matplotlib_says_so(bare, monkeypatch, capsys):
     page = read_page(bare / "7_report" / "report.html")
     assert NO_PLOTS in page.text
     assert "img" not in page.tags
+    assert not (bare / "7_report" / "plots").exists()
 
 
 def test_the_command_writes_where_it_is_told(bare, tmp_path, capsys):
@@ -234,7 +248,7 @@ def test_a_damaged_file_is_one_line_and_no_page(measured, name, capsys, monkeypa
     path, page = measured / name, tmp_path / "a.html"
     before = path.read_text()
     damages = [before[: len(before) * 2 // 3], "[1, 2]\n"]
-    if name.startswith("6_evaluate"):
+    if name.startswith(("6_evaluate", "config")):
         damages.append('{"provenance": {}}')
     try:
         for damage in damages:

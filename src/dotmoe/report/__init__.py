@@ -50,11 +50,12 @@ class RunResults:
         self.steps = {name: _steps(folder / at / "metrics.jsonl") for name, at in stages.items()}
         """Metrics of each step of the trainings in the run."""
         self.is_finetuned = "finetune" in self.config
-        train = self.config.get("finetune", {}).get("train")
+        with self.reading("config.json"):
+            train = self.config.get("finetune", {}).get("train")
+            self.source = str(self.config["run" if self.is_finetuned else "model"])
+            """What was converted or finetuned, as the user named it."""
         self.is_repaired = bool(train == "repair" or self.config.get("repair"))
         """Whether the exported model was repaired, and nothing changed afterwards."""
-        self.source = str(self.config["run" if self.is_finetuned else "model"])
-        """What was converted or finetuned, as the user named it."""
         self.dense_model = str(self.export.get("source", self.source))
         """Name of the dense model that all comparisons are with."""
         method = str(self.config.get("method", "dot_moe")).replace("dot_moe", "DOT-MoE")
@@ -64,7 +65,7 @@ class RunResults:
     @property
     def models(self) -> dict[str, Values]:
         """Perplexity of each model on the run's held-out text, the dense one first."""
-        found = {
+        results = {
             "dense": self.results["dense"],
             "random split, router trained": self.quickstart.get("random_split"),
             "random split, repaired": self.quickstart.get("random_split_repaired"),
@@ -72,7 +73,7 @@ class RunResults:
             self.name: self.results["moe"],
             "under the method's own router": self.results.get("moe_own_router"),
         }
-        return {name: result for name, result in found.items() if result}
+        return {name: result for name, result in results.items() if result}
 
     def named(self, result: Values) -> Values:
         """A measurement of this model and perhaps another, by what the report calls them."""
@@ -87,13 +88,13 @@ class RunResults:
     @property
     def tasks(self) -> Values:
         """The benchmark tasks, as `dotmoe evaluate` gives them."""
-        found = Values()
+        sides = Values()
         for side, folder in (("against", "against/"), ("model", "tasks/")):
             files = [file for name, file in self.files.items() if name.startswith(folder)]
             if files:
                 with self.reading(f"6_evaluate/{folder}"):
-                    found[side] = of_model(files[0]["model"]["name"], files)
-        return self.named(found)
+                    sides[side] = of_model(files[0]["model"]["name"], files)
+        return self.named(sides)
 
     @contextmanager
     def reading(self, file: str) -> Iterator[None]:
@@ -103,7 +104,7 @@ class RunResults:
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{self.run / file} lacks what the report shows of it ({type(error).__name__}: "
-                f"{error}): it is damaged, or of another version. Delete it, and measure it again."
+                f"{error}): it is damaged, or of another version. {_remedy(self.run / file)}"
             ) from error
 
 
@@ -112,9 +113,12 @@ def _object(path: Path) -> Values:
         values = read_json(path)
         return read_with_checksum(path) if "sha256" in values else values
     except DamagedError as error:
-        measured = "6_evaluate" in path.parts and path.name != "results.json"
-        again = "measure it again" if measured else "repeat the command of the run"
-        raise UserError(f"{str(error).rstrip('.')}. Delete it, and {again}.") from error
+        raise UserError(f"{str(error).rstrip('.')}. {_remedy(path)}") from error
+
+
+def _remedy(path: Path) -> str:
+    is_of_run = "6_evaluate" not in path.parts or path.name == "results.json"
+    return f"Delete it, and {'repeat the command of the run' if is_of_run else 'measure it again'}."
 
 
 def _steps(path: Path) -> list[Values]:

@@ -46,7 +46,7 @@ def html_report(run: Path, page: Path | None = None, plots_folder: Path | None =
     file.write_text(text, encoding="utf-8")
     if page is None:
         file.with_suffix(".md").write_text(markdown(found), encoding="utf-8")
-    if plots_folder is not None:
+    if figures and plots_folder is not None:
         save(figures, plots_folder)
     return file
 
@@ -90,20 +90,20 @@ def markdown(found: RunResults) -> str:
 
 def _shown(found: RunResults) -> dict[str, Any]:
     """Title, verdict and sections of a run."""
-    made = sections(found)
+    blocks_by_title = sections(found)
     with found.reading("6_evaluate/results.json"):
-        said = verdict(found)
+        sentences = verdict(found)
     changed = f", {found.name}," if found.is_finetuned or found.is_repaired else ""
     title = f"{found.dense_model}{changed} as a Mixture-of-Experts"
-    return {"title": title, "verdict": said, "sections": made}
+    return {"title": title, "verdict": sentences, "sections": blocks_by_title}
 
 
 def summary(run: Path) -> RenderableType:
     """The end of `dotmoe convert` or `finetune` on a terminal."""
     found = RunResults(run)
-    said = "\n\n".join(verdict(found))
     where = f"checkpoint  {run / '5_export'}\nreport      {default_page(run)}"
-    return Group(to_rich(perplexity_table(found.models)), Text(f"\n{said}\n\n{where}"))
+    text = "\n" + "\n\n".join([*verdict(found), where])
+    return Group(to_rich(perplexity_table(found.models)), Text(text))
 
 
 def quickstart_summary(result: Values) -> RenderableType:
@@ -117,7 +117,7 @@ def quickstart_summary(result: Values) -> RenderableType:
     }
     samples, checks = result["samples"], result["verification"].items()
     checked = ", ".join(f"{name.replace('_', ' ')} {figure(value)}" for name, value in checks)
-    said = [
+    paragraphs = [
         "Both splits start from a router fitted to their experts and take "
         f"{result['steps']} steps; both are then repaired alike. Nats are what was lost.",
         f"Gained: {gained(result)}",
@@ -125,6 +125,6 @@ def quickstart_summary(result: Values) -> RenderableType:
     ]
     for name in ("dense", "moe"):
         text = indent(samples[name], "    ")
-        said.append(f"{name} continues {samples['prompt']!r}:\n{text}")
-    said.append(f"checkpoint  {result['checkpoint']}\nreport      {result['report']}")
-    return Group(to_rich(perplexity_table(models)), Text("\n" + "\n\n".join(said)))
+        paragraphs.append(f"{name} continues {samples['prompt']!r}:\n{text}")
+    paragraphs.append(f"checkpoint  {result['checkpoint']}\nreport      {result['report']}")
+    return Group(to_rich(perplexity_table(models)), Text("\n" + "\n\n".join(paragraphs)))

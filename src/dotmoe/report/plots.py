@@ -7,7 +7,7 @@ apart (Okabe and Ito's); lines differ in dash, points in shape.
 import io
 from collections import defaultdict
 from collections.abc import Callable
-from functools import wraps
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,35 +45,29 @@ def is_installed() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def _styled(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that draws, with figures that look as the page wants them."""
+def _styled() -> AbstractContextManager[None]:
+    """Inside, figures look as the page wants them."""
+    from matplotlib import rc_context
 
-    @wraps(draw)
-    def styled(*args: Any) -> Any:
-        from matplotlib import rc_context
-
-        with rc_context(_STYLE):
-            return draw(*args)
-
-    return styled
+    return rc_context(_STYLE)
 
 
-@_styled
 def draw_all(found: RunResults) -> dict[str, Any]:
     """Every figure that the results of a run allow, by name."""
-    figures = {name: training_plot(steps) for name, steps in found.steps.items() if steps}
-    for name, (file, draw) in PLOTS.items():
-        if file in found.files:
-            with found.reading(f"6_evaluate/{file}.json"):
-                figures[name] = draw(found.files[file])
+    with _styled():
+        figures = {name: training_plot(steps) for name, steps in found.steps.items() if steps}
+        for name, (file, draw) in PLOTS.items():
+            if file in found.files:
+                with found.reading(f"6_evaluate/{file}.json"):
+                    figures[name] = draw(found.files[file])
     return figures
 
 
-@_styled
 def as_svg(figure: Any) -> bytes:
     """The figure as an SVG file, its text as outlines: it looks the same everywhere."""
     svg = io.BytesIO()
-    figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+    with _styled():
+        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
     return svg.getvalue()
 
 
@@ -87,29 +81,27 @@ def save(figures: dict[str, Any], folder: Path) -> None:
 
 def training_plot(steps: list[Values]) -> Any:
     """Losses against steps; below them a panel each for temperature, moves and soft-hard gap."""
-    losses = {"loss": "loss", "CE, next token": "ce", "KL to dense": "kl"}
-    losses = {name: key for name, key in losses.items() if key in steps[0]}
+    losses = {"loss": "loss", "ce": "CE, next token", "kl": "KL to dense"}
+    losses = {key: name for key, name in losses.items() if key in steps[0]}
     if len(losses) == 2:  # a loss of one term is that term
         losses.pop("loss", None)
-    below = {"tau": "tau", "moved, %": "moved_fraction", "soft-hard\ngap, %": "soft_hard_gap"}
-    below = {name: key for name, key in below.items() if key in steps[0]}
-    figure = _figure(2.6 + 1.1 * len(below))
-    heights = [2.2] + [1.0] * len(below)
-    top, *panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[
-        :, 0
-    ]
+    below = {"tau": "tau", "moved_fraction": "moved, %", "soft_hard_gap": "soft-hard\ngap, %"}
+    below = {key: name for key, name in below.items() if key in steps[0]}
+    figure, heights = _figure(2.6 + 1.1 * len(below)), [2.2] + [1.0] * len(below)
+    axes = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)
+    top, *panels = axes.flat
 
     def draw(axes: Any, key: str, factor: float = 1.0, **style: Any) -> None:
         values = [float("nan") if step.get(key) is None else factor * step[key] for step in steps]
         axes.plot([step["step"] for step in steps], values, linewidth=1, **style)
 
-    for (name, key), colour, dash in zip(losses.items(), COLOURS, ("-", "--", "-."), strict=False):
+    for (key, name), colour, dash in zip(losses.items(), COLOURS, ("-", "--", "-."), strict=False):
         draw(top, key, color=colour, linestyle=dash, label=name)
     _log_axis(top.yaxis)
     top.set_ylabel("nats a token (log)")
-    for axes, (name, key) in zip(panels, below.items(), strict=True):
-        draw(axes, key, 1 if key == "tau" else 100, color=COLOURS[0])
-        axes.set(ylabel=name, ylim=(0, 1.1 * axes.dataLim.y1 or 1))
+    for panel, (key, name) in zip(panels, below.items(), strict=True):
+        draw(panel, key, 1 if key == "tau" else 100, color=COLOURS[0])
+        panel.set(ylabel=name, ylim=(0, 1.1 * panel.dataLim.y1 or 1))
     [top, *panels][-1].set_xlabel("step")
     figure.align_ylabels()
     return _with_legend(figure, top)
@@ -136,19 +128,19 @@ def curve_plot(curve: Values) -> Any:
     return _with_legend(figure, axes)
 
 
-@_styled
 def draw_comparison(rows: list[Values]) -> Any:
     """Perplexity against the parameters that work on a token, of each row of a comparison."""
     by_method, looks = dict[str, list[Any]](), [(m, c) for m in "os^DvPX*" for c in COLOURS]
     for row in rows:
         by_method.setdefault(row["value"], []).append((row["parameters"] / 1e6, row["perplexity"]))
-    figure = _figure(4.4 + 0.09 * len(by_method))  # the legend is below
-    axes = figure.subplots()
-    for (method, points), (mark, colour) in zip(by_method.items(), looks, strict=False):
-        axes.plot(*zip(*points, strict=True), mark, color=colour, alpha=0.8, label=method)
-    _log_axis(axes.yaxis)
-    axes.set(xlabel="parameters that work on a token, millions", ylabel="perplexity (log)")
-    return _with_legend(figure, axes, columns=2)
+    with _styled():
+        figure = _figure(4.4 + 0.09 * len(by_method))  # the legend is above
+        axes = figure.subplots()
+        for (method, points), (mark, colour) in zip(by_method.items(), looks, strict=False):
+            axes.plot(*zip(*points, strict=True), mark, color=colour, alpha=0.8, label=method)
+        _log_axis(axes.yaxis)
+        axes.set(xlabel="parameters that work on a token, millions", ylabel="perplexity (log)")
+        return _with_legend(figure, axes, columns=2)
 
 
 def utilisation_plot(analysis: Values) -> Any:

@@ -61,15 +61,16 @@ def _curve(found: RunResults, curve: Values) -> Blocks:
 
 
 def _generation(found: RunResults, _: Values) -> Blocks:
-    blocks, result = Blocks(), found.files.get("generation")
+    blocks = Blocks()
     if found.quickstart:
-        own = found.quickstart["samples"]
-        texts = {"dense": own["dense"], found.name: own["moe"]}
-        blocks.append(Block("sample", own["prompt"], texts))
-    if result is not None:
+        with found.reading("../quickstart.json"):
+            own = found.quickstart["samples"]
+            texts = {"dense": own["dense"], found.name: own["moe"]}
+            blocks.append(Block("sample", own["prompt"], texts))
+    if result := found.files.get("generation"):
         with found.reading("6_evaluate/generation.json"):
+            sides = sides_of(found.named(result))
             for index, prompt in enumerate(result["model"]["prompts"][:3]):
-                sides = sides_of(found.named(result))
                 texts = {side["name"]: side["texts"][index] for side in sides}
                 blocks.append(Block("sample", prompt, texts))
     return blocks and ["The most likely token each time.", *blocks]
@@ -118,7 +119,7 @@ def _checks(_: RunResults, results: Values) -> Blocks:
     title = "Export against masked dense model"
     return [
         "Before it got its name the checkpoint was loaded with stock Transformers and compared "
-        "with the dense model with masked FFNs, which is what was trained and measured.",
+        "with the masked dense model, which is what was trained and measured.",
         Table(title=title, columns=("check", "value"), rows=checks),
     ]
 
@@ -149,9 +150,9 @@ def _origins(found: RunResults, results: Values) -> Blocks:
     ]
 
 
-def _missing(found: RunResults, _: Values) -> Blocks:
+def _missing(found: RunResults, results: Values) -> Blocks:
     """What was not measured, with the command that measures it."""
-    run, dense = str(found.run), found.dense_model
+    run, dense, split = str(found.run), found.dense_model, Granularity.of(results["granularity"])
     text = ["--text", "HELD_OUT.txt", "--out", f"{run}/6_evaluate"]
     evaluate = ["dotmoe", "evaluate", run]
     beside = [*evaluate, "--against", dense]
@@ -165,18 +166,24 @@ def _missing(found: RunResults, _: Values) -> Blocks:
     }
     if not found.is_finetuned:
         again = ["dotmoe", "finetune", run, f"{run}-finetuned"]
+        again += ["--train", "repair"] * (split.targets != "ffn")  # no more is possible
         wanted["finetune"] = ("finetuning, which makes up for a part of the loss", again)
     if not found.export.get("active_experts_editable", True):
         del wanted["curve"]
+    if split.beside:  # of two k
+        del wanted["bench"]
     there = {name.partition("/")[0] for name in found.files}
     blocks: Blocks = []
     for name, (what, words) in wanted.items():
         if name not in there:
             keep = f" > {shlex.quote(f'{run}/6_evaluate/bench.json')}" * (name == "bench")
             blocks += [f"{what}:", Block("command", shlex.join(words) + keep)]
-    after = "Each command adds to the run; then dotmoe report makes this page anew. HELD_OUT.txt "
-    after += "stands for a text of your own that the model was not trained on."
-    return [*blocks, Block("note", after)] if blocks else []
+    note = Block(
+        "note",
+        "Each command adds to the run; then dotmoe report makes this page anew. HELD_OUT.txt "
+        "stands for a text of your own that the model was not trained on.",
+    )
+    return blocks and [*blocks, note]
 
 
 SECTIONS: list[tuple[str, str, Section]] = [
@@ -206,12 +213,12 @@ SECTIONS: list[tuple[str, str, Section]] = [
 
 def sections(found: RunResults) -> dict[str, Blocks]:
     """The sections that the results of a run allow, by title."""
-    made: dict[str, Blocks] = {}
+    blocks: dict[str, Blocks] = {}
     for title, file, make in SECTIONS:
         if not file or file in found.files:
             with found.reading(f"6_evaluate/{file}.json" if file else "6_evaluate"):
-                made[title] = make(found, found.files.get(file, {}))
-    return {title: blocks for title, blocks in made.items() if blocks}
+                blocks[title] = make(found, found.files.get(file, {}))
+    return {title: section for title, section in blocks.items() if section}
 
 
 def verdict(found: RunResults) -> list[str]:
