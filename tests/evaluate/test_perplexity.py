@@ -199,6 +199,12 @@ def test_of_two_models_both_are_there_at_first_and_one_is_in_memory(
     assert len(loaded) == 2
 
 
+def test_the_embedded_model_is_not_a_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "embedded").mkdir()
+    assert models.model_folder("embedded").parent.name == "dotmoe"
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "granite"])
 def test_perplexity_a_word_is_the_one_of_the_harness(family, dense_of):
     huggingface = pytest.importorskip("lm_eval.models.huggingface")

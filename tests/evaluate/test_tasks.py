@@ -10,7 +10,7 @@ import pytest
 
 from dotmoe.errors import UserError
 from dotmoe.evaluate.harness import chance_of, require_harness
-from dotmoe.evaluate.tasks import PAPER, TASKS, local_files, mark_main, of_model
+from dotmoe.evaluate.tasks import PAPER, TASKS, is_share, local_files, mark_main, of_model
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("accelerate")
@@ -204,6 +204,8 @@ def test_one_metric_of_a_task_is_the_main_one_and_of_members_of_a_group_none():
     assert both == {task: [TASKS[task].metric] for task in PAPER}
     assert mains("mmlu", ("mmlu", "b"), ("mmlu", "acc"), ("mmlu_law", "acc")) == ["acc"]
     assert mains("mmlu", ("mmlu", "b")) == ["b"]
+    metrics = ("acc", "exact_match,strict-match", "word_perplexity")
+    assert [is_share({"metric": metric}) for metric in metrics] == [True, True, False]
 
 
 def test_chance_counts_choices_and_the_answer_that_is_right_most_often():

@@ -55,14 +55,14 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
     full = tokens[: tokens.numel() // window * window]
     rows = full.view(-1, window) if len(full) else tokens[None]
     ffns = _ffns(dense.model, other.model, record) if record else {}
-    sums: dict[str | int, Tensor] = defaultdict(lambda: torch.zeros(5, dtype=torch.float64))
+    sums: dict[str | int, Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
     kl, same, done = 0.0, 0, 0
 
-    def compare(layer: int, other: Any, _: nn.Module, inputs: Any, output: Tensor) -> None:
-        sums[layer] += _sums(other(inputs[0]).flatten(0, 1), output.flatten(0, 1))
+    def compare(layer: int, block: Any, _: nn.Module, inputs: Any, output: Tensor) -> None:
+        sums[layer] += _sums(block(inputs[0]).flatten(0, 1), output.flatten(0, 1))
 
-    for layer, (ffn, counterpart) in ffns.items():
-        ffn.register_forward_hook(partial(compare, layer, counterpart))
+    for layer, (ffn, block) in ffns.items():
+        ffn.register_forward_hook(partial(compare, layer, block))
     with progress.bar("evaluate", tokens=1) as update:
         for batch in torch.split(rows, config.corpus.windows_at_once):
             dense_TD = hidden_states(dense.model, batch).flatten(0, 1)
@@ -79,9 +79,8 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
             update(done := done + batch.numel(), rows.numel())
 
     def closeness(place: str | int) -> dict[str, float]:
-        cosine, squares, size, num_tokens, entries = sums[place].tolist()
-        mse, relative = squares / entries, squares / size
-        return {"cosine": cosine / num_tokens, "mse": mse, "relative_mse": relative}
+        cosine, mse, mean_square = (sums[place] / done).tolist()
+        return {"cosine": cosine, "mse": mse, "relative_mse": mse / mean_square}
 
     return {
         "against": against,
@@ -109,13 +108,12 @@ def _ffns(dense: Any, other: Any, record: ExportRecord) -> dict[int, tuple[nn.Mo
 
 
 def _sums(other_TD: Tensor, dense_TD: Tensor) -> Tensor:
-    """Over tokens: cosine, squared difference, squares of the dense entries, tokens, entries."""
+    """Over tokens: cosine, mean squared difference, mean square of the dense entries."""
     other_TD, dense_TD = other_TD.float(), dense_TD.float()
-    cosine = F.cosine_similarity(other_TD, dense_TD, dim=1)
-    squares = (other_TD - dense_TD).square().sum(dim=1)
-    size = dense_TD.square().sum(dim=1)
-    sums = [float(each.double().sum()) for each in (cosine, squares, size)]
-    return torch.tensor([*sums, len(dense_TD), dense_TD.numel()], dtype=torch.float64)
+    cosine_T = F.cosine_similarity(other_TD, dense_TD, dim=1)
+    mse_T = (other_TD - dense_TD).square().mean(dim=1)
+    mean_square_T = dense_TD.square().mean(dim=1)
+    return torch.stack([cosine_T, mse_T, mean_square_T]).double().sum(dim=1).cpu()
 
 
 def fidelity_table(result: Values) -> Table:

@@ -194,8 +194,7 @@ def model_folder(name: str) -> Path:
             f"{name} is a GGUF, of which only the perplexity is measured. Name the Transformers "
             "export of the same run."
         )
-    local = file or export_folder(Path(name))
-    folder = local if local.is_dir() else checkpoint_folder(str(file or name))
+    folder = export_folder(checkpoint_folder(str(file or name)))
     require_checkpoint(folder)
     require_checksums(folder)
     return folder

@@ -108,15 +108,15 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
                 continue
             loaded = tasks()[name]
             progress.log(f"{model}: {name}")
-            found = harness.run_tasks(runner(), loaded, identity["shots"], config.limit)
-            mark_main(found["scores"], name)
-            found["notes"] = notes.get(name, []) + found["notes"]
+            scored = harness.run_tasks(runner(), loaded, identity["shots"], config.limit)
+            mark_main(scored["scores"], name)
+            scored["notes"] = notes.get(name, []) + scored["notes"]
             results[name] = {
                 "origin": "measured",
                 "task": name,
                 "model": {"name": model, "context": runner().max_length},
                 "limit": config.limit,
-                **found,
+                **scored,
                 "identity": identity,
                 "provenance": provenance(1234),  # the harness's own seed of solved examples
             }
@@ -172,16 +172,16 @@ def local_files(folder: Path, name: str, shots: int) -> tuple[dict[str, Path], l
     return files, notes
 
 
-def mark_main(scores: Sequence[Values], asked: str) -> None:
-    """Set `is_main` of the score that stands for a task or group that was asked for.
+def mark_main(scores: Sequence[Values], name: str) -> None:
+    """Set `is_main` of the score that stands for the task or group `name`.
 
     It is the one in the paper's metric, else in `acc`, else the first; of members of a group none.
     """
-    metrics = [score["metric"] for score in scores if score["task"] == asked]
-    wanted = (TASKS[asked].metric if asked in TASKS else "", "acc", *metrics)
-    main = next((metric for metric in wanted if metric in metrics), None)
+    metrics = [score["metric"] for score in scores if score["task"] == name]
+    preferred = (TASKS[name].metric if name in TASKS else "", "acc", *metrics)
+    main = next((metric for metric in preferred if metric in metrics), None)
     for score in scores:
-        score["is_main"] = (score["task"], score["metric"]) == (asked, main)
+        score["is_main"] = (score["task"], score["metric"]) == (name, main)
 
 
 def of_model(name: str, results: Iterable[Values]) -> Values:
@@ -205,14 +205,14 @@ def main_scores(tasks: Mapping[str, Values]) -> dict[str, Values]:
 def shown_tasks(result: Values) -> list[Table | str]:
     """The main scores of each model; their average, and what must be known of the tasks."""
     sides, lines, notes = sides_of(result), list[str](), dict[str, dict[str, None]]()
-    found = [main_scores(side["tasks"]) for side in sides]
+    scores = [main_scores(side["tasks"]) for side in sides]
     for side in sides:
         if side["average"] is not None:
             lines.append(f"{side['name']}: {100 * side['average']:.1f}, average of paper")
         for name, task in side["tasks"].items():
             for note in task["notes"]:
                 notes.setdefault(note, {})[name] = None
-    others = found[0] if len(sides) > 1 else {}
+    others = scores[0] if len(sides) > 1 else {}
     columns: dict[str, Callable[[Values], str | None]] = {
         "task": lambda score: score["task"],
         "metric": lambda score: score["metric"],
@@ -226,7 +226,7 @@ def shown_tasks(result: Values) -> list[Table | str]:
     if others:
         columns["difference"] = lambda score: _change(score, others.get(score["task"]))
     table = table_of(
-        found[-1].values(),
+        scores[-1].values(),
         columns,
         title="Benchmark tasks, per cent ± one standard error",
         note="guessing: evenly, or always the most frequent answer. *: the difference exceeds two "
@@ -238,7 +238,8 @@ def shown_tasks(result: Values) -> list[Table | str]:
 
 def is_share(score: Values) -> bool:
     """Whether a score is a share of right answers, 0 to 1."""
-    return score["metric"] in ("acc", "acc_norm", "exact_match")
+    name, _, _ = score["metric"].partition(",")  # after which a filter's name may stand
+    return name in ("acc", "acc_norm", "exact_match")
 
 
 def differ(score: Values, other: Values) -> bool:
