@@ -5,6 +5,7 @@ GPTQ, lm-evaluation-harness.
 import json
 import math
 import re
+import shutil
 import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -197,6 +198,25 @@ def test_of_two_models_both_are_there_at_first_and_one_is_in_memory(
     with pytest.raises(UserError, match="nowhere does not exist"):
         evaluate(EvaluateConfig(model=model, against="./nowhere", corpus=corpus, load=CPU))
     assert len(loaded) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("tokenizer.json", "{}", "KeyError: 'added_tokens'"),
+        ("tokenizer_config.json", "{", "JSONDecodeError"),
+        ("config.json", '{"model_type": "unheard"}', "model type `unheard`"),
+        ("config.json", '{"model_type": "llama", "num_attention_heads": 5}', "not a multiple"),
+    ],
+)
+def test_a_checkpoint_that_transformers_cannot_load_is_refused(
+    name, text, words, tiny_dense, text_file, tmp_path
+):
+    folder = shutil.copytree(tiny_dense("llama"), tmp_path / "model")
+    (folder / name).write_text(text)
+    config = EvaluateConfig(model=str(folder), corpus=TextConfig(text=(str(text_file),)), load=CPU)
+    with pytest.raises(UserError, match=f"model cannot be loaded by Transformers .*{words}"):
+        evaluate(config)
 
 
 def test_the_embedded_model_is_not_a_folder_of_that_name(tmp_path, monkeypatch):

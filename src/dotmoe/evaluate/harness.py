@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError, nearest, one_line, require_package
-from dotmoe.evaluate.models import EvaluateConfig, in_context
+from dotmoe.evaluate.models import EvaluateConfig, in_context, loading
 from dotmoe.files import Values, write_json
 from dotmoe.load import resolved_dtype
 
@@ -94,23 +94,27 @@ def loaded_tasks(
 
 
 def harness_model(folder: Path, config: EvaluateConfig) -> Any:
-    """The harness's own runner of a folder; `UserError` for a length beyond the context."""
+    """The harness's own runner of a folder.
+
+    Raises a `UserError`: a length beyond the context, or what Transformers cannot load.
+    """
     from lm_eval.models.huggingface import HFLM
 
     device = resolved_device(config.load.device)
-    model = AutoConfig.from_pretrained(folder, local_files_only=True)
-    context, batch_size = int(model.max_position_embeddings), config.corpus.batch_size
-    length = in_context("max_length", config.max_length or context, context)
-    if batch_size == "auto" and device.type == "cpu":
-        batch_size = min(CPU_BATCH, max(1, MAX_LOGITS // (length * int(model.vocab_size))))
-    return HFLM(
-        pretrained=str(folder),
-        device=str(device),
-        dtype=resolved_dtype(config.load.dtype, device),
-        batch_size=batch_size,
-        max_batch_size=GPU_BATCH,
-        max_length=config.max_length,
-    )
+    with loading(folder):
+        sizes = AutoConfig.from_pretrained(folder, local_files_only=True)
+        context, batch_size = int(sizes.max_position_embeddings), config.corpus.batch_size
+        length = in_context("max_length", config.max_length or context, context)
+        if batch_size == "auto" and device.type == "cpu":
+            batch_size = min(CPU_BATCH, max(1, MAX_LOGITS // (length * int(sizes.vocab_size))))
+        return HFLM(
+            pretrained=str(folder),
+            device=str(device),
+            dtype=resolved_dtype(config.load.dtype, device),
+            batch_size=batch_size,
+            max_batch_size=GPU_BATCH,
+            max_length=config.max_length,
+        )
 
 
 def run_tasks(model: Any, tasks: list[Any], shots: int | None, limit: int | None) -> Values:

@@ -1,6 +1,7 @@
 """What to measure, which model is meant, as stock Transformers loads it, and what scores tokens."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -14,7 +15,7 @@ from tyro.conf import Positional
 
 from dotmoe.checkpoint import checkpoint_folder, require_checkpoint
 from dotmoe.distributed import resolved_device
-from dotmoe.errors import UserError
+from dotmoe.errors import UserError, one_line
 from dotmoe.export.record import RECORD_FILE, require_checksums
 from dotmoe.files import Values
 from dotmoe.load import LoadConfig, load_weights, resolved_dtype
@@ -175,12 +176,27 @@ class StockModel(NamedTuple):
 
 
 def loaded(folder: Path, load: LoadConfig) -> StockModel:
-    """A checkpoint and its tokenizer."""
+    """A checkpoint and its tokenizer; a `UserError` for one that Transformers cannot load."""
     device = resolved_device(load.device)
-    model: Any = load_weights(folder, resolved_dtype(load.dtype, device)).to(device)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    with loading(folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model: Any = load_weights(folder, resolved_dtype(load.dtype, device)).to(device)
     dtype = str(model.dtype).removeprefix("torch.")
     return StockModel(model, tokenizer, dtype, int(model.config.max_position_embeddings))
+
+
+@contextmanager
+def loading(folder: Path) -> Iterator[None]:
+    """Inside, what Transformers finds wrong with a checkpoint becomes a `UserError`."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # its errors are of many types
+        raise UserError(
+            f"{folder} cannot be loaded by Transformers ({type(error).__name__}: "
+            f"{one_line(error)}). Compare it with the original checkpoint."
+        ) from error
 
 
 def model_folder(name: str) -> Path:
