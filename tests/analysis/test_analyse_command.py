@@ -12,7 +12,7 @@ from dotmoe.analyse.experts import costs_said
 from dotmoe.errors import UserError
 from dotmoe.finished_run import FinishedRun
 from dotmoe.layout import ALWAYS_ON
-from dotmoe.load import load_dense
+from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked_by
 
 QUICK = {"tokens": 128, "profile_steps": 2}
@@ -21,6 +21,10 @@ QUICK = {"tokens": 128, "profile_steps": 2}
 @pytest.fixture
 def folder(finished, tmp_path):
     return finished.copied_to(tmp_path / "run").folder
+
+
+def analysed(folder, name, **options):
+    return analyse(AnalyseConfig(run=str(folder), only=(name,), **options))[name]
 
 
 def results(folder):
@@ -56,25 +60,21 @@ def test_every_analysis_is_written_and_found_again(folder, command, monkeypatch)
 
 
 def test_another_text_or_damage_makes_an_analysis_anew(folder):
-    def made(tokens):
-        config = AnalyseConfig(run=str(folder), only=("expert_utilisation",), tokens=tokens)
-        return analyse(config)["expert_utilisation"]
-
-    before = made(128)
-    assert made(256)["tokens"] == 256
+    before = analysed(folder, "expert_utilisation", tokens=128)
+    assert analysed(folder, "expert_utilisation", tokens=256)["tokens"] == 256
     file = folder / "6_evaluate" / "analysis" / "expert_utilisation.json"
     of_another_form = before | {"inputs": before["inputs"] | {"form": 0}, "values": {}}
     for damaged in (file.read_text()[:100], json.dumps(of_another_form)):
         file.write_text(damaged)
-        assert made(128)["values"] == before["values"]
+        again = analysed(folder, "expert_utilisation", tokens=128)
+        assert again["values"] == before["values"]
 
 
 def test_one_layer_split_by_itself_is_a_layout_whose_others_are_dense(folder):
     """Oracle: the logits of Transformers, and the layout of the last layer alone."""
-    config = AnalyseConfig(run=str(folder), only=("layer_sensitivity",), tokens=128)
-    values = analyse(config)["layer_sensitivity"]["values"]
+    values = analysed(folder, "layer_sensitivity", tokens=128)["values"]
     run = FinishedRun(folder)
-    dense, tokens = load_dense(run.model, config.load), run.text.heldout.tokens_BT.long()
+    dense, tokens = load_dense(run.model, LoadConfig()), run.text.heldout.tokens_BT.long()
     tokens = tokens[: 128 // tokens.shape[1]]
 
     @torch.no_grad()
@@ -100,8 +100,7 @@ def test_a_first_layer_that_costs_most_is_advised_to_stay_dense(first, advised):
 
 def test_parts_of_a_step_make_up_the_step_and_leave_the_run_as_it_was(folder):
     state = (folder / "2_align" / "state.safetensors").read_bytes()
-    config = AnalyseConfig(run=str(folder), only=("overhead_profile",), profile_steps=2)
-    values = analyse(config)["overhead_profile"]["values"]
+    values = analysed(folder, "overhead_profile", profile_steps=2)["values"]
     assert sum(values["shares"].values()) == pytest.approx(1.0)
     assert min(values["shares"].values()) >= 0
     assert set(values["shares"]) >= {
@@ -128,17 +127,14 @@ def test_what_a_run_has_nothing_for_is_left_out_or_refused_by_name(folder, monke
     assert list(found) == ["expert_utilisation", "layer_sensitivity"]
     for name, word in (("routing_overlap", "\\.\\[analysis\\]"), ("overhead_profile", "steps")):
         with pytest.raises(UserError, match=word):
-            analyse(AnalyseConfig(run=str(folder), only=(name,)))
+            analysed(folder, name)
     assert "is no run" in command("analyse", folder.parent).refusal()
 
 
 def test_a_finetuned_run_has_its_own_routing(finished, finetuned, tmp_path):
-    loads = []
-    for made in (finished, finetuned):
-        copy = made.copied_to(tmp_path / made.name).folder
-        found = analyse(AnalyseConfig(run=str(copy), only=("expert_utilisation",), tokens=128))
-        loads.append(found["expert_utilisation"]["values"]["share_LE"])
-    assert loads[0] != loads[1]
+    copies = (made.copied_to(tmp_path / made.name).folder for made in (finished, finetuned))
+    first, second = (analysed(copy, "expert_utilisation", tokens=128)["values"] for copy in copies)
+    assert first["share_LE"] != second["share_LE"]
 
 
 @pytest.mark.slow

@@ -48,12 +48,9 @@ def layout(dense, layout_of):
 
 def inputs_of_the_last_ffn(dense, tokens):
     """The layers before it are dense here, so the dense model's own input is the masked one's."""
-    seen = []
-    last = dense.family.layers(dense.model)[-1].mlp
-    hook = last.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0]))
-    with torch.no_grad():
+    seen, last = [], dense.family.layers(dense.model)[-1].mlp
+    with torch.no_grad(), last.register_forward_pre_hook(lambda mlp, inputs: seen.extend(inputs)):
         dense.model(input_ids=tokens)
-    hook.remove()
     return seen[0].flatten(0, 1)
 
 

@@ -133,7 +133,13 @@ def test_without_llama_cpp_the_remedy_is_told(monkeypatch):
         Runtime("model.gguf", 1)
 
 
-SLOW = pytest.mark.slow  # said by a process of its own
+SLOW = (  # told by the models' own processes
+    ("dense glm4_moe", {"prompt_tokens": 257}, "257, but must lie in 0 to 256"),
+    ("dense glm4_moe", {"context_tokens": 255}, r"tokens \+ decode_steps is 257"),
+    ("run dense", {}, r"run has 12 experts a layer .* 0 and .* Give a dense model"),
+    ("dense nowhere", {}, r"nowhere does not exist"),
+    ("wider glm4_moe", {}, r"embedding \[264, 32\], .* 12 and \[264, 64\]"),
+)
 
 
 @pytest.mark.parametrize(
@@ -143,16 +149,7 @@ SLOW = pytest.mark.slow  # said by a process of its own
         ("dense glm4_moe", {"batch_sizes": (), "prompt_tokens": 0}, "nothing to measure"),
         ("dense glm4_moe", {"threads": 2, "clock": "cpu"}, "clock is cpu with 2 threads"),
         ("dense moe.gguf", {}, r"moe.gguf is a GGUF file and .* is not"),
-        *(
-            pytest.param(models, changes, said, marks=SLOW)
-            for models, changes, said in (
-                ("dense glm4_moe", {"prompt_tokens": 257}, "257, but must lie in 0 to 256"),
-                ("dense glm4_moe", {"context_tokens": 255}, r"tokens \+ decode_steps is 257"),
-                ("run dense", {}, r"run has 12 experts a layer .* 0 and .* Give a dense model"),
-                ("dense nowhere", {}, r"nowhere does not exist"),
-                ("wider glm4_moe", {}, r"embedding \[264, 32\], .* 12 and \[264, 64\]"),
-            )
-        ),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )
 def test_what_cannot_be_measured_is_refused(models, changes, expected, pair, tiny_dense, tmp_path):

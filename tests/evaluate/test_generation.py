@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dotmoe.errors import UserError
 from dotmoe.evaluate import EvaluateConfig, evaluate
@@ -13,51 +12,51 @@ PROMPTS = [[0, 40, 41, 42], [0, 99, 98, 97, 96, 95]]
 
 
 @pytest.fixture
-def model(tiny_dense):
-    return AutoModelForCausalLM.from_pretrained(tiny_dense("llama")).eval()
+def llama(dense_of):
+    return dense_of("llama")
 
 
-@pytest.fixture
-def tokenizer(tiny_dense):
-    return AutoTokenizer.from_pretrained(tiny_dense("llama"))
-
-
+@torch.no_grad()
 def argmaxed(model, prompt, new_tokens, end):
     ids = list(prompt)
     for _ in range(new_tokens):
-        with torch.no_grad():
-            token = int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())
+        token = int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())
         if token == end:
             break
         ids.append(token)
     return ids[len(prompt) :]
 
 
-def test_greedy_is_the_argmax_token_by_token_whatever_the_model_prefers(model, tokenizer):
+def test_greedy_is_the_argmax_token_by_token_whatever_the_model_prefers(llama):
+    model, tokenizer = llama.model, llama.tokenizer
     model.generation_config.repetition_penalty = 2.0
     model.generation_config.no_repeat_ngram_size = 1
     made = continuations(model, tokenizer, PROMPTS, 12)
     assert made == [argmaxed(model, prompt, 12, tokenizer.eos_token_id) for prompt in PROMPTS]
 
 
-def test_an_end_of_text_ends_the_continuation_and_is_not_in_it(model, tokenizer):
-    free = argmaxed(model, PROMPTS[0], 8, None)
-    tokenizer.eos_token_id = free[3]
-    made = continuations(model, tokenizer, PROMPTS[:1], 8)
+def test_an_end_of_text_ends_the_continuation_and_is_not_in_it(llama):
+    free = argmaxed(llama.model, PROMPTS[0], 8, None)
+    llama.tokenizer.eos_token_id = free[3]
+    made = continuations(llama.model, llama.tokenizer, PROMPTS[:1], 8)
     assert made == [free[: free.index(free[3])]]
 
 
 @pytest.mark.parametrize(("length", "starts"), [(900, (0, 300, 600)), (30, (0,))])
 def test_both_models_continue_the_same_prompts_cut_at_equal_distances(
-    length, starts, tiny_dense, model, tokenizer, tmp_path
+    length, starts, tiny_dense, llama, tmp_path
 ):
     """Of a text that is shorter than a prompt there is one, all of it."""
-    text = ("Some text, long enough to be cut. " * 30)[:length]
+    tokenizer, text = llama.tokenizer, ("Some text, long enough to be cut. " * 30)[:length]
     (tmp_path / "text.txt").write_text(text)
-    names = {"model": tiny_dense("llama"), "against": tiny_dense("llama", rms_norm_eps=1e-2)}
-    corpus = TextConfig(text=(str(tmp_path / "text.txt"),))
-    options = {label: str(folder) for label, folder in names.items()}
-    found = evaluate(EvaluateConfig(corpus=corpus, generate=6, num_prompts=3, **options))
+    config = EvaluateConfig(
+        model=str(llama.folder),
+        against=str(tiny_dense("llama", rms_norm_eps=1e-2)),
+        corpus=TextConfig(text=(str(tmp_path / "text.txt"),)),
+        generate=6,
+        num_prompts=3,
+    )
+    found = evaluate(config)
     ours, theirs = found["model"], found["against"]
     assert ours["prompts"] == theirs["prompts"]
     ids = tokenizer(text).input_ids  # a token is a byte, with <s> before the first
@@ -65,7 +64,7 @@ def test_both_models_continue_the_same_prompts_cut_at_equal_distances(
         tokenizer.decode(ids[at : at + 32], skip_special_tokens=True) for at in starts
     ]
     assert ours["texts"] != theirs["texts"]
-    new = argmaxed(model, tokenizer(ours["prompts"][0]).input_ids, 6, 1)
+    new = argmaxed(llama.model, tokenizer(ours["prompts"][0]).input_ids, 6, 1)
     assert tokenizer.decode(new) == ours["texts"][0]
 
 

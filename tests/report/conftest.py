@@ -18,8 +18,8 @@ TASKS = {
 """A row of each benchmark task."""
 
 
-def measure(options):
-    assert run(shlex.split(options.removeprefix("dotmoe "))) == 0
+def measure(line):
+    assert run(shlex.split(line.removeprefix("dotmoe "))) == 0
 
 
 @pytest.fixture(scope="session")
@@ -37,10 +37,9 @@ def measured(finished, tmp_path_factory):
                 measure(proposed.replace("--generate 64", "--generate 8") + " --max-tokens 600")
             elif "analyse" in proposed:
                 measure(f"{proposed} --tokens 256")
-        measure(f"evaluate {made} --text HELD_OUT.txt --against {finished.source} --max-tokens 300 "
-                f"--out {made}/6_evaluate")  # fmt: skip
-        measure(f"evaluate {made} --text HELD_OUT.txt --word-perplexity 64 128 "
-                f"--out {made}/6_evaluate")  # fmt: skip
+        on_text = f"evaluate {made} --out {made}/6_evaluate --text HELD_OUT.txt"
+        measure(f"{on_text} --against {finished.source} --max-tokens 300")
+        measure(f"{on_text} --word-perplexity 64 128")
         for task, row in TASKS.items():
             for split in ("train", "validation"):
                 data = folder / "data" / task / f"{split}.jsonl"
@@ -49,8 +48,7 @@ def measured(finished, tmp_path_factory):
         patch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
         measure(f"evaluate {made} --against {finished.source} --tasks {' '.join(TASKS)} --shots 0 "
                 f"--limit 6 --task-data {folder / 'data'} --device cpu")  # fmt: skip
-    cases = json.loads((ROOT / "results" / "serving_speed.json").read_text())["cases"]
-    case = next(iter(cases.values()))
+    case, *_ = json.loads((ROOT / "results" / "serving_speed.json").read_text())["cases"].values()
     weights = {"active_experts": 3, "experts": 12, "stored_bytes": 400_000}
     for side in ("dense", "moe"):
         case[side] |= {"dtype": "float32", "weights": weights}

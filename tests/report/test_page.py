@@ -20,10 +20,6 @@ from runs import weights_of
 OPTIONS = json.loads((ROOT / "tests/contract/golden/options.json").read_text())
 
 
-def values_in(folder, name):
-    return json.loads((folder / "6_evaluate" / f"{name}.json").read_text())
-
-
 @pytest.fixture
 def bare(finished, tmp_path):
     """A run of which nothing was measured after its end; may be changed."""
@@ -85,20 +81,18 @@ def test_figures_are_those_of_the_result_files(measured, found, page):
     assert f"Format {found.export['format']}: {found.export['exactness']}" in text
 
 
-def test_tasks_are_averaged_in_the_metric_of_the_paper(measured, page):
+def test_tasks_are_averaged_in_the_metric_of_the_paper(found, page):
     text, means = page.text, []
     for side in ("against", "tasks"):
-        files = [values_in(measured, f"{side}/{task}") for task in ("boolq", "piqa")]
+        files = [found.files[f"{side}/{task}"] for task in ("boolq", "piqa")]
         scores = [score for file in files for score in file["scores"] if score["metric"] == "acc"]
         assert [score["task"] for score in scores] == ["boolq", "piqa"]
         means.append(100 * sum(score["value"] for score in scores) / 2)
         for score in scores:
             assert f"{100 * score['value']:.1f} ± {100 * score['stderr']:.1f}" in text
-    over = "Over 2 benchmark tasks (boolq, piqa) the mean accuracy goes from"
-    before, after = re.search(
-        rf"{re.escape(over)} ([\d.]+) ± .*? \(dense\) to ([\d.]+) ±", text
-    ).groups()
-    assert [float(before), float(after)] == pytest.approx(means, abs=0.051)
+    over = r"Over 2 benchmark tasks \(boolq, piqa\) the mean accuracy goes from"
+    shown = re.search(rf"{over} ([\d.]+) ± .*? \(dense\) to ([\d.]+) ±", text).groups()
+    assert [float(mean) for mean in shown] == pytest.approx(means, abs=0.051)
     assert "Only the first questions were asked: 6 of boolq, 6 of piqa." in text
 
 
@@ -166,11 +160,11 @@ def test_a_finetuned_run_is_of_the_dense_model(finished, finetuned):
     assert "4_finetune/model" not in text
 
 
-def test_a_quickstart_shows_both_splits(measured, tmp_path):
-    moe = values_in(measured, "results")["moe"]
+def test_a_quickstart_shows_both_splits(measured, found, tmp_path):
     (tmp_path / "dot_moe").symlink_to(measured)
     samples = {"prompt": "def", "dense": f"dense {HOSTILE}", "moe": "moe text"}
-    summary = {"random_split_repaired": moe | {"perplexity": 3.5}, "samples": samples}
+    random_split = found.results["moe"] | {"perplexity": 3.5}
+    summary = {"random_split_repaired": random_split, "samples": samples}
     (tmp_path / "quickstart.json").write_text(json.dumps(summary))
     page = read_page(html_report(tmp_path))
     assert "random split, repaired 3.500" in page.text

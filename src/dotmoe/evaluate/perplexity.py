@@ -22,6 +22,7 @@ from dotmoe.evaluate.models import (
     by_side,
     in_context,
     loaded,
+    loading,
     model_folder,
     row_nats,
     sides_of,
@@ -171,7 +172,8 @@ def measure_perplexity(config: EvaluateConfig, progress: Progress) -> Values:
 
         require_checksums(file.parent)
         name = config.tokenizer or str(read_json(file.parent / RECORD_FILE)["source"])
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder(name), local_files_only=True)
+        with loading(folder := checkpoint_folder(name)):
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         window = corpus.window_in(GgufFile(file).size("context_length"))
         text = packed_text(corpus, tokenizer)
         with LlamaCppModel(file, context=window) as model:
