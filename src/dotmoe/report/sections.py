@@ -46,7 +46,8 @@ def _measurement(name: str) -> Section:
 
 
 def _tasks(found: RunResults, _: Values) -> Blocks:
-    return [*shown_tasks(found.tasks)] if "model" in found.tasks else []
+    sides = found.tasks
+    return [*shown_tasks(sides)] if "model" in sides else []
 
 
 def _curve(found: RunResults, curve: Values) -> Blocks:
@@ -96,8 +97,8 @@ def _size(found: RunResults, results: Values) -> Blocks:
 def _analysis(_: RunResults, analysis: Values) -> Blocks:
     blocks: Blocks = []
     for line in analysis["says"]:
-        said = f"{line[:1].upper()}{line[1:]}."
-        blocks.append(Block("warning", said) if said.startswith("Warning") else said)
+        sentence = f"{line[:1].upper()}{line[1:]}."
+        blocks.append(Block("warning", sentence) if line.startswith("warning") else sentence)
     if analysis["values"].get("warnings") == []:
         blocks.append("No expert is dead or always on, and no layer's load is uneven.")
     caption = f"{analysis['title']}, {analysis['tokens']:,} tokens."
@@ -256,7 +257,7 @@ def gained(results: Values) -> str:
 def _lost(found: RunResults) -> str:
     dense, moe = found.results["dense"], found.results["moe"]
     share = moe["perplexity"] / dense["perplexity"] - 1
-    said = (
+    sentences = (
         f"on {text_names(dense)} ({dense['tokens']:,} tokens scored, in windows of "
         f"{dense['window']}) the perplexity per {dense['unit']} goes from "
         f"{dense['perplexity']:.2f} to {moe['perplexity']:.2f}: {moe['loss'] - dense['loss']:+.3f} "
@@ -272,13 +273,14 @@ def _lost(found: RunResults) -> str:
     for name, result in others.items():
         if result:
             above = result["loss"] - dense["loss"]
-            said += f" {name} {result['perplexity']:.2f} ({above:+.3f} nats)."
-    return said
+            sentences += f" {name} {result['perplexity']:.2f} ({above:+.3f} nats)."
+    return sentences
 
 
 def _accuracy(found: RunResults) -> str:
     """Of the paper's tasks; without any, of all whose main score is a share of right answers."""
-    ran, others = (found.tasks.get(side, {"tasks": {}})["tasks"] for side in ("model", "against"))
+    sides = found.tasks
+    ran, others = (sides.get(side, {"tasks": {}})["tasks"] for side in ("model", "against"))
     shares = {task: score for task, score in main_scores(ran).items() if is_share(score)}
     own = {task: score for task, score in shares.items() if task in PAPER} or shares
     if not own:
@@ -287,16 +289,16 @@ def _accuracy(found: RunResults) -> str:
     before = main_scores(others)
     if before.keys() >= own.keys():
         apart = sum(differ(score, before[task]) for task, score in own.items()) or "none"
-        said = (
+        sentences = (
             f"Over {over} the mean accuracy goes from {_mean(before[task] for task in own)} "
-            f"({found.tasks['against']['name']}) to {after} (± one standard error); {apart} of "
+            f"({sides['against']['name']}) to {after} (± one standard error); {apart} of "
             "them differ by more than two standard errors."
         )
     else:
-        said = f"Mean accuracy over {over}: {after}."
+        sentences = f"Mean accuracy over {over}: {after}."
     if limits := [f"{each['limit']} of {task}" for task, each in ran.items() if each["limit"]]:
-        said += f" Only the first questions were asked: {', '.join(limits)}."
-    return said
+        sentences += f" Only the first questions were asked: {', '.join(limits)}."
+    return sentences
 
 
 def _mean(scores: Iterable[Values]) -> str:
@@ -308,31 +310,33 @@ def _mean(scores: Iterable[Values]) -> str:
 def _speed(bench: Values | None) -> str:
     if bench is None:
         return "Speed was not measured."
-    said = (
+    ratios = (
         f"{each['speed_ratio']:.2f} in {each['point']['name']} at batch {each['point']['batch']}"
         for each in bench["points"]
     )
     return (
         f"Measured speed over that of the dense model, by {bench['runtime']} on "
-        f"{bench['provenance']['hardware']}: {', '.join(said)}."
+        f"{bench['provenance']['hardware']}: {', '.join(ratios)}."
     )
 
 
 def _weights(found: RunResults) -> str:
     counts, export = found.results["parameters"], found.export
     target = Granularity.of(found.results["granularity"]).targets
-    said = "the experts are slices of the dense "
-    said += {"ffn": "FFNs", "both": "FFNs and attention"}.get(target, target)
     if found.is_repaired:
-        said = "repair refitted the output projections of the experts"
+        origin = "repair refitted the output projections of the experts"
         if target != "attention" and found.config["repairing"].get("repair_epochs"):
-            said += " and trained all weights of the FFNs"
-        said += "; all else is the dense model's"
+            origin += " and trained all weights of the FFNs"
+        origin += "; all else is the dense model's"
     elif found.is_finetuned:
         trained = {"router": "the routers alone", "lora": "low-rank adapters and routers"}
-        said = f"finetuning changed {trained.get(found.config['finetune']['train'], 'all weights')}"
+        train = found.config["finetune"]["train"]
+        origin = f"finetuning changed {trained.get(train, 'all weights')}"
+    else:
+        parts = {"ffn": "FFNs", "both": "FFNs and attention"}.get(target, target)
+        origin = f"the experts are slices of the dense {parts}"
     if export:
-        said += f". Format {export['format']}: {export['exactness']}"
+        origin += f". Format {export['format']}: {export['exactness']}"
     added = counts["stored"] - counts["dense"]
     share = percent(added / counts["dense"])
-    return f"{said}. The routers add {added:,} parameters ({share}) to those of the dense model."
+    return f"{origin}. The routers add {added:,} parameters ({share}) to those of the dense model."
