@@ -10,7 +10,7 @@ from dotmoe.errors import UserError
 from dotmoe.evaluate import EvaluateConfig, evaluate
 from dotmoe.evaluate.models import stock_nats
 from dotmoe.evaluate.perplexity import curve_table, ladder
-from dotmoe.export.record import set_active_experts
+from dotmoe.export.record import ExportRecord, set_active_experts
 from dotmoe.moe.masked import masked_by
 
 
@@ -60,7 +60,11 @@ def test_the_ladder_is_taken_where_no_k_is_named_and_another_k_changes_nothing(e
 
 def test_what_has_no_curve_is_refused(exported):
     case = exported(format="mixtral")
-    with pytest.raises(UserError, match="whose k is fixed at 3, so it has no curve"):
+    with pytest.raises(UserError, match=r"k is fixed at 3, so it has no curve\. Export the run"):
+        curve_of(case)
+    of_two_targets = replace(ExportRecord.load(case.folder), format="dotmoe")
+    of_two_targets.write(case.folder)
+    with pytest.raises(UserError, match=r"so it has no curve\. Convert with FFNs or attention"):
         curve_of(case)
 
 

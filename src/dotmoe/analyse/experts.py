@@ -46,7 +46,7 @@ def _load(run: AnalysedRun, layout: ExpertLayout) -> Findings:
     statistics = [{"layer": layer} | load_statistics(share_E) for layer, share_E in loads.items()]
     warnings = [line for layer, share_E in loads.items() for line in warnings_of(layer, share_E)]
     spread = [layer["coefficient_of_variation"] for layer in statistics]
-    said = (
+    summary = (
         f"coefficient of variation of the load {min(spread):.2f} to {max(spread):.2f} by layer; "
         f"busiest expert {max(layer['max_over_mean'] for layer in statistics):.2f} times its "
         f"layer's mean, idlest {min(layer['min_over_mean'] for layer in statistics):.2f}; "
@@ -61,7 +61,7 @@ def _load(run: AnalysedRun, layout: ExpertLayout) -> Findings:
         "target": layout.target,
         "statistics": statistics,
         "warnings": warnings,
-    }, [heads + said, *(f"warning: {heads}{warning}" for warning in warnings)]
+    }, [heads + summary, *(f"warning: {heads}{warning}" for warning in warnings)]
 
 
 def load_statistics(share_E: Float[Tensor, " E"]) -> dict[str, Any]:

@@ -271,9 +271,12 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
     record = ExportRecord.load(folder)
     if not record.active_experts_editable:
         free = [name for name, output in FORMATS.items() if output.active_experts_editable]
+        remedy = f"Export the run as {' or '.join(free)}."
+        if record.format in free:  # attention has a k of its own
+            remedy = "Convert with FFNs or attention as the only target."
         raise UserError(
             f"{folder} is a {record.format}, whose k is fixed at {record.active_experts}, so it "
-            f"has no curve. Export the run as {' or '.join(free)}."
+            f"has no curve. {remedy}"
         )
     chosen = config.curve or ladder(record.num_experts, record.active_experts)
     for active in chosen:
