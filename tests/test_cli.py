@@ -46,6 +46,9 @@ def test_the_version_comes_without_pytorch():
         (OSError(errno.ENOSPC, "No space"), "the disk is full"),
         (PermissionError(errno.EACCES, "no"), "Get permission"),
         (RuntimeError("I/O error (os error 28)"), "the disk is full"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory"),
+        (MemoryError("Unable to allocate 9. TiB"), "out of memory"),
+        (FileExistsError(errno.EEXIST, "File exists", "a.txt"), "'a.txt'. Choose another place"),
         (KeyError("a defect"), None),
     ],
 )

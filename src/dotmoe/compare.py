@@ -7,6 +7,7 @@ with more runs makes only those.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
@@ -18,13 +19,14 @@ from dotmoe.align import AlignConfig
 from dotmoe.baselines import METHODS, MethodName
 from dotmoe.calibrate import CalibrateConfig, Start
 from dotmoe.config import PruneRunConfig, RunConfig, finetune_recipe
+from dotmoe.distributed import require_one_process
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.files import write_json, write_text
 from dotmoe.granularity import ExpertsConfig, Granularity, nearest_active_experts, resolve
 from dotmoe.load import describe_dense
 from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.options import above, at_least, at_most
-from dotmoe.pipeline import budget_of, convert, finetune, prune, split_of
+from dotmoe.pipeline import budget_of, calibration_tokens, convert, finetune, prune, split_of
 from dotmoe.progress import Progress
 from dotmoe.pruning import PRUNING, PruningName
 from dotmoe.report import plots
@@ -95,11 +97,15 @@ class SweepConfig(RunConfig):
 
 
 class Point(NamedTuple):
-    """One run of a comparison or of a sweep: its subfolder, and the method or what is swept."""
+    """One run of a comparison or of a sweep: the method or what is swept, and the run's config."""
 
-    name: str
     value: int | float | str
     config: RunConfig
+
+    @property
+    def name(self) -> str:
+        """Its subfolder."""
+        return Path(self.config.out).name
 
 
 def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
@@ -118,7 +124,7 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     if config.active_params is not None:
         config = _budgeted(config, config.active_params, progress)
     points, budget = points_of(config), budget_of(config, describe_dense(config.model))
-    summary = _made(config, points, progress)
+    summary = _measure(config, points, progress)
     for row in summary["rows"][1:]:
         row["over_budget"] = row["parameters"] / budget - 1
     summary |= {"active_params": config.active_params, "other_text": list(config.other_text)}
@@ -127,14 +133,14 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     return summary
 
 
-def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, Any]:
+def sweep(config: SweepConfig, progress: Progress) -> dict[str, Any]:
     """Make every run that is not finished yet, and write `sweep.json`, `.md`, `.html` and `.tex`.
 
     Returns the contents of `sweep.json`: `axis`, and `rows`, the dense model's first. Raises a
     `UserError`: as `convert`; or, before anything is run, options that do not go together.
     """
     axis, points = swept(config)
-    summary = _made(config, points, progress or Progress(quiet=True)) | {"axis": axis}
+    summary = _measure(config, points, progress) | {"axis": axis}
     _write(config, summary)
     return summary
 
@@ -145,7 +151,7 @@ def _budgeted(config: CompareConfig, share: float, progress: Progress) -> Compar
         if (value := getattr(config.experts, name)) is not None:
             raise UserError(
                 f"active_params is {share:g} and {name} is {value:g}: two budgets. Give one of the "
-                "two."
+                f"two; --{name.replace('_', '-')} None takes back what a recipe gives."
             )
     dense = describe_dense(config.model)
     split = resolve(replace(config.experts, shared=0.0), dense.widths.ffn)
@@ -221,12 +227,12 @@ def over_seeds(rows: Iterable[Row]) -> list[Row]:
     for row in rows:
         kind = (row["value"], row.get("router"), row.get("trained"), row.get("weights"))
         groups.setdefault(kind, []).append(row)
-    made, averaged = [], ("loss", "bits_per_byte", "other_loss", "loss_above_dense")
+    merged, averaged = [], ("loss", "bits_per_byte", "other_loss", "loss_above_dense")
     for alike in groups.values():
         means = {n: fmean(row[n] for row in alike) for n in averaged if n in alike[0]}
         losses = [row["loss_above_dense"] for row in alike]
-        made.append(alike[0] | means | {"perplexity": math.exp(means["loss"]), "losses": losses})
-    return made
+        merged.append(alike[0] | means | {"perplexity": math.exp(means["loss"]), "losses": losses})
+    return merged
 
 
 def spread(row: Row) -> str | None:
@@ -238,22 +244,23 @@ def spread(row: Row) -> str | None:
 def points_of(config: CompareConfig) -> list[Point]:
     """The runs of a comparison, in the order of its table."""
     plain, methods = _plain(config), config.methods
+    if not methods:
+        raise UserError("methods names none. Name at least one, or leave it out for the default.")
     if "all" in methods:
         methods = ("dot_moe", *METHODS, *PRUNING)
-    made = [
-        point
+    points = {  # what has no seed comes once
+        point: None
         for method in methods
         for seed in config.seeds or (config.seed,)
         for point in _points_of(method, replace(plain, seed=seed), config)
         if not config.trained_only or _trained(point.config)
-    ]
-    points = list(dict.fromkeys(made))  # what has no seed comes once
+    }
     if not points:
         raise UserError(
             f"trained_only is set, but router_steps is {config.baseline.router_steps} and methods "
             f"are {', '.join(config.methods)}, of which nothing is trained. Set router_steps."
         )
-    return points
+    return list(points)
 
 
 def swept(config: SweepConfig) -> tuple[str, list[Point]]:
@@ -282,7 +289,7 @@ def swept(config: SweepConfig) -> tuple[str, list[Point]]:
             run = replace(run, experts=replace(run.experts, active=value))
         else:
             run = replace(run, experts=replace(run.experts, experts=value, expert_size=None))
-        points.append(Point(name, value, run))
+        points.append(Point(value, run))
     return axis, points
 
 
@@ -314,7 +321,7 @@ def _fitting(
             yield point
 
 
-def _made(
+def _measure(
     config: CompareConfig | SweepConfig, points: list[Point], progress: Progress
 ) -> dict[str, Any]:
     """What a comparison and a sweep record, after making every run that is not finished yet.
@@ -322,11 +329,20 @@ def _made(
     Where an export fails its verification, that run is `left_out`, with why, and the others are
     made. Raises a `VerificationError`: all failed.
     """
+    require_one_process(f"dotmoe {config.command}")
     described, rows, left_out = describe_dense(config.model), list[Row](), dict[str, str]()
-    points = list(_fitting(config, points, described, progress))
-    for point in points:
-        progress.log(f"{point.name}:")
+
+    @contextmanager
+    def unless_unverified(name: str) -> Iterator[None]:
+        progress.log(f"{name}:")
         try:
+            yield
+        except VerificationError as error:
+            left_out[name] = str(error)
+            progress.log(f"{name} is left out: {error}")
+
+    for point in list(_fitting(config, points, described, progress)):
+        with unless_unverified(point.name):
             if isinstance(point.config, PruneRunConfig):
                 results = prune(point.config, progress)
             else:
@@ -336,15 +352,14 @@ def _made(
                 whole = {"active_fraction": 1.0, "shared_fraction": 0.0}
                 whole |= dict.fromkeys(("parameters", "stored"), results["parameters"]["dense"])
                 rows.append({"run": "dense", "value": "dense", **whole, **_measured(dense, dense)})
-            for row in _rows(point, results, described.widths.model):
+            for row in _rows(point, results, described):
                 rows.append(row)
-                if isinstance(config, CompareConfig):
-                    rows.extend(_finetuned(config, row, progress))
-        except VerificationError as error:
-            left_out[point.name] = str(error)
-            progress.log(f"{point.name} is left out: {error}")
-            if not rows and point is points[-1]:
-                raise
+                if isinstance(config, CompareConfig) and _is_finetuned(config, row):
+                    tuned = f"{row['run']}-finetuned"
+                    with unless_unverified(tuned):
+                        rows.append(row | _finetune(config, row, tuned, progress))
+    if not rows:
+        raise VerificationError([*left_out.values()][-1])
     return {
         "origin": "measured",
         "model": config.model,
@@ -357,20 +372,18 @@ def _made(
 
 def _write(config: CompareConfig | SweepConfig, summary: dict[str, Any], plot: Any = None) -> None:
     """Write `NAME.json`, table and protocol as `NAME.md`, `.html` and `.tex`, a plot as `.svg`."""
-    name, found = config.command, table(summary)
-    path, protocol = (
-        Path(config.out) / name,
-        f"{', '.join(summary['text'])}: {summary['protocol']}\n",
-    )
+    name, rows = config.command, table(summary)
+    path = Path(config.out) / name
+    protocol = f"{', '.join(summary['text'])}: {summary['protocol']}\n"
     write_json(path.with_suffix(".json"), summary)
-    write_text(path.with_suffix(".md"), f"{to_markdown(found)}\n\n{protocol}")
-    write_text(path.with_suffix(".tex"), to_latex(found))
-    shown: list[Any] = [found, protocol]
+    write_text(path.with_suffix(".md"), f"{to_markdown(rows)}\n\n{protocol}")
+    write_text(path.with_suffix(".tex"), to_latex(rows))
+    shown, figures = list[Any]([rows, protocol]), {}
     if plot is not None:
         caption = "Perplexity against the parameters that work on a token."
-        shown = [Block("plot", caption, name), *shown]
+        shown, figures = [Block("plot", caption, name), *shown], {name: plot}
         path.with_suffix(".svg").write_bytes(plots.as_svg(plot))
-    title, figures = f"{Path(summary['model']).name}: {name}", {} if plot is None else {name: plot}
+    title = f"{Path(summary['model']).name}: {name}"
     page = html_page(title=title, sections={"Results": shown}, figures=figures)
     write_text(path.with_suffix(".html"), page)
 
@@ -384,25 +397,28 @@ def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:
     return kept | {"loss_above_dense": result["loss"] - dense["loss"]}
 
 
-def _points_of(method: str, plain: RunConfig, asked: CompareConfig) -> Iterator[Point]:
-    suffix = f"-seed{plain.seed}" * bool(asked.seeds)
+def _points_of(method: str, plain: RunConfig, comparison: CompareConfig) -> Iterator[Point]:
+    """The runs of one method with one seed, `plain` being what all methods have in common."""
+    suffix, out = f"-seed{plain.seed}" * bool(comparison.seeds), Path(plain.out)
     if method in PRUNING:  # what it does not read must not make it another run
         same = ("model", "data", "sample", "load", "eval_text", "other_text", "eval_tokens")
         is_trained, align = PRUNING[method].is_trained, AlignConfig(steps=0)
         if is_trained:
-            align = replace(align, steps=asked.mask_steps, batch_size=plain.align.batch_size)
+            steps, batch_size = comparison.mask_steps, plain.align.batch_size
+            align = replace(align, steps=steps, batch_size=batch_size)
         config = PruneRunConfig(
             **{name: getattr(plain, name) for name in same},
-            out=str(Path(plain.out) / (method + suffix * is_trained)),
+            out=str(out / (method + suffix * is_trained)),
             method=method,
             experts=ExpertsConfig() if PRUNING[method].is_fixed else plain.experts,
             calibrate=CalibrateConfig(calibration_tokens=plain.calibrate.calibration_tokens),
             align=align,
             seed=plain.seed * is_trained,
         )
-        yield Point(Path(config.out).name, method, config)
+        yield Point(method, config)
         return
     steps, options = plain.baseline.router_steps, replace(plain.baseline, router_steps=0)
+    plain = replace(plain, method=method, baseline=options)
     if method == "dot_moe":
         changes: dict[str, Any] = {"untrained": {"align": replace(plain.align, steps=0)}}
         for variant, learns in (("router", False), ("trained", True)) if steps else ():
@@ -416,9 +432,7 @@ def _points_of(method: str, plain: RunConfig, asked: CompareConfig) -> Iterator[
         if steps:
             changes["trained"] = {"baseline": replace(ridge, router_steps=steps)}
     for variant, change in changes.items():
-        name = f"{method}-{variant}{suffix}"
-        run = replace(plain, method=method, out=str(Path(plain.out) / name), baseline=options)
-        yield Point(name, method, replace(run, **change))
+        yield Point(method, replace(plain, out=str(out / f"{method}-{variant}{suffix}"), **change))
 
 
 def _trained(config: RunConfig) -> str | None:
@@ -432,11 +446,10 @@ def _trained(config: RunConfig) -> str | None:
     return "router and experts" if config.align.learn_assignment else "router"
 
 
-def _rows(point: Point, results: dict[str, Any], width: int) -> Iterator[Row]:
+def _rows(point: Point, results: dict[str, Any], described: DenseModel) -> Iterator[Row]:
     """Rows of a run: what was exported, and what its method's own router would be worth.
 
-    `text_tokens` are those it was given, what a stage reads several times once; `width` is the
-    model's.
+    `text_tokens` are those it was given, what a stage reads several times once.
     """
     config, trained, dense = point.config, _trained(point.config), results["dense"]
     if isinstance(config, PruneRunConfig):
@@ -447,7 +460,8 @@ def _rows(point: Point, results: dict[str, Any], width: int) -> Iterator[Row]:
     exact, split = results.get("moe_own_router"), Granularity.of(results["granularity"])
     router = "ridge" if config.method == "dot_moe" else config.baseline.split_router
     folder, stages = RunFolder(Path(config.out)), ("calibrate", "align", "extract")
-    tokens = results["steps"] * config.align.batch_size * config.data.seq_len
+    block = min(config.data.seq_len, described.widths.context)
+    tokens = results["steps"] * config.align.batch_size * block
     frozen = {
         "run": point.name,
         "value": point.value,
@@ -462,7 +476,7 @@ def _rows(point: Point, results: dict[str, Any], width: int) -> Iterator[Row]:
         "trained": trained or "nothing",
         "weights": "frozen",
         "seconds": folder.seconds(*stages),
-        "text_tokens": config.calibrate.tokens(width) + tokens,
+        "text_tokens": calibration_tokens(config, described.widths.model) + tokens,
         **_measured(results["frozen" if config.repair else "moe"], dense),
     }
     yield frozen
@@ -475,15 +489,15 @@ def _rows(point: Point, results: dict[str, Any], width: int) -> Iterator[Row]:
         yield own | _as_active(exact["active"], frozen, results["parameters"]["dense"])
 
 
-def _finetuned(config: CompareConfig, row: Row, progress: Progress) -> Iterator[Row]:
-    """The row of an export after its finetuning, if there is one, made where it is not finished."""
+def _is_finetuned(config: CompareConfig, row: Row) -> bool:
+    """Whether a comparison finetunes a row: one with the weights and the router of an export."""
     exported = "repaired" if config.repair else "frozen"
-    is_exported = row.get("weights") == exported and row["router"] != _OWN
-    if not (is_exported and config.finetune_steps):
-        return
+    return config.finetune_steps > 0 and row.get("weights") == exported and row["router"] != _OWN
+
+
+def _finetune(config: CompareConfig, row: Row, name: str, progress: Progress) -> Row:
+    """What becomes of a row by the finetuning of its export, made where it is not finished."""
     settings, out = finetune_recipe(config.finetune_recipe), Path(config.out)
-    name = f"{row['run']}-finetuned"
-    progress.log(f"{name}:")
     run = replace(
         settings,
         run=str(out / row["run"]),
@@ -499,7 +513,7 @@ def _finetuned(config: CompareConfig, row: Row, progress: Progress) -> Iterator[
     tuned: Row = {"run": name, "weights": "finetuned", "finetune_tokens": results["tokens"]}
     tuned["text_tokens"] = row["text_tokens"] + results["tokens"]
     tuned["seconds"] = row["seconds"] + (RunFolder(out / name).seconds("finetune") or 0.0)
-    yield row | tuned | _measured(results["moe"], results["dense"])
+    return tuned | _measured(results["moe"], results["dense"])
 
 
 def _as_active(active: dict[str, Any], row: Row, dense: int) -> Row:
