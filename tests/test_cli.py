@@ -1,6 +1,7 @@
 """The command line itself: help, version, failures of the machine. Oracle: the words."""
 
 import errno
+import io
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 from dotmoe import cli
 from dotmoe.cli import COMMANDS
 
-HELP_COLUMNS = 100
+HELP_COLUMNS, HINT = 100, "See dotmoe convert --help."
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -66,3 +67,9 @@ def test_a_reader_that_has_read_enough_is_no_failure():
     os.close(reader)
     assert subprocess.run([sys.executable, "-c", code], stdout=writer).returncode == 0
     os.close(writer)
+
+
+def test_an_option_that_does_not_exist_is_told_in_any_locale(command, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    line = command("convert", "model", "out", stps=3).refusal()
+    assert line.endswith("Unrecognized options: --stps, 3. Did you mean --steps? " + HINT)

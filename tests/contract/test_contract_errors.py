@@ -14,6 +14,7 @@ REFUSED = {
     "convert embedded OUT --data {tmp}/none.txt": r"none\.txt",
     "convert embedded OUT --data TEXT --stpes 3": "Did you mean --steps",
     "convert embedded OUT --data TEXT --steps many": "many",
+    f"convert embedded OUT --data TEXT --steps {'x' * 150}": f"'{'x' * 150}'",
     "convert embedded OUT --data TEXT --steps -1": "steps is -1",
     "convert embedded OUT --data TEXT --lr 0": r"lr is 0\.0.*above 0",
     "convert embedded OUT --data TEXT --lr nan": "lr is nan",
