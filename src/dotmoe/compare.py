@@ -460,8 +460,6 @@ def _rows(point: Point, results: dict[str, Any], described: DenseModel) -> Itera
     exact, split = results.get("moe_own_router"), Granularity.of(results["granularity"])
     router = "ridge" if config.method == "dot_moe" else config.baseline.split_router
     folder, stages = RunFolder(Path(config.out)), ("calibrate", "align", "extract")
-    block = min(config.data.seq_len, described.widths.context)
-    tokens = results["steps"] * config.align.batch_size * block
     frozen = {
         "run": point.name,
         "value": point.value,
@@ -476,7 +474,7 @@ def _rows(point: Point, results: dict[str, Any], described: DenseModel) -> Itera
         "trained": trained or "nothing",
         "weights": "frozen",
         "seconds": folder.seconds(*stages),
-        "text_tokens": calibration_tokens(config, described.widths.model) + tokens,
+        "text_tokens": text_tokens(config, results["steps"], described),
         **_measured(results["frozen" if config.repair else "moe"], dense),
     }
     yield frozen
@@ -487,6 +485,13 @@ def _rows(point: Point, results: dict[str, Any], described: DenseModel) -> Itera
     if exact is not None:
         own = frozen | _measured(exact, dense) | {"router": _OWN}
         yield own | _as_active(exact["active"], frozen, results["parameters"]["dense"])
+
+
+def text_tokens(config: RunConfig, steps: int, described: DenseModel) -> int:
+    """Tokens of text that the calibration of a conversion, and so many `steps`, were given."""
+    widths = described.widths
+    block = min(config.data.seq_len, widths.context)
+    return calibration_tokens(config, widths.model) + steps * config.align.batch_size * block
 
 
 def _is_finetuned(config: CompareConfig, row: Row) -> bool:

@@ -3,13 +3,12 @@
 convert:   tokenise -> calibrate -> align -> extract (-> repair) -> export -> evaluate -> report
 finetune:  tokenise -> finetune or repair -> export -> evaluate -> report
 prune:     tokenise -> prune -> evaluate
-
-A stage whose folder is finished is read instead of made; `RunFolder.run_stage` decides that.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ from dotmoe.progress import Progress
 from dotmoe.report.page import html_report
 from dotmoe.run_folder import RESULTS, RunFolder, provenance
 from dotmoe.tokenise import OTHER, Text, require_sources, samples_itself, tokenise, write_windows
-from dotmoe.training.folder import Metrics, OnStep
+from dotmoe.training.folder import OnStep
 
 _STATE = "state.safetensors"
 
@@ -96,25 +95,24 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
                 return run.conversion()
             dense = load_dense(config.model, config.load)
             split = raise_on_all_ranks(lambda: split_of(config, dense))
-            text = run.tokenise(dense, _tokens_read(config, dense))
+            run.tokenise(dense, _tokens_read(config, dense))
             state = None
             if config.method == "dot_moe" or config.align.steps:
-                start = _calibrate(run, dense, split, text)
-                state = _align(run, dense, split, text, start)
+                start = _calibrate(run, dense, split)
+                state = _align(run, dense, split, start)
         if not run.is_first:
             return run.conversion()
         if is_divided(dense.model):  # among ranks that have returned
             dense = on_disk(dense, dense.device, next(dense.model.parameters()).dtype)
-        extracted = _extract(run, dense, split, text, state)
+        extracted = _extract(run, dense, split, state)
         figures: dict[str, Any] = {"steps": 0 if state is None else state.step}
         weights = dense
         if config.repair:
-            figures["repair"] = run.repair("repair", dense, extracted.layout, text)
+            figures["repair"] = run.repair("repair", dense, extracted.layout)
             weights = run.checkpoint("repair")
-        run.export(dense, weights, extracted.layout, text)
-        run.evaluate(
-            dense, extracted.layout, figures, measure=lambda: _unexported(run, dense, extracted)
-        )
+        run.export(dense, weights, extracted.layout)
+        measure = partial(_measure_unexported, run, dense, extracted)
+        run.evaluate(dense, extracted.layout, lambda: figures | measure())
         return run.conversion()
 
 
@@ -136,14 +134,15 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             if run.start(work, source.model, lambda: source.fingerprints):
                 return run.conversion()
             dense = raise_on_all_ranks(source.origin)
-            raise_on_all_ranks(lambda: _require(config, repairs, dense, layout.granularity))
-            tokens = config.repairing.tokens(layout.granularity, dense.config) if repairs else 0
+            split = layout.granularity
+            raise_on_all_ranks(lambda: require_exportable(dense, split, config.export))
+            tokens = config.repairing.tokens(split, dense.config) if repairs else 0
             text = run.tokenise(dense, tokens, beside=source.text)
             if repairs:
-                repaired = run.repair("finetune", dense, layout, text)
+                repaired = run.repair("finetune", dense, layout)
                 figures = {"steps": 0, "tokens": repaired["tokens"], "repair": repaired}
             else:
-                layout = _train(run, dense, source, text)
+                layout = _train(run, dense, source)
                 steps = training.schedule(text.training.num_blocks).steps
                 tokens = steps * training.batch_size * text.training.seq_len
                 figures = {"steps": steps, "tokens": tokens}
@@ -155,8 +154,8 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
         before = "repaired" if source.has_own_weights else "frozen" if repairs else "converted"
         earlier = {before: source.folder.stage("export")} if source.folder.holds("export") else {}
         dense = left_on_disk(dense, config.load)
-        run.export(dense, run.checkpoint("finetune"), layout, text)
-        run.evaluate(dense, layout, figures, exports=earlier)
+        run.export(dense, run.checkpoint("finetune"), layout)
+        run.evaluate(dense, layout, lambda: figures, earlier)
         return run.conversion()
 
 
@@ -176,8 +175,8 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
         if run.start(work, config.model, lambda: _model_fingerprint(config)):
             return run.results()
         dense = describe_dense(config.model)
-        text = run.tokenise(dense, config.calibrate.tokens(dense.widths.model))
-        figures = _prune(run, dense, text)
+        run.tokenise(dense, config.calibrate.tokens(dense.widths.model))
+        figures = _prune(run, dense)
         run.write_results(lambda: _measure_pruned(run, dense, figures))
         return run.results()
 
@@ -185,6 +184,8 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
 class _Run:
     """A run under way, and the stages that several commands have."""
 
+    text: Text
+    """What `tokenise` has made."""
     texts: dict[tuple[str, ...], TokenBlocks]
     """What perplexity is measured on, by name: held-out text, and another if one is asked for."""
 
@@ -251,7 +252,7 @@ class _Run:
             broadcast_from_rank_zero(lambda: write(folder))
             return raise_on_all_ranks(lambda: Text.load(folder))
 
-        text = self.stage("data", Text.load, make)
+        self.text = text = self.stage("data", Text.load, make)
         self.texts = {text.heldout_name: text.heldout}
         if other := self.converted.other_text:
             self.texts[other] = TokenBlocks.load(self.folder.stage("data") / OTHER)
@@ -269,29 +270,24 @@ class _Run:
         )
 
     @contextmanager
-    def training_bar(self, title: str, text: Text) -> Iterator[OnStep]:
+    def training_bar(self, title: str) -> Iterator[OnStep]:
         """A progress bar of a training: steps, tokens a second, and the losses that count."""
         losses = [name for name in ("kl", "ce") if getattr(self.training, f"{name}_weight")]
-        tokens = self.training.batch_size * text.training.seq_len
-        steps = self.training.schedule(text.training.num_blocks, self.progress.log).steps
-        with self.progress.bar(title, tokens) as update:
+        blocks = self.text.training
+        steps = self.training.schedule(blocks.num_blocks, self.progress.log).steps
+        with self.progress.bar(title, self.training.batch_size * blocks.seq_len) as update:
+            yield lambda step, metrics: update(
+                step, steps, " ".join(f"{name} {metrics[name]:.3f}" for name in losses)
+            )
 
-            def on_step(step: int, metrics: Metrics) -> None:
-                update(step, steps, " ".join(f"{name} {metrics[name]:.3f}" for name in losses))
-
-            yield on_step
-
-    def repair(
-        self, stage: str, dense: DenseModel, layout: ExpertLayout, text: Text
-    ) -> dict[str, Any]:
+    def repair(self, stage: str, dense: DenseModel, layout: ExpertLayout) -> dict[str, Any]:
         """A stage that repairs the dense model's weights under the masks of the layout."""
 
         def make(folder: Path) -> dict[str, Any]:
-            whole, config = load_here(dense, self.config.load), self.config.repairing
+            whole, blocks = load_here(dense, self.config.load), self.text.training
+            how = self.config.repairing
             with self.progress.bar("repair") as update:
-                return repair(
-                    whole, layout, text.training, config, folder=folder, on_progress=update
-                )
+                return repair(whole, layout, blocks, how, folder=folder, on_progress=update)
 
         return self.stage(stage, lambda folder: read_json(folder / FIGURES), make)
 
@@ -299,15 +295,13 @@ class _Run:
         """The dense checkpoint that a stage has written."""
         return left_on_disk(describe_dense(str(self.folder.stage(stage) / MODEL)), self.config.load)
 
-    def export(
-        self, dense: DenseModel, weights: DenseModel, layout: ExpertLayout, text: Text
-    ) -> None:
+    def export(self, dense: DenseModel, weights: DenseModel, layout: ExpertLayout) -> None:
         """The checkpoint, verified; `weights` is the dense model, or what a stage made of it."""
 
         def make(folder: Path) -> None:
-            tokens_BT, config = text.heldout.tokens_BT, self.config.export
+            tokens_BT, how = self.text.heldout.tokens_BT, self.config.export
             with self.progress.bar("export") as update:
-                export(weights, layout, folder, config, tokens_BT, origin=dense, on_progress=update)
+                export(weights, layout, folder, how, tokens_BT, origin=dense, on_progress=update)
 
         self.stage("export", require_checksums, make)
 
@@ -315,25 +309,22 @@ class _Run:
         self,
         dense: DenseModel,
         layout: ExpertLayout,
-        figures: dict[str, Any],
-        *,
-        exports: dict[str, Path] | None = None,
-        measure: Callable[[], dict[str, Any]] = dict,
+        measure: Callable[[], dict[str, Any]],
+        earlier: dict[str, Path] | None = None,
     ) -> None:
-        """Perplexity of the dense model, of the export, and of `exports` of other runs, by name.
+        """Perplexity of the dense model, the export, and `earlier` exports by their names.
 
-        `figures` of earlier stages stand beside it, and what else is to `measure`.
+        What else is known or to `measure` stands beside it.
         """
         exported = self.folder.stage("export")
 
         def measured() -> dict[str, Any]:
             record = ExportRecord.load(exported)
-            results = self.perplexities(dense, {**(exports or {}), "moe": exported})
+            results = self.perplexities(dense, {**(earlier or {}), "moe": exported})
             note = f"Text: {text_names(results['dense'])}."
             write_model_card(exported, record, replace(perplexity_table(results), note=note))
             return {
                 **results,
-                **figures,
                 **measure(),
                 "granularity": asdict(layout.granularity),
                 "parameters": record.parameters,
@@ -385,7 +376,9 @@ class _Run:
 def split_of(config: RunConfig, dense: DenseModel) -> Granularity:
     """Experts of a conversion; refused if the model, all exports or the repair cannot have them."""
     split = baselines.granularity_of(config.method, _requested_split(config, dense))
-    _require(config, config.repair, dense, split)
+    require_exportable(dense, split, config.export)
+    if config.repair:
+        config.repairing.require(split)
     return split
 
 
@@ -405,15 +398,6 @@ def _requested_split(config: RunConfig, dense: DenseModel) -> Granularity:
     return splits_of(config.experts, dense.widths.ffn, dense.config.num_attention_heads)
 
 
-def _require(
-    config: RunConfig | FinetuneRunConfig, repairs: bool, dense: DenseModel, split: Granularity
-) -> None:
-    """Refuse experts that no export, or not the repair, can have."""
-    require_exportable(dense, split, config.export)
-    if repairs:
-        config.repairing.require(split)
-
-
 def _model_fingerprint(config: RunConfig) -> dict[str, str]:
     """Of what a conversion is made: the files of the dense model."""
     return {"model": fingerprint(describe_dense(config.model).folder)}
@@ -428,18 +412,21 @@ def _tokens_read(config: RunConfig, dense: DenseModel) -> int:
 
 def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
     """The run that is finetuned, and its config with the text of the finetune."""
+    repairs = config.finetune.train == "repair"
     if config.finetune.train == "lora":
         require_package("peft", "lora", "train lora")
-    if config.finetune.train == "repair":
+    if repairs:
         require_one_process("a repair")
     source = FinishedRun(Path(config.run))
     if not isinstance(source.config, RunConfig):
         raise UserError(
             f"{config.run} is finetuned already. Name the run of dotmoe convert before it."
         )
-    if source.has_own_weights and config.finetune.train == "repair":
+    if source.has_own_weights and repairs:
         raise UserError(f"{config.run} is repaired already. Name a run converted without --repair.")
-    if source.layout.of_target("attention") and config.finetune.train != "repair":
+    if repairs:
+        config.repairing.require(source.layout.granularity)
+    elif source.layout.of_target("attention"):
         raise UserError(
             f"train is {config.finetune.train}, but {config.run} has experts made of heads, which "
             "can be repaired and not yet trained further. Set --train repair."
@@ -451,57 +438,55 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
 # --- stages of one command ---------------------------------------------------------------------
 
 
-def _calibrate(run: _Run, dense: DenseModel, split: Granularity, text: Text) -> AlignState:
+def _calibrate(run: _Run, dense: DenseModel, split: Granularity) -> AlignState:
     """Initial affinities and routers; those of another method are its experts and router."""
     config = run.config
 
     def make(folder: Path) -> AlignState:
         if config.method != "dot_moe":
-            layout = _split_by_baseline(run, dense, split, text).layout
+            layout = _split_by_baseline(run, dense, split).layout
             return baselines.state_of(layout, dense.device)
-        settings, seed = config.calibrate, config.seed
-        with run.progress.bar(f"calibrate ({settings.start})") as update:
-            return calibrate(dense, text.training, split, settings, seed=seed, on_progress=update)
+        blocks, how, seed = run.text.training, config.calibrate, config.seed
+        with run.progress.bar(f"calibrate ({how.start})") as update:
+            return calibrate(dense, blocks, split, how, seed=seed, on_progress=update)
 
     return run.state("calibrate", dense.device, make)
 
 
-def _align(
-    run: _Run, dense: DenseModel, split: Granularity, text: Text, start: AlignState
-) -> AlignState:
+def _align(run: _Run, dense: DenseModel, split: Granularity, start: AlignState) -> AlignState:
     """Learned affinities and routers; without steps those of the start."""
     config = run.config
 
     def make(folder: Path) -> AlignState:
         if not config.align.steps:
             return start
-        settings, seed = (config.align, config.assignment), config.seed
-        task = Alignment(dense, text.training, start, split, *settings, seed=seed)
-        with run.training_bar("align", text) as on_step:
+        how, blocks = (config.align, config.assignment), run.text.training
+        task = Alignment(dense, blocks, start, split, *how, seed=config.seed)
+        with run.training_bar("align") as on_step:
             return align(task, folder, config.training, on_step)
 
     return run.state("align", dense.device, make)
 
 
 def _extract(
-    run: _Run, dense: DenseModel, split: Granularity, text: Text, state: AlignState | None
+    run: _Run, dense: DenseModel, split: Granularity, state: AlignState | None
 ) -> Baseline:
     """The layout: rounded from an aligned state, or at once by a method without training."""
 
     def make(folder: Path) -> Baseline:
         if state is None:
-            return _split_by_baseline(run, dense, split, text)
+            return _split_by_baseline(run, dense, split)
         return Baseline(layout=extract(state, split, run.config.assignment))
 
     return run.stage("extract", Baseline.load, make, save=Baseline.save)
 
 
-def _split_by_baseline(run: _Run, dense: DenseModel, split: Granularity, text: Text) -> Baseline:
+def _split_by_baseline(run: _Run, dense: DenseModel, split: Granularity) -> Baseline:
     """Experts and router of a method other than DOT-MoE."""
     config = run.config
     inputs = baselines.SplitInputs(
         dense=dense,
-        tokens_BT=text.training.drawn(config.calibrate.tokens(dense.widths.model)),
+        tokens_BT=run.text.training.drawn(config.calibrate.tokens(dense.widths.model)),
         granularity=split,
         config=config.baseline,
         calibrate=config.calibrate,
@@ -511,7 +496,7 @@ def _split_by_baseline(run: _Run, dense: DenseModel, split: Granularity, text: T
         return baselines.baseline(config.method, inputs, on_progress=update)
 
 
-def _unexported(run: _Run, dense: DenseModel, extracted: Baseline) -> dict[str, Any]:
+def _measure_unexported(run: _Run, dense: DenseModel, extracted: Baseline) -> dict[str, Any]:
     """Perplexity before a repair, and under the method's own router if no export can have it."""
     results, layout = {}, extracted.layout
     if run.config.repair:
@@ -526,18 +511,18 @@ def _unexported(run: _Run, dense: DenseModel, extracted: Baseline) -> dict[str, 
     return results
 
 
-def _train(run: _Run, dense: DenseModel, source: FinishedRun, text: Text) -> ExpertLayout:
+def _train(run: _Run, dense: DenseModel, source: FinishedRun) -> ExpertLayout:
     """The experts of a finished run with trained weights or routers, written by the stage."""
     config, start, origin = run.config, dense, None
     if source.has_own_weights:
         start, origin = raise_on_all_ranks(source.described), dense
 
     def make(folder: Path) -> ExpertLayout:
-        with run.training_bar(f"finetune ({config.finetune.train})", text) as on_step:
+        with run.training_bar(f"finetune ({config.finetune.train})") as on_step:
             return train(
                 start,
                 source.layout,
-                text.training,
+                run.text.training,
                 config.finetune,
                 folder=folder,
                 seed=config.seed,
@@ -550,18 +535,18 @@ def _train(run: _Run, dense: DenseModel, source: FinishedRun, text: Text) -> Exp
     return run.stage("finetune", lambda folder: ExpertLayout.load(folder / LAYOUT), make)
 
 
-def _prune(run: _Run, dense: DenseModel, text: Text) -> dict[str, Any]:
+def _prune(run: _Run, dense: DenseModel) -> dict[str, Any]:
     """What was removed; the checkpoint lies in the stage's folder."""
     config = run.config
 
     def make(folder: Path) -> dict[str, Any]:
-        batch_size, seed = config.align.batch_size, config.seed
+        blocks, size, seed = run.text.training, config.align.batch_size, config.seed
         with run.progress.bar(config.method) as update:
             inputs = pruning.PruneInputs(
                 dense=load_dense(config.model, config.load),
-                tokens_BT=text.training.drawn(config.calibrate.tokens(dense.widths.model)),
+                tokens_BT=blocks.drawn(config.calibrate.tokens(dense.widths.model)),
                 wanted=budget_of(config, dense),
-                batch=lambda step: text.training.batch(step, batch_size, seed),
+                batch=lambda step: blocks.batch(step, size, seed),
                 steps=config.align.steps,
                 seed=seed,
                 on_progress=update,

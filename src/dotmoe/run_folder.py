@@ -162,17 +162,9 @@ class RunFolder:
         """
         if self.exists:
             self.require_inputs(inputs)
-        values = values_of(config)
-        self._write(
-            {
-                "format": 1,
-                COMMAND: config.command,
-                "model": model,
-                "config": values,
-                "inputs": dict(inputs),
-                "stages": self.manifest["stages"] if self.exists else {},
-            }
-        )
+        stages = self.manifest["stages"] if self.exists else {}
+        values, about = values_of(config), {"format": 1, COMMAND: config.command, "model": model}
+        self._write({**about, "config": values, "inputs": dict(inputs), "stages": stages})
         write_json(self.path / _CONFIG, values)
 
     def require_inputs(self, inputs: Mapping[str, str]) -> None:

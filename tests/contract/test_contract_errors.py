@@ -1,8 +1,13 @@
-"""Exit status and message of commands that cannot work: one line on standard error, status 2."""
+"""Exit status and message of commands that cannot work: one line on standard error, status 2.
+
+All that can be wrong with a model is in `test_load.py`, with a text in `data/test_sources.py`.
+"""
 
 import re
+import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 REFUSED = {
     "nosuch": "nosuch.*convert",
@@ -12,6 +17,8 @@ REFUSED = {
     "convert {tmp}/none OUT --data TEXT": "none",
     "convert embedded OUT": "data",
     "convert embedded OUT --data {tmp}/none.txt": r"none\.txt",
+    "convert embedded {text} --data TEXT": "is in the way",
+    "convert embedded {text}/run --data TEXT": "cannot be made",
     "convert embedded OUT --data TEXT --stpes 3": "Did you mean --steps",
     "convert embedded OUT --data TEXT --steps many": "many",
     f"convert embedded OUT --data TEXT --steps {'x' * 150}": f"'{'x' * 150}'",
@@ -72,12 +79,40 @@ REFUSED = {
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_one_line_says_what_is_wrong_and_nothing_is_left(line, text_file, tmp_path, command):
-    words = [w.format(tmp=tmp_path) for w in line.split()]
+    words = [w.format(tmp=tmp_path, text=text_file) for w in line.split()]
     places = {"OUT": str(tmp_path / "out"), "TEXT": text_file}
     refused = command(*[places.get(word, word) for word in words])
     assert re.search(REFUSED[line], refused.refusal()), refused.err
     assert len(refused.err.splitlines()) == 1, refused.err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("option", ["data", "eval_text"])
+@pytest.mark.parametrize(("content", "words"), [(b"a\xff", "is not UTF-8"), (b"short", "has")])
+def test_a_bad_text_is_named(option, content, words, text_file, tmp_path, command):
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(content)
+    texts = {"data": text_file, option: bad}
+    assert f"bad.txt {words}" in command("convert", "embedded", tmp_path / "out", **texts).refusal()
+    assert list(tmp_path.iterdir()) == [bad]
+
+
+@pytest.mark.parametrize("damage", [r"layers\.1\.mlp.*random", "no whole", r"no tokenizer\.json"])
+def test_a_broken_model_is_named(damage, tiny_dense, text_file, tmp_path, command):
+    model = shutil.copytree(tiny_dense("llama"), tmp_path / "model")
+    weights = model / "model.safetensors"
+    if "random" in damage:
+        tensors = load_file(weights)
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        save_file(tensors, weights, metadata={"format": "pt"})
+    elif "whole" in damage:
+        weights.write_bytes(weights.read_bytes()[:5000])
+    else:
+        (model / "tokenizer.json").unlink()
+    converted = command("convert", model, tmp_path / "out", data=text_file)
+    for outcome in (converted, command("evaluate", model, text=text_file)):
+        assert re.search(damage, outcome.refusal())
+    assert list(tmp_path.iterdir()) == [model]
 
 
 @pytest.mark.parametrize("line", ["", "--help", "convert --help", "--version"])
