@@ -91,7 +91,7 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
         with process_group(resolved_device(config.load.device)):
             config = raise_on_all_ranks(lambda: checked(config).settled())
             run = _Run(config, config, config.align, progress)
-            if run.start(work, config.model, lambda: _model_fingerprint(config)):
+            if run.start(work):
                 return run.conversion()
             dense = load_dense(config.model, config.load)
             split = raise_on_all_ranks(lambda: split_of(config, dense))
@@ -131,7 +131,7 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             repairs, layout = config.finetune.train == "repair", source.layout
             training = replace(config.finetune, steps=0) if repairs else config.finetune
             run = _Run(config, converted, training, progress)
-            if run.start(work, source.model, lambda: source.fingerprints):
+            if run.start(work, source):
                 return run.conversion()
             dense = raise_on_all_ranks(source.origin)
             split = layout.granularity
@@ -172,7 +172,7 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
     config = checked(config)
     run = _Run(config, config, config.align, progress)
     with ExitStack() as work:
-        if run.start(work, config.model, lambda: _model_fingerprint(config)):
+        if run.start(work):
             return run.results()
         dense = describe_dense(config.model)
         run.tokenise(dense, config.calibrate.tokens(dense.widths.model))
@@ -205,22 +205,28 @@ class _Run:
         self.folder = RunFolder(Path(config.out), self.progress.log)
         self.stage = self.folder.run_stage
 
-    def start(self, work: ExitStack, model: str, inputs: Callable[[], dict[str, str]]) -> bool:
+    def start(self, work: ExitStack, source: FinishedRun | None = None) -> bool:
         """Take the run folder while `work` is open; whether there is nothing more to do.
 
-        `model` and `inputs` are those of `RunFolder.begin`.
+        `source` is the run that is finetuned, None where the run begins with a dense model.
         """
-        last = "prune" if isinstance(self.config, PruneRunConfig) else "export"
+        config, folder = self.config, self.folder
+        last = "prune" if isinstance(config, PruneRunConfig) else "export"
+
+        def inputs() -> dict[str, str]:
+            if source:
+                return source.fingerprints
+            return {"model": fingerprint(describe_dense(config.model).folder)}
 
         def start() -> bool:
-            work.enter_context(self.folder.at_work(self.config))
-            if self.folder.holds(last, "evaluate"):
-                self.folder.require_inputs(inputs())
+            work.enter_context(folder.at_work(config))
+            if folder.holds(last, "evaluate"):
+                folder.require_inputs(inputs())
                 return True
-            if not self.folder.holds("data"):
-                texts = (*self.config.eval_text, *self.converted.other_text)
+            if not folder.holds("data"):
+                texts = (*config.eval_text, *self.converted.other_text)
                 require_sources(self.converted.data, texts)
-            self.folder.begin(self.config, model, inputs())
+            folder.begin(config, source.model if source else config.model, inputs())
             return False
 
         if self.training.steps:
@@ -396,11 +402,6 @@ def calibration_tokens(config: RunConfig, width: int) -> int:
 def _requested_split(config: RunConfig, dense: DenseModel) -> Granularity:
     """The split that was asked for, before a method has its say."""
     return splits_of(config.experts, dense.widths.ffn, dense.config.num_attention_heads)
-
-
-def _model_fingerprint(config: RunConfig) -> dict[str, str]:
-    """Of what a conversion is made: the files of the dense model."""
-    return {"model": fingerprint(describe_dense(config.model).folder)}
 
 
 def _tokens_read(config: RunConfig, dense: DenseModel) -> int:
