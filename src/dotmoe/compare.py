@@ -121,10 +121,11 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
                 f"{name} is {value:g}, which is for experts of neurons alone, but targets is "
                 f"{config.experts.targets}. Leave one of the two out."
             )
+    dense = describe_dense(config.model)
     if config.active_params is not None:
-        config = _budgeted(config, config.active_params, progress)
-    points, budget = points_of(config), budget_of(config, describe_dense(config.model))
-    summary = _measure(config, points, progress)
+        config = _budgeted(config, config.active_params, dense, progress)
+    points, budget = points_of(config), budget_of(config, dense)
+    summary = _measure(config, points, dense, progress)
     for row in summary["rows"][1:]:
         row["over_budget"] = row["parameters"] / budget - 1
     summary |= {"active_params": config.active_params, "other_text": list(config.other_text)}
@@ -140,12 +141,14 @@ def sweep(config: SweepConfig, progress: Progress) -> dict[str, Any]:
     `UserError`: as `convert`; or, before anything is run, options that do not go together.
     """
     axis, points = swept(config)
-    summary = _measure(config, points, progress) | {"axis": axis}
+    summary = _measure(config, points, describe_dense(config.model), progress) | {"axis": axis}
     _write(config, summary)
     return summary
 
 
-def _budgeted(config: CompareConfig, share: float, progress: Progress) -> CompareConfig:
+def _budgeted(
+    config: CompareConfig, share: float, dense: DenseModel, progress: Progress
+) -> CompareConfig:
     """The same with k for a share of the parameters."""
     for name in ("active", "active_experts"):
         if (value := getattr(config.experts, name)) is not None:
@@ -153,7 +156,6 @@ def _budgeted(config: CompareConfig, share: float, progress: Progress) -> Compar
                 f"active_params is {share:g} and {name} is {value:g}: two budgets. Give one of the "
                 f"two; --{name.replace('_', '-')} None takes back what a recipe gives."
             )
-    dense = describe_dense(config.model)
     split = resolve(replace(config.experts, shared=0.0), dense.widths.ffn)
     active = nearest_active_experts(share, dense.config, dense.family, split)
     config = replace(config, experts=replace(config.experts, active_experts=active))
@@ -265,15 +267,15 @@ def points_of(config: CompareConfig) -> list[Point]:
 
 def swept(config: SweepConfig) -> tuple[str, list[Point]]:
     """What a sweep changes, and its runs."""
-    chosen = [axis for axis in _SWEPT if getattr(config, f"over_{axis}")]
-    if len(chosen) != 1:
+    axes = [axis for axis in _SWEPT if getattr(config, f"over_{axis}")]
+    if len(axes) != 1:
         options = ", ".join(f"--over-{axis}" for axis in _SWEPT)
         raise UserError(
-            f"{len(chosen)} things are to be swept, but it must be 1. Give one of {options}."
+            f"{len(axes)} things are to be swept, but it must be 1. Give one of {options}."
         )
     if (targets := config.experts.targets) != "ffn":
         raise UserError(f"targets is {targets}, but a sweep is of FFNs. Use dotmoe compare.")
-    (axis,), k = chosen, config.experts.active_experts
+    (axis,), k = axes, config.experts.active_experts
     if axis in ("experts", "active") and k is not None:
         raise UserError(
             f"active_experts is {k} for all, but k must change with over_{axis}. Give --active, a "
@@ -322,7 +324,7 @@ def _fitting(
 
 
 def _measure(
-    config: CompareConfig | SweepConfig, points: list[Point], progress: Progress
+    config: CompareConfig | SweepConfig, points: list[Point], model: DenseModel, progress: Progress
 ) -> dict[str, Any]:
     """What a comparison and a sweep record, after making every run that is not finished yet.
 
@@ -330,7 +332,7 @@ def _measure(
     made. Raises a `VerificationError`: all failed.
     """
     require_one_process(f"dotmoe {config.command}")
-    described, rows, left_out = describe_dense(config.model), list[Row](), dict[str, str]()
+    rows, left_out = list[Row](), dict[str, str]()
 
     @contextmanager
     def unless_unverified(name: str) -> Iterator[None]:
@@ -341,7 +343,7 @@ def _measure(
             left_out[name] = str(error)
             progress.log(f"{name} is left out: {error}")
 
-    for point in list(_fitting(config, points, described, progress)):
+    for point in list(_fitting(config, points, model, progress)):
         with unless_unverified(point.name):
             if isinstance(point.config, PruneRunConfig):
                 results = prune(point.config, progress)
@@ -352,7 +354,7 @@ def _measure(
                 whole = {"active_fraction": 1.0, "shared_fraction": 0.0}
                 whole |= dict.fromkeys(("parameters", "stored"), results["parameters"]["dense"])
                 rows.append({"run": "dense", "value": "dense", **whole, **_measured(dense, dense)})
-            for row in _rows(point, results, described):
+            for row in _rows(point, results, model):
                 rows.append(row)
                 if isinstance(config, CompareConfig) and _is_finetuned(config, row):
                     tuned = f"{row['run']}-finetuned"
@@ -391,10 +393,10 @@ def _write(config: CompareConfig | SweepConfig, summary: dict[str, Any], plot: A
 def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:
     """A perplexity, and how far it is from the dense model's."""
     names = ("perplexity", "loss", "bits_per_byte", "tokens", "window")
-    kept = {name: result[name] for name in names}
+    row = {name: result[name] for name in names}
     if "other" in result:
-        kept["other_loss"] = result["other"]["loss"]
-    return kept | {"loss_above_dense": result["loss"] - dense["loss"]}
+        row["other_loss"] = result["other"]["loss"]
+    return row | {"loss_above_dense": result["loss"] - dense["loss"]}
 
 
 def _points_of(method: str, plain: RunConfig, comparison: CompareConfig) -> Iterator[Point]:
@@ -446,7 +448,7 @@ def _trained(config: RunConfig) -> str | None:
     return "router and experts" if config.align.learn_assignment else "router"
 
 
-def _rows(point: Point, results: dict[str, Any], described: DenseModel) -> Iterator[Row]:
+def _rows(point: Point, results: dict[str, Any], model: DenseModel) -> Iterator[Row]:
     """Rows of a run: what was exported, and what its method's own router would be worth.
 
     `text_tokens` are those it was given, what a stage reads several times once.
@@ -474,7 +476,7 @@ def _rows(point: Point, results: dict[str, Any], described: DenseModel) -> Itera
         "trained": trained or "nothing",
         "weights": "frozen",
         "seconds": folder.seconds(*stages),
-        "text_tokens": text_tokens(config, results["steps"], described),
+        "text_tokens": text_tokens(config, results["steps"], model),
         **_measured(results["frozen" if config.repair else "moe"], dense),
     }
     yield frozen
@@ -487,11 +489,10 @@ def _rows(point: Point, results: dict[str, Any], described: DenseModel) -> Itera
         yield own | _as_active(exact["active"], frozen, results["parameters"]["dense"])
 
 
-def text_tokens(config: RunConfig, steps: int, described: DenseModel) -> int:
+def text_tokens(config: RunConfig, steps: int, model: DenseModel) -> int:
     """Tokens of text that the calibration of a conversion, and so many `steps`, were given."""
-    widths = described.widths
-    block = min(config.data.seq_len, widths.context)
-    return calibration_tokens(config, widths.model) + steps * config.align.batch_size * block
+    block = min(config.data.seq_len, model.widths.context)
+    return calibration_tokens(config, model.widths.model) + steps * config.align.batch_size * block
 
 
 def _is_finetuned(config: CompareConfig, row: Row) -> bool:

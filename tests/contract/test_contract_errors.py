@@ -74,17 +74,42 @@ REFUSED = {
     "bench {tmp}/none {tmp}/none": "none",
     "report {tmp}/none": "none",
     "quickstart {tmp} --steps -1": "steps|--steps|Unrecognized|unrecognized",
+    "finetune RUN OUT --train lore": "Did you mean lora?",
+    "finetune RUN OUT --ce-weight 0": "kl_weight and ce_weight are both 0",
+    "finetune RUN OUT --recipe smal": "Did you mean small?",
+    "finetune RUN OUT --data nothing.txt": "nothing.txt does not exist",
+    "finetune RUN OUT --format qwen3_moe": "Formats that can hold it",
+    "analyse RUN --layer 2": "split layers are 0 to 1",
+    "analyse RUN --only expert_utilization": "Did you mean expert_utilisation?",
+    "edit RUN --active-experts 13": "Choose 1 to 12",
+    "edit TEXT --active-experts 2": "text.txt",
+    "export RUN OUT --format mixtrel": "Did you mean mixtral?",
+    "export RUN OUT --format qwen3_moe": "Formats that can hold it: glm4_moe, mixtral",
+    "export RUN OUT --active-experts 13": "Choose 1 to 12",
+    "convert MODEL OUT --data TEXT --format gguf": "dotmoe export RUN",
+    "evaluate RUN --text TEXT --curve 99": "Choose 1 to 12",
+    "evaluate GGUF --text TEXT": r"model\.gguf",
+    "evaluate MODEL --fidelity": "--text names no file",
+    "evaluate MODEL --word-perplexity 512 --text TEXT": "must lie in 1 to 256",
+    "evaluate MODEL --word-perplexity --text TEXT --max-tokens 9": "--max-tokens cuts",
 }
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_one_line_says_what_is_wrong_and_nothing_is_left(line, text_file, tmp_path, command):
+def test_one_line_says_what_is_wrong_and_nothing_is_left(
+    line, finished, text_file, tmp_path, command
+):
     words = [w.format(tmp=tmp_path, text=text_file) for w in line.split()]
     places = {"OUT": str(tmp_path / "out"), "TEXT": text_file}
+    places |= {"RUN": finished.folder, "MODEL": finished.source}
+    places["GGUF"] = text_file.with_name("model.gguf")
+    places["GGUF"].write_bytes(b"GGUF")
+    before = finished.contents()
     refused = command(*[places.get(word, word) for word in words])
     assert re.search(REFUSED[line], refused.refusal()), refused.err
     assert len(refused.err.splitlines()) == 1, refused.err
     assert not list(tmp_path.iterdir())
+    assert finished.contents() == before
 
 
 @pytest.mark.parametrize("option", ["data", "eval_text"])
