@@ -160,7 +160,7 @@ def _budgeted(
     active = nearest_active_experts(share, dense.config, dense.family, split)
     config = replace(config, experts=replace(config.experts, active_experts=active))
     met = budget_of(config, dense) / num_parameters(dense.model)
-    off = _budget({"over_budget": met / share - 1})
+    off = _budget(met / share - 1)
     progress.log(
         f"active_params {share:g}: {active} of {split.num_experts} experts make {met:.4f} ({off})"
     )
@@ -174,30 +174,28 @@ def table(summary: dict[str, Any]) -> Table:
         _SWEPT[axis] if axis else "method": lambda row: (
             percent(row["value"]) if isinstance(row["value"], float) else str(row["value"])
         ),
-        "router": lambda row: row.get("router"),
-        "trained": lambda row: row.get("trained"),
-        "weights": lambda row: row.get("weights"),
+        "router": _cell("router"),
+        "trained": _cell("trained"),
+        "weights": _cell("weights"),
         "k of E": lambda row: (
             f"{row['active_experts']} of {row['num_experts']}"
             if axis and "num_experts" in row
             else None
         ),
         "active": _active,
-        "perplexity": lambda row: f"{row['perplexity']:.2f}",
-        "bits a byte": lambda row: f"{row['bits_per_byte']:.3f}",
-        "nats above dense": lambda row: f"{row['loss_above_dense']:.3f}",
-        "other text": lambda row: (
-            f"{math.exp(row['other_loss']):.2f}" if "other_loss" in row else None
-        ),
+        "perplexity": _cell("perplexity", "{:.2f}".format),
+        "bits a byte": _cell("bits_per_byte", "{:.3f}".format),
+        "nats above dense": _cell("loss_above_dense", "{:.3f}".format),
+        "other text": _cell("other_loss", lambda loss: f"{math.exp(loss):.2f}"),
         "seeds": spread,
-        "active parameters": lambda row: millions(row["parameters"]),
-        "stored": lambda row: millions(row["stored"]),
-        "budget": _budget,
+        "active parameters": _cell("parameters", millions),
+        "stored": _cell("stored", millions),
+        "budget": _cell("over_budget", _budget),
         "shared": lambda row: (
             percent(row["shared_fraction"]) if row.get("shared_fraction") else None
         ),
-        "tokens": lambda row: f"{row['text_tokens']:,}" if row.get("text_tokens") else None,
-        "seconds": lambda row: f"{row['seconds']:.0f}" if row.get("seconds") else None,
+        "tokens": _cell("text_tokens", "{:,}".format),
+        "seconds": _cell("seconds", "{:.0f}".format),
     }
     for name in ("weights", "k of E", "other text", "seeds", "budget", "shared"):
         if not any(map(columns[name], rows)):
@@ -209,17 +207,19 @@ def table(summary: dict[str, Any]) -> Table:
     return table_of(rows, columns, words=[*columns].index("active"), note=note.strip())
 
 
+def _cell(key: str, form: Callable[[Any], str] = str) -> Callable[[Row], str | None]:
+    """A column that shows the value of a key, None in rows that have none."""
+    return lambda row: None if row.get(key) is None else form(row[key])
+
+
 def _active(row: Row) -> str | None:
     """The share of the neurons that run, and its standard deviation over tokens if there is one."""
     share = percent(row["active_fraction"]) if "active_fraction" in row else None
     return f"{share} ± {percent(row['active_std'])}" if "active_std" in row else share
 
 
-def _budget(row: Row) -> str | None:
-    """How far the active parameters are from the budget."""
-    over = row.get("over_budget")
-    if over is None:
-        return None
+def _budget(over: float) -> str:
+    """How far the active parameters are from the budget, given as a share of it."""
     return "matched" if abs(over) <= MATCHED else f"{100 * over:+.0f} %"
 
 

@@ -34,12 +34,7 @@ from dotmoe.distributed import (
     resolved_device,
 )
 from dotmoe.errors import UserError, require_package
-from dotmoe.evaluate.perplexity import (
-    heldout_perplexity,
-    perplexities,
-    perplexity_table,
-    text_names,
-)
+from dotmoe.evaluate import perplexity
 from dotmoe.export import export, require_exportable
 from dotmoe.export.record import ExportRecord, require_checksums, write_model_card
 from dotmoe.files import read_json, write_json
@@ -327,8 +322,9 @@ class _Run:
         def measured() -> dict[str, Any]:
             record = ExportRecord.load(exported)
             results = self.perplexities(dense, {**(earlier or {}), "moe": exported})
-            note = f"Text: {text_names(results['dense'])}."
-            write_model_card(exported, record, replace(perplexity_table(results), note=note))
+            note = f"Text: {perplexity.text_names(results['dense'])}."
+            table = replace(perplexity.perplexity_table(results), note=note)
+            write_model_card(exported, record, table)
             return {
                 **results,
                 **measure(),
@@ -356,14 +352,15 @@ class _Run:
     def perplexities(self, dense: DenseModel, exports: dict[str, Path]) -> dict[str, Any]:
         """Perplexity of the dense model and of exports, by name."""
         with self.progress.bar("evaluate", tokens=1) as update:
-            return perplexities(dense, exports, self.texts, update)
+            return perplexity.perplexities(dense, exports, self.texts, update)
 
     def perplexity_within(
         self, change: AbstractContextManager[None], name: str, dense: DenseModel
     ) -> dict[str, Any]:
         """Perplexity of a dense model in memory while it is changed."""
         with self.progress.bar(f"evaluate {name}", tokens=1) as update, change:
-            return heldout_perplexity(dense.model, dense.tokenizer, self.texts, update)
+            model, tokenizer = dense.model, dense.tokenizer
+            return perplexity.heldout_perplexity(model, tokenizer, self.texts, update)
 
     def conversion(self) -> Conversion:
         """What is left behind; the report is made anew each time, from result files alone."""
