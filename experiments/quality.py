@@ -163,11 +163,13 @@ def main() -> None:
     for measured in rows.values():
         for name, found in measured.items():
             found["share_of_paper"] = found["kl"] / rows["paper's recipe"][name]["kl"]
-    said = {
+    record = {
+        "origin": "measured",
         "model": Path(settings.model).name,
         "tokens": settings.steps * settings.batch_size * settings.seq_len,
+        "rows": rows,
+        "provenance": provenance(settings.seed),
     }
-    record = {"origin": "measured", **said, "rows": rows, "provenance": provenance(settings.seed)}
     write_json(settings.out / "quality.json", record)
 
 

@@ -6,7 +6,7 @@ Its FFNs have a fourth of Qwen2.5-7B's width in as many experts, its tokenizer i
 model's. What it says is noise, and what a step of its alignment costs does not depend on that.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -36,13 +36,8 @@ class Settings:
 def main() -> None:
     settings = tyro.cli(Settings)
     described = describe_dense("embedded")
-    shape = {
-        name: getattr(settings, name)
-        for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
-    }
-    shape["num_attention_heads"] = settings.num_attention_heads
-    shape["num_key_value_heads"] = settings.num_key_value_heads
-    config = described.config
+    shape, config = asdict(settings), described.config
+    del shape["out"]
     for name, value in shape.items():
         setattr(config, name, value)
     config.head_dim = settings.hidden_size // settings.num_attention_heads

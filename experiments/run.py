@@ -46,15 +46,12 @@ def main() -> int:
         parser.error(f"the commit is {commit}. Commit all changes, so that results can name it.")
     wanted = [one for one in (known.values() if name == "all" else [known[name]]) if one.table]
     for experiment in wanted:
-        made = make(experiment, start=not arguments.collect)
-        if made:
-            return made
+        if status := make(experiment, start=not arguments.collect):
+            return status
     runs = all_runs()
     (ROOT / "results/experiments").mkdir(exist_ok=True)
     for experiment in wanted:  # last: what is written makes the commit unclean
-        write_json(
-            experiment.result_file, collected(experiment, in_order(experiment.runs, runs), runs)
-        )
+        write_json(experiment.result_file, collected(experiment, runs))
     for file, text in readmes().items():
         file.write_text(text, encoding="utf-8")
     return 0
@@ -63,8 +60,7 @@ def main() -> int:
 def make(experiment: Experiment, *, start: bool) -> int:
     """Exit status of the first run that failed; 0: all are finished."""
     runs = all_runs()
-    needed = in_order(experiment.runs, runs)
-    for name in needed:
+    for name in in_order(experiment.runs, runs):
         if done_file(name, runs[name]).exists():
             continue
         if not start:
@@ -99,7 +95,7 @@ def command_of(name: str, run: Run) -> list[str]:
     return shlex.split(run.command.format(out=places[name], **places))
 
 
-def collected(experiment: Experiment, needed: list[str], runs: dict[str, Run]) -> dict[str, Any]:
+def collected(experiment: Experiment, runs: dict[str, Run]) -> dict[str, Any]:
     """The result file of an experiment, from the files of its runs."""
     tables = []
     numbers: dict[tuple[str, str], float] = {}
@@ -155,7 +151,7 @@ def collected(experiment: Experiment, needed: list[str], runs: dict[str, Run]) -
             }
             for one in experiment.shows
         ],
-        "runs": {name: made_by(name, runs[name]) for name in needed},
+        "runs": {name: made_by(name, runs[name]) for name in in_order(experiment.runs, runs)},
         "provenance": provenance(seed=0),
     }
 

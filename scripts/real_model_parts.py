@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dotmoe import compare
 from dotmoe.config import RunConfig
 from dotmoe.export.record import ExportRecord
 from dotmoe.files import read_json, write_json
@@ -38,19 +39,16 @@ def text_tokens(finished: FinishedRun, results: dict[str, Any]) -> int:
     config = finished.config
     if not isinstance(config, RunConfig):
         return int(results["tokens"])
-    trained = results["steps"] * config.align.batch_size * config.data.seq_len
-    fitted = 0
-    if config.calibrate.start == "data":
-        fitted = config.calibrate.tokens(finished.described().widths.model)
-    return int(fitted + trained + results.get("repair", {}).get("tokens", 0))
+    read = compare.text_tokens(config, results["steps"], finished.described())
+    return int(read + results.get("repair", {}).get("tokens", 0))
 
 
 def main() -> None:
     out, *runs = sys.argv[1:]
-    rows = [row(name, Path(run)) for name, run in (each.split("=") for each in runs)]
+    rows = [row(name, Path(run)) for name, run in (each.split("=", 1) for each in runs)]
     commits = ", ".join(dict.fromkeys(each["commit"] for each in rows))
-    said = {"origin": "measured", "rows": rows}
-    write_json(Path(out), said | {"provenance": provenance(0) | {"commit": commits}})
+    record = {"origin": "measured", "rows": rows}
+    write_json(Path(out), record | {"provenance": provenance(0) | {"commit": commits}})
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def rows_of(folder: Path, results: Row) -> tuple[Row, list[Row]]:
     tokens, training = results.get("repair", {}).get("tokens", 0), "repaired"
     if config["command"] == "finetune":
         training = "repaired, finetuned"
-        tokens = results["steps"] * config["finetune"]["batch_size"] * config["data"]["seq_len"]
+        tokens = results["tokens"]
     dense, last = perplexity(results["dense"]), perplexity(results["moe"])
     for file in folder.glob("*/perplexity.json"):
         found = read_json(file)
@@ -60,10 +60,10 @@ def rows_of(folder: Path, results: Row) -> tuple[Row, list[Row]]:
 def main() -> None:
     out, dense_folder, *folders = map(Path, sys.argv[1:])
     rows: list[Row] = [{"model": "dense", "tasks": main_scores(dense_folder / "tasks")}]
-    commits = set()
+    commits = dict[str, None]()  # in the order of the rows
     for folder in folders:
         results = read_json(folder / "6_evaluate" / "results.json")
-        commits.add(results["provenance"]["commit"])
+        commits[results["provenance"]["commit"]] = None
         dense, made = rows_of(folder, results)
         dense["perplexity"] = rows[0].get("perplexity", {}) | dense["perplexity"]
         rows[0] |= dense

@@ -1,6 +1,7 @@
 """The command line itself: help, version, failures of the machine. Oracle: the words."""
 
 import errno
+import io
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 from dotmoe import cli
 from dotmoe.cli import COMMANDS
 
-HELP_COLUMNS = 100
+HELP_COLUMNS, HINT = 100, "See dotmoe convert --help."
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -46,6 +47,9 @@ def test_the_version_comes_without_pytorch():
         (OSError(errno.ENOSPC, "No space"), "the disk is full"),
         (PermissionError(errno.EACCES, "no"), "Get permission"),
         (RuntimeError("I/O error (os error 28)"), "the disk is full"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory"),
+        (MemoryError("Unable to allocate 9. TiB"), "out of memory"),
+        (FileExistsError(errno.EEXIST, "File exists", "a.txt"), "'a.txt'. Choose another place"),
         (KeyError("a defect"), None),
     ],
 )
@@ -63,3 +67,9 @@ def test_a_reader_that_has_read_enough_is_no_failure():
     os.close(reader)
     assert subprocess.run([sys.executable, "-c", code], stdout=writer).returncode == 0
     os.close(writer)
+
+
+def test_an_option_that_does_not_exist_is_told_in_any_locale(command, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    line = command("convert", "model", "out", stps=3).refusal()
+    assert line.endswith("Unrecognized options: --stps, 3. Did you mean --steps? " + HINT)

@@ -7,6 +7,7 @@ with more runs makes only those.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
@@ -18,13 +19,14 @@ from dotmoe.align import AlignConfig
 from dotmoe.baselines import METHODS, MethodName
 from dotmoe.calibrate import CalibrateConfig, Start
 from dotmoe.config import PruneRunConfig, RunConfig, finetune_recipe
+from dotmoe.distributed import require_one_process
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.files import write_json, write_text
 from dotmoe.granularity import ExpertsConfig, Granularity, nearest_active_experts, resolve
 from dotmoe.load import describe_dense
 from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.options import above, at_least, at_most
-from dotmoe.pipeline import budget_of, convert, finetune, prune, split_of
+from dotmoe.pipeline import budget_of, calibration_tokens, convert, finetune, prune, split_of
 from dotmoe.progress import Progress
 from dotmoe.pruning import PRUNING, PruningName
 from dotmoe.report import plots
@@ -95,11 +97,15 @@ class SweepConfig(RunConfig):
 
 
 class Point(NamedTuple):
-    """One run of a comparison or of a sweep: its subfolder, and the method or what is swept."""
+    """One run of a comparison or of a sweep: the method or what is swept, and the run's config."""
 
-    name: str
     value: int | float | str
     config: RunConfig
+
+    @property
+    def name(self) -> str:
+        """Its subfolder."""
+        return Path(self.config.out).name
 
 
 def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
@@ -115,10 +121,11 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
                 f"{name} is {value:g}, which is for experts of neurons alone, but targets is "
                 f"{config.experts.targets}. Leave one of the two out."
             )
+    dense = describe_dense(config.model)
     if config.active_params is not None:
-        config = _budgeted(config, config.active_params, progress)
-    points, budget = points_of(config), budget_of(config, describe_dense(config.model))
-    summary = _made(config, points, progress)
+        config = _budgeted(config, config.active_params, dense, progress)
+    points, budget = points_of(config), budget_of(config, dense)
+    summary = _measure(config, points, dense, progress)
     for row in summary["rows"][1:]:
         row["over_budget"] = row["parameters"] / budget - 1
     summary |= {"active_params": config.active_params, "other_text": list(config.other_text)}
@@ -127,32 +134,33 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     return summary
 
 
-def sweep(config: SweepConfig, progress: Progress | None = None) -> dict[str, Any]:
+def sweep(config: SweepConfig, progress: Progress) -> dict[str, Any]:
     """Make every run that is not finished yet, and write `sweep.json`, `.md`, `.html` and `.tex`.
 
     Returns the contents of `sweep.json`: `axis`, and `rows`, the dense model's first. Raises a
     `UserError`: as `convert`; or, before anything is run, options that do not go together.
     """
     axis, points = swept(config)
-    summary = _made(config, points, progress or Progress(quiet=True)) | {"axis": axis}
+    summary = _measure(config, points, describe_dense(config.model), progress) | {"axis": axis}
     _write(config, summary)
     return summary
 
 
-def _budgeted(config: CompareConfig, share: float, progress: Progress) -> CompareConfig:
+def _budgeted(
+    config: CompareConfig, share: float, dense: DenseModel, progress: Progress
+) -> CompareConfig:
     """The same with k for a share of the parameters."""
     for name in ("active", "active_experts"):
         if (value := getattr(config.experts, name)) is not None:
             raise UserError(
                 f"active_params is {share:g} and {name} is {value:g}: two budgets. Give one of the "
-                "two."
+                f"two; --{name.replace('_', '-')} None takes back what a recipe gives."
             )
-    dense = describe_dense(config.model)
     split = resolve(replace(config.experts, shared=0.0), dense.widths.ffn)
     active = nearest_active_experts(share, dense.config, dense.family, split)
     config = replace(config, experts=replace(config.experts, active_experts=active))
     met = budget_of(config, dense) / num_parameters(dense.model)
-    off = _budget({"over_budget": met / share - 1})
+    off = _budget(met / share - 1)
     progress.log(
         f"active_params {share:g}: {active} of {split.num_experts} experts make {met:.4f} ({off})"
     )
@@ -166,30 +174,28 @@ def table(summary: dict[str, Any]) -> Table:
         _SWEPT[axis] if axis else "method": lambda row: (
             percent(row["value"]) if isinstance(row["value"], float) else str(row["value"])
         ),
-        "router": lambda row: row.get("router"),
-        "trained": lambda row: row.get("trained"),
-        "weights": lambda row: row.get("weights"),
+        "router": _cell("router"),
+        "trained": _cell("trained"),
+        "weights": _cell("weights"),
         "k of E": lambda row: (
             f"{row['active_experts']} of {row['num_experts']}"
             if axis and "num_experts" in row
             else None
         ),
         "active": _active,
-        "perplexity": lambda row: f"{row['perplexity']:.2f}",
-        "bits a byte": lambda row: f"{row['bits_per_byte']:.3f}",
-        "nats above dense": lambda row: f"{row['loss_above_dense']:.3f}",
-        "other text": lambda row: (
-            f"{math.exp(row['other_loss']):.2f}" if "other_loss" in row else None
-        ),
+        "perplexity": _cell("perplexity", "{:.2f}".format),
+        "bits a byte": _cell("bits_per_byte", "{:.3f}".format),
+        "nats above dense": _cell("loss_above_dense", "{:.3f}".format),
+        "other text": _cell("other_loss", lambda loss: f"{math.exp(loss):.2f}"),
         "seeds": spread,
-        "active parameters": lambda row: millions(row["parameters"]),
-        "stored": lambda row: millions(row["stored"]),
-        "budget": _budget,
+        "active parameters": _cell("parameters", millions),
+        "stored": _cell("stored", millions),
+        "budget": _cell("over_budget", _budget),
         "shared": lambda row: (
             percent(row["shared_fraction"]) if row.get("shared_fraction") else None
         ),
-        "tokens": lambda row: f"{row['text_tokens']:,}" if row.get("text_tokens") else None,
-        "seconds": lambda row: f"{row['seconds']:.0f}" if row.get("seconds") else None,
+        "tokens": _cell("text_tokens", "{:,}".format),
+        "seconds": _cell("seconds", "{:.0f}".format),
     }
     for name in ("weights", "k of E", "other text", "seeds", "budget", "shared"):
         if not any(map(columns[name], rows)):
@@ -201,17 +207,19 @@ def table(summary: dict[str, Any]) -> Table:
     return table_of(rows, columns, words=[*columns].index("active"), note=note.strip())
 
 
+def _cell(key: str, form: Callable[[Any], str] = str) -> Callable[[Row], str | None]:
+    """A column that shows the value of a key, None in rows that have none."""
+    return lambda row: None if row.get(key) is None else form(row[key])
+
+
 def _active(row: Row) -> str | None:
     """The share of the neurons that run, and its standard deviation over tokens if there is one."""
     share = percent(row["active_fraction"]) if "active_fraction" in row else None
     return f"{share} ± {percent(row['active_std'])}" if "active_std" in row else share
 
 
-def _budget(row: Row) -> str | None:
-    """How far the active parameters are from the budget."""
-    over = row.get("over_budget")
-    if over is None:
-        return None
+def _budget(over: float) -> str:
+    """How far the active parameters are from the budget, given as a share of it."""
     return "matched" if abs(over) <= MATCHED else f"{100 * over:+.0f} %"
 
 
@@ -221,12 +229,12 @@ def over_seeds(rows: Iterable[Row]) -> list[Row]:
     for row in rows:
         kind = (row["value"], row.get("router"), row.get("trained"), row.get("weights"))
         groups.setdefault(kind, []).append(row)
-    made, averaged = [], ("loss", "bits_per_byte", "other_loss", "loss_above_dense")
+    merged, averaged = [], ("loss", "bits_per_byte", "other_loss", "loss_above_dense")
     for alike in groups.values():
         means = {n: fmean(row[n] for row in alike) for n in averaged if n in alike[0]}
         losses = [row["loss_above_dense"] for row in alike]
-        made.append(alike[0] | means | {"perplexity": math.exp(means["loss"]), "losses": losses})
-    return made
+        merged.append(alike[0] | means | {"perplexity": math.exp(means["loss"]), "losses": losses})
+    return merged
 
 
 def spread(row: Row) -> str | None:
@@ -238,35 +246,36 @@ def spread(row: Row) -> str | None:
 def points_of(config: CompareConfig) -> list[Point]:
     """The runs of a comparison, in the order of its table."""
     plain, methods = _plain(config), config.methods
+    if not methods:
+        raise UserError("methods names none. Name at least one, or leave it out for the default.")
     if "all" in methods:
         methods = ("dot_moe", *METHODS, *PRUNING)
-    made = [
-        point
+    points = {  # what has no seed comes once
+        point: None
         for method in methods
         for seed in config.seeds or (config.seed,)
         for point in _points_of(method, replace(plain, seed=seed), config)
         if not config.trained_only or _trained(point.config)
-    ]
-    points = list(dict.fromkeys(made))  # what has no seed comes once
+    }
     if not points:
         raise UserError(
             f"trained_only is set, but router_steps is {config.baseline.router_steps} and methods "
             f"are {', '.join(config.methods)}, of which nothing is trained. Set router_steps."
         )
-    return points
+    return list(points)
 
 
 def swept(config: SweepConfig) -> tuple[str, list[Point]]:
     """What a sweep changes, and its runs."""
-    chosen = [axis for axis in _SWEPT if getattr(config, f"over_{axis}")]
-    if len(chosen) != 1:
+    axes = [axis for axis in _SWEPT if getattr(config, f"over_{axis}")]
+    if len(axes) != 1:
         options = ", ".join(f"--over-{axis}" for axis in _SWEPT)
         raise UserError(
-            f"{len(chosen)} things are to be swept, but it must be 1. Give one of {options}."
+            f"{len(axes)} things are to be swept, but it must be 1. Give one of {options}."
         )
     if (targets := config.experts.targets) != "ffn":
         raise UserError(f"targets is {targets}, but a sweep is of FFNs. Use dotmoe compare.")
-    (axis,), k = chosen, config.experts.active_experts
+    (axis,), k = axes, config.experts.active_experts
     if axis in ("experts", "active") and k is not None:
         raise UserError(
             f"active_experts is {k} for all, but k must change with over_{axis}. Give --active, a "
@@ -282,7 +291,7 @@ def swept(config: SweepConfig) -> tuple[str, list[Point]]:
             run = replace(run, experts=replace(run.experts, active=value))
         else:
             run = replace(run, experts=replace(run.experts, experts=value, expert_size=None))
-        points.append(Point(name, value, run))
+        points.append(Point(value, run))
     return axis, points
 
 
@@ -314,19 +323,28 @@ def _fitting(
             yield point
 
 
-def _made(
-    config: CompareConfig | SweepConfig, points: list[Point], progress: Progress
+def _measure(
+    config: CompareConfig | SweepConfig, points: list[Point], model: DenseModel, progress: Progress
 ) -> dict[str, Any]:
     """What a comparison and a sweep record, after making every run that is not finished yet.
 
     Where an export fails its verification, that run is `left_out`, with why, and the others are
     made. Raises a `VerificationError`: all failed.
     """
-    described, rows, left_out = describe_dense(config.model), list[Row](), dict[str, str]()
-    points = list(_fitting(config, points, described, progress))
-    for point in points:
-        progress.log(f"{point.name}:")
+    require_one_process(f"dotmoe {config.command}")
+    rows, left_out = list[Row](), dict[str, str]()
+
+    @contextmanager
+    def unless_unverified(name: str) -> Iterator[None]:
+        progress.log(f"{name}:")
         try:
+            yield
+        except VerificationError as error:
+            left_out[name] = str(error)
+            progress.log(f"{name} is left out: {error}")
+
+    for point in list(_fitting(config, points, model, progress)):
+        with unless_unverified(point.name):
             if isinstance(point.config, PruneRunConfig):
                 results = prune(point.config, progress)
             else:
@@ -336,15 +354,14 @@ def _made(
                 whole = {"active_fraction": 1.0, "shared_fraction": 0.0}
                 whole |= dict.fromkeys(("parameters", "stored"), results["parameters"]["dense"])
                 rows.append({"run": "dense", "value": "dense", **whole, **_measured(dense, dense)})
-            for row in _rows(point, results, described.widths.model):
+            for row in _rows(point, results, model):
                 rows.append(row)
-                if isinstance(config, CompareConfig):
-                    rows.extend(_finetuned(config, row, progress))
-        except VerificationError as error:
-            left_out[point.name] = str(error)
-            progress.log(f"{point.name} is left out: {error}")
-            if not rows and point is points[-1]:
-                raise
+                if isinstance(config, CompareConfig) and _is_finetuned(config, row):
+                    tuned = f"{row['run']}-finetuned"
+                    with unless_unverified(tuned):
+                        rows.append(row | _finetune(config, row, tuned, progress))
+    if not rows:
+        raise VerificationError([*left_out.values()][-1])
     return {
         "origin": "measured",
         "model": config.model,
@@ -357,20 +374,18 @@ def _made(
 
 def _write(config: CompareConfig | SweepConfig, summary: dict[str, Any], plot: Any = None) -> None:
     """Write `NAME.json`, table and protocol as `NAME.md`, `.html` and `.tex`, a plot as `.svg`."""
-    name, found = config.command, table(summary)
-    path, protocol = (
-        Path(config.out) / name,
-        f"{', '.join(summary['text'])}: {summary['protocol']}\n",
-    )
+    name, rows = config.command, table(summary)
+    path = Path(config.out) / name
+    protocol = f"{', '.join(summary['text'])}: {summary['protocol']}\n"
     write_json(path.with_suffix(".json"), summary)
-    write_text(path.with_suffix(".md"), f"{to_markdown(found)}\n\n{protocol}")
-    write_text(path.with_suffix(".tex"), to_latex(found))
-    shown: list[Any] = [found, protocol]
+    write_text(path.with_suffix(".md"), f"{to_markdown(rows)}\n\n{protocol}")
+    write_text(path.with_suffix(".tex"), to_latex(rows))
+    shown, figures = list[Any]([rows, protocol]), {}
     if plot is not None:
         caption = "Perplexity against the parameters that work on a token."
-        shown = [Block("plot", caption, name), *shown]
+        shown, figures = [Block("plot", caption, name), *shown], {name: plot}
         path.with_suffix(".svg").write_bytes(plots.as_svg(plot))
-    title, figures = f"{Path(summary['model']).name}: {name}", {} if plot is None else {name: plot}
+    title = f"{Path(summary['model']).name}: {name}"
     page = html_page(title=title, sections={"Results": shown}, figures=figures)
     write_text(path.with_suffix(".html"), page)
 
@@ -378,31 +393,34 @@ def _write(config: CompareConfig | SweepConfig, summary: dict[str, Any], plot: A
 def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:
     """A perplexity, and how far it is from the dense model's."""
     names = ("perplexity", "loss", "bits_per_byte", "tokens", "window")
-    kept = {name: result[name] for name in names}
+    row = {name: result[name] for name in names}
     if "other" in result:
-        kept["other_loss"] = result["other"]["loss"]
-    return kept | {"loss_above_dense": result["loss"] - dense["loss"]}
+        row["other_loss"] = result["other"]["loss"]
+    return row | {"loss_above_dense": result["loss"] - dense["loss"]}
 
 
-def _points_of(method: str, plain: RunConfig, asked: CompareConfig) -> Iterator[Point]:
-    suffix = f"-seed{plain.seed}" * bool(asked.seeds)
+def _points_of(method: str, plain: RunConfig, comparison: CompareConfig) -> Iterator[Point]:
+    """The runs of one method with one seed, `plain` being what all methods have in common."""
+    suffix, out = f"-seed{plain.seed}" * bool(comparison.seeds), Path(plain.out)
     if method in PRUNING:  # what it does not read must not make it another run
         same = ("model", "data", "sample", "load", "eval_text", "other_text", "eval_tokens")
         is_trained, align = PRUNING[method].is_trained, AlignConfig(steps=0)
         if is_trained:
-            align = replace(align, steps=asked.mask_steps, batch_size=plain.align.batch_size)
+            steps, batch_size = comparison.mask_steps, plain.align.batch_size
+            align = replace(align, steps=steps, batch_size=batch_size)
         config = PruneRunConfig(
             **{name: getattr(plain, name) for name in same},
-            out=str(Path(plain.out) / (method + suffix * is_trained)),
+            out=str(out / (method + suffix * is_trained)),
             method=method,
             experts=ExpertsConfig() if PRUNING[method].is_fixed else plain.experts,
             calibrate=CalibrateConfig(calibration_tokens=plain.calibrate.calibration_tokens),
             align=align,
             seed=plain.seed * is_trained,
         )
-        yield Point(Path(config.out).name, method, config)
+        yield Point(method, config)
         return
     steps, options = plain.baseline.router_steps, replace(plain.baseline, router_steps=0)
+    plain = replace(plain, method=method, baseline=options)
     if method == "dot_moe":
         changes: dict[str, Any] = {"untrained": {"align": replace(plain.align, steps=0)}}
         for variant, learns in (("router", False), ("trained", True)) if steps else ():
@@ -416,9 +434,7 @@ def _points_of(method: str, plain: RunConfig, asked: CompareConfig) -> Iterator[
         if steps:
             changes["trained"] = {"baseline": replace(ridge, router_steps=steps)}
     for variant, change in changes.items():
-        name = f"{method}-{variant}{suffix}"
-        run = replace(plain, method=method, out=str(Path(plain.out) / name), baseline=options)
-        yield Point(name, method, replace(run, **change))
+        yield Point(method, replace(plain, out=str(out / f"{method}-{variant}{suffix}"), **change))
 
 
 def _trained(config: RunConfig) -> str | None:
@@ -432,11 +448,10 @@ def _trained(config: RunConfig) -> str | None:
     return "router and experts" if config.align.learn_assignment else "router"
 
 
-def _rows(point: Point, results: dict[str, Any], width: int) -> Iterator[Row]:
+def _rows(point: Point, results: dict[str, Any], model: DenseModel) -> Iterator[Row]:
     """Rows of a run: what was exported, and what its method's own router would be worth.
 
-    `text_tokens` are those it was given, what a stage reads several times once; `width` is the
-    model's.
+    `text_tokens` are those it was given, what a stage reads several times once.
     """
     config, trained, dense = point.config, _trained(point.config), results["dense"]
     if isinstance(config, PruneRunConfig):
@@ -447,7 +462,6 @@ def _rows(point: Point, results: dict[str, Any], width: int) -> Iterator[Row]:
     exact, split = results.get("moe_own_router"), Granularity.of(results["granularity"])
     router = "ridge" if config.method == "dot_moe" else config.baseline.split_router
     folder, stages = RunFolder(Path(config.out)), ("calibrate", "align", "extract")
-    tokens = results["steps"] * config.align.batch_size * config.data.seq_len
     frozen = {
         "run": point.name,
         "value": point.value,
@@ -462,7 +476,7 @@ def _rows(point: Point, results: dict[str, Any], width: int) -> Iterator[Row]:
         "trained": trained or "nothing",
         "weights": "frozen",
         "seconds": folder.seconds(*stages),
-        "text_tokens": config.calibrate.tokens(width) + tokens,
+        "text_tokens": text_tokens(config, results["steps"], model),
         **_measured(results["frozen" if config.repair else "moe"], dense),
     }
     yield frozen
@@ -475,15 +489,21 @@ def _rows(point: Point, results: dict[str, Any], width: int) -> Iterator[Row]:
         yield own | _as_active(exact["active"], frozen, results["parameters"]["dense"])
 
 
-def _finetuned(config: CompareConfig, row: Row, progress: Progress) -> Iterator[Row]:
-    """The row of an export after its finetuning, if there is one, made where it is not finished."""
+def text_tokens(config: RunConfig, steps: int, model: DenseModel) -> int:
+    """Tokens of text that the calibration of a conversion, and so many `steps`, were given."""
+    block = min(config.data.seq_len, model.widths.context)
+    return calibration_tokens(config, model.widths.model) + steps * config.align.batch_size * block
+
+
+def _is_finetuned(config: CompareConfig, row: Row) -> bool:
+    """Whether a comparison finetunes a row: one with the weights and the router of an export."""
     exported = "repaired" if config.repair else "frozen"
-    is_exported = row.get("weights") == exported and row["router"] != _OWN
-    if not (is_exported and config.finetune_steps):
-        return
+    return config.finetune_steps > 0 and row.get("weights") == exported and row["router"] != _OWN
+
+
+def _finetune(config: CompareConfig, row: Row, name: str, progress: Progress) -> Row:
+    """What becomes of a row by the finetuning of its export, made where it is not finished."""
     settings, out = finetune_recipe(config.finetune_recipe), Path(config.out)
-    name = f"{row['run']}-finetuned"
-    progress.log(f"{name}:")
     run = replace(
         settings,
         run=str(out / row["run"]),
@@ -499,7 +519,7 @@ def _finetuned(config: CompareConfig, row: Row, progress: Progress) -> Iterator[
     tuned: Row = {"run": name, "weights": "finetuned", "finetune_tokens": results["tokens"]}
     tuned["text_tokens"] = row["text_tokens"] + results["tokens"]
     tuned["seconds"] = row["seconds"] + (RunFolder(out / name).seconds("finetune") or 0.0)
-    yield row | tuned | _measured(results["moe"], results["dense"])
+    return tuned | _measured(results["moe"], results["dense"])
 
 
 def _as_active(active: dict[str, Any], row: Row, dense: int) -> Row:

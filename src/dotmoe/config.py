@@ -61,9 +61,9 @@ class RunConfig:
     """Of initial values and data order. Same seed, machine and thread count: same result."""
 
     def settled(self) -> Self:
-        """With the alignment of a method other than DOT-MoE, of one process, written out.
+        """This config, for a method other than DOT-MoE with the alignment that the method takes.
 
-        Its experts stay as they are; its router is trained for `router_steps`.
+        That trains its router for `router_steps` and keeps its experts. Refuses several ranks.
         """
         if self.method == "dot_moe":
             return self

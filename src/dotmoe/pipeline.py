@@ -5,13 +5,14 @@ finetune:  tokenise -> finetune or repair -> export -> evaluate -> report
 prune:     tokenise -> prune -> evaluate
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -33,12 +34,7 @@ from dotmoe.distributed import (
     resolved_device,
 )
 from dotmoe.errors import UserError, require_package
-from dotmoe.evaluate.perplexity import (
-    heldout_perplexity,
-    perplexities,
-    perplexity_table,
-    text_names,
-)
+from dotmoe.evaluate import perplexity
 from dotmoe.export import export, require_exportable
 from dotmoe.export.record import ExportRecord, require_checksums, write_model_card
 from dotmoe.files import read_json, write_json
@@ -57,9 +53,7 @@ from dotmoe.progress import Progress
 from dotmoe.report.page import html_report
 from dotmoe.run_folder import RESULTS, RunFolder, provenance
 from dotmoe.tokenise import OTHER, Text, require_sources, samples_itself, tokenise, write_windows
-from dotmoe.training.folder import Metrics
-
-Result = TypeVar("Result")
+from dotmoe.training.folder import OnStep
 
 _STATE = "state.safetensors"
 
@@ -92,43 +86,29 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
         with process_group(resolved_device(config.load.device)):
             config = raise_on_all_ranks(lambda: checked(config).settled())
             run = _Run(config, config, config.align, progress)
-            if run.start(work, config.model, lambda: _model_of(config)):
+            if run.start(work):
                 return run.conversion()
             dense = load_dense(config.model, config.load)
             split = raise_on_all_ranks(lambda: split_of(config, dense))
-            text = run.text(dense, _fewest_tokens(config, dense))
+            run.tokenise(dense, _tokens_read(config, dense))
             state = None
             if config.method == "dot_moe" or config.align.steps:
-                start = run.state("calibrate", dense, lambda at: _start(run, dense, split, text))
-                given = dense, text.training, start, split, config.align, config.assignment
-
-                def trained(**how: Any) -> AlignState:
-                    steps = config.align.steps
-                    return align(Alignment(*given, seed=config.seed), **how) if steps else start
-
-                aligned = run.trained("align", text, trained)
-                state = run.state("align", dense, aligned)
+                start = _calibrate(run, dense, split)
+                state = _align(run, dense, split, start)
         if not run.is_first:
             return run.conversion()
-
-        def extracted(at: Path) -> Baseline:
-            if state is None:
-                return _baseline(run, dense, split, text)
-            return Baseline(layout=extract(state, split, config.assignment))
-
-        made = run.stage("extract", Baseline.load, extracted, save=Baseline.save)
-        if is_divided(dense.model):
+        if is_divided(dense.model):  # among ranks that have returned
             dense = on_disk(dense, dense.device, next(dense.model.parameters()).dtype)
-        also: dict[str, Any] = {"steps": 0 if state is None else state.step}
+        extracted = _extract(run, dense, split, state)
+        figures: dict[str, Any] = {"steps": 0 if state is None else state.step}
         weights = dense
         if config.repair:
-            also["repair"] = run.repair("repair", dense, made.layout, text)
-            weights = run.changed("repair")
-
-        def known() -> dict[str, Any]:
-            return also | _not_exported(run, dense, made)
-
-        return run.finish(dense, weights, made.layout, text, also=known)
+            figures["repair"] = run.repair("repair", dense, extracted.layout)
+            weights = run.checkpoint("repair")
+        run.export(dense, weights, extracted.layout)
+        measure = partial(_measure_unexported, run, dense, extracted)
+        run.evaluate(dense, extracted.layout, lambda: figures | measure())
+        return run.conversion()
 
 
 def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Conversion:
@@ -143,46 +123,35 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
         with process_group(resolved_device(config.load.device)):
             config = raise_on_all_ranks(lambda: checked(config))
             source, converted = raise_on_all_ranks(lambda: _source(config))
-            repairs, layout, tokens = config.finetune.train == "repair", source.layout, 0
+            repairs, layout = config.finetune.train == "repair", source.layout
             training = replace(config.finetune, steps=0) if repairs else config.finetune
             run = _Run(config, converted, training, progress)
-            if run.start(work, source.model, lambda: source.fingerprints):
+            if run.start(work, source):
                 return run.conversion()
             dense = raise_on_all_ranks(source.origin)
-            start = raise_on_all_ranks(source.described) if source.has_own_weights else dense
             split = layout.granularity
             raise_on_all_ranks(lambda: require_exportable(dense, split, config.export))
+            tokens = config.repairing.tokens(split, dense.config) if repairs else 0
+            text = run.tokenise(dense, tokens, beside=source.text)
             if repairs:
-                config.repairing.require(split)
-                tokens = config.repairing.tokens(split, dense.config)
-            text = run.text(dense, tokens, beside=source.text)
-
-            if repairs:
-                figures = run.repair("finetune", dense, layout, text)
-                also = {"steps": 0, "tokens": figures["tokens"], "repair": figures}
+                repaired = run.repair("finetune", dense, layout)
+                figures = {"steps": 0, "tokens": repaired["tokens"], "repair": repaired}
             else:
-                given = start, layout, text.training, config.finetune
-                origin = dense if source.has_own_weights else None
-                tuned = partial(train, *given, seed=config.seed, load=config.load, origin=origin)
-                make = run.trained(f"finetune ({config.finetune.train})", text, tuned)
-                layout = run.stage("finetune", lambda at: ExpertLayout.load(at / LAYOUT), make)
+                layout = _train(run, dense, source)
                 steps = training.schedule(text.training.num_blocks).steps
                 tokens = steps * training.batch_size * text.training.seq_len
-                also = {"steps": steps, "tokens": tokens}
+                figures = {"steps": steps, "tokens": tokens}
         if not run.is_first:
             return run.conversion()
         if source.has_own_weights and not config.eval_text and source.folder.holds("evaluate"):
             measured = read_json(source.folder.verified("evaluate") / RESULTS)
-            also["frozen"] = measured["frozen"]  # of the same text, before the repair
+            figures["frozen"] = measured["frozen"]  # of the same text, before the repair
         before = "repaired" if source.has_own_weights else "frozen" if repairs else "converted"
-        return run.finish(
-            left_on_disk(dense, config.load),
-            run.changed("finetune"),
-            layout,
-            text,
-            also=lambda: also,
-            beside={before: source.folder} if source.folder.holds("export") else {},
-        )
+        earlier = {before: source.folder.stage("export")} if source.folder.holds("export") else {}
+        dense = left_on_disk(dense, config.load)
+        run.export(dense, run.checkpoint("finetune"), layout)
+        run.evaluate(dense, layout, lambda: figures, earlier)
+        return run.conversion()
 
 
 def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str, Any]:
@@ -198,46 +167,20 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
     config = checked(config)
     run = _Run(config, config, config.align, progress)
     with ExitStack() as work:
-        if run.start(work, config.model, lambda: _model_of(config)):
+        if run.start(work):
             return run.results()
         dense = describe_dense(config.model)
-        tokens, batch_size = config.calibrate.tokens(dense.widths.model), config.align.batch_size
-        text = run.text(dense, tokens)
-
-        def pruned(at: Path) -> dict[str, Any]:
-            with run.progress.bar(config.method) as update:
-                inputs = pruning.PruneInputs(
-                    dense=load_dense(config.model, config.load),
-                    tokens_BT=text.training.drawn(tokens),
-                    wanted=budget_of(config, dense),
-                    batch=lambda step: text.training.batch(step, batch_size, config.seed),
-                    steps=config.align.steps,
-                    seed=config.seed,
-                    on_progress=update,
-                    log=lambda said: run.progress.log(f"{config.method}: {said}"),
-                )
-                return pruning.prune(config.method, inputs, at)
-
-        figures = run.stage("prune", lambda at: read_json(at / pruning.FIGURES), pruned)
-
-        def measured() -> dict[str, Any]:
-            folder, runnable = run.folder.stage("prune"), left_on_disk(dense, config.load)
-            applied = pruning.PRUNING[config.method].applied
-            exports = {} if applied else {"pruned": folder / pruning.MODEL}
-            found = run.perplexities(runnable, exports)
-            if applied:
-                changed = applied(runnable, **load_file(folder / pruning.TENSORS))
-                found["pruned"] = run.measured(config.method, runnable, changed)
-            parameters = {"dense": num_parameters(dense.model)}
-            return {**found, "parameters": parameters, "pruning": figures}
-
-        run.measure(measured)
+        run.tokenise(dense, config.calibrate.tokens(dense.widths.model))
+        figures = _prune(run, dense)
+        run.write_results(lambda: _measure_pruned(run, dense, figures))
         return run.results()
 
 
 class _Run:
-    """A run under way, and what all three commands do alike."""
+    """A run under way, and the stages that several commands have."""
 
+    text: Text
+    """What `tokenise` has made."""
     texts: dict[tuple[str, ...], TokenBlocks]
     """What perplexity is measured on, by name: held-out text, and another if one is asked for."""
 
@@ -257,151 +200,150 @@ class _Run:
         self.folder = RunFolder(Path(config.out), self.progress.log)
         self.stage = self.folder.run_stage
 
-    def start(self, work: ExitStack, model: str, inputs: Callable[[], dict[str, str]]) -> bool:
+    def start(self, work: ExitStack, source: FinishedRun | None = None) -> bool:
         """Take the run folder while `work` is open; whether there is nothing more to do.
 
-        `model` and `inputs` are those of `RunFolder.begin`.
+        `source` is the run that is finetuned, None where the run begins with a dense model.
         """
-        made = "prune" if isinstance(self.config, PruneRunConfig) else "export"
+        config, folder = self.config, self.folder
+        last = "prune" if isinstance(config, PruneRunConfig) else "export"
+
+        def inputs() -> dict[str, str]:
+            if source:
+                return source.fingerprints
+            return {"model": fingerprint(describe_dense(config.model).folder)}
 
         def start() -> bool:
-            work.enter_context(self.folder.at_work(self.config))
-            if self.folder.holds(made, "evaluate"):
-                self.folder.require_inputs(inputs())
+            work.enter_context(folder.at_work(config))
+            if folder.holds(last, "evaluate"):
+                folder.require_inputs(inputs())
                 return True
-            if not self.folder.holds("data"):
-                texts = (*self.config.eval_text, *self.converted.other_text)
+            if not folder.holds("data"):
+                texts = (*config.eval_text, *self.converted.other_text)
                 require_sources(self.converted.data, texts)
-            self.folder.begin(self.config, model, inputs())
+            folder.begin(config, source.model if source else config.model, inputs())
             return False
 
         if self.training.steps:
             raise_on_all_ranks(lambda: require_equal_shares(self.training.batch_size))
         return broadcast_from_rank_zero(start)
 
-    def text(self, dense: DenseModel, min_tokens: int, beside: Text | None = None) -> Text:
+    def tokenise(self, dense: DenseModel, min_tokens: int, beside: Text | None = None) -> Text:
         """Text to train on and to measure on, written by rank zero alone."""
-        converted = self.converted
+        config, data = self.config, self.converted.data
 
-        def write(at: Path) -> None:
-            if converted.other_text:
-                asked = (converted.other_text, converted.data)
-                write_windows(*asked, dense, at / OTHER, self.config.eval_tokens, self.progress)
+        def write(folder: Path) -> None:
+            if other := self.converted.other_text:
+                path, tokens = folder / OTHER, config.eval_tokens
+                write_windows(other, data, dense, path, tokens, self.progress)
             tokenise(
-                converted.data,
-                converted.sample,
-                load_here(dense, self.config.load) if samples_itself(converted.data) else dense,
-                at,
-                blocks=self.training.steps * self.training.batch_size,
+                data,
+                self.converted.sample,
+                load_here(dense, config.load) if samples_itself(data) else dense,
+                folder,
+                blocks=max(1, self.training.steps * self.training.batch_size),
                 min_tokens=min_tokens,
-                eval_text=self.config.eval_text,
-                eval_tokens=self.config.eval_tokens,
+                eval_text=config.eval_text,
+                eval_tokens=config.eval_tokens,
                 progress=self.progress,
                 beside=beside,
             )
 
-        def make(at: Path) -> Text:
-            broadcast_from_rank_zero(lambda: write(at))
-            return raise_on_all_ranks(lambda: Text.load(at))
+        def make(folder: Path) -> Text:
+            broadcast_from_rank_zero(lambda: write(folder))
+            return raise_on_all_ranks(lambda: Text.load(folder))
 
-        text = self.stage("data", Text.load, make)
+        self.text = text = self.stage("data", Text.load, make)
         self.texts = {text.heldout_name: text.heldout}
-        if other := converted.other_text:
+        if other := self.converted.other_text:
             self.texts[other] = TokenBlocks.load(self.folder.stage("data") / OTHER)
         return text
 
-    def state(self, name: str, dense: DenseModel, make: Callable[[Path], AlignState]) -> AlignState:
-        """Affinities and routers of a stage."""
+    def state(
+        self, stage: str, device: torch.device, make: Callable[[Path], AlignState]
+    ) -> AlignState:
+        """The affinities and routers of a stage."""
         return self.stage(
-            name,
-            lambda at: AlignState.load(at / _STATE, dense.device),
+            stage,
+            lambda folder: AlignState.load(folder / _STATE, device),
             make,
-            save=lambda state, at: state.save(at / _STATE),
+            save=lambda state, folder: state.save(folder / _STATE),
         )
 
-    def repair(
-        self, stage: str, dense: DenseModel, layout: ExpertLayout, text: Text
-    ) -> dict[str, Any]:
+    @contextmanager
+    def training_bar(self, title: str) -> Iterator[OnStep]:
+        """A progress bar of a training: steps, tokens a second, and the losses that count."""
+        losses = [name for name in ("kl", "ce") if getattr(self.training, f"{name}_weight")]
+        blocks = self.text.training
+        steps = self.training.schedule(blocks.num_blocks, self.progress.log).steps
+        with self.progress.bar(title, self.training.batch_size * blocks.seq_len) as update:
+            yield lambda step, metrics: update(
+                step, steps, " ".join(f"{name} {metrics[name]:.3f}" for name in losses)
+            )
+
+    def repair(self, stage: str, dense: DenseModel, layout: ExpertLayout) -> dict[str, Any]:
         """A stage that repairs the dense model's weights under the masks of the layout."""
 
-        def make(at: Path) -> dict[str, Any]:
-            whole, config = load_here(dense, self.config.load), self.config.repairing
+        def make(folder: Path) -> dict[str, Any]:
+            whole, blocks = load_here(dense, self.config.load), self.text.training
+            how = self.config.repairing
             with self.progress.bar("repair") as update:
-                return repair(whole, layout, text.training, config, folder=at, on_progress=update)
+                return repair(whole, layout, blocks, how, folder=folder, on_progress=update)
 
-        return self.stage(stage, lambda at: read_json(at / FIGURES), make)
+        return self.stage(stage, lambda folder: read_json(folder / FIGURES), make)
 
-    def changed(self, stage: str) -> DenseModel:
+    def checkpoint(self, stage: str) -> DenseModel:
         """The dense checkpoint that a stage has written."""
         return left_on_disk(describe_dense(str(self.folder.stage(stage) / MODEL)), self.config.load)
 
-    def trained(
-        self, title: str, text: Text, train: Callable[..., Result]
-    ) -> Callable[[Path], Result]:
-        """What makes a stage by a training, and shows its steps."""
-        shown = [name for name in ("kl", "ce") if getattr(self.training, f"{name}_weight")]
-        tokens = self.training.batch_size * text.training.seq_len
+    def export(self, dense: DenseModel, weights: DenseModel, layout: ExpertLayout) -> None:
+        """The checkpoint, verified; `weights` is the dense model, or what a stage made of it."""
 
-        def make(at: Path) -> Result:
-            steps = self.training.schedule(text.training.num_blocks, self.progress.log).steps
-            with self.progress.bar(title, tokens) as update:
+        def make(folder: Path) -> None:
+            tokens_BT, how = self.text.heldout.tokens_BT, self.config.export
+            with self.progress.bar("export") as update:
+                export(weights, layout, folder, how, tokens_BT, origin=dense, on_progress=update)
 
-                def on_step(step: int, metrics: Metrics) -> None:
-                    update(step, steps, " ".join(f"{name} {metrics[name]:.3f}" for name in shown))
+        self.stage("export", require_checksums, make)
 
-                return train(folder=at, training=self.config.training, on_step=on_step)
-
-        return make
-
-    def finish(
+    def evaluate(
         self,
         dense: DenseModel,
-        weights: DenseModel,
         layout: ExpertLayout,
-        text: Text,
-        *,
-        also: Callable[[], dict[str, Any]],
-        beside: dict[str, RunFolder] | None = None,
-    ) -> Conversion:
-        """The checkpoint, verified, and its perplexity with that of the dense model, on a report.
+        measure: Callable[[], dict[str, Any]],
+        earlier: dict[str, Path] | None = None,
+    ) -> None:
+        """Perplexity of the dense model, the export, and `earlier` exports by their names.
 
-        `weights` is the dense model, or what a stage made of it. Exports of other runs `beside` are
-        measured too; `also` is what else is known.
+        What else is known or to `measure` stands beside it.
         """
         exported = self.folder.stage("export")
 
-        def make(at: Path) -> ExportRecord:
-            tokens_BT, how = text.heldout.tokens_BT, self.config.export
-            with self.progress.bar("export") as update:
-                return export(weights, layout, at, how, tokens_BT, origin=dense, on_progress=update)
-
         def measured() -> dict[str, Any]:
-            exports = {name: run.stage("export") for name, run in (beside or {}).items()}
             record = ExportRecord.load(exported)
-            found = self.perplexities(dense, exports | {"moe": exported})
-            table = replace(perplexity_table(found), note=f"Text: {text_names(found['dense'])}.")
+            results = self.perplexities(dense, {**(earlier or {}), "moe": exported})
+            note = f"Text: {perplexity.text_names(results['dense'])}."
+            table = replace(perplexity.perplexity_table(results), note=note)
             write_model_card(exported, record, table)
             return {
-                **found,
-                **also(),
+                **results,
+                **measure(),
                 "granularity": asdict(layout.granularity),
                 "parameters": record.parameters,
                 "verification": record.verification_in_short(),
             }
 
-        self.stage("export", require_checksums, make)
-        self.measure(measured)
-        return self.conversion()
+        self.write_results(measured)
 
-    def measure(self, measured: Callable[[], dict[str, Any]]) -> None:
+    def write_results(self, measure: Callable[[], dict[str, Any]]) -> None:
         """The evaluate stage: what is measured, and where it comes from."""
 
-        def make(at: Path) -> None:
-            about = {"origin": "measured", "config": values_of(self.config)}
-            about |= {"provenance": provenance(self.config.seed)}
-            write_json(at / RESULTS, measured() | about)
+        def make(folder: Path) -> None:
+            origin = {"origin": "measured", "config": values_of(self.config)}
+            origin["provenance"] = provenance(self.config.seed)
+            write_json(folder / RESULTS, measure() | origin)
 
-        self.stage("evaluate", lambda at: None, make)
+        self.stage("evaluate", lambda folder: None, make)
 
     def results(self) -> dict[str, Any]:
         """What the evaluate stage has written."""
@@ -410,14 +352,15 @@ class _Run:
     def perplexities(self, dense: DenseModel, exports: dict[str, Path]) -> dict[str, Any]:
         """Perplexity of the dense model and of exports, by name."""
         with self.progress.bar("evaluate", tokens=1) as update:
-            return perplexities(dense, exports, self.texts, update)
+            return perplexity.perplexities(dense, exports, self.texts, update)
 
-    def measured(
-        self, name: str, dense: DenseModel, changed: AbstractContextManager[None]
+    def perplexity_within(
+        self, change: AbstractContextManager[None], name: str, dense: DenseModel
     ) -> dict[str, Any]:
-        """Perplexity of what a dense model in memory is inside `changed`."""
-        with self.progress.bar(f"evaluate {name}", tokens=1) as update, changed:
-            return heldout_perplexity(dense.model, dense.tokenizer, self.texts, update)
+        """Perplexity of a dense model in memory while it is changed."""
+        with self.progress.bar(f"evaluate {name}", tokens=1) as update, change:
+            model, tokenizer = dense.model, dense.tokenizer
+            return perplexity.heldout_perplexity(model, tokenizer, self.texts, update)
 
     def conversion(self) -> Conversion:
         """What is left behind; the report is made anew each time, from result files alone."""
@@ -430,9 +373,12 @@ class _Run:
         return Conversion(folder=path, export=exported, report=page, results=results)
 
 
+# --- what is checked and known before anything is run ------------------------------------------
+
+
 def split_of(config: RunConfig, dense: DenseModel) -> Granularity:
     """Experts of a conversion; refused if the model, all exports or the repair cannot have them."""
-    split = baselines.granularity_of(config.method, _asked(config, dense))
+    split = baselines.granularity_of(config.method, _requested_split(config, dense))
     require_exportable(dense, split, config.export)
     if config.repair:
         config.repairing.require(split)
@@ -441,42 +387,104 @@ def split_of(config: RunConfig, dense: DenseModel) -> Granularity:
 
 def budget_of(config: RunConfig, dense: DenseModel) -> int:
     """Parameters that work on one token of a conversion with these experts, without routers."""
-    return count_parameters(dense.config, dense.family, _asked(config, dense)).active
+    return count_parameters(dense.config, dense.family, _requested_split(config, dense)).active
 
 
-def _asked(config: RunConfig, dense: DenseModel) -> Granularity:
+def calibration_tokens(config: RunConfig, width: int) -> int:
+    """Tokens that the calibration of a model of that width reads; 0 for a start at random."""
+    at_random = config.method == "dot_moe" and config.calibrate.start == "random"
+    return 0 if at_random else config.calibrate.tokens(width)
+
+
+def _requested_split(config: RunConfig, dense: DenseModel) -> Granularity:
     """The split that was asked for, before a method has its say."""
     return splits_of(config.experts, dense.widths.ffn, dense.config.num_attention_heads)
 
 
-def _model_of(config: RunConfig) -> dict[str, str]:
-    """Of what a conversion is made: the files of the dense model."""
-    return {"model": fingerprint(describe_dense(config.model).folder)}
-
-
-def _fewest_tokens(config: RunConfig, dense: DenseModel) -> int:
-    """Tokens of training text that calibration and repair ask for."""
-    split = _asked(config, dense)
+def _tokens_read(config: RunConfig, dense: DenseModel) -> int:
+    """Tokens of training text that calibration and repair ask for, at least."""
+    split = _requested_split(config, dense)
     repair = config.repairing.tokens(split, dense.config) if config.repair else 0
-    at_random = config.method == "dot_moe" and config.calibrate.start == "random"
-    return max(0 if at_random else config.calibrate.tokens(dense.widths.model), repair)
+    return max(calibration_tokens(config, dense.widths.model), repair)
 
 
-def _start(run: _Run, dense: DenseModel, split: Granularity, text: Text) -> AlignState:
-    """Initial affinities and routers."""
-    if run.config.method != "dot_moe":
-        return baselines.state_of(_baseline(run, dense, split, text).layout, dense.device)
-    config, seed = run.config.calibrate, run.config.seed
-    with run.progress.bar(f"calibrate ({config.start})") as update:
-        return calibrate(dense, text.training, split, config, seed=seed, on_progress=update)
+def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
+    """The run that is finetuned, and its config with the text of the finetune."""
+    repairs = config.finetune.train == "repair"
+    if config.finetune.train == "lora":
+        require_package("peft", "lora", "train lora")
+    if repairs:
+        require_one_process("a repair")
+    source = FinishedRun(Path(config.run))
+    if not isinstance(source.config, RunConfig):
+        raise UserError(
+            f"{config.run} is finetuned already. Name the run of dotmoe convert before it."
+        )
+    if source.has_own_weights and repairs:
+        raise UserError(f"{config.run} is repaired already. Name a run converted without --repair.")
+    if repairs:
+        config.repairing.require(source.layout.granularity)
+    elif source.layout.of_target("attention"):
+        raise UserError(
+            f"train is {config.finetune.train}, but {config.run} has experts made of heads, which "
+            "can be repaired and not yet trained further. Set --train repair."
+        )
+    data = replace(source.config.data, seq_len=config.data.seq_len)
+    return source, replace(source.config, data=config.data if config.data.data else data)
 
 
-def _baseline(run: _Run, dense: DenseModel, split: Granularity, text: Text) -> Baseline:
+# --- stages of one command ---------------------------------------------------------------------
+
+
+def _calibrate(run: _Run, dense: DenseModel, split: Granularity) -> AlignState:
+    """Initial affinities and routers; those of another method are its experts and router."""
+    config = run.config
+
+    def make(folder: Path) -> AlignState:
+        if config.method != "dot_moe":
+            layout = _split_by_baseline(run, dense, split).layout
+            return baselines.state_of(layout, dense.device)
+        blocks, how, seed = run.text.training, config.calibrate, config.seed
+        with run.progress.bar(f"calibrate ({how.start})") as update:
+            return calibrate(dense, blocks, split, how, seed=seed, on_progress=update)
+
+    return run.state("calibrate", dense.device, make)
+
+
+def _align(run: _Run, dense: DenseModel, split: Granularity, start: AlignState) -> AlignState:
+    """Learned affinities and routers; without steps those of the start."""
+    config = run.config
+
+    def make(folder: Path) -> AlignState:
+        if not config.align.steps:
+            return start
+        how, blocks = (config.align, config.assignment), run.text.training
+        task = Alignment(dense, blocks, start, split, *how, seed=config.seed)
+        with run.training_bar("align") as on_step:
+            return align(task, folder, config.training, on_step)
+
+    return run.state("align", dense.device, make)
+
+
+def _extract(
+    run: _Run, dense: DenseModel, split: Granularity, state: AlignState | None
+) -> Baseline:
+    """The layout: rounded from an aligned state, or at once by a method without training."""
+
+    def make(folder: Path) -> Baseline:
+        if state is None:
+            return _split_by_baseline(run, dense, split)
+        return Baseline(layout=extract(state, split, run.config.assignment))
+
+    return run.stage("extract", Baseline.load, make, save=Baseline.save)
+
+
+def _split_by_baseline(run: _Run, dense: DenseModel, split: Granularity) -> Baseline:
     """Experts and router of a method other than DOT-MoE."""
     config = run.config
     inputs = baselines.SplitInputs(
         dense=dense,
-        tokens_BT=text.training.drawn(config.calibrate.tokens(dense.widths.model)),
+        tokens_BT=run.text.training.drawn(config.calibrate.tokens(dense.widths.model)),
         granularity=split,
         config=config.baseline,
         calibrate=config.calibrate,
@@ -486,38 +494,73 @@ def _baseline(run: _Run, dense: DenseModel, split: Granularity, text: Text) -> B
         return baselines.baseline(config.method, inputs, on_progress=update)
 
 
-def _not_exported(run: _Run, dense: DenseModel, made: Baseline) -> dict[str, Any]:
+def _measure_unexported(run: _Run, dense: DenseModel, extracted: Baseline) -> dict[str, Any]:
     """Perplexity before a repair, and under the method's own router if no export can have it."""
-    found = {}
+    results, layout = {}, extracted.layout
     if run.config.repair:
-        frozen = masked_by(dense, made.layout)
-        found["frozen"] = run.measured("what was repaired", dense, frozen)
-    if made.own and run.config.baseline.split_router == "own":
+        frozen = masked_by(dense, layout)
+        results["frozen"] = run.perplexity_within(frozen, "what was repaired", dense)
+    if extracted.own and run.config.baseline.split_router == "own":
         shares = list[Tensor]()
-        routed = baselines.routed_by_own(run.config.method, dense, made, shares)
-        found["moe_own_router"] = run.measured("its own router", dense, routed)
-        layers = len(made.layout.moe_layers)
-        found["moe_own_router"]["active"] = baselines.active_share(shares, layers)
-    return found
+        routed = baselines.routed_by_own(run.config.method, dense, extracted, shares)
+        own = run.perplexity_within(routed, "its own router", dense)
+        active = baselines.active_share(shares, len(layout.moe_layers))
+        results["moe_own_router"] = own | {"active": active}
+    return results
 
 
-def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
-    """The run that is finetuned, and its config with the text of the finetune."""
-    if config.finetune.train == "lora":
-        require_package("peft", "lora", "train lora")
-    if config.finetune.train == "repair":
-        require_one_process("a repair")
-    source = FinishedRun(Path(config.run))
-    if not isinstance(source.config, RunConfig):
-        raise UserError(
-            f"{config.run} is finetuned already. Name the run of dotmoe convert before it."
-        )
-    if source.has_own_weights and config.finetune.train == "repair":
-        raise UserError(f"{config.run} is repaired already. Name a run converted without --repair.")
-    if source.layout.of_target("attention") and config.finetune.train != "repair":
-        raise UserError(
-            f"train is {config.finetune.train}, but {config.run} has experts made of heads, which "
-            "can be repaired and not yet trained further. Set --train repair."
-        )
-    data = replace(source.config.data, seq_len=config.data.seq_len)
-    return source, replace(source.config, data=config.data if config.data.data else data)
+def _train(run: _Run, dense: DenseModel, source: FinishedRun) -> ExpertLayout:
+    """The experts of a finished run with trained weights or routers, written by the stage."""
+    config, start, origin = run.config, dense, None
+    if source.has_own_weights:
+        start, origin = raise_on_all_ranks(source.described), dense
+
+    def make(folder: Path) -> ExpertLayout:
+        with run.training_bar(f"finetune ({config.finetune.train})") as on_step:
+            return train(
+                start,
+                source.layout,
+                run.text.training,
+                config.finetune,
+                folder=folder,
+                seed=config.seed,
+                load=config.load,
+                origin=origin,
+                training=config.training,
+                on_step=on_step,
+            )
+
+    return run.stage("finetune", lambda folder: ExpertLayout.load(folder / LAYOUT), make)
+
+
+def _prune(run: _Run, dense: DenseModel) -> dict[str, Any]:
+    """What was removed; the checkpoint lies in the stage's folder."""
+    config = run.config
+
+    def make(folder: Path) -> dict[str, Any]:
+        blocks, size, seed = run.text.training, config.align.batch_size, config.seed
+        with run.progress.bar(config.method) as update:
+            inputs = pruning.PruneInputs(
+                dense=load_dense(config.model, config.load),
+                tokens_BT=blocks.drawn(config.calibrate.tokens(dense.widths.model)),
+                wanted=budget_of(config, dense),
+                batch=lambda step: blocks.batch(step, size, seed),
+                steps=config.align.steps,
+                seed=seed,
+                on_progress=update,
+                log=lambda line: run.progress.log(f"{config.method}: {line}"),
+            )
+            return pruning.prune(config.method, inputs, folder)
+
+    return run.stage("prune", lambda folder: read_json(folder / pruning.FIGURES), make)
+
+
+def _measure_pruned(run: _Run, dense: DenseModel, figures: dict[str, Any]) -> dict[str, Any]:
+    """Perplexity of the dense model and of what is pruned, a checkpoint or a change in memory."""
+    folder, method = run.folder.stage("prune"), run.config.method
+    runnable, applied = left_on_disk(dense, run.config.load), pruning.PRUNING[method].applied
+    results = run.perplexities(runnable, {} if applied else {"pruned": folder / pruning.MODEL})
+    if applied:
+        change = applied(runnable, **load_file(folder / pruning.TENSORS))
+        results["pruned"] = run.perplexity_within(change, method, runnable)
+    return results | {"parameters": {"dense": num_parameters(dense.model)}, "pruning": figures}

@@ -39,14 +39,15 @@ def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:
     """
     started = time.monotonic()
     out = Path(config.out)
-    made = {}
+    conversions = []
     for name, run in run_configs(config).items():
         progress.log(f"{name}:")
-        made[name] = convert(run, progress)
-    random, learned = made["random split"].results, made["DOT-MoE"].results
-    model = str(made["DOT-MoE"].export)
-    said = evaluate(EvaluateConfig(model=model, against=EMBEDDED, generate=60, prompts=(PROMPT,)))
-    texts = [said[side]["texts"][0] for side in ("against", "model")]
+        conversions.append(convert(run, progress))
+    random, learned = (conversion.results for conversion in conversions)
+    model = str(conversions[-1].export)
+    samples = EvaluateConfig(model=model, against=EMBEDDED, generate=60, prompts=(PROMPT,))
+    sides = evaluate(samples)
+    texts = [sides[side]["texts"][0] for side in ("against", "model")]
     summary = {
         "origin": "measured",
         "dense": learned["dense"],

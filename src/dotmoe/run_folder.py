@@ -160,23 +160,22 @@ class RunFolder:
         `model` is what the user calls the dense model; `inputs` are fingerprints of it, and of the
         `layout` that is finetuned.
         """
-        stages = {}
         if self.exists:
             self.require_inputs(inputs)
-            stages = self.manifest["stages"]
+        stages = self.manifest["stages"] if self.exists else {}
         values, about = values_of(config), {"format": 1, COMMAND: config.command, "model": model}
         self._write({**about, "config": values, "inputs": dict(inputs), "stages": stages})
         write_json(self.path / _CONFIG, values)
 
     def require_inputs(self, inputs: Mapping[str, str]) -> None:
         """Refuse to go on with another model or layout than the run was started with."""
-        known = self.manifest["inputs"]
-        if known["model"] != inputs["model"]:
+        recorded = self.manifest["inputs"]
+        if recorded["model"] != inputs["model"]:
             raise UserError(
                 f"{self.path} was started with another model of that name: its files have changed "
                 "since. Restore them, or choose another folder."
             )
-        if known.get("layout") != inputs.get("layout"):
+        if recorded.get("layout") != inputs.get("layout"):
             raise UserError(
                 f"{self.path} was started from another run: the experts are not the same. Name "
                 "that run, or choose another folder."
@@ -187,7 +186,7 @@ class RunFolder:
         name: str,
         load: Callable[[Path], Result],
         make: Callable[[Path], Result],
-        save: Callable[[Result, Path], None] = lambda made, folder: None,
+        save: Callable[[Result, Path], None] = lambda result, folder: None,
     ) -> Result:
         """The result of a stage: loaded if the stage is finished, else made and recorded.
 
@@ -199,14 +198,14 @@ class RunFolder:
         if broadcast_from_rank_zero(lambda: self._is_ready(name)):
             return raise_on_all_ranks(lambda: load(folder))
         started = time.monotonic()
-        made = make(folder)
+        result = make(folder)
 
         def record() -> None:
-            save(made, folder)
+            save(result, folder)
             self._record(name, time.monotonic() - started)
 
         broadcast_from_rank_zero(record)
-        return made
+        return result
 
     def _is_ready(self, name: str) -> bool:
         """Whether a stage is finished; if not, its folder is prepared, and what came after goes."""
@@ -315,7 +314,7 @@ def commit() -> str | None:
     root = Path(__file__).parents[2]
     command = ["git", "-C", str(root), "describe", "--always", "--dirty=+changes", "--abbrev=12"]
     try:
-        said = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10)
+        name = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
-    return said.strip() if (root / ".git").exists() else None
+    return name.strip() if (root / ".git").exists() else None

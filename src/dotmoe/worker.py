@@ -1,7 +1,7 @@
 """An object in a process of its own: its memory, its crashes and its output stay there."""
 
-import importlib
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -77,28 +77,27 @@ class Worker:
         self.close()
         native = output.partition("Traceback")[0].splitlines()
         reasons = [line for line in native if "GGML_ASSERT" in line or "error" in line.lower()]
-        said = (reasons or output.split("\n")[-2:-1] or ["no output"])[0].strip()
+        reason = (reasons or output.split("\n")[-2:-1] or ["no output"])[0].strip()
         end = signal.Signals(-code).name if code < 0 else f"status {code}"
         remedy = _REMEDIES.get(end, self._remedy)
-        died = WorkerDiedError(f"{self._name} ended with {end} ({said}). {remedy}".rstrip())
-        died.add_note(output)
-        return died
+        death = WorkerDiedError(f"{self._name} ended with {end} ({reason}). {remedy}".rstrip())
+        death.add_note(output)
+        return death
 
 
 def main() -> None:
     """Make an object as the first request says, then call its methods until the pipe closes."""
     pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
-    made: Any = None
+    subject: Any = None
     with suppress(EOFError):
         while True:
             name, arguments = pipe.recv()
             refusal, value = None, None
             try:
-                if made is None:
-                    module, _, name = name.partition(":")
-                    made = getattr(importlib.import_module(module), name)(*arguments)
+                if subject is None:
+                    subject = pkgutil.resolve_name(name)(*arguments)
                 else:
-                    value = getattr(made, name)(*arguments)
+                    value = getattr(subject, name)(*arguments)
             except UserError as error:
                 refusal = str(error)
             pipe.send((refusal, value))

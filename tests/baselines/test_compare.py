@@ -102,14 +102,18 @@ def test_a_shared_expert_is_aligned_exported_and_finetuned(
 
 
 def test_a_comparison_measures_all_on_the_same_text_and_goes_on(rows_of, out, monkeypatch):
-    made = rows_of("dot_moe", "random_split", router_steps=2)
+    # Blocks are as long as the context, 256; a start at random reads no text.
+    options = {"router_steps": 2, "seq_len": 1000, "start": "random"}
+    made = rows_of("dot_moe", "random_split", **options)
     (dense, *names), rows = (row["run"] for row in made), {row["run"]: row for row in made}
     assert (dense, rows[dense]["loss_above_dense"]) == ("dense", 0)
     assert names == [
         *("dot_moe-untrained", "dot_moe-router", "dot_moe-trained"),
         *("random_split-own", "random_split-ridge", "random_split-trained"),
     ]
-    table = (out / "compare.md").read_text()
+    table, steps = (out / "compare.md").read_text(), 2 * OPTIONS["batch_size"] * 256
+    read = [rows[name]["text_tokens"] for name in names]
+    assert read == [0, steps, steps, 256, 256, 256 + steps]
     for name in names:
         row, measured = rows[name], results_in(out / name)["moe"]
         assert row["perplexity"] == measured["perplexity"]
@@ -127,7 +131,7 @@ def test_a_comparison_measures_all_on_the_same_text_and_goes_on(rows_of, out, mo
     for name in names:
         os.utime(out / name / "3_extract" / "layout.safetensors", (2e9, 2e9))
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
-    assert rows_of("dot_moe", "random_split", router_steps=2) == made
+    assert rows_of("dot_moe", "random_split", **options) == made
 
 
 def test_every_row_is_measured_on_another_text_too(rows_of, compare, tiny_dense, tmp_path, out):
@@ -201,6 +205,8 @@ def test_a_comparison_without_a_text_of_its_own_or_steps_for_what_is_trained_is_
         made(eval_text=())
     with pytest.raises(UserError, match=r"trained_only is set, but router_steps is 0.*cmoe"):
         made(trained_only=True)
+    with pytest.raises(UserError, match="methods names none"):
+        made(methods=())
 
 
 def test_what_does_not_fit_is_left_out_of_all_and_refused_by_name_before_any_run(
@@ -237,10 +243,19 @@ def test_a_run_whose_export_fails_its_verification_is_left_out_and_the_others_ar
             raise VerificationError("layer 2 routes otherwise.")
         return convert(config, progress)
 
+    def fail(config, progress):
+        raise VerificationError("layer 3 computes otherwise.")
+
     monkeypatch.setattr("dotmoe.compare.convert", convert_or_fail)
-    assert [row["run"] for row in rows_of("by_energy")] == ["dense", "by_energy-ridge"]
-    assert summary_in(out)["left_out"] == {"by_energy-own": "layer 2 routes otherwise."}
-    assert "not verified: by_energy-own." in (out / "compare.md").read_text()
+    monkeypatch.setattr("dotmoe.compare.finetune", fail)
+    rows = rows_of("by_energy", finetune_steps=1)
+    assert [row["run"] for row in rows] == ["dense", "by_energy-ridge"]
+    assert summary_in(out)["left_out"] == {
+        "by_energy-own": "layer 2 routes otherwise.",
+        "by_energy-ridge-finetuned": "layer 3 computes otherwise.",
+    }
+    left_out = "not verified: by_energy-own, by_energy-ridge-finetuned."
+    assert left_out in (out / "compare.md").read_text()
     failing.add("ridge")
     said = compare("by_energy", to=out / "none")
     assert (said.status, "layer 2 routes otherwise" in said.err) == (3, True)

@@ -1,8 +1,13 @@
-"""Exit status and message of commands that cannot work: one line on standard error, status 2."""
+"""Exit status and message of commands that cannot work: one line on standard error, status 2.
+
+All that can be wrong with a model is in `test_load.py`, with a text in `data/test_sources.py`.
+"""
 
 import re
+import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 REFUSED = {
     "nosuch": "nosuch.*convert",
@@ -12,8 +17,11 @@ REFUSED = {
     "convert {tmp}/none OUT --data TEXT": "none",
     "convert embedded OUT": "data",
     "convert embedded OUT --data {tmp}/none.txt": r"none\.txt",
+    "convert embedded {text} --data TEXT": "is in the way",
+    "convert embedded {text}/run --data TEXT": "cannot be made",
     "convert embedded OUT --data TEXT --stpes 3": "Did you mean --steps",
     "convert embedded OUT --data TEXT --steps many": "many",
+    f"convert embedded OUT --data TEXT --steps {'x' * 150}": f"'{'x' * 150}'",
     "convert embedded OUT --data TEXT --steps -1": "steps is -1",
     "convert embedded OUT --data TEXT --lr 0": r"lr is 0\.0.*above 0",
     "convert embedded OUT --data TEXT --lr nan": "lr is nan",
@@ -66,17 +74,70 @@ REFUSED = {
     "bench {tmp}/none {tmp}/none": "none",
     "report {tmp}/none": "none",
     "quickstart {tmp} --steps -1": "steps|--steps|Unrecognized|unrecognized",
+    "finetune RUN OUT --train lore": "Did you mean lora?",
+    "finetune RUN OUT --ce-weight 0": "kl_weight and ce_weight are both 0",
+    "finetune RUN OUT --recipe smal": "Did you mean small?",
+    "finetune RUN OUT --data nothing.txt": "nothing.txt does not exist",
+    "finetune RUN OUT --format qwen3_moe": "Formats that can hold it",
+    "analyse RUN --layer 2": "split layers are 0 to 1",
+    "analyse RUN --only expert_utilization": "Did you mean expert_utilisation?",
+    "edit RUN --active-experts 13": "Choose 1 to 12",
+    "edit TEXT --active-experts 2": "text.txt",
+    "export RUN OUT --format mixtrel": "Did you mean mixtral?",
+    "export RUN OUT --format qwen3_moe": "Formats that can hold it: glm4_moe, mixtral",
+    "export RUN OUT --active-experts 13": "Choose 1 to 12",
+    "convert MODEL OUT --data TEXT --format gguf": "dotmoe export RUN",
+    "evaluate RUN --text TEXT --curve 99": "Choose 1 to 12",
+    "evaluate GGUF --text TEXT": r"model\.gguf",
+    "evaluate MODEL --fidelity": "--text names no file",
+    "evaluate MODEL --word-perplexity 512 --text TEXT": "must lie in 1 to 256",
+    "evaluate MODEL --word-perplexity --text TEXT --max-tokens 9": "--max-tokens cuts",
 }
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_one_line_says_what_is_wrong_and_nothing_is_left(line, text_file, tmp_path, command):
-    words = [w.format(tmp=tmp_path) for w in line.split()]
+def test_one_line_says_what_is_wrong_and_nothing_is_left(
+    line, finished, text_file, tmp_path, command
+):
+    words = [w.format(tmp=tmp_path, text=text_file) for w in line.split()]
     places = {"OUT": str(tmp_path / "out"), "TEXT": text_file}
+    places |= {"RUN": finished.folder, "MODEL": finished.source}
+    places["GGUF"] = text_file.with_name("model.gguf")
+    places["GGUF"].write_bytes(b"GGUF")
+    before = finished.contents()
     refused = command(*[places.get(word, word) for word in words])
     assert re.search(REFUSED[line], refused.refusal()), refused.err
     assert len(refused.err.splitlines()) == 1, refused.err
     assert not list(tmp_path.iterdir())
+    assert finished.contents() == before
+
+
+@pytest.mark.parametrize("option", ["data", "eval_text"])
+@pytest.mark.parametrize(("content", "words"), [(b"a\xff", "is not UTF-8"), (b"short", "has")])
+def test_a_bad_text_is_named(option, content, words, text_file, tmp_path, command):
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(content)
+    texts = {"data": text_file, option: bad}
+    assert f"bad.txt {words}" in command("convert", "embedded", tmp_path / "out", **texts).refusal()
+    assert list(tmp_path.iterdir()) == [bad]
+
+
+@pytest.mark.parametrize("damage", [r"layers\.1\.mlp.*random", "no whole", r"no tokenizer\.json"])
+def test_a_broken_model_is_named(damage, tiny_dense, text_file, tmp_path, command):
+    model = shutil.copytree(tiny_dense("llama"), tmp_path / "model")
+    weights = model / "model.safetensors"
+    if "random" in damage:
+        tensors = load_file(weights)
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        save_file(tensors, weights, metadata={"format": "pt"})
+    elif "whole" in damage:
+        weights.write_bytes(weights.read_bytes()[:5000])
+    else:
+        (model / "tokenizer.json").unlink()
+    converted = command("convert", model, tmp_path / "out", data=text_file)
+    for outcome in (converted, command("evaluate", model, text=text_file)):
+        assert re.search(damage, outcome.refusal())
+    assert list(tmp_path.iterdir()) == [model]
 
 
 @pytest.mark.parametrize("line", ["", "--help", "convert --help", "--version"])

@@ -1,4 +1,4 @@
-"""Commands on a finished run: export, edit and evaluate, and what they refuse in one line."""
+"""Commands on a finished run: export, edit and evaluate."""
 
 import json
 from dataclasses import replace
@@ -123,36 +123,3 @@ def test_each_measurement_is_printed_and_kept(finished, evaluated, tmp_path):
     alone, _ = evaluated(model, text=text, window=64)
     assert both["against"]["perplexity"] == alone["perplexity"]
     assert f"{alone['perplexity']:.3f}" in said
-
-
-REFUSED = {
-    "finetune RUN OUT --train lore": "Did you mean lora?",
-    "finetune RUN OUT --ce-weight 0": "kl_weight and ce_weight are both 0",
-    "finetune RUN OUT --recipe smal": "Did you mean small?",
-    "finetune RUN OUT --data nothing.txt": "nothing.txt does not exist",
-    "finetune RUN OUT --format qwen3_moe": "Formats that can hold it",
-    "analyse RUN --layer 2": "split layers are 0 to 1",
-    "analyse RUN --only expert_utilization": "Did you mean expert_utilisation?",
-    "edit RUN --active-experts 13": "Choose 1 to 12",
-    "edit TEXT --active-experts 2": "text.txt",
-    "export RUN OUT --format mixtrel": "Did you mean mixtral?",
-    "export RUN OUT --format qwen3_moe": "Formats that can hold it: glm4_moe, mixtral",
-    "export RUN OUT --active-experts 13": "Choose 1 to 12",
-    "convert MODEL OUT --data TEXT --format gguf": "dotmoe export RUN",
-    "evaluate RUN --text TEXT --curve 99": "Choose 1 to 12",
-    "evaluate MODEL --fidelity": "--text names no file",
-    "evaluate MODEL --word-perplexity 512 --text TEXT": "must lie in 1 to 256",
-    "evaluate MODEL --word-perplexity --text TEXT --max-tokens 9": "--max-tokens cuts",
-    "evaluate GGUF --text TEXT": "model.gguf",
-}
-
-
-@pytest.mark.parametrize("line", REFUSED)
-def test_wrong_use_is_refused_in_one_line(line, finished, command, text_file, tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    names = {"RUN": finished.folder, "MODEL": finished.source, "OUT": tmp_path / "out"}
-    names |= {"TEXT": text_file, "GGUF": tmp_path / "model.gguf"}
-    before = (finished.folder / "5_export/config.json").read_bytes()
-    assert REFUSED[line] in command(*[names.get(word, word) for word in line.split()]).refusal()
-    assert not (tmp_path / "out").exists()
-    assert (finished.folder / "5_export/config.json").read_bytes() == before

@@ -74,3 +74,9 @@ def test_shares_and_starts_reach_their_runs():
 def test_wrong_use_is_refused_before_anything_is_run(options, words, sweep, out):
     assert words in sweep(**options).refusal()
     assert not out.exists()
+
+
+def test_several_ranks_are_refused(sweep, out, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "dotmoe sweep runs in one process" in sweep(over_experts=4).refusal()
+    assert not out.exists()

@@ -84,8 +84,8 @@ def run(arguments: Sequence[str]) -> int:
         _fail(str(error), only_here=isinstance(error, RankError))
         return error.exit_code
     except KeyboardInterrupt as stop:
-        said = str(stop) or "interrupted. What is finished is kept"
-        _fail(f"{said}; the same command goes on from there.")
+        event = str(stop) or "interrupted. What is finished is kept"
+        _fail(f"{event}; the same command goes on from there.")
         return 128 + (stop.signum if isinstance(stop, Interrupted) else signal.SIGINT)
     except BrokenPipeError:  # whoever read our output has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -112,8 +112,8 @@ def _dispatch(name: str, arguments: Sequence[str]) -> None:
         with quiet_transformers():
             getattr(commands, f"run_{name}")(commands.Line(name, tuple(arguments)))
     else:
-        known = ", ".join(COMMANDS) + "." + nearest(name, COMMANDS)
-        raise UserError(f"{name} is no command. Commands: {known}")
+        names = ", ".join(COMMANDS)
+        raise UserError(f"{name} is no command. Commands: {names}.{nearest(name, COMMANDS)}")
 
 
 def _fail(message: str, *, only_here: bool = False) -> None:
@@ -131,9 +131,11 @@ def message_of(error: Exception) -> str | None:
     import torch
     from safetensors import SafetensorError
 
-    if isinstance(error, torch.OutOfMemoryError):
+    on_gpu = isinstance(error, torch.OutOfMemoryError)
+    if on_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         remedy = "Lower --micro-batch-size or --seq-len, give --activation-checkpointing"
-        return f"out of GPU memory ({error}). {remedy}, or choose --device cpu."
+        memory, other = ("GPU memory", "choose --device cpu") if on_gpu else ("memory", "get more")
+        return f"out of {memory} ({error}). {remedy}, or {other}."
     if not isinstance(error, OSError | SafetensorError | RuntimeError):
         return None
     cause: BaseException | None = error
@@ -145,5 +147,7 @@ def message_of(error: Exception) -> str | None:
             return f"the disk is full ({cause}). Free space, then run the same command again."
         if number in (errno.EACCES, errno.EPERM, errno.EROFS):
             return f"{cause}. Get permission, or choose another folder."
+        if number in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+            return f"{cause}. Choose another place."
         cause = cause.__cause__ or cause.__context__
     return None

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from textwrap import fill
@@ -35,7 +35,7 @@ from dotmoe.inspection import InspectConfig, inspect_model, stored_dtype
 from dotmoe.inspection.tables import render
 from dotmoe.load import dense_config
 from dotmoe.options import at_least, check, from_values
-from dotmoe.pipeline import convert, finetune
+from dotmoe.pipeline import Conversion, convert, finetune
 from dotmoe.progress import Progress
 from dotmoe.quickstart import QuickstartConfig, quickstart
 from dotmoe.reexport import ReexportConfig, reexport
@@ -45,7 +45,8 @@ from dotmoe.tables import Table, to_rich
 
 Config = TypeVar("Config")
 
-_HELP_COLUMNS = 100
+_HELP_COLUMNS, _ALL_COLUMNS = 100, 10_000
+"""Width of a help text; and more than any error or table has, so that none is wrapped."""
 _GGUF = (
     "gguf: for llama.cpp, as gguf_glm4moe (gates exactly 1) or gguf_llama, whichever holds the "
     "model; k can be edited; gguf_dense: the dense model, to compare with."
@@ -78,30 +79,30 @@ class Line(NamedTuple):
                 f"Start from --recipe NAME ({', '.join(RECIPES[command.recipes])}) or from "
                 "--config FILE, the config.json of an earlier run; options given besides change it."
             )
-        asked = next((word for word in arguments if word in ("-h", "--help", "--help-all")), None)
-        said, out = io.StringIO(), io.StringIO()
-        try:
-            columns = {"COLUMNS": str(_HELP_COLUMNS)} if asked else {}
-            shown = redirect_stdout(out) if asked else nullcontext()
-            texts = patch("docstring_parser.parse_from_object", _attributes_in_one_line)
-            with patch.dict(os.environ, columns), texts, redirect_stderr(said), shown:
+        help_option = next((w for w in arguments if w in ("-h", "--help", "--help-all")), None)
+        errors, output = io.StringIO(), io.StringIO()
+        columns = {"COLUMNS": str(_HELP_COLUMNS if help_option else _ALL_COLUMNS)}
+        texts = patch("docstring_parser.parse_from_object", _attributes_in_one_line)
+        to_errors, to_output = redirect_stderr(errors), redirect_stdout(output)
+        try:  # to files without an encoding tyro writes plain ASCII
+            with patch.dict(os.environ, columns), texts, to_errors, to_output:
                 config: Config = tyro.cli(
                     cls,
                     prog=f"dotmoe {self.name}",
                     description=f"{command.help} {notes}".strip(),
-                    args=["--help"] if asked else arguments,
+                    args=["--help"] if help_option else arguments,
                     config=(tyro.conf.OmitArgPrefixes,),
                     **({} if start is None else {"default": start}),
                 )
         except SystemExit as stop:
-            if asked:
-                # tyro wraps what it says of options, and leaves the description one line.
-                lines = (fill(line, _HELP_COLUMNS) for line in out.getvalue().splitlines())
-                text, is_short = "\n".join(lines), asked != "--help-all" and command.common
-                print(_short_help(text, command.common) if is_short else text)
-                raise
-            line = _in_one_line(said.getvalue())
-            raise UserError(f"{line} See dotmoe {self.name} --help.") from stop
+            if not help_option:
+                line = _in_one_line(errors.getvalue())
+                raise UserError(f"{line} See dotmoe {self.name} --help.") from stop
+            # tyro wraps what it says of options, and leaves the description one line.
+            lines = (fill(line, _HELP_COLUMNS) for line in output.getvalue().splitlines())
+            text, is_short = "\n".join(lines), help_option != "--help-all" and command.common
+            print(_short_help(text, command.common) if is_short else text)
+            raise
         check(config)
         return config
 
@@ -118,11 +119,11 @@ class Line(NamedTuple):
             raise UserError("--recipe and --config both name a start. Give one of them.")
         recipe = recipe_of(command, chosen.recipe)
         if chosen.config:
-            read = from_values(type(recipe), read_json(chosen.config), str(chosen.config))
-            return read, rest
+            path = chosen.config
+            return from_values(type(recipe), read_json(path), str(path)), rest
         source = "model" if command == "convert" else "run"
-        made_of: Any = getattr(recipe, source) or tyro.MISSING
-        return replace(recipe, **{source: made_of, "out": tyro.MISSING}), rest
+        name: Any = getattr(recipe, source) or tyro.MISSING
+        return replace(recipe, **{source: name, "out": tyro.MISSING}), rest
 
 
 def _attributes_in_one_line(
@@ -139,28 +140,29 @@ def _short_help(text: str, common: Sequence[str]) -> str:
     """Usage, description and the common options of a command, from its whole help."""
     head, _, rest = text.partition(" positional arguments")
     starts = r"  (--[\w-]+|[A-Z]+(?= |$))"
-    found = re.finditer(rf"^{starts}.*(?:\n(?!{starts}|\s*$).+)*", rest, re.MULTILINE)
-    blocks = {block[1]: re.sub(r" +$", "", block[0], flags=re.MULTILINE) for block in found}
+    matches = re.finditer(rf"^{starts}.*(?:\n(?!{starts}|\s*$).+)*", rest, re.MULTILINE)
+    blocks = {match[1]: re.sub(r" +$", "", match[0], flags=re.MULTILINE) for match in matches}
     names = [name for name in blocks if not name.startswith("--")]
     shown = [blocks[name] for name in (*names, *(f"--{option}" for option in common))]
     number = len(blocks) - len(names) + 1  # with --help
     return "\n".join([head.rstrip(), "", *shown, f"  {'--help-all':<24} show all {number} options"])
 
 
-def _in_one_line(box: str) -> str:
-    r"""The first section of tyro's boxed error, with the nearest option or choice if there is one.
+def _in_one_line(output: str) -> str:
+    r"""The first section of tyro's error, with the nearest option or choice if there is one.
 
     Example:
-        >>> _in_one_line("│ Unrecognized options: --stpes │\n│ ─ │\n│ Perhaps you meant: --steps │")
-        'Unrecognized options: --stpes. Did you mean --steps?'
+        >>> _in_one_line(" Error\n ---\n  No option: --stpes\n  ---\n  Perhaps you meant: --steps")
+        'No option: --stpes. Did you mean --steps?'
     """
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ") for line in box.splitlines()]
-    sections = " ".join(line for line in lines if not line.startswith(("╭", "╰"))).split(" ─")
-    text = sections[0].strip().rstrip(".")
-    offered = next((s for s in sections if "Perhaps you meant" in s), "")
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
+    sections = re.split(r"^ +-+ *$", plain, flags=re.MULTILINE)  # after the title
+    _, text, *others = (" ".join(section.split()) for section in sections)
+    offered = next((section for section in others if "Perhaps you meant" in section), "")
     wrong, *choices = re.findall(r"'([^']*)'", text) or [""]
     near: Sequence[str] = re.findall(r"(?<=\s)--[a-z][\w-]*", offered)
-    return f"{text}.{f' Did you mean {near[0]}?' if near else nearest(wrong, choices)}"
+    hint = f" Did you mean {near[0]}?" if near else nearest(wrong, choices)
+    return f"{text.rstrip('.')}.{hint}"
 
 
 class _Output(Console):
@@ -172,7 +174,7 @@ def _show(*parts: Any, to_stderr: bool = False) -> None:
     """Print text as it is, tables with frames, and in a file or pipe as wide as they are."""
     console = _Output(stderr=to_stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = 1_000  # more than a table needs
+        console.width = _ALL_COLUMNS
     for part in parts:
         console.print(part)
 
@@ -182,41 +184,40 @@ def run_quickstart(line: Line) -> None:
 
 
 def run_inspect(line: Line) -> None:
-    asked = line.config(InspectConfig)
-    config, folder = dense_config(asked.model)
-    found = inspect_model(config, asked, stored=stored_dtype(config, folder))
-    found = {"model": asked.model, **found}
-    _show(json.dumps(found, indent=2) if asked.json else render(found))
+    config = line.config(InspectConfig)
+    dense, folder = dense_config(config.model)
+    plan = inspect_model(dense, config, stored=stored_dtype(dense, folder))
+    plan = {"model": config.model, **plan}
+    _show(json.dumps(plan, indent=2) if config.json else render(plan))
 
 
 def run_convert(line: Line) -> None:
-    made = convert(line.config(RunConfig), Progress())
-    if made.results:  # rank zero's alone
-        _show(page.summary(made.folder))
+    _show_conversion(convert(line.config(RunConfig), Progress()))
 
 
 def run_finetune(line: Line) -> None:
-    made = finetune(line.config(FinetuneRunConfig), Progress())
-    if made.results:
-        _show(page.summary(made.folder))
+    _show_conversion(finetune(line.config(FinetuneRunConfig), Progress()))
+
+
+def _show_conversion(conversion: Conversion) -> None:
+    if conversion.results:  # rank zero's alone
+        _show(page.summary(conversion.folder))
 
 
 def run_compare(line: Line) -> None:
     config = line.config(CompareConfig)
-    _show_runs("compare", config.out, compare(config, Progress()))
+    _show_runs(config, compare(config, Progress()))
 
 
 def run_sweep(line: Line) -> None:
     config = line.config(SweepConfig)
-    _show_runs("sweep", config.out, sweep(config, Progress()))
+    _show_runs(config, sweep(config, Progress()))
 
 
-def _show_runs(name: str, out: str, summary: dict[str, Any]) -> None:
-    _show(
-        to_rich(table(summary)),
-        f"{', '.join(summary['text'])}: {summary['protocol']}",
-        f"runs, {name}.json, {name}.md in {out}",
-    )
+def _show_runs(config: CompareConfig | SweepConfig, summary: dict[str, Any]) -> None:
+    text = f"{', '.join(summary['text'])}: {summary['protocol']}"
+    files = f"runs, {config.command}.json, {config.command}.md in {config.out}"
+    _show(to_rich(table(summary)), text, files)
 
 
 def run_export(line: Line) -> None:
@@ -265,7 +266,7 @@ def run_analyse(line: Line) -> None:
     config = line.config(AnalyseConfig)
     for name, result in analyse(config, Progress(), str(line)).items():
         _show(f"{name}: {Path(config.run)}/6_evaluate/analysis/{name}.json")
-        _show(*(f"  {said}" for said in result["says"]))
+        _show(*(f"  {sentence}" for sentence in result["says"]))
 
 
 def run_bench(line: Line) -> None:
@@ -296,5 +297,5 @@ def run_report(line: Line) -> None:
         _show(plots.NO_PLOTS, to_stderr=True)
     if out and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise UserError(f"--out {out} is no file in a folder that exists. Name one, as a.html.")
-    drawn = page.default_page(folder).with_name("plots") if not out else None
-    print(page.html_report(folder, out, drawn))
+    plots_folder = None if out else page.default_page(folder).with_name("plots")
+    print(page.html_report(folder, out, plots_folder))
