@@ -16,6 +16,7 @@ from dotmoe.calibrate import (
     router_aware_start,
 )
 from dotmoe.data import TokenBlocks
+from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
 
 
@@ -87,6 +88,13 @@ def test_the_router_is_numpys_ridge_regression_up_to_scale(outlier):
     oracle = oracle - oracle.mean(axis=0)
     oracle /= (x @ oracle.T).std(ddof=1)
     np.testing.assert_allclose(router, oracle, rtol=1e-5, atol=1e-9)
+
+
+def test_what_no_router_can_be_fitted_to_is_refused_with_the_remedy():
+    with pytest.raises(UserError, match=r"ridge is 1e-30.* 5 tokens.*Raise ridge"):
+        RidgeRouter(torch.randn(5, 8), 1e-30)
+    with pytest.raises(UserError, match="--dtype float32"):
+        RidgeRouter(torch.full((5, 8), torch.inf), 0.01)
 
 
 def test_an_ffn_that_does_nothing_gets_experts_and_a_router_too(dense_of, tokens_BT):
