@@ -23,23 +23,18 @@ def test_an_alignment_of_both_that_was_stopped_ends_as_one_that_was_not(dense_of
     split = splits_of(BOTH, 96, 4)
     start = calibrate(dense, text, split, CalibrateConfig(calibration_tokens=320), seed=0)
     config = AlignConfig(steps=6, batch_size=2, lr=1e-2, max_epochs=9.0)
-    training = TrainingConfig(checkpoint_every=2)
-
-    class StoppedError(Exception):
-        pass
 
     def stop(step, metrics):
         if step == 5:
-            raise StoppedError
+            raise KeyboardInterrupt
 
     def run(name, **more):
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        given = (dense, text, start, split, config, AssignmentConfig())
-        return align(Alignment(*given, seed=0), folder, training, **more)
+        task = Alignment(dense, text, start, split, config, AssignmentConfig(), seed=0)
+        (tmp_path / name).mkdir(exist_ok=True)
+        return align(task, tmp_path / name, TrainingConfig(checkpoint_every=2), **more)
 
     whole = run("whole")
-    with pytest.raises(StoppedError):
+    with pytest.raises(KeyboardInterrupt):
         run("stopped", on_step=stop)
     again = run("stopped")
     for expected, found in ((whole, again), (whole.beside, again.beside)):
