@@ -144,18 +144,14 @@ def _energy(
     with whole_weights(layer):
         if not heads:
             return contributions(dense.family.ffn(layer), x_TD).square_()
-        weight, num_heads = attention.output(layer).weight, attention.units(dense.config)
-        return torch.cat([head_energy(part_TH, weight, num_heads) for part_TH in heads])
-
-
-def head_energy(
-    heads_TH: Float[Tensor, "T H"], output_DH: Float[Tensor, "D H"], num_heads: int
-) -> Float[Tensor, "T N"]:
-    """Squared size of each head's term in the output of attention, float32."""
-    heads_TNC = heads_TH.float().view(len(heads_TH), num_heads, -1)
-    parts_NDC = output_DH.float().view(len(output_DH), num_heads, -1).transpose(0, 1)
-    gram_NCC = parts_NDC.transpose(1, 2) @ parts_NDC
-    return torch.einsum("tnc,ncd,tnd->tn", heads_TNC, gram_NCC, heads_TNC).clamp_min_(0)
+        num_heads, weight_DH = attention.units(dense.config), attention.output(layer).weight
+        columns_NDC = weight_DH.float().view(len(weight_DH), num_heads, -1).transpose(0, 1)
+        gram_NCC = columns_NDC.transpose(1, 2) @ columns_NDC
+    energies = []
+    for part_TH in heads:
+        heads_TNC = part_TH.float().view(len(part_TH), num_heads, -1)
+        energies.append(torch.einsum("tnc,ncd,tnd->tn", heads_TNC, gram_NCC, heads_TNC))
+    return torch.cat(energies).clamp_min_(0)
 
 
 def activations(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:

@@ -105,13 +105,13 @@ class Student(nn.Module):
             surrogate=config.surrogate,
             surrogate_temperature=config.surrogate_temperature,
         )
-        self.dense = dense
-        self.model: Any = dense.model
+        model: Any = dense.model
+        self.dense, self.model = dense, model
         self.ffns = tuple(make_sparse(dense, layout, self.routing))
-        self.model.requires_grad_(config.train == "everything")
-        self.tuner = _with_adapters(self.model, config) if config.train == "lora" else None
+        model.requires_grad_(config.train == "everything")
+        self.tuner = _with_adapters(model, config) if config.train == "lora" else None
         if config.train == "everything":
-            self.model.float()
+            model.float()
         for ffn in self.ffns:
             ffn.router.requires_grad_(True)
         if ranks.size() > 1 or dtype != torch.float32:  # else there is nothing to divide or to cast
@@ -120,10 +120,10 @@ class Student(nn.Module):
         self._apply(  # type: ignore[no-untyped-call]
             lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
         )
-        self.model.tie_weights()
+        model.tie_weights()
         with torch.no_grad():
             self._read(tensors, stored, layout)
-            _start_adapters(self.model, seed)
+            _start_adapters(model, seed)
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Parameters that are trained, by name."""

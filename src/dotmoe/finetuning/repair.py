@@ -323,7 +323,8 @@ class _Streams:
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-        of_dense, of_refit, of_trained = map(heldout_error, (dense, start, trained))
+        of_dense, of_refit = heldout_error(dense), heldout_error(start)
+        of_trained = heldout_error(trained)
         kept = trained if of_trained < of_refit else start
         left = min(of_refit, of_trained) / (of_dense or 1.0)
         return {name: weight.detach() for name, weight in kept.items()}, left

@@ -89,15 +89,14 @@ class Masking(Routing):
 
 
 def masked_ffn(
-    dense: Callable[..., Any], projections: GatedFFN, masking: Masking, index: int, x: Tensor
+    dense: Callable[..., Tensor], projections: GatedFFN, masking: Masking, index: int, x: Tensor
 ) -> Tensor:
     """Map [..., D] to [..., D]: (H * (R M^T)) W_down, only k experts' neurons contribute.
 
     `dense` computes where masking is off; `index` is that of the layer, from the first split one.
     """
     if not masking.enabled:
-        unmasked: Tensor = dense(x)
-        return unmasked
+        return dense(x)
     x_TD = x.reshape(-1, x.shape[-1])
     gate_TN, up_TN = projections.gate(x_TD), projections.up(x_TD)
     masked_TN = masked_activation(gate_TN, up_TN, *masking.of_layer(index, x_TD))
