@@ -22,10 +22,7 @@ from dotmoe.moe.router import Routing, kernels_for, router_logits
 def watched(
     modules: Mapping[int, nn.Module], look: Callable[[int, Tensor], Tensor | None]
 ) -> Iterator[None]:
-    """Inside, each module calls `look` with its number and input, and runs on what that returns.
-
-    None stands for the input as it is.
-    """
+    """Inside, each module first calls `look` with its number and input, and may get another."""
 
     def before_forward(number: int, _: nn.Module, args: Any, kwargs: Any) -> Any:
         replaced = look(number, args[0] if args else kwargs["hidden_states"])
