@@ -15,7 +15,7 @@ from dotmoe.granularity import Granularity
 from dotmoe.layout import AlignState, AssignmentConfig, extract
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked
-from dotmoe.training.loop import TrainingConfig, train
+from dotmoe.training.loop import TrainingConfig
 from dotmoe.transport import balanced_plan, greedy_assignment
 
 E, K = 12, 3
@@ -159,63 +159,46 @@ def test_leading_dense_layers_are_neither_trained_nor_measured(dense, blocks, tm
     assert moved == pytest.approx(round(moved), abs=1e-3)
 
 
+def aligned(task, folder, last_step=CONFIG.steps):
+    """Metrics of each step until the run is interrupted in the last, with a checkpoint before."""
+    metrics = []
+
+    def on_step(step, values):
+        metrics.append(values)
+        if step == last_step:
+            raise KeyboardInterrupt
+
+    folder.mkdir(exist_ok=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        align(task, folder, TrainingConfig(checkpoint_every=1), on_step)
+    return metrics
+
+
 def test_nothing_has_moved_at_the_first_step_and_a_resumed_run_logs_the_same(
     dense, blocks, tmp_path
 ):
     """Whatever the temperatures: before the first assignment there is none to compare with."""
 
-    def moved(folder, steps_before_the_kill=None):
-        seen, task = [], alignment(dense, blocks, tau_start=2.0, tau_end=0.01)
-        folder.mkdir(exist_ok=True)
+    def moved(name, last_step=CONFIG.steps):
+        task = alignment(dense, blocks, tau_start=2.0, tau_end=0.01)
+        metrics = aligned(task, tmp_path / name, last_step)
+        return [values["moved_fraction"] for values in metrics]
 
-        def on_step(step, metrics):
-            seen.append(metrics["moved_fraction"])
-            if step == steps_before_the_kill:
-                raise KeyboardInterrupt
-
-        with contextlib.suppress(KeyboardInterrupt):
-            align(task, folder, TrainingConfig(checkpoint_every=1), on_step)
-        return seen
-
-    whole = moved(tmp_path / "whole")
+    whole = moved("whole")
     assert whole[0] == 0.0
     assert sum(whole) > 0
-    assert moved(tmp_path / "cut", 3) == whole[:3]
-    assert moved(tmp_path / "cut") == whole[2:]
+    assert moved("cut", 3) == whole[:3]
+    assert moved("cut") == whole[2:]
 
 
-def test_activation_checkpointing_changes_no_gradient(dense, blocks, tmp_path):
-    states = []
-    for checkpointing in (False, True):
-        folder = tmp_path / str(checkpointing)
-        folder.mkdir()
-        config = replace(CONFIG, activation_checkpointing=checkpointing)
-        states.append(align(alignment(dense, blocks, config), folder))
-    assert torch.equal(states[0].affinity_LNE, states[1].affinity_LNE)
-    assert torch.equal(states[0].router_LED, states[1].router_LED)
-    assert not any(module.training for module in dense.model.modules())
-
-
-def test_a_split_that_is_not_learned_stays_while_its_router_learns(dense, blocks, tmp_path):
-    task = alignment(dense, blocks, replace(CONFIG, learn_assignment=False))
-    final, initial = align(task, tmp_path), task.parts[0].initial
-    layouts = [extract(s, split_of(dense), AssignmentConfig()) for s in (initial, final)]
-    assert torch.equal(layouts[0].expert_of_neuron_LN, layouts[1].expert_of_neuron_LN)
-    assert not torch.equal(initial.router_LED, final.router_LED)
-
-
-def test_affinities_have_a_rate_of_their_own(dense, blocks, tmp_path):
-    task = alignment(dense, blocks, replace(CONFIG, steps=2, lr_affinity=0.0))
+@pytest.mark.parametrize("fixed", [{"learn_assignment": False}, {"lr_affinity": 0.0}])
+def test_the_split_stays_while_its_router_learns(fixed, dense, blocks, tmp_path):
+    task = alignment(dense, blocks, replace(CONFIG, **fixed))
     final, initial = align(task, tmp_path), task.parts[0].initial
     assert torch.equal(initial.affinity_LNE, final.affinity_LNE)
     assert not torch.equal(initial.router_LED, final.router_LED)
-
-
-def test_the_papers_solver_trains(dense, blocks, tmp_path):
-    task = alignment(dense, blocks, replace(CONFIG, steps=2), solver="sinkhorn")
-    state = align(task, tmp_path)
-    assert torch.isfinite(state.affinity_LNE).all()
-    assert not torch.equal(state.affinity_LNE, task.parts[0].initial.affinity_LNE)
+    layout = extract(initial, split_of(dense), AssignmentConfig())
+    assert torch.equal(task.parts[0].masking.expert_of_neuron_LN, layout.expert_of_neuron_LN)
 
 
 def test_steps_are_limited_by_the_passes_over_the_data():
@@ -252,39 +235,27 @@ def test_float16_is_refused(tiny_dense, blocks, tmp_path):
 
 
 class Cramped(Alignment):
-    """The backward pass of more than two sequences does not fit, and step 2 is interrupted."""
-
-    interrupted_at = None
+    """The backward pass of more than two sequences does not fit."""
 
     def differentiate(self, loss, *, is_last):
         if self.micro_batch_size > 2:
             raise torch.OutOfMemoryError("too much")
         super().differentiate(loss, is_last=is_last)
 
-    def begin(self, step):
-        if step == self.interrupted_at:
-            raise KeyboardInterrupt
-        return super().begin(step)
-
 
 def test_a_halved_micro_batch_is_kept_when_resumed(dense, blocks, tmp_path):
     """It decides the balance loss, so that the state is that of the micro-batch from the start."""
 
-    def trained(kind, size, folder, interrupted_at=None):
+    def trained(kind, size, name, last_step=3):
         config = replace(CONFIG, micro_batch_size=size, steps=3)
         task = alignment(dense, blocks, config, kind=kind)
-        task.interrupted_at = interrupted_at
-        folder.mkdir(exist_ok=True)
-        with masked(dense, task.routings):
-            train(task, folder, TrainingConfig(checkpoint_every=1))
+        aligned(task, tmp_path / name, last_step=last_step)
         assert task.micro_batch_size == 2
         part = task.parts[0]
         return part.affinity_LNE, part.router_LED, part.masking.expert_of_neuron_LN
 
-    fitting = trained(Alignment, 2, tmp_path / "fitting")
-    cramped = trained(Cramped, 4, tmp_path / "cramped")
-    with pytest.raises(KeyboardInterrupt):
-        trained(Cramped, 4, tmp_path / "cut", interrupted_at=2)
-    resumed = trained(Alignment, 4, tmp_path / "cut")
+    fitting, cramped = trained(Alignment, 2, "fitting"), trained(Cramped, 4, "cramped")
+    trained(Cramped, 4, "cut", last_step=2)
+    resumed = trained(Alignment, 4, "cut")
     for others in (cramped, resumed):
         assert all(map(torch.equal, fitting, others))

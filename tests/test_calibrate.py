@@ -16,6 +16,7 @@ from dotmoe.calibrate import (
     router_aware_start,
 )
 from dotmoe.data import TokenBlocks
+from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
 
 
@@ -40,18 +41,6 @@ def test_planted_experts_are_found_with_the_router_that_runs_them(seed):
     assert torch.equal((x_TD @ router_ED.T).argmax(dim=1), expert_of_topic[topic_T])
 
 
-def test_the_neurons_of_largest_energy_start_in_the_shared_expert():
-    generator = torch.Generator().manual_seed(0)
-    x_TD, energy_TN = torch.randn(90, 6, generator=generator), torch.rand(90, 32)
-    strong = [3, 8, 9, 20, 21, 22, 30, 31]
-    energy_TN[:, strong] += 5
-    split = Granularity(num_experts=6, expert_size=4, active_experts=2, shared_size=8)
-    expert_N, router_ED = router_aware_start(x_TD, energy_TN, split, CalibrateConfig(), seed=0)
-    assert (expert_N == 6).nonzero().flatten().tolist() == strong
-    assert torch.bincount(expert_N).tolist() == [4] * 6 + [8]
-    assert router_ED.shape == (6, 6)
-
-
 def test_the_shared_expert_takes_what_no_router_can_predict():
     x_TD, topic_T, truth_N, generator = planted(0, 5)
     energy_TN = 5.0 * (topic_T[:, None] == truth_N)  # 1.25 in the mean
@@ -60,6 +49,7 @@ def test_the_shared_expert_takes_what_no_router_can_predict():
     split = Granularity(num_experts=4, expert_size=8, active_experts=1, shared_size=8)
     expert_N, _ = router_aware_start(x_TD, energy_TN, split, CalibrateConfig(), seed=0)
     assert torch.equal(expert_N == 4, by_chance)
+    assert torch.bincount(expert_N).tolist() == [8] * 5
 
 
 def test_hardening_is_balanced_at_any_scale_of_affinities():
@@ -87,6 +77,13 @@ def test_the_router_is_numpys_ridge_regression_up_to_scale(outlier):
     oracle = oracle - oracle.mean(axis=0)
     oracle /= (x @ oracle.T).std(ddof=1)
     np.testing.assert_allclose(router, oracle, rtol=1e-5, atol=1e-9)
+
+
+def test_what_no_router_can_be_fitted_to_is_refused_with_the_remedy():
+    with pytest.raises(UserError, match=r"ridge is 1e-30.* 5 tokens.*Raise ridge"):
+        RidgeRouter(torch.randn(5, 8), 1e-30)
+    with pytest.raises(UserError, match="--dtype float32"):
+        RidgeRouter(torch.full((5, 8), torch.inf), 0.01)
 
 
 def test_an_ffn_that_does_nothing_gets_experts_and_a_router_too(dense_of, tokens_BT):

@@ -44,9 +44,9 @@ class AlignConfig(ObjectiveConfig):
 
 
 class LearnedAssignment:
-    """What is learned of one target's split layers, the plans it gives, and the masking by them.
+    """Affinities and routers of one target's split layers, their plans, and the masks that follow.
 
-    All ranks begin with the same, and each solves its own layers, of which there may be none.
+    All ranks start from the same state; each solves its own layers, of which there may be none.
     """
 
     def __init__(
@@ -129,24 +129,24 @@ class LearnedAssignment:
         moved = (assigned != before) & (before >= 0)  # the first assignment has none before it
         own_lN1 = assigned[own_rows(self.affinity_LNE)].unsqueeze(-1)
         chosen_lN = plan.plan.detach().gather(-1, own_lN1).squeeze(-1)
-        said = {
+        metrics = {
             "moved_fraction": moved.float().mean(),
             "marginal_error": full_tensor(self._divided(plan.marginal_error.double())).max(),
             "soft_hard_gap": 1 - full_tensor(self._divided(chosen_lN.mean(dim=1))).mean(),
         }
-        return {self.prefix + name: value for name, value in said.items()}
+        return {self.prefix + name: value for name, value in metrics.items()}
 
     def end(self) -> None:
-        """Backward from the gradients that the masks left, summed over ranks."""
+        """Backward from the masks' gradients, summed over ranks, to affinities and routers."""
         if self.plan_LNE is not None and self.plan_LNE.grad is not None:
             self.backward_plan(self.plan_LNE.grad)
         if self.routers_LED.grad is not None:
-            own = summed_rows(self.routers_LED.grad, self.ranks)
-            torch.autograd.backward(local_part(self.router_LED), own)
+            own_lED = summed_rows(self.routers_LED.grad, self.ranks)
+            torch.autograd.backward(local_part(self.router_LED), own_lED)
         self.forget_plan()
 
     def forget_plan(self) -> None:
-        """Let go of the plans of a step."""
+        """Release the plans of a step."""
         self.solved = self.plan_LNE = self.masking.plan_LNE = None
 
     def backward_plan(self, gradient_LNE: Tensor) -> None:
@@ -162,7 +162,7 @@ class LearnedAssignment:
         }
 
     def learned(self, steps: int) -> AlignState:
-        """What is learned now; leading dense layers as at the start. Every rank must ask."""
+        """The state now; leading dense layers as at the start. Every rank must call it."""
         initial, first = self.initial, self.masking.first_layer
         affinity_LNE = full_tensor(self.affinity_LNE.detach())
         router_LED = full_tensor(self.router_LED.detach())
@@ -213,18 +213,18 @@ class Alignment(Objective):
 
     def begin(self, step: int) -> dict[str, Tensor]:
         """Solve and round the plans of a step, which the masks follow from here on."""
-        tau, said = self.tau(step, self.schedule.warmup_steps), dict[str, Tensor]()
+        tau, metrics = self.tau(step, self.schedule.warmup_steps), dict[str, Tensor]()
         for part in self.parts:
-            said |= part.begin(tau)
-        return said | {"tau": torch.tensor(tau, device=self.dense.device)} if said else {}
+            metrics |= part.begin(tau)
+        return metrics | {"tau": torch.tensor(tau, device=self.dense.device)} if metrics else {}
 
     def end(self) -> None:
-        """Backward from the gradients that the masks left to affinities and routers."""
+        """Backward from the masks' gradients to affinities and routers."""
         for part in self.parts:
             part.end()
 
     def forget_step(self) -> None:
-        """See `Objective`; the plans of a step that was cut off go, too."""
+        """See `Objective`; releases the plans, too."""
         super().forget_step()
         for part in self.parts:
             part.forget_plan()
@@ -234,7 +234,7 @@ class Alignment(Objective):
         return {name: tensor for part in self.parts for name, tensor in part.state().items()}
 
     def learned(self) -> AlignState:
-        """What is learned now, as that of the last step. Every rank must ask."""
+        """The state now, as that of the last step. Every rank must call it."""
         return joined(part.learned(self.schedule.steps) for part in self.parts)
 
 

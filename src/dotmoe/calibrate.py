@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import num_ranks
+from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.layout import AlignState
 from dotmoe.load import whole_weights
@@ -110,25 +111,26 @@ def block_inputs(
 ) -> Iterator[tuple[Tensor, Callable[[], Float[Tensor, "T N"]]]]:
     """Input of the FFN or attention of each layer in turn, [T, D] in the model's dtype.
 
-    With it what gives the square of each unit's contribution to the output, float32, before the
-    next layer is asked for. One layer's input is in memory at a time, and the residual stream of
-    the text. What comes behind a layer is what it puts out inside `converted`, entered with its
-    number after its input is given. A model that is sharded must be run by every rank.
+    With it a function that gives the square of each unit's contribution to the output, float32; it
+    may be called before the next layer is asked for. The input of one layer is in memory at a time,
+    and the residual stream of the text. The next layer reads what this one gives inside
+    `converted`, which is entered with its number after its input is yielded. Every rank must run a
+    model that is sharded.
     """
-    stream, of = Stream(dense, tokens_BT), TARGETS[target]
+    stream, part = Stream(dense, tokens_BT), TARGETS[target]
     for index, layer in enumerate(dense.family.layers(dense.model)):
-        seen: dict[int, list[Tensor]] = {0: [], 1: []}
-        places = {0: of.block(layer)}
+        inputs, heads = list[Tensor](), list[Tensor]()  # of the text's parts, in order
+        places = {0: part.block(layer)}
         if target == "attention":
-            places[1] = of.output(layer)
+            places[1] = part.output(layer)
 
-        def keep(number: int, x: Tensor, seen: dict[int, list[Tensor]] = seen) -> None:
-            seen[number].append(x.flatten(0, -2))
+        def keep(place: int, x: Tensor, kept: tuple[list[Tensor], ...] = (inputs, heads)) -> None:
+            kept[place].append(x.flatten(0, -2))
 
         with watched(places, keep):
             (stream if converted is None else stream.clone()).advance(index)
-        x_TD = torch.cat(seen[0])
-        yield x_TD, partial(_energy, dense, layer, x_TD, seen[1])
+        x_TD = torch.cat(inputs)
+        yield x_TD, partial(_energy, dense, layer, x_TD, heads)
         if converted is not None:
             with converted(index):
                 stream.advance(index)
@@ -138,22 +140,18 @@ def _energy(
     dense: DenseModel, layer: nn.Module, x_TD: Tensor, heads: list[Tensor]
 ) -> Float[Tensor, "T N"]:
     """Square of each unit's contribution: of query heads, if their outputs are given."""
-    of = TARGETS["attention"]
+    attention = TARGETS["attention"]
     with whole_weights(layer):
         if not heads:
             return contributions(dense.family.ffn(layer), x_TD).square_()
-        weight, units = of.output(layer).weight, of.units(dense.config)
-        return torch.cat([head_energy(part, weight, units) for part in heads])
-
-
-def head_energy(
-    heads_TH: Float[Tensor, "T H"], output_DH: Float[Tensor, "D H"], num_heads: int
-) -> Float[Tensor, "T N"]:
-    """Squared size of each head's term in the output of attention, float32."""
-    heads_TNC = heads_TH.float().view(len(heads_TH), num_heads, -1)
-    parts_NDC = output_DH.float().view(len(output_DH), num_heads, -1).transpose(0, 1)
-    gram_NCC = parts_NDC.transpose(1, 2) @ parts_NDC
-    return torch.einsum("tnc,ncd,tnd->tn", heads_TNC, gram_NCC, heads_TNC).clamp_min_(0)
+        num_heads, weight_DH = attention.units(dense.config), attention.output(layer).weight
+        columns_NDC = weight_DH.float().view(len(weight_DH), num_heads, -1).transpose(0, 1)
+        gram_NCC = columns_NDC.transpose(1, 2) @ columns_NDC
+    energies = []
+    for part_TH in heads:
+        heads_TNC = part_TH.float().view(len(part_TH), num_heads, -1)
+        energies.append(torch.einsum("tnc,ncd,tnd->tn", heads_TNC, gram_NCC, heads_TNC))
+    return torch.cat(energies).clamp_min_(0)
 
 
 def activations(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:
@@ -238,13 +236,20 @@ class RidgeRouter:
     """Router rows that predict how the targets of a token differ from their mean.
 
     Ridge regression by normal equations in float64, factorised once for any number of targets.
+    Raises a `UserError`: the equations have no solution.
     """
 
     def __init__(self, x_TD: Float[Tensor, "T D"], ridge: float) -> None:
         self._x_TD = x_TD.double()
         gram_DD = self._x_TD.T @ self._x_TD
         gram_DD.diagonal().add_(ridge * gram_DD.diagonal().mean())
-        self._factor_DD = torch.linalg.cholesky(gram_DD)
+        self._factor_DD, failed = torch.linalg.cholesky_ex(gram_DD)
+        if failed:
+            raise UserError(
+                f"ridge is {ridge:g}, with which no router can be fitted to {len(x_TD)} tokens: "
+                "they are too few, or not finite. Raise ridge or calibration_tokens, or choose "
+                "--dtype float32."
+            )
 
     def __call__(self, target_TE: Float[Tensor, "T E"]) -> Float[Tensor, "E D"]:
         """Rows as of `unit_logits`."""

@@ -1,4 +1,4 @@
-"""Repair of W_down. Oracles: NumPy's least squares on explicit activations, the dense model."""
+"""Repair of W_down and W_O. Oracles: NumPy's least squares, the dense model."""
 
 import json
 import sys
@@ -7,18 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from dotmoe.cli import run
 from dotmoe.data import TokenBlocks
 from dotmoe.finetuning.repair import RIDGES, RepairConfig, repair
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
+from dotmoe.models.family import TARGETS
 from dotmoe.moe.masked import masked_by
 from dotmoe.report import RunResults
+from heads.families import FAMILIES, head_layout
 from runs import TINY_CONVERT, Forked, TinyRun, torchrun
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "phi3")
 TRAINED = ("llama", "granite", "olmo2", "phi3")
 SCALED = {"granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.5}}
 QUICK = ["--scale-tokens", "128", "--verify-tokens", "128"]
@@ -40,62 +40,68 @@ def made(folder, **options):
     return load_dense(str(folder / "model"), LoadConfig(device="cpu", **options))
 
 
-def down(model, layer=0):
-    return model.model.layers[layer].mlp.down_proj.weight.detach().double()
+@torch.no_grad()
+def around_projection(dense, target, rows):
+    """What the output projection of the only layer reads, and the residual stream behind it."""
+    inputs, streams, layer = [], [], dense.model.model.layers[0]
+    if target == "ffn":
+        behind = layer.register_forward_hook(lambda _, args, out: streams.append(out))
+    else:
+        norm = layer.post_attention_layernorm
+        behind = norm.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
+    output = TARGETS[target].output(layer)
+    with behind, output.register_forward_hook(lambda _, args, out: inputs.append(args[0])):
+        dense.model(input_ids=rows)
+    return [each.view(*rows.shape, -1).double().numpy() for each in (inputs[0], streams[0])]
 
 
-@pytest.mark.parametrize("family", ["llama", "granite", "phi3"])
+@pytest.mark.parametrize(
+    ("target", "family"),
+    [
+        *(("ffn", family) for family in ("llama", "granite", "phi3")),
+        *(("attention", family) for family in ("llama", "granite", "qwen2")),
+    ],
+)
 def test_a_layer_is_the_ridge_regression_of_what_is_missing(
-    family, dense_of, layout_of, text, tmp_path
+    target, family, dense_of, layout_of, text, tmp_path
 ):
-    extra = SCALED.get(family, {})
-    dense = dense_of(family, num_hidden_layers=1, **extra)
-    layout = layout_of(dense, 6, active_experts=2, shared_size=24)
-    found = repair(
-        dense, layout, text, RepairConfig(repair_tokens=30 * 32, repair_epochs=0), folder=tmp_path
-    )
-    rows = torch.arange(30) * 41 // 30  # spread over the text
-    seen = {}
-    block = dense.model.model.layers[0]
-    hooks = [
-        block.mlp.register_forward_pre_hook(lambda _, args: seen.update(x=args[0][0])),
-        block.register_forward_hook(lambda _, args, out: seen.update(h=out[0])),
-    ]
-    hidden, wanted, after = [], [], []
-    for row in text.tokens_BT[rows].long():
-        with torch.no_grad():
-            dense.model(input_ids=row[None])
-            parts = dense.family.ffn(block)
-            activation = torch.nn.functional.silu(parts.gate(seen["x"])) * parts.up(seen["x"])
-        chosen = (seen["x"] @ layout.router_LED[0].T).topk(2).indices
-        runs = torch.zeros(32, 7).scatter(1, chosen, 1.0)
-        runs[:, -1] = 1  # number -1: the shared expert
-        hidden.append((activation * runs[:, layout.expert_of_neuron_LN[0]]).double().numpy())
-        full = activation.double() @ down(dense.model).T
-        wanted.append(full.numpy() - hidden[-1] @ down(dense.model).numpy().T)
-        after.append(seen["h"].double().numpy())
-    for hook in hooks:
-        hook.remove()
-    size = np.stack([(each**2).mean(1) for each in after])
+    dense = dense_of(family, num_hidden_layers=1, **FAMILIES[family])
+    if target == "ffn":
+        layout = layout_of(dense, 6, active_experts=2, shared_size=24)
+    else:
+        layout = head_layout(dense, active_experts=2)
+    config = RepairConfig(repair_tokens=30 * 32, repair_epochs=0)
+    found = repair(dense, layout, text, config, folder=tmp_path)
+    rows = text.tokens_BT[torch.arange(30) * 41 // 30].long()  # spread over the text
+    _, wanted = around_projection(dense, target, rows)
+    with masked_by(dense, layout):
+        hidden, reached = around_projection(dense, target, rows)
+    size = (wanted**2).mean(2)
     root = np.sqrt(np.minimum(np.median(size) / size, 10))[..., None]
-    hidden, wanted = np.stack(hidden) * root, np.stack(wanted) * root
+    missing = root * (wanted - reached) / getattr(dense.config, "residual_multiplier", 1.0)
+    hidden = root * hidden
 
     def solved(ridge, rows):
-        z, r = hidden[rows].reshape(-1, 96), wanted[rows].reshape(-1, 64)
-        penalty = np.sqrt(ridge * (z**2).sum(0).mean()) * np.eye(96)
-        return np.linalg.lstsq(np.vstack([z, penalty]), np.vstack([r, np.zeros((96, 64))]))[0]
+        z, r = (each[rows].reshape(-1, each.shape[2]) for each in (hidden, missing))
+        penalty = np.sqrt(ridge * (z**2).sum(0).mean()) * np.eye(z.shape[1])
+        zeros = np.zeros((z.shape[1], r.shape[1]))
+        return np.linalg.lstsq(np.vstack([z, penalty]), np.vstack([r, zeros]))[0]
 
     is_heldout = np.arange(30) % 8 == 7
-    z, r = hidden[is_heldout], wanted[is_heldout]
+    z, r = hidden[is_heldout], missing[is_heldout]
     errors = [((z @ solved(ridge, ~is_heldout) - r) ** 2).sum() / (r**2).sum() for ridge in RIDGES]
     (layer,) = found["layers"]
+    assert layer.get("target", "ffn") == target
     assert layer["ridge"] == RIDGES[int(np.argmin(errors))]
     assert layer["heldout_error"] == pytest.approx(min(errors), rel=1e-3)
     assert min(errors) < 0.8
     assert found["tokens"] == 30 * 32
-    change = solved(layer["ridge"], np.arange(30))
-    actual = (down(made(tmp_path).model) - down(dense.model)).T.numpy()
+    change, before = solved(layer["ridge"], np.arange(30)), dense.model.state_dict()
+    name = TARGETS[target].output_tensor(0)
+    after = made(tmp_path).model.state_dict()
+    actual = (after[name].double() - before[name].double()).T.numpy()
     assert np.abs(actual - change).max() < 2e-3 * np.abs(change).max()
+    assert [key for key in before if not torch.equal(before[key], after[key])] == [name]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -139,10 +145,9 @@ def divergence(dense, other, layout, tokens):
 def test_with_all_experts_on_nothing_changes(dense_of, layout_of, text, tmp_path):
     dense = dense_of("llama")
     repair(dense, layout_of(dense, 6, active_experts=6), text, RepairConfig(), folder=tmp_path)
-    for layer in (0, 1):
-        assert torch.allclose(
-            down(made(tmp_path).model, layer), down(dense.model, layer), atol=1e-4
-        )
+    repaired = made(tmp_path).model.state_dict()
+    for name, weight in dense.model.state_dict().items():
+        torch.testing.assert_close(repaired[name], weight, rtol=0, atol=1e-4)
 
 
 def test_several_k_at_once_serve_those_that_were_not_fitted_alone(
@@ -157,25 +162,6 @@ def test_several_k_at_once_serve_those_that_were_not_fitted_alone(
         assert found["active_experts"] == list(ks or (2,))
         kl.append(divergence(dense, made(out), replace(layout, active_experts=4), heldout))
     assert kl[1] < kl[0]
-
-
-def test_a_repair_that_was_stopped_goes_on_to_the_same_weights(dense_of, layout_of, text, tmp_path):
-    dense = dense_of("llama", num_hidden_layers=3)
-    layout = layout_of(dense, 6, active_experts=2)
-
-    def stop(done, total, note=""):
-        if done == 2:
-            raise KeyboardInterrupt
-
-    whole = repair(dense, layout, text, RepairConfig(), folder=tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        repair(dense, layout, text, RepairConfig(), folder=tmp_path / "cut", on_progress=stop)
-    made = {file: file.stat().st_mtime_ns for file in (tmp_path / "cut").rglob("*.safetensors")}
-    assert len(made) == 2
-    assert repair(dense, layout, text, RepairConfig(), folder=tmp_path / "cut") == whole
-    assert all(file.stat().st_mtime_ns == time for file, time in made.items())
-    files = [load_file(tmp_path / name / "model/model.safetensors") for name in ("whole", "cut")]
-    assert all(torch.equal(files[1][name], tensor) for name, tensor in files[0].items())
 
 
 def test_frozen_repaired_and_finetuned_are_three_rows(tiny_dense, text_file, tmp_path, command):
@@ -224,11 +210,16 @@ def test_a_run_killed_while_it_repairs_ends_as_one_that_was_not(tiny_dense, text
     assert run([*whole.command(), "--repair"]) == 0
     killed = whole.at(tmp_path / "killed")
     process = Forked([*killed.command(), "--repair"])
-    finished = killed.folder / "4_repair/checkpoints/00000.safetensors"
+    finished = killed.folder / "4_repair/checkpoints/00000_ffn"
     assert process.kill_when(finished.exists), process.said()
     assert not (killed.folder / "4_repair/model").exists()
+    marked = json.loads((finished / "repair.json").read_text()) | {"heldout_error": 0.5}
+    (finished / "repair.json").write_text(json.dumps(marked))
     assert run([*killed.command(), "--repair"]) == 0
     assert killed.tensors() == whole.tensors()
+    files = [each.folder / "4_repair/repair.json" for each in (killed, whole)]
+    layers = [json.loads(file.read_text())["layers"] for file in files]
+    assert layers[0] == [marked, *layers[1][1:]], "a layer that was finished is repaired again"
 
 
 def test_what_cannot_be_repaired_is_refused_in_one_line(

@@ -10,14 +10,13 @@ from two_ranks import unloaded_dense
 
 from dotmoe.distributed import fsdp_mesh, full_tensor, local_part
 from dotmoe.finetuning import FinetuneConfig, Finetuning, Student, write_student
-from dotmoe.layout import ALWAYS_ON
 from dotmoe.load import LoadConfig, load_dense
+from dotmoe.models.family import FAMILIES
 from dotmoe.moe.masked import masked_by
 from dotmoe.moe.objective import hidden_states
 from dotmoe.training.loop import train
 from runs import weights_of
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "phi3")
 PLAIN = FinetuneConfig(batch_size=4, micro_batch_size=4)
 WEIGHTS = {"kl": 0.7, "ce": 0.4, "balance": 0.3, "z": 0.2}
 
@@ -40,7 +39,7 @@ def gradients(student):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_all_experts_gradients_are_those_of_the_stock_dense_model(
-    family, tiny_dense, layout, blocks, new_student
+    family, tiny_dense, layout, blocks, new_student, tmp_path
 ):
     folder = tiny_dense(family, tied=family == "llama")
     stock = loaded(folder).model.requires_grad_(True)
@@ -52,21 +51,12 @@ def test_with_all_experts_gradients_are_those_of_the_stock_dense_model(
     )
     loss.backward()
     assert task.accumulate_gradients(0)["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    found = gradients(student)
-    theirs = {name: p.grad for name, p in stock.named_parameters()}
-    for name, gradient in found.items():
-        if ".mlp." not in name:
-            torch.testing.assert_close(gradient, theirs[name], rtol=1e-3, atol=1e-5)
-    for index in range(len(student.ffns)):
-        prefix, neurons = f"model.layers.{index}.mlp", layout.neurons_of_expert(index)
-        if family == "phi3":
-            gate, up = theirs[f"{prefix}.gate_up_proj.weight"].chunk(2)
-        else:
-            gate, up = (theirs[f"{prefix}.{part}_proj.weight"] for part in ("gate", "up"))
-        down = theirs[f"{prefix}.down_proj.weight"].T
-        for part, expected in (("gate", gate), ("up", up), ("down", down)):
-            ours = found[f"{prefix}.{part}_ESD"]
-            torch.testing.assert_close(ours, expected[neurons], rtol=1e-3, atol=1e-5)
+    for parameter in student.trained().values():  # written as weights, they have the stock names
+        parameter.data = parameter.grad
+    write_student(student, layout, tmp_path / "gradients")
+    for name, gradient in weights_of(tmp_path / "gradients").items():
+        theirs = stock.get_parameter(name).grad
+        torch.testing.assert_close(gradient, theirs, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("has_own_teacher", [True, False])
@@ -85,28 +75,24 @@ def test_the_gradient_is_that_of_the_weighted_sum_of_all_losses(
     task = task_of(student, blocks, config, teacher if has_own_teacher else None)
     metrics, found = task.accumulate_gradients(0), gradients(student)
     student.zero_grad()
-    totals = dict.fromkeys(WEIGHTS, 0.0)
-    for tokens in blocks.batch(0, 4, 0).split(2):
+
+    def losses_of(tokens):
         student.routing.losses = []
         logits = logits_of(student, tokens)
         z, balance = student.routing.pop_losses()
         with torch.no_grad():
             wanted = teacher.model(input_ids=tokens).logits.log_softmax(-1).flatten(0, 1)
         ours = logits.log_softmax(-1).flatten(0, 1)
-        losses = {
-            "kl": F.kl_div(ours, wanted, log_target=True, reduction="batchmean"),
-            "ce": F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()),
-            "z": z,
-            "balance": balance,
-        }
-        (sum(WEIGHTS[name] * value for name, value in losses.items()) / 2).backward()
-        for name, value in losses.items():
-            totals[name] += value.item() / 2
-    for name, value in totals.items():
-        assert metrics[name] == pytest.approx(value, rel=1e-4)
-    assert totals["kl"] > 0.01
-    total = sum(WEIGHTS[name] * value for name, value in totals.items())
-    assert metrics["loss"] == pytest.approx(total, rel=1e-4)
+        kl = F.kl_div(ours, wanted, log_target=True, reduction="batchmean")
+        ce = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        return {"kl": kl, "ce": ce, "z": z, "balance": balance}
+
+    first, second = (losses_of(tokens) for tokens in blocks.batch(0, 4, 0).split(2))
+    losses = {name: (first[name] + second[name]) / 2 for name in WEIGHTS}
+    losses["loss"] = sum(weight * losses[name] for name, weight in WEIGHTS.items())
+    losses["loss"].backward()
+    assert metrics == pytest.approx({name: loss.item() for name, loss in losses.items()}, rel=1e-4)
+    assert metrics["kl"] > 0.01
     for name, expected in gradients(student).items():
         torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-5)
 
@@ -116,18 +102,13 @@ def test_the_gradient_is_that_of_the_weighted_sum_of_all_losses(
     [*((each, False) for each in FAMILIES), ("llama", True), ("phi3", True)],
 )
 def test_an_untrained_student_is_the_masked_model_and_written_as_its_checkpoint(
-    family, is_special, tiny_dense, layout, new_student, tmp_path
+    family, is_special, tiny_dense, layout_of, new_student, tmp_path
 ):
     """Also with a tied head, a layer that stays dense and a shared expert."""
-    if is_special:
-        assignment = layout.expert_of_neuron_LN.clone()
-        assignment[0] = ALWAYS_ON
-        assignment[1][assignment[1] == 5] = ALWAYS_ON
-        routers = layout.router_LED[:, :5]
-        layout = replace(layout, expert_of_neuron_LN=assignment, router_LED=routers)
     folder = tiny_dense(family, tied=is_special, dtype="bfloat16")
+    dense, special = loaded(folder), {"shared_size": 24, "dense_layers": 1} if is_special else {}
+    layout = layout_of(dense, 6, active_experts=2, **special)
     student, tokens = new_student(folder, layout=layout), torch.randint(2, 250, (2, 24))
-    dense = loaded(folder)
     with torch.no_grad(), masked_by(dense, layout):
         expected = dense.model(input_ids=tokens).logits
     torch.testing.assert_close(logits_of(student, tokens), expected, rtol=1e-5, atol=5e-5)
@@ -188,12 +169,11 @@ def test_a_backward_pass_that_did_not_fit_leaves_no_trace(
             task = task_of(student, blocks, config)
             if fails:
                 student.ffns[1].register_forward_hook(watch)
+            (tmp_path / str(fails)).mkdir()
             train(task, tmp_path / str(fails))
             assert task.micro_batch_size == size // (2 if fails else 1)
             return {name: full_tensor(p.detach()) for name, p in student.trained().items()}
 
-    (tmp_path / "True").mkdir()
-    (tmp_path / "False").mkdir()
     fitting, halved = trained(size // 2, fails=False), trained(size, fails=True)
     assert all(torch.equal(halved[name], weight) for name, weight in fitting.items())
 
@@ -243,12 +223,7 @@ def test_no_copy_of_the_experts_waits_for_the_backward_pass(tiny_dense, new_stud
     """What a 16-bit product reads of weights that are trained in float32 is made again there."""
     student = new_student(tiny_dense("llama", dtype="bfloat16"), dtype="bfloat16")
     kept = []
-
-    def keep(tensor):
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         loss = logits_of(student, torch.randint(2, 250, (1, 8))).sum()
     assert loss.requires_grad
     (size,) = {w.numel() for ffn in student.ffns for _, w, _ in ffn.weights()}

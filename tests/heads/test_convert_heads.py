@@ -23,23 +23,18 @@ def test_an_alignment_of_both_that_was_stopped_ends_as_one_that_was_not(dense_of
     split = splits_of(BOTH, 96, 4)
     start = calibrate(dense, text, split, CalibrateConfig(calibration_tokens=320), seed=0)
     config = AlignConfig(steps=6, batch_size=2, lr=1e-2, max_epochs=9.0)
-    training = TrainingConfig(checkpoint_every=2)
-
-    class StoppedError(Exception):
-        pass
 
     def stop(step, metrics):
         if step == 5:
-            raise StoppedError
+            raise KeyboardInterrupt
 
     def run(name, **more):
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        given = (dense, text, start, split, config, AssignmentConfig())
-        return align(Alignment(*given, seed=0), folder, training, **more)
+        task = Alignment(dense, text, start, split, config, AssignmentConfig(), seed=0)
+        (tmp_path / name).mkdir(exist_ok=True)
+        return align(task, tmp_path / name, TrainingConfig(checkpoint_every=2), **more)
 
     whole = run("whole")
-    with pytest.raises(StoppedError):
+    with pytest.raises(KeyboardInterrupt):
         run("stopped", on_step=stop)
     again = run("stopped")
     for expected, found in ((whole, again), (whole.beside, again.beside)):
@@ -89,9 +84,9 @@ def test_what_a_run_of_both_leaves_and_what_later_commands_say(both, command, tm
 
 
 REFUSED = {
-    "finetune {run} OUT --train router": "train is router.*--train repair",
-    "export {run} OUT --format gguf": "experts made of heads",
-    "edit {run} --active-experts 2": "cannot be changed",
+    "finetune RUN OUT --train router": "train is router.*--train repair",
+    "export RUN OUT --format gguf": "experts made of heads",
+    "edit RUN --active-experts 2": "cannot be changed",
     "convert embedded OUT --data TEXT --heads-per-expert 2": "targets is ffn",
     "convert embedded OUT --data TEXT --targets both --shared 0.2": "shared expert is for",
     "convert embedded OUT --data TEXT --targets attention --heads-per-expert 4": "divide the 6",
@@ -107,9 +102,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_what_is_not_built_is_refused_in_a_line(line, both, text_file, tmp_path, command):
-    words = [word.format(run=both.folder) for word in line.split()]
-    places = {"OUT": str(tmp_path / "out"), "TEXT": text_file}
-    refused = command(*[places.get(word, word) for word in words])
+    places = {"RUN": both.folder, "OUT": tmp_path / "out", "TEXT": text_file}
+    refused = command(*[places.get(word, word) for word in line.split()])
     assert refused.status == 2, refused.out
     assert re.search(REFUSED[line], refused.refusal()), refused.err
     assert not list(tmp_path.iterdir())

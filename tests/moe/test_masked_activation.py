@@ -6,16 +6,21 @@ import torch.nn.functional as F
 
 from dotmoe.moe.masked import masked_activation
 
-T, N, E = 7, 12, 4
+SHAPE = T, N, E = 7, 12, 4
 
 
-def inputs(dtype=torch.float64, scale=1.0):
-    generator = torch.Generator().manual_seed(0)
-    gate, up, weights = scale * torch.randn(3, T, N, generator=generator, dtype=torch.float64)
-    routing = (torch.rand(T, E, generator=generator) < 0.5).to(torch.float64)
-    assignment = torch.arange(E).repeat_interleave(N // E)[torch.randperm(N, generator=generator)]
-    plan = torch.rand(N, E, generator=generator, dtype=torch.float64)
-    return gate.to(dtype), up.to(dtype), routing, assignment, plan, weights.to(dtype)
+def inputs(dtype=torch.float64, shape=SHAPE, *, scale=1.0, device="cpu"):
+    """Gate, up, mask, assignment, plan and the output's gradient; mask and plan are not 16-bit."""
+    (tokens, neurons, experts), generator = shape, torch.Generator().manual_seed(0)
+    activations = torch.randn(3, tokens, neurons, generator=generator, dtype=torch.float64)
+    gate, up, grad = (scale * activations).to(dtype)
+    routing = torch.rand(tokens, experts, generator=generator) < 0.5
+    order = torch.randperm(neurons, generator=generator)
+    assignment = torch.arange(experts).repeat_interleave(neurons // experts)[order]
+    plan = torch.rand(neurons, experts, generator=generator, dtype=torch.float64)
+    wide = torch.promote_types(dtype, torch.float32)
+    tensors = (gate, up, routing.to(wide), assignment, plan.to(wide), grad)
+    return [tensor.to(device) for tensor in tensors]
 
 
 def written_out(gate, up, routing, assignment, plan):
@@ -30,6 +35,10 @@ def gradients(function, gate, up, routing, assignment, plan, weights):
     out = function(leaves[0], leaves[1], leaves[2], assignment, leaves[3])
     (out * weights).sum().backward()
     return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def in_float64(tensors):
+    return [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 300.0])
@@ -48,18 +57,16 @@ def test_output_is_bit_equal_to_the_operations_one_by_one(dtype):
 
 
 def test_bfloat16_activations_keep_their_dtype_and_float32_routing_its_gradient():
-    gate, up, routing, assignment, plan, weights = inputs(torch.bfloat16)
-    found = gradients(
-        masked_activation, gate, up, routing.float(), assignment, plan.float(), weights
-    )
+    gate, up, routing, *_, weights = tensors = inputs(torch.bfloat16)
+    found = gradients(masked_activation, *tensors)
     assert [t.dtype for t in found] == [torch.bfloat16] * 3 + [torch.float32] * 2
-    wide = [t.double() for t in (gate, up, routing)]
-    expected = gradients(written_out, *wide, assignment, plan, weights.double())
+    expected = gradients(written_out, *in_float64(tensors))
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one.double(), other, rtol=0.03, atol=0.03)
     # The plan's gradient is a float32 sum of what a product of 16-bit tensors rounds to.
     entries = (F.silu(gate) * up * weights).double()
-    torch.testing.assert_close(found[-1].double(), entries.T @ routing, rtol=1e-5, atol=1e-5)
+    sums = entries.T @ routing.double()
+    torch.testing.assert_close(found[-1].double(), sums, rtol=1e-5, atol=1e-5)
 
 
 def test_only_gate_up_and_routing_are_kept_for_the_backward():

@@ -6,14 +6,14 @@ import re
 
 import pytest
 import torch
-from toy_tasks import EVERY_5, Regression, metrics_in, warnings_in
+from toy_tasks import Regression, metrics_in, trained, warnings_in
 
 from dotmoe.cli import message_of
 from dotmoe.errors import UserError
 from dotmoe.files import sha256_of
 from dotmoe.training import loop
 from dotmoe.training.folder import Checkpoints
-from dotmoe.training.loop import TrainingConfig, train
+from dotmoe.training.loop import TrainingConfig
 
 
 def truncate(path):
@@ -24,6 +24,10 @@ def alter(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
+
+
+def names_in(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
 TENSORS, MANIFEST = "__0_0.distcp", "manifest.json"
@@ -40,15 +44,12 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(damage, tmp_path, caplog):
-    whole = Regression()
-    train(whole, tmp_path, EVERY_5)
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["step_00000010", "step_00000012"]
+    whole = trained(tmp_path)
+    assert names_in(tmp_path) == ["step_00000010", "step_00000012"]
     spoil, pattern = DAMAGES[damage]
     spoil(tmp_path / "checkpoints" / "step_00000012")
-    again = Regression()
     with caplog.at_level(logging.WARNING):
-        train(again, tmp_path, EVERY_5)
+        again = trained(tmp_path)
     (warning,) = warnings_in(caplog)
     assert "\n" not in warning
     assert re.search(pattern, warning)
@@ -59,26 +60,24 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(damage, tmp_path
     for checkpoint in (tmp_path / "checkpoints").iterdir():
         spoil(checkpoint)
     with pytest.raises(UserError, match=r"every checkpoint in .* is damaged .*delete"):
-        train(Regression(), tmp_path, EVERY_5)
+        trained(tmp_path)
 
 
 def test_minutes_may_pass_before_the_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "_CHECKPOINT_SECONDS", 0)
-    train(Regression(), tmp_path, TrainingConfig(checkpoint_every=100))
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["step_00000011", "step_00000012"]
+    trained(tmp_path, training=TrainingConfig(checkpoint_every=100))
+    assert names_in(tmp_path) == ["step_00000011", "step_00000012"]
 
 
 def test_what_a_kill_left_half_written_is_not_read_and_goes(tmp_path):
-    train(Regression(), tmp_path, EVERY_5)
+    trained(tmp_path)
     partial = tmp_path / "checkpoints" / ".step_00000015.partial"
     partial.mkdir()
     (partial / TENSORS).write_bytes(b"half")
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.newest().name == "step_00000012"
     checkpoints.save(13, {"a": torch.ones(2)}, {"step": 13})
-    names = sorted(path.name for path in checkpoints.folder.iterdir())
-    assert names == ["step_00000012", "step_00000013"]
+    assert names_in(tmp_path) == ["step_00000012", "step_00000013"]
 
 
 class Growing(Regression):
@@ -95,11 +94,11 @@ def test_a_full_disk_loses_no_checkpoint(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(OSError, match="cut short") as error:
-            train(Growing(), tmp_path, EVERY_5)
+            trained(tmp_path, task=Growing())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert message_of(error.value).startswith("the disk is full")
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000005"]
+    assert names_in(tmp_path) == ["step_00000005"]
     assert Checkpoints(tmp_path).newest().name == "step_00000005"
     assert [line["step"] for line in metrics_in(tmp_path)] == list(range(1, 11))
 

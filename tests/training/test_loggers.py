@@ -1,17 +1,16 @@
 """Logs. Oracles: TensorBoard's own reader, and a package that stands in for wandb."""
 
-import json
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from toy_tasks import SCHEDULE, Regression, interrupt
+from toy_tasks import SCHEDULE, interrupt, lines_in, trained
 
 from dotmoe.config import recipe
 from dotmoe.errors import UserError
 from dotmoe.options import check
-from dotmoe.training.loop import TrainingConfig, train
+from dotmoe.training.loop import TrainingConfig
 
 
 @pytest.fixture
@@ -34,9 +33,9 @@ def run_twice(folder, log_to):
     """Interrupted after 8 steps, of which 5 are in the checkpoint; then to the end."""
     config = TrainingConfig(checkpoint_every=5, log_to=log_to)
     with pytest.raises(KeyboardInterrupt):
-        train(Regression({8: interrupt}), folder, config)
-    train(Regression(), folder, config)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        trained(folder, {8: interrupt}, config)
+    trained(folder, training=config)
+    return lines_in(folder)
 
 
 def test_tensorboard_has_every_step_once(tmp_path):

@@ -5,12 +5,11 @@ import signal
 
 import pytest
 import torch
-from toy_tasks import Regression, metrics_in
+from toy_tasks import metrics_in, trained
 
 from dotmoe.cli import run
 from dotmoe.errors import Interrupted
 from dotmoe.training.folder import Checkpoints
-from dotmoe.training.loop import train
 
 
 @pytest.fixture(autouse=True)
@@ -36,21 +35,18 @@ def test_a_signal_ends_the_step_and_the_run_goes_on_bit_identical(signum, tmp_pa
     handler = signal.getsignal(signum)
     said = f"^{signum.name} stopped it after step 7, now saved$"
     with pytest.raises(Interrupted, match=said) as stopped:
-        train(Regression({6: stopped_by(signum)}), tmp_path)
+        trained(tmp_path, {6: stopped_by(signum)})
     assert stopped.value.signum == signum
     assert signal.getsignal(signum) == handler
     assert [line["step"] for line in metrics_in(tmp_path)] == list(range(1, 8))
     assert Checkpoints(tmp_path).newest().name == "step_00000007"
-    resumed, whole = Regression({6: stopped_by(signum)}), Regression()
-    train(resumed, tmp_path)
-    (tmp_path / "whole").mkdir()
-    train(whole, tmp_path / "whole")
-    assert torch.equal(resumed.weight, whole.weight)
+    resumed = trained(tmp_path, {6: stopped_by(signum)})  # a step that is not taken again
+    assert torch.equal(resumed.weight, trained(tmp_path / "whole").weight)
 
 
 def test_a_second_sigint_interrupts_at_once(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        train(Regression({2: stopped_by(signal.SIGINT, signal.SIGINT)}), tmp_path)
+        trained(tmp_path, {2: stopped_by(signal.SIGINT, signal.SIGINT)})
     assert [line["step"] for line in metrics_in(tmp_path)] == [1, 2]
     assert Checkpoints(tmp_path).newest() is None
 

@@ -7,11 +7,11 @@ import math
 
 import pytest
 import torch
-from toy_tasks import EVERY_5, SCHEDULE, Regression, interrupt, metrics_in, warnings_in
+from toy_tasks import SCHEDULE, Regression, interrupt, metrics_in, trained, warnings_in
 
 from dotmoe.errors import UserError
 from dotmoe.training import loop
-from dotmoe.training.loop import LossWatch, TrainingConfig, adamw, train
+from dotmoe.training.loop import LossWatch, TrainingConfig, adamw
 
 SKIP = TrainingConfig(checkpoint_every=5, on_bad_loss="skip")
 
@@ -38,7 +38,7 @@ PATTERNS = {
 @pytest.mark.parametrize("event", PATTERNS)
 def test_a_bad_loss_stops_and_names_the_last_checkpoint(event, tmp_path):
     with pytest.raises(UserError, match=PATTERNS[event]) as error:
-        train(Regression({11: event}), tmp_path, EVERY_5)
+        trained(tmp_path, {11: event})
     assert "\n" not in str(error.value)
     assert f"last good one is {tmp_path / 'checkpoints' / 'step_00000010'}" in str(error.value)
     assert "--on-bad-loss skip" in str(error.value)
@@ -53,9 +53,8 @@ def test_a_skipped_batch_leaves_everything_as_it_was(event, tmp_path, caplog):
         weights.append(task.weight.detach().clone())
         return event(task, metrics) if len(weights) == 1 else None
 
-    task = Regression({9: watched, 10: watched})
     with caplog.at_level(logging.WARNING):
-        train(task, tmp_path, SKIP)
+        task = trained(tmp_path, {9: watched, 10: watched}, SKIP)
     assert torch.equal(*weights)
     assert task.seen == SCHEDULE.steps - 1
     (warning,) = warnings_in(caplog)
@@ -66,8 +65,8 @@ def test_a_skipped_batch_leaves_everything_as_it_was(event, tmp_path, caplog):
 def test_skipping_and_resuming_counts_on(tmp_path):
     bad = {4: not_a_number, 6: not_a_number}
     with pytest.raises(KeyboardInterrupt):
-        train(Regression({**bad, 8: interrupt}), tmp_path, SKIP)
-    train(Regression(bad), tmp_path, SKIP)
+        trained(tmp_path, {**bad, 8: interrupt}, SKIP)
+    trained(tmp_path, bad, SKIP)
     lines = metrics_in(tmp_path)
     assert [line["skipped"] for line in lines] == [0] * 4 + [1] * 2 + [2] * 6
     assert lines[4]["loss"] is None
@@ -75,11 +74,9 @@ def test_skipping_and_resuming_counts_on(tmp_path):
 
 def test_too_many_skipped_in_a_row_stop(tmp_path):
     few = TrainingConfig(on_bad_loss="skip", max_skipped=2)
-    train(Regression({3: not_a_number, 4: not_a_number, 6: not_a_number}), tmp_path, few)
-    (tmp_path / "more").mkdir()
-    bad = dict.fromkeys((3, 4, 5), not_a_number)
+    trained(tmp_path / "few", dict.fromkeys((3, 4, 6), not_a_number), few)
     with pytest.raises(UserError, match=r"at step 6.* 2 batches before it were skipped in a row"):
-        train(Regression(bad), tmp_path / "more", few)
+        trained(tmp_path / "more", dict.fromkeys((3, 4, 5), not_a_number), few)
 
 
 def test_the_rule_for_an_explosion():
@@ -100,32 +97,10 @@ def test_the_rule_for_an_explosion():
 # --- out of memory
 
 
-class Hungry(Regression):
-    """Of 8 rows more than `fits` at once do not fit from step 3 on."""
-
-    def __init__(self, size, fits):
-        super().__init__()
-        self.micro_batch_size, self.fits = size, fits
-
-    def accumulate_gradients(self, step):
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-        self.seen = self.seen + 1
-        total = 0.0
-        for rows in x.split(self.micro_batch_size):
-            loss = (rows @ self.weight - rows.sum(dim=1)).square().sum() / 8
-            loss.backward()
-            if step >= 3 and self.micro_batch_size > self.fits:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
-            total += loss.item()
-        return {"loss": total}
-
-
 def test_the_micro_batch_that_fits_is_found_and_said(tmp_path, caplog):
-    task, fitting = Hungry(8, 2), Hungry(2, 2)
     with caplog.at_level(logging.WARNING):
-        train(task, tmp_path)
-    (tmp_path / "fitting").mkdir()
-    train(fitting, tmp_path / "fitting")
+        task = trained(tmp_path / "halved", task=Regression(fits=2))
+    fitting = trained(tmp_path / "fitting", task=Regression(micro_batch_size=2))
     assert warnings_in(caplog) == [
         f"out of memory at step 4: micro_batch_size is {size} from here on" for size in (4, 2)
     ]
@@ -136,40 +111,19 @@ def test_the_micro_batch_that_fits_is_found_and_said(tmp_path, caplog):
 def test_where_nothing_fits_that_is_said(tmp_path):
     """The command line names the options: see `message_of`."""
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 2 GiB"):
-        train(Hungry(8, 0), tmp_path)
+        trained(tmp_path, task=Regression(fits=0))
 
 
-def test_moments_are_in_memory_before_the_first_batch(tmp_path, monkeypatch):
+def test_moments_are_in_memory_before_the_first_batch():
     """So that the micro-batch is halved until it fits beside them."""
-    made, moments = [], []
-
-    def remembered(task):
-        made.append(adamw(task))
-        return made[0]
-
-    def look(task, metrics):
-        moments.append(made[0].state[task.weight]["exp_avg_sq"].numel())
-
-    monkeypatch.setattr(loop, "adamw", remembered)
-    train(Regression({0: look}), tmp_path)
-    assert moments == [4]
+    optimizer = adamw(task := Regression())
+    assert optimizer.state[task.weight]["exp_avg_sq"].shape == task.weight.shape
 
 
 def test_the_place_is_looked_for_by_all_ranks_together(tmp_path, monkeypatch):
     """Finding it communicates, and what may fail on one rank alone must not."""
-    alone, places = [], []
-
-    def on_each(make):
-        alone.append(True)
-        result = make()
-        alone.pop()
-        return result
-
-    def place(optimizer):
-        places.append(bool(alone))
-        return "somewhere"
-
-    monkeypatch.setattr(loop, "raise_on_all_ranks", on_each)
-    monkeypatch.setattr(loop, "_worst_place", place)
-    train(Regression({3: not_a_number}), tmp_path, SKIP)
-    assert places == [False]
+    calls = []
+    monkeypatch.setattr(loop, "raise_on_all_ranks", lambda make: calls.append("apart") or make())
+    monkeypatch.setattr(loop, "_worst_place", lambda optimizer: calls.append("together"))
+    trained(tmp_path, {3: not_a_number}, SKIP)
+    assert calls == ["together", "apart"]

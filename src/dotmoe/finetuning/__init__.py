@@ -29,7 +29,7 @@ from dotmoe.distributed import (
 from dotmoe.files import write_json
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, fill_own_rows, is_sharded, load_dense, resolved_dtype
-from dotmoe.models.family import DenseModel, compute_constants, meta_model
+from dotmoe.models.family import DenseModel, compute_constants, meta_model, num_parameters
 from dotmoe.moe.masked import recomputing
 from dotmoe.moe.objective import (
     Objective,
@@ -105,21 +105,25 @@ class Student(nn.Module):
             surrogate=config.surrogate,
             surrogate_temperature=config.surrogate_temperature,
         )
-        self.dense = dense
-        self.model: Any = dense.model
+        model: Any = dense.model
+        self.dense, self.model = dense, model
         self.ffns = tuple(make_sparse(dense, layout, self.routing))
-        self.model.requires_grad_(config.train == "everything")
-        self.tuner = _with_adapters(self.model, config) if config.train == "lora" else None
+        model.requires_grad_(config.train == "everything")
+        self.tuner = _with_adapters(model, config) if config.train == "lora" else None
         if config.train == "everything":
-            self.model.float()
+            model.float()
         for ffn in self.ffns:
             ffn.router.requires_grad_(True)
         if ranks.size() > 1 or dtype != torch.float32:  # else there is nothing to divide or to cast
             self._divide(ranks, dtype)
-        self._allocate(device)
+        # As nn.Module.to_empty does, which would empty buffers and routers, too.
+        self._apply(  # type: ignore[no-untyped-call]
+            lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+        )
+        model.tie_weights()
         with torch.no_grad():
             self._read(tensors, stored, layout)
-            _start_adapters(self.model, seed)
+            _start_adapters(model, seed)
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Parameters that are trained, by name."""
@@ -140,14 +144,6 @@ class Student(nn.Module):
             if isinstance(module, FSDPModule):  # ranks have parts of a batch: sums, no means
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo has nothing else
-
-    def _allocate(self, device: torch.device) -> None:
-        """Make room for this rank's rows of what is on the meta device."""
-        # As nn.Module.to_empty does, which would empty buffers and routers, too.
-        self._apply(  # type: ignore[no-untyped-call]
-            lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-        )
-        self.model.tie_weights()
 
     def _read(self, tensors: Tensors, stored: set[str], layout: ExpertLayout) -> None:
         """Read this rank's rows; of an FFN projection, any neuron of which may be one, all."""
@@ -198,9 +194,9 @@ def _start_adapters(model: nn.Module, seed: int) -> None:
 
 
 class Finetuning(Objective):
-    """The sparse model as a student of the text, and of the dense model if that is wanted.
+    """The sparse model as a student of the text and, with a `kl_weight`, of the dense model.
 
-    Without a `teacher` the model is its own: with all experts on, without routers and adapters.
+    Without a `teacher` that is the student itself with all experts on, without routers or adapters.
     """
 
     config: FinetuneConfig
@@ -227,24 +223,24 @@ class Finetuning(Objective):
         return groups + ([{"params": weights, "lr": self.config.lr}] if weights else [])
 
     def teacher(self, tokens_BT: Tensor) -> Taught | None:
-        """What a second copy of the dense model says."""
+        """Output of a second copy of the dense model, if there is one."""
         if self.own_teacher is None:
             return None
         with torch.no_grad():
             return hidden_states(self.own_teacher, tokens_BT), head_of(self.own_teacher)
 
     def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
-        """All of it is one call of the student, so that FSDP gathers embedding and head once."""
+        """See `Objective`; one call of the student: FSDP gathers embedding and head once."""
 
         def forward() -> dict[str, Tensor]:
-            itself, tuner = taught, self.model.tuner
-            if taught is None and self.config.kl_weight:
+            by_teacher, tuner = taught, self.model.tuner
+            if by_teacher is None and self.config.kl_weight:
                 if tuner is not None:
                     tuner.disable_adapter_layers()
-                itself = super(Finetuning, self).teacher(tokens_BT)
+                by_teacher = super(Finetuning, self).teacher(tokens_BT)
                 if tuner is not None:
                     tuner.enable_adapter_layers()
-            return super(Finetuning, self).losses(tokens_BT, itself)
+            return super(Finetuning, self).losses(tokens_BT, by_teacher)
 
         losses: dict[str, Tensor] = self.model(forward)
         return losses
@@ -296,12 +292,12 @@ def finetune(
     raise_on_all_ranks(lambda: require_trainable(dtype))
     # Weights, gradients and two moments in float32 are 16 bytes for each that is trained.
     num_bytes = 16 if config.train == "everything" else Tensors.of(dense).dtype.itemsize
-    num_bytes *= sum(p.numel() for p in dense.model.parameters())
+    num_bytes *= num_parameters(dense.model)
     shard = num_ranks() > 1 and is_sharded(load.sharding, num_bytes, device)
     teacher = None
     if config.kl_weight > 0 and (config.train == "everything" or origin is not None):
-        sharding: Literal["shard", "replicate"] = "shard" if shard else "replicate"
-        teacher = load_dense((origin or dense).source, replace(load, sharding=sharding))
+        how = replace(load, sharding="shard" if shard else "replicate")
+        teacher = load_dense((origin or dense).source, how)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     with fsdp_mesh(device, shard=shard) as ranks:
@@ -368,14 +364,14 @@ def _by_layers(dense: DenseModel) -> Iterator[dict[str, Tensor]]:
     rest: dict[str, Tensor] = dict(dense.model.named_parameters())
     for index, layer in enumerate(dense.family.layers(dense.model)):
         prefix, ffn = f"model.layers.{index}.", layer.get_submodule("mlp")
-        own = {name: rest.pop(name) for name in list(rest) if name.startswith(prefix)}
+        parts = {name: rest.pop(name) for name in list(rest) if name.startswith(prefix)}
         if isinstance(ffn, SparseFFN):
-            own = {name: p for name, p in own.items() if not name.startswith(f"{prefix}mlp.")}
+            parts = {name: p for name, p in parts.items() if not name.startswith(f"{prefix}mlp.")}
             for projection, rows_ND in ffn.dense_rows().items():
-                part = dense.family.ffn_tensor(index, projection)
-                name = dense.family.stored(dense.config, part).stored
+                plain_name = dense.family.ffn_tensor(index, projection)
+                name = dense.family.stored(dense.config, plain_name).stored
                 weight = rows_ND.T if projection == "down" else rows_ND
                 # Of a fused projection, the gate's rows come first.
-                own[name] = torch.cat([own[name], weight]) if name in own else weight
-        yield own
+                parts[name] = torch.cat([parts[name], weight]) if name in parts else weight
+        yield parts
     yield rest

@@ -1,7 +1,7 @@
 """Repair: W_down and W_O refitted under the masks in closed form, then FFNs trained, by layers."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch.func import functional_call
 from dotmoe.checkpoint import Tensors, tensor_files
 from dotmoe.data import TokenBlocks
 from dotmoe.errors import UserError
-from dotmoe.files import read_json, write_json
+from dotmoe.files import complete_folder, read_json, write_json
 from dotmoe.finetuning import LAYOUT, MODEL, begin_checkpoint
 from dotmoe.granularity import Granularity, parts_of
 from dotmoe.layout import ExpertLayout
@@ -26,8 +26,8 @@ from dotmoe.options import at_least
 from dotmoe.progress import Update, no_update
 from dotmoe.training.loop import cosine_with_warmup
 
-FIGURES = "repair.json"
-"""What `repair` returns, in the stage's folder."""
+FIGURES, _WEIGHTS = "repair.json", "weights.safetensors"
+"""Of the stage what `repair` returns, of a checkpoint the figures of its layer; and its weights."""
 RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
 """Penalties that are tried, as shares of the mean diagonal of the Gram matrix."""
 _TOKENS_AN_INPUT, _HELD_OUT, _LARGEST_WEIGHT = 40, 8, 10.0
@@ -150,44 +150,44 @@ def repair(
     config.require(layout.granularity)
     streams = _Streams(dense, layout, blocks, config)
     parameters, stored = dict(dense.model.named_parameters()), Tensors.of(dense)
-    finished = folder / "checkpoints"
-    finished.mkdir(parents=True, exist_ok=True)
     changed, figures = dict[str, Path](), list[dict[str, Any]]()
     for index in range(layout.num_layers):
         streams.advance_dense(index)
         if index not in layout.moe_layers:
             continue
-        own = dict[str, Tensor]()
+        originals = dict[str, Tensor]()
         with masked(dense, streams.maskings, only=[index]):
             for masking in reversed(streams.maskings):  # attention is before the FFN
                 target = TARGETS[masking.target]
-                of_heads = {"target": target.name} if target.name == "attention" else {}
-                file = finished / f"{index:05d}{'_attention' if of_heads else ''}.safetensors"
-                if not file.is_file():
-                    weights, found = streams.repaired(index, masking)
-                    write_json(file.with_suffix(".json"), {"layer": index, **of_heads, **found})
+                checkpoint = folder / "checkpoints" / f"{index:05d}_{target.name}"
+                if not checkpoint.is_dir():
+                    weights, of_layer = streams.repaired(index, masking)
+                    if target.name == "attention":
+                        of_layer = {"target": target.name, **of_layer}
                     dtype = stored.describe(target.output_tensor(index))[1]
                     prefix = f"model.layers.{index}.{target.module}"
                     tensors = {
                         f"{prefix}.{name}": weight.to(dtype).cpu().contiguous()
                         for name, weight in weights.items()
                     }
-                    save_file(tensors, file.with_suffix(".partial"))
-                    file.with_suffix(".partial").replace(file)
-                figures.append(read_json(file.with_suffix(".json")))
-                for name, weight in load_file(file).items():
-                    own[name], changed[name] = parameters[name].data, file
-                    parameters[name].data = weight.to(own[name])
+                    with complete_folder(checkpoint) as partial_folder:
+                        save_file(tensors, partial_folder / _WEIGHTS)
+                        write_json(partial_folder / FIGURES, {"layer": index, **of_layer})
+                figures.append(read_json(checkpoint / FIGURES))
+                for name, weight in load_file(checkpoint / _WEIGHTS).items():
+                    originals[name] = parameters[name].data
+                    parameters[name].data = weight.to(originals[name])
+                    changed[name] = checkpoint / _WEIGHTS
             streams.converted.advance(index)
-        for name, weight in own.items():
+        for name, weight in originals.items():
             parameters[name].data = weight
         on_progress(index + 1, layout.num_layers, f"error {figures[-1]['heldout_error']:.3f}")
     _write(dense, changed, folder / MODEL)
     layout.save(folder / LAYOUT)
     served = [*config.repair_active_experts] or [part.active_experts for part in parts_of(layout)]
-    made = {"tokens": streams.num_tokens, "active_experts": served, "layers": figures}
-    write_json(folder / FIGURES, made)
-    return made
+    record = {"tokens": streams.num_tokens, "active_experts": served, "layers": figures}
+    write_json(folder / FIGURES, record)
+    return record
 
 
 class _Streams:
@@ -230,6 +230,7 @@ class _Streams:
         names in it; and the layer's figures.
         """
         target, layer, own_k = TARGETS[masking.target], self._layers[index], masking.active_experts
+        ks = self._config.repair_active_experts or (own_k,)
         is_ffn = target.name == "ffn"
         is_trained = is_ffn and self._config.repair_epochs > 0
         norm, output = self._norm(index, target), target.output(layer)
@@ -244,7 +245,7 @@ class _Streams:
         )
         places = {0: target.block(layer), 1: self._after_attention(index)}
         with tap, watched(places, seen.__setitem__):
-            for masking.active_experts in self._config.repair_active_experts or (own_k,):
+            for masking.active_experts in ks:
                 for part in self._parts:
                     behind_BTD = self.converted.after(index, part)
                     reached_BTD = behind_BTD if is_ffn else seen[1]
@@ -260,30 +261,33 @@ class _Streams:
                         missing_TD, scale_T = _before_norm(missing_TD, product_TD, norm)
                         weight_T = weight_T / scale_T.square()
                     sums[part.start >= self._num_fitted].add(hidden_TN, missing_TD, weight_T)
-        masking.active_experts = own_k
-        change_ND, found = refit(*sums, whole=not is_trained)
+        change_ND, figures = refit(*sums, whole=not is_trained)
         weights = {f"{target.output_name}.weight": output.weight.double() + change_ND.T}
         if is_trained:
             x_TD, wanted_TD = (torch.cat([*parts.values()]) for parts in (inputs, wanted))
-            tokens = x_TD, wanted_TD, weight_BT.flatten()
-            weights, found["trained_error"] = self._trained(index, masking, weights, *tokens)
-        return weights, found
+            weights, figures["trained_error"] = self._trained(
+                index, masking, ks, weights, x_TD, wanted_TD, weight_BT.flatten()
+            )
+        masking.active_experts = own_k
+        return weights, figures
 
     def _trained(
         self,
         index: int,
         masking: Masking,
+        ks: Sequence[int],
         refitted: Mapping[str, Tensor],
         x_TD: Tensor,
         wanted_TD: Tensor,
         weight_T: Tensor,
     ) -> tuple[dict[str, Tensor], float]:
-        """An FFN's weights, trained where held-out tokens gain, and what is left of their error."""
-        ffn, own_k = TARGETS["ffn"].block(self._layers[index]), masking.active_experts
-        norm = self._norm(index, TARGETS["ffn"])
-        ks = self._config.repair_active_experts or (own_k,)
-        own = {name: weight.float() for name, weight in ffn.named_parameters()}
-        start = own | {name: weight.float() for name, weight in refitted.items()}
+        """An FFN's weights, trained where held-out tokens gain, and what is left of their error.
+
+        Steps take the `ks` in turn, and leave the last of them in `masking`.
+        """
+        ffn, norm = TARGETS["ffn"].block(self._layers[index]), self._norm(index, TARGETS["ffn"])
+        dense = {name: weight.float() for name, weight in ffn.named_parameters()}
+        start = dense | {name: weight.float() for name, weight in refitted.items()}
         trained = {name: nn.Parameter(weight.clone()) for name, weight in start.items()}
         num = self._num_fitted * self._dense.hidden_BTD.shape[1]
 
@@ -294,11 +298,10 @@ class _Streams:
             return (square_T * weight_T[rows_T.to(self._device)]).sum()
 
         def heldout_error(weights: Mapping[str, Tensor]) -> float:
-            left = 0.0
+            total, parts = 0.0, torch.split(torch.arange(num, len(x_TD)), TOKENS_AT_ONCE)
             for masking.active_experts in ks:
-                parts = torch.split(torch.arange(num, len(x_TD)), TOKENS_AT_ONCE)
-                left += sum(float(error(weights, rows_T)) for rows_T in parts)
-            return left
+                total += sum(float(error(weights, rows_T)) for rows_T in parts)
+            return total
 
         groups = [
             {"params": p, "lr": _RATE * float(p.detach().square().mean().sqrt())}
@@ -320,11 +323,10 @@ class _Streams:
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-        before, refit_left = heldout_error(own), heldout_error(start)
-        trained_left = heldout_error(trained)
-        masking.active_experts = own_k
-        kept = trained if trained_left < refit_left else start
-        left = min(refit_left, trained_left) / (before or 1.0)
+        of_dense, of_refit = heldout_error(dense), heldout_error(start)
+        of_trained = heldout_error(trained)
+        kept = trained if of_trained < of_refit else start
+        left = min(of_refit, of_trained) / (of_dense or 1.0)
         return {name: weight.detach() for name, weight in kept.items()}, left
 
     def _norm(self, index: int, target: Target) -> nn.Module:

@@ -22,22 +22,22 @@ from dotmoe.moe.router import Routing, kernels_for, router_logits
 def watched(
     modules: Mapping[int, nn.Module], look: Callable[[int, Tensor], Tensor | None]
 ) -> Iterator[None]:
-    """Inside, `look` sees number and input of each module before it runs, and may replace it."""
+    """Inside, each module first calls `look` with its number and input, and may get another."""
 
-    def show(number: int, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        seen = look(number, args[0] if args else kwargs["hidden_states"])
-        return None if seen is None else ((seen, *args[1:]), kwargs)
+    def before_forward(number: int, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        replaced = look(number, args[0] if args else kwargs["hidden_states"])
+        return None if replaced is None else ((replaced, *args[1:]), kwargs)
 
     with ExitStack() as hooks:
         for number, module in modules.items():
-            hook = module.register_forward_pre_hook(partial(show, number), with_kwargs=True)
-            hooks.enter_context(hook)
+            hook = partial(before_forward, number)
+            hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
 
 
 @contextmanager
 def computing(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, each module computes by that function in place of its `forward`."""
+    """Inside, each module runs the function given for it in place of its `forward`."""
     before = {module: vars(module).get("forward") for module in forwards}
     try:
         for module, forward in forwards.items():
@@ -54,8 +54,9 @@ def computing(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
 def recomputing(dense: DenseModel, enabled: bool = True) -> AbstractContextManager[None]:
     """Inside, if `enabled`, each layer keeps its input only and runs again in the backward pass."""
     layers = list(dense.family.layers(dense.model)) if enabled else []
-    again = {layer: partial(checkpoint, layer.forward, use_reentrant=False) for layer in layers}
-    return computing(again)
+    return computing(
+        {layer: partial(checkpoint, layer.forward, use_reentrant=False) for layer in layers}
+    )
 
 
 @dataclass(kw_only=True)
@@ -85,15 +86,14 @@ class Masking(Routing):
 
 
 def masked_ffn(
-    dense: Callable[..., Any], projections: GatedFFN, masking: Masking, index: int, x: Tensor
+    dense: Callable[..., Tensor], projections: GatedFFN, masking: Masking, index: int, x: Tensor
 ) -> Tensor:
     """Map [..., D] to [..., D]: (H * (R M^T)) W_down, only k experts' neurons contribute.
 
     `dense` computes where masking is off; `index` is that of the layer, from the first split one.
     """
     if not masking.enabled:
-        unmasked: Tensor = dense(x)
-        return unmasked
+        return dense(x)
     x_TD = x.reshape(-1, x.shape[-1])
     gate_TN, up_TN = projections.gate(x_TD), projections.up(x_TD)
     masked_TN = masked_activation(gate_TN, up_TN, *masking.of_layer(index, x_TD))
@@ -109,7 +109,7 @@ def masked_attention(
     hidden_states: Tensor,
     **kwargs: Any,
 ) -> Any:
-    """As attention, of which all heads compute, and those of k experts reach W_O.
+    """Attention in which all heads compute, and W_O reads those of k experts alone.
 
     That is eq:moe_output with the concatenated outputs of the heads as H (sec:attention_moe).
     """
@@ -194,8 +194,8 @@ def gated(
 ) -> Iterator[None]:
     """Inside, `dense.model` multiplies each neuron by the gate of its expert; no router is asked.
 
-    `experts` has the expert of each neuron of the layers that are split. `gate` is given the number
-    of one, its FFN's input [T, D] and hidden activations [T, N], and gives the gates, [T, E].
+    `experts` has the expert of each neuron of the split layers. `gate` takes the number of a layer,
+    the input [T, D] of its FFN and the hidden activations [T, N], and returns the gates, [T, E].
     """
     layers, inputs = dense.family.layers(dense.model), dict[int, Tensor]()
 

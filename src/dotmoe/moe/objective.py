@@ -114,7 +114,7 @@ def require_trainable(dtype: torch.dtype) -> None:
 class Objective:
     """The task that the training loop runs: the gradient of eq:total_loss over a batch.
 
-    `dense` is the model that is trained, or under whose weights something is, and `routings` say
+    `dense` is the model that is trained, or whose frozen weights the student uses; `routings` say
     how each target routes. A subclass says what the student is: `begin`, `end` and `teacher`.
     """
 
@@ -137,7 +137,7 @@ class Objective:
         return {}
 
     def end(self) -> None:
-        """Pass on gradients when all micro-batches have left theirs."""
+        """Complete the gradients after the last micro-batch."""
 
     def accumulate_gradients(self, step: int) -> Metrics:
         """Gradient of eq:total_loss over one batch, and its losses.
@@ -163,7 +163,7 @@ class Objective:
         return dict(zip([*metrics, *sums], figures.tolist(), strict=True))
 
     def teacher(self, tokens_BT: Tensor) -> Taught | None:
-        """What the dense model says, if its own weights are the student's: with routing off."""
+        """Output of the dense model where the student has its weights: that with routing off."""
         self._route(False)
         with torch.no_grad():
             hidden_TD = hidden_states(self.dense, tokens_BT)
@@ -176,8 +176,8 @@ class Objective:
         for routing in self.routings:
             routing.losses = []
         distilled, kl, ce = self.distil(self.hidden(tokens_BT), taught, tokens_BT)
-        of_targets = (routing.pop_losses() for routing in self.routings)
-        z, balance = (torch.stack(each).sum() for each in zip(*of_targets, strict=True))
+        router_losses = (routing.pop_losses() for routing in self.routings)
+        z, balance = (torch.stack(each).sum() for each in zip(*router_losses, strict=True))
         total = distilled + config.z_loss_weight * z + config.balance_weight * balance
         return {"loss": total, "kl": kl, "ce": ce, "z": z, "balance": balance}
 

@@ -71,30 +71,30 @@ class SparseFFN(nn.Module):
         return zip(("gate", "up", "down"), experts, shared, strict=True)
 
     def dense_rows(self) -> dict[str, Tensor]:
-        """gate, up and (transposed) down of the dense FFN now, [N, D] each; all ranks must ask."""
+        """Gate, up and (transposed) down of the dense FFN, [N, D] each; all ranks must call it."""
         order = torch.cat([self.neurons_ES.flatten(), self.shared_M]).argsort()
-        found = {}
+        weights = {}
         for name, experts, shared in self.weights():
             rows_ND = full_tensor(experts.detach()).flatten(0, 1)
             if shared is not None:
                 rows_ND = torch.cat([rows_ND, full_tensor(shared.detach())])
-            found[name] = rows_ND[order.to(rows_ND.device)]
-        return found
+            weights[name] = rows_ND[order.to(rows_ND.device)]
+        return weights
 
 
 def make_sparse(dense: DenseModel, layout: ExpertLayout, routing: Routing) -> list[SparseFFN]:
     """Replace every split FFN of `dense.model` by its experts, for good: the new FFNs in order."""
-    layers, made = dense.family.layers(dense.model), list[SparseFFN]()
+    layers, ffns = dense.family.layers(dense.model), list[SparseFFN]()
     for index in layout.moe_layers:
-        made.append(SparseFFN(dense.family.ffn(layers[index]), layout, index, routing))
-        layers[index].mlp = made[-1]
-    return made
+        ffns.append(SparseFFN(dense.family.ffn(layers[index]), layout, index, routing))
+        layers[index].mlp = ffns[-1]
+    return ffns
 
 
 def mean_where_unknown(mask_TE: Float[Tensor, "T E"]) -> None:
-    """From here on the gradient of the mask is set, where it is 0, to the mean over where it is 1.
+    """Set the mask's gradient where the mask is 0 to the mean gradient over where it is 1.
 
-    The output of an expert that did not run is not known. With 0 in its place the chosen ones would
+    The output of an expert that did not run is unknown. With a gradient of 0 the chosen ones would
     rise for ever, since running an expert lowers the loss more often than not, and routing would
     collapse. With the mean a chosen one rises or falls by how it compares with the other chosen.
     """
@@ -103,9 +103,9 @@ def mean_where_unknown(mask_TE: Float[Tensor, "T E"]) -> None:
     hard_TE = mask_TE.detach()
 
     def fill(grad_TE: Tensor) -> Tensor:
-        known = grad_TE * hard_TE
-        mean = known.sum(dim=1, keepdim=True) / hard_TE.sum(dim=1, keepdim=True)
-        return known + (1 - hard_TE) * mean
+        chosen_TE = grad_TE * hard_TE
+        mean_T1 = chosen_TE.sum(dim=1, keepdim=True) / hard_TE.sum(dim=1, keepdim=True)
+        return chosen_TE + (1 - hard_TE) * mean_T1
 
     mask_TE.register_hook(fill)  # type: ignore[no-untyped-call]
 

@@ -62,9 +62,14 @@ class Checkpoints:
         Plain tensors and values are equal on all ranks; of a DTensor each rank writes its part.
         Where that fails (`OSError`: the disk is full) nothing is left of it, and the others stay.
         """
-        final = self.folder / f"step_{step:08d}"
         with ExitStack() as writing:
-            partial = broadcast_from_rank_zero(lambda: self._begin(final, writing))
+
+            def begin() -> Path:
+                for half_written in self.folder.glob(".step_*"):  # by a process that was killed
+                    remove(half_written)
+                return writing.enter_context(complete_folder(self.folder / f"step_{step:08d}"))
+
+            partial = broadcast_from_rank_zero(begin)
             try:
                 save(dict(tensors), storage_writer=FileSystemWriter(partial))
             except CheckpointException as error:
@@ -86,7 +91,7 @@ class Checkpoints:
         All ranks, in any number; None where there is no checkpoint. A `UserError` says that all are
         damaged, or hold other tensors.
         """
-        if (newest := self.newest()) is None:
+        if (newest := broadcast_from_rank_zero(self.newest)) is None:
             return None
         try:
             with torch.no_grad():
@@ -100,19 +105,6 @@ class Checkpoints:
         return values
 
     def newest(self) -> Path | None:
-        """The newest that is whole, the same on all ranks; see `load`."""
-        return broadcast_from_rank_zero(self._newest)
-
-    def _begin(self, final: Path, writing: ExitStack) -> Path:
-        """A folder that becomes `final` when `writing` ends; what a kill left half-written goes."""
-        for left in self.folder.glob(".step_*"):
-            remove(left)
-        return writing.enter_context(complete_folder(final))
-
-    def _newest_first(self) -> list[Path]:
-        return sorted(self.folder.glob("step_*"), reverse=True)
-
-    def _newest(self) -> Path | None:
         """The newest that is whole; damaged ones above it, whose steps are taken again, go."""
         damaged = dict[Path, str]()
         for path in self._newest_first():
@@ -132,6 +124,9 @@ class Checkpoints:
                 "Restore one from a copy, or delete that folder to start the stage again."
             )
         return None
+
+    def _newest_first(self) -> list[Path]:
+        return sorted(self.folder.glob("step_*"), reverse=True)
 
 
 def _cause_of(error: CheckpointException) -> BaseException:

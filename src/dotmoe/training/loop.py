@@ -95,10 +95,10 @@ class Task(Protocol):
         """
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors of fixed shapes that a resumed run needs, too: they are written in place."""
+        """Further tensors that a resumed run needs; their shapes stay, and the loop fills them."""
 
     def forget_step(self) -> None:
-        """Let go of what a step that was cut off has left, but for gradients and `state`."""
+        """Release what a step that was cut off has left behind, except gradients and `state`."""
 
 
 def train(
@@ -124,7 +124,7 @@ def train(
         first_step = saved["step"]
         task.micro_batch_size = min(task.micro_batch_size, saved["micro_batch_size"])
         watch = LossWatch(**saved["losses"])
-    with loggers(folder, training.log_to, first_step) as logs, stop_requests() as wanted:
+    with loggers(folder, training.log_to, first_step) as logs, stop_requests() as signals:
         for step in range(first_step, schedule.steps):
             started = time.perf_counter()
             before = {name: tensor.clone() for name, tensor in task.state().items()}
@@ -147,20 +147,20 @@ def train(
             if training.on_bad_loss == "skip":
                 metrics["skipped"] = float(watch.skipped)
             metrics["seconds"] = time.perf_counter() - started
-            for tell in (*logs, on_step):
-                tell(step + 1, metrics)
+            for log in (*logs, on_step):
+                log(step + 1, metrics)
             is_due = (step + 1) % training.checkpoint_every == 0
             is_due |= time.monotonic() - last_save >= _CHECKPOINT_SECONDS
             # Whether any rank has had a signal, and whether rank 0 wants a checkpoint.
-            wishes = [*(number in wanted for number in _SIGNALS), is_due and is_rank_zero()]
-            *got, save = sum_over_ranks(torch.tensor(wishes).long()).tolist()
-            if any(got) or save or step + 1 == schedule.steps:
+            reasons = [*(number in signals for number in _SIGNALS), is_due and is_rank_zero()]
+            *stops, save = sum_over_ranks(torch.tensor(reasons).long()).tolist()
+            if any(stops) or save or step + 1 == schedule.steps:
                 size, losses = task.micro_batch_size, asdict(watch)
                 values = {"step": step + 1, "micro_batch_size": size, "losses": losses}
                 checkpoints.save(step + 1, _tensors(task, optimizer), values)
                 last_save = time.monotonic()
-            for number, count in zip(_SIGNALS, got, strict=True):
-                if count:
+            for number, num_ranks_stopped in zip(_SIGNALS, stops, strict=True):
+                if num_ranks_stopped:
                     text = f"{number.name} stopped it after step {step + 1}, now saved"
                     raise Interrupted(number, text)
 
@@ -179,9 +179,9 @@ def _tensors(task: Task, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 class LossWatch:
     """Judges the metrics of each step by those of the steps before it; plain values.
 
-    A loss explodes where it is above every loss accepted so far and above ten times the
-    median of the last 64; of the first 8 nothing but finiteness is asked. The first condition keeps
-    the ordinary spikes of a loss near 0 from counting, and single ones hardly move a median.
+    A loss explodes where it is above every loss accepted so far and above ten times the median of
+    the last 64; the first 8 need only be finite. The first condition keeps the ordinary spikes of a
+    loss near 0 from counting, and single ones hardly move a median.
     """
 
     recent: list[float] = field(default_factory=list)
@@ -292,10 +292,10 @@ def adamw(task: Task) -> torch.optim.AdamW:
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Parameters of all groups by name."""
-    found = dict[str, Tensor]()
+    parameters = dict[str, Tensor]()
     for group in optimizer.param_groups:
-        found |= zip(group["param_names"], group["params"], strict=True)
-    return found
+        parameters |= zip(group["param_names"], group["params"], strict=True)
+    return parameters
 
 
 def cosine_with_warmup(step: int, *, total_steps: int, warmup_steps: int) -> float:
@@ -333,12 +333,12 @@ def stop_requests() -> Iterator[list[int]]:
     A second SIGINT interrupts at once, except on ranks: one Ctrl-C reaches them twice, from the
     terminal and from torchrun. Handlers belong to the main thread: in others nothing is recorded.
     """
-    wanted: list[int] = []
+    received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if wanted and number == signal.SIGINT and num_ranks() == 1:
+        if received and number == signal.SIGINT and num_ranks() == 1:
             raise KeyboardInterrupt
-        wanted.append(number)
+        received.append(number)
 
     is_main = threading.current_thread() is threading.main_thread()
     previous = {number: signal.getsignal(number) for number in _SIGNALS if is_main}
@@ -346,7 +346,7 @@ def stop_requests() -> Iterator[list[int]]:
         for number, handler in previous.items():
             if handler is not signal.SIG_IGN:
                 signal.signal(number, handle)
-        yield wanted
+        yield received
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
