@@ -100,7 +100,7 @@ def granularity_of(method: str, split: Granularity) -> Granularity:
     if method == "dot_moe":
         return split
     chosen, active = METHODS[method], split.active_experts
-    if not chosen.of_any_units and any(part.target == "attention" for part in parts_of(split)):
+    if split.targets != "ffn" and not chosen.of_any_units:
         able = [name for name in METHODS if METHODS[name].of_any_units]
         raise UserError(
             f"{method} splits FFNs alone, but targets asks for experts of heads, too. Choose "

@@ -13,7 +13,7 @@ scores. The bias that balances loads moves in fine-tuning only, so it is left ou
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
@@ -36,13 +36,8 @@ def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
     split, k = inputs.granularity, inputs.granularity.active_experts
 
     def converted(index: int) -> AbstractContextManager[None]:
-        if index < split.first_dense_layers:
-            return nullcontext()
-        return gated(
-            inputs.dense,
-            {index: expert_N},
-            lambda _, x_TD, hidden_TN: by_representatives(own, x_TD, hidden_TN, k),
-        )
+        experts = {index: expert_N} if index >= split.first_dense_layers else {}
+        return gated(inputs.dense, experts, lambda _, *layer: by_representatives(own, *layer, k))
 
     for layer, dense in zip(inputs.layers(converted), inputs.layers(), strict=True):
         marks_TN = _markers(layer)

@@ -147,7 +147,7 @@ def predictor(layer: Layer, expert_N: Tensor, centre_ED: Tensor) -> dict[str, Te
             adam.step()
         with torch.no_grad():
             reached = float(loss(is_kept_T))
-        if reached < least:
+        if not reached >= least:  # NaN if no token is kept out: then the last pass counts
             least = reached
             best = {name: weight.detach().clone() for name, weight in weights.items()}
     return best
