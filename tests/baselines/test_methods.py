@@ -355,22 +355,22 @@ def test_llama_moe_v2_takes_the_most_important_first(method, dense, tokens_BT, i
 # --- CMoE
 
 
+def converted(mlp, expert_N, representative_E, k, x):
+    """The FFN where the shared expert and the k of the strongest representatives run."""
+    hidden = hidden_of(mlp, x)
+    chosen = hidden[..., representative_E].abs().topk(k).indices
+    runs = (expert_N == ALWAYS_ON) | (expert_N[:, None] == chosen[..., None, :]).any(dim=-1)
+    return mlp.down_proj(hidden * runs)
+
+
 def behind_converted(dense, first, inputs):
-    """Inputs of the second FFN where the first runs the shared and the chosen experts alone."""
-    mlp, seen = dense.model.model.layers[0].mlp, []
-
-    def moe(module, args, out):
-        hidden = hidden_of(mlp, args[0])
-        for sequence, token in itertools.product(*map(range, hidden.shape[:2])):
-            score = hidden[sequence, token, first.own["representative"]].abs()
-            best = score.argsort(descending=True)[: inputs.granularity.active_experts]
-            runs = torch.isin(first.expert_of_neuron_N, torch.tensor([ALWAYS_ON, *best.tolist()]))
-            hidden[sequence, token, ~runs] = 0
-        return mlp.down_proj(hidden)
-
-    second = dense.model.model.layers[1].mlp
+    """Inputs of the second FFN where the first is converted."""
+    (mlp, second), seen = (layer.mlp for layer in dense.model.model.layers), []
+    split = first.expert_of_neuron_N, first.own["representative"]
+    k = inputs.granularity.active_experts
+    moe = mlp.register_forward_hook(lambda _, args, out: converted(mlp, *split, k, *args))
     see = second.register_forward_pre_hook(lambda _, args: seen.extend(args))
-    with torch.no_grad(), mlp.register_forward_hook(moe), see:
+    with torch.no_grad(), moe, see:
         dense.model(input_ids=inputs.tokens_BT.long())
     return seen[0].flatten(0, 1)
 
@@ -413,12 +413,9 @@ def test_cmoes_own_router_is_its_representatives_activation(dense, tokens_BT, in
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     with routed_by_own("cmoe", dense, made):
         found = mlp(x)
-    for token, out in zip(x, found, strict=True):
-        hidden = hidden_of(mlp, token)
-        scores = hidden[made.own["representative"][1]].abs()
-        chosen = {ALWAYS_ON, *scores.argsort(descending=True)[: layout.active_experts].tolist()}
-        runs = torch.tensor([e in chosen for e in layout.expert_of_neuron_LN[1].tolist()])
-        torch.testing.assert_close(out, mlp.down_proj(hidden * runs), rtol=1e-4, atol=1e-5)
+    split = layout.expert_of_neuron_LN[1], made.own["representative"][1]
+    expected = converted(mlp, *split, layout.active_experts, x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     target = dense.model(input_ids=tokens_BT).logits
     whole = replace(made, layout=replace(layout, active_experts=layout.num_experts))
     with routed_by_own("cmoe", dense, whole):
@@ -435,9 +432,8 @@ def test_the_predictor_finds_the_strongest_experts_more_often_than_similarity_do
     method, dense, inputs_of
 ):
     """Strength written out: the summed size of an expert's activations."""
-    for layer, made in zip(
-        dense.model.model.layers, splits(method, inputs_of(method)), strict=True
-    ):
+    layers = dense.model.model.layers
+    for layer, made in zip(layers, splits(method, inputs_of(method)), strict=True):
         size = hidden_of(layer.mlp, made.layer.x_TD).abs().numpy()
         expert = made.expert_of_neuron_N.numpy()
         strength = np.stack([size[:, expert == e].sum(axis=1) for e in range(E)], axis=1)
@@ -457,9 +453,8 @@ def test_the_predictor_finds_the_strongest_experts_more_often_than_similarity_do
 
 def test_a_step_of_ltes_soft_stage_follows_the_gradient_of_its_loss(dense, tokens_BT, inputs_of):
     """Oracle: the loss written out, with hooks of its own and Transformers' cross-entropy."""
-    experts = {
-        i: m.expert_of_neuron_N for i, m in enumerate(splits("random_split", inputs_of("lte")))
-    }
+    made = splits("random_split", inputs_of("lte"))
+    experts = {layer: each.expert_of_neuron_N for layer, each in enumerate(made)}
     generator = torch.Generator().manual_seed(0)
     start = [0.1 * torch.randn(E, 64, generator=generator) for _ in experts]
     routers = [router.clone().requires_grad_() for router in start]
@@ -500,13 +495,10 @@ def test_lte_runs_the_experts_over_the_threshold_and_comes_near_the_budget(dense
     with routed_by_own("lte", dense, made, shares):
         found = mlp(x)
     over = 1 / (1 + np.exp(-(x.double().numpy() @ made.own["router"][1].double().numpy().T))) > 0.5
-    expert = made.layout.expert_of_neuron_LN[1].numpy()
-    for token, runs, out, share in zip(x, over, found, shares[0], strict=True):
-        hidden = hidden_of(mlp, token)
-        torch.testing.assert_close(
-            out, mlp.down_proj(hidden * torch.tensor(runs[expert])), rtol=1e-4, atol=1e-5
-        )
-        assert float(share) == pytest.approx(runs.sum() / E)
+    runs = torch.tensor(over[:, made.layout.expert_of_neuron_LN[1].numpy()])
+    expected = mlp.down_proj(hidden_of(mlp, x) * runs)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert shares[0].tolist() == pytest.approx(over.mean(axis=1))
     assert abs(over.mean() - K / E) < 0.15
 
 

@@ -35,8 +35,9 @@ class Method(NamedTuple):
 
     prune: Callable[[PruneInputs], Pruned]
     """Changes the model that it is given."""
-    require: Callable[[DenseModel], None] = lambda dense: None
-    """Raises a `UserError` for a model, be it without weights, that the method does not fit."""
+    require: Callable[[DenseModel, torch.device], None] = lambda dense, device: None
+    """Raises a `UserError` where the method does not fit a model, be it without weights, or the
+    device that is to hold it."""
     is_fixed: bool = False
     """Whether it removes the same whatever the budget."""
     is_trained: bool = False
@@ -79,7 +80,7 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
     `UserError`: the method does not fit the model.
     """
     chosen, total, started = PRUNING[method], num_parameters(inputs.dense.model), time.monotonic()
-    chosen.require(inputs.dense)
+    chosen.require(inputs.dense, inputs.dense.device)
     made = chosen.prune(inputs)
     tokens = inputs.tokens_BT.numel()
     if chosen.is_trained:
