@@ -30,6 +30,7 @@ from dotmoe.calibrate import CalibrateConfig, RidgeRouter, block_inputs, contrib
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ALWAYS_ON, AssignmentConfig, extract
+from dotmoe.transport import greedy_assignment
 
 S, E, K = 8, 12, 4
 SPLIT = Granularity(num_experts=E, expert_size=S, active_experts=K)
@@ -319,19 +320,6 @@ def test_importance_is_the_gradient_of_a_factor_on_each_activation(dense, tokens
     assert all(p.grad is None for p in dense.model.parameters())
 
 
-def greedy(score_NE, free, room):
-    """The expert with room whose best free neuron is worth most takes it, again and again."""
-    expert_of, room, free = {}, [room] * score_NE.shape[1], set(free)
-    while free:
-        _, neuron, expert = max(
-            (float(score_NE[n, e]), n, e) for n in free for e in range(len(room)) if room[e]
-        )
-        expert_of[neuron] = expert
-        room[expert] -= 1
-        free.remove(neuron)
-    return expert_of
-
-
 @pytest.mark.parametrize("method", ["llama_moe_v2", "llama_moe_v2_residual"])
 def test_llama_moe_v2_takes_the_most_important_first(method, dense, tokens_BT, inputs_of):
     inputs = inputs_of(method)
@@ -340,7 +328,7 @@ def test_llama_moe_v2_takes_the_most_important_first(method, dense, tokens_BT, i
     experts = [(m.layer.x_TD @ m.router_ED.T).argmax(dim=1) for m in made]
     scores = importance(dense, tokens_BT, experts, split.num_experts)
     for layer, score_NE in zip(made, scores, strict=True):
-        score = score_NE.double().numpy()
+        score, expected = score_NE.double().numpy(), torch.full((E * S,), ALWAYS_ON)
         listed = np.zeros(len(score))
         for expert in range(split.num_experts):
             best = sorted(range(len(score)), key=lambda n, e=expert: -score[n, e])
@@ -348,8 +336,8 @@ def test_llama_moe_v2_takes_the_most_important_first(method, dense, tokens_BT, i
         order = sorted(range(len(score)), key=lambda n: (-listed[n], -score[n].sum()))
         shared, routed = order[: split.shared_size], order[split.shared_size :]
         assert most_listed(score_NE, split.expert_size)[: len(shared)].tolist() == shared
-        expected = dict.fromkeys(shared, ALWAYS_ON) | greedy(score, routed, split.expert_size)
-        assert layer.expert_of_neuron_N.tolist() == [expected[n] for n in range(len(score))]
+        expected[routed] = greedy_assignment(score_NE[routed], capacity=split.expert_size)
+        assert torch.equal(layer.expert_of_neuron_N, expected)
 
 
 # --- CMoE

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,8 +53,7 @@ class Layer:
         return activations(self.ffn, self.x_TD.to(self.ffn.down.weight.dtype))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerSplit:
+class LayerSplit(NamedTuple):
     """What a method decides for one layer."""
 
     layer: Layer
@@ -62,7 +61,7 @@ class LayerSplit:
     """Expert of each unit, or `ALWAYS_ON` for the shared expert's."""
     router_ED: Float[Tensor, "E D"]
     """The method's own router, or the closest linear one to it."""
-    own: dict[str, Tensor] = field(default_factory=dict)
+    own: Mapping[str, Tensor] = {}
     """What the method's own router reads, where no export holds it: see `Method.own`."""
 
 

@@ -52,7 +52,7 @@ def llama_moe_v2(inputs: SplitInputs) -> Iterator[LayerSplit]:
         free_N = torch.ones_like(expert_N, dtype=torch.bool)
         free_N[most_listed(score_NE, split.expert_size)[: split.shared_size]] = False
         expert_N[free_N] = greedy_assignment(score_NE[free_N], capacity=split.expert_size)
-        yield LayerSplit(layer=layer, expert_of_neuron_N=expert_N, router_ED=router_ED)
+        yield LayerSplit(layer, expert_N, router_ED)
 
 
 def importance(

@@ -56,7 +56,7 @@ def lte(inputs: SplitInputs) -> Iterator[LayerSplit]:
     for _ in soft_stage(inputs.dense, batches, experts, routers, share, adam):
         pass
     for each, router_ED in zip(splits, routers, strict=True):
-        yield replace(each, router_ED=router_ED.detach(), own={"router": router_ED.detach()})
+        yield each._replace(router_ED=router_ED.detach(), own={"router": router_ED.detach()})
 
 
 def soft_stage(

@@ -78,7 +78,7 @@ class InspectConfig:
 
 
 def inspect_model(
-    config: Any, asked: InspectConfig, *, stored: torch.dtype, here: Accelerator | None = None
+    config: Any, options: InspectConfig, *, stored: torch.dtype, here: Accelerator | None = None
 ) -> dict[str, Any]:
     """Sizes, costs and warnings of converting a model of this Hugging Face config, as JSON values.
 
@@ -86,26 +86,26 @@ def inspect_model(
     long in float32, if it is not that). Raises a `UserError`: the family is not supported, the
     split does not fit the model, a size is out of range, or the device is not there.
     """
-    check(asked)
-    is_alignment, device = asked.task == "align", resolved_device(asked.device)
-    split = splits_of(asked.experts, config.intermediate_size, config.num_attention_heads)
-    if not is_alignment and asked.experts.targets != "ffn":
+    check(options)
+    is_alignment, device = options.task == "align", resolved_device(options.device)
+    split = splits_of(options.experts, config.intermediate_size, config.num_attention_heads)
+    if not is_alignment and options.experts.targets != "ffn":
         raise UserError(
-            f"task is finetune, but targets is {asked.experts.targets}: experts made of heads are "
-            "repaired, not trained. Leave one of the two out."
+            f"task is finetune, but targets is {options.experts.targets}: experts made of heads "
+            "are repaired, not trained. Leave one of the two out."
         )
     written = stored if stored in EXPORTED else torch.bfloat16
-    if asked.export_dtype != "source":
-        written = getattr(torch, asked.export_dtype)
-    refusal = _refusal(config, split, written, asked.model)
+    if options.export_dtype != "source":
+        written = getattr(torch, options.export_dtype)
+    refusal = _refusal(config, split, written, options.model)
     sizes = Sizes(config, split, stored=stored, written=written)
     paper = AlignConfig() if is_alignment else FinetuneConfig()
-    steps = paper.steps if asked.steps is None else asked.steps
+    steps = paper.steps if options.steps is None else options.steps
     step = Step(
         sizes=sizes,
-        batch_size=asked.batch_size or paper.batch_size,
-        seq_len=min(asked.seq_len, sizes.widths.context),
-        train="assignment" if is_alignment else asked.train,
+        batch_size=options.batch_size or paper.batch_size,
+        seq_len=min(options.seq_len, sizes.widths.context),
+        train="assignment" if is_alignment else options.train,
     )
     if here is None:
         is_narrow = device.type != "cpu" and stored.itemsize == 2
@@ -122,10 +122,10 @@ def inspect_model(
         "disk": disk(sizes, tokens + calibrated),
         "exported": exported_bytes(sizes),
     }
-    machines = [] if asked.gpu else [(here, 1, 1)]
-    for name in [asked.gpu] if asked.gpu else ACCELERATORS:
-        for gpus in [asked.gpus] if asked.gpus else (1, 8):
-            machines.append((ACCELERATORS[name], gpus, asked.nodes))
+    machines = [] if options.gpu else [(here, 1, 1)]
+    for name in [options.gpu] if options.gpu else ACCELERATORS:
+        for gpus in [options.gpus] if options.gpus else (1, 8):
+            machines.append((ACCELERATORS[name], gpus, options.nodes))
     return {
         "origin": "estimated",
         "model_type": config.model_type,
@@ -135,7 +135,7 @@ def inspect_model(
         "granularity": asdict(split),
         "counts": asdict(sizes.counts),
         "run": {
-            "task": asked.task,
+            "task": options.task,
             "steps": steps,
             "batch_size": step.batch_size,
             "seq_len": step.seq_len,
@@ -149,7 +149,7 @@ def inspect_model(
         "repair_flops": repairing,
         "here": asdict(here) | {"held": here.held, "hours_repair": repair_s / 3_600},
         "plans": [plan(step, *machine, tokens=tokens) for machine in machines if tokens],
-        "warnings": _warnings(config, sizes, asked, refusal),
+        "warnings": _warnings(config, sizes, options, refusal),
     }
 
 
@@ -162,7 +162,7 @@ def stored_dtype(config: Any, folder: Path) -> torch.dtype:
     return Tensors(folder, tied=False, part_of=lambda name: family.stored(config, name)).dtype
 
 
-def _warnings(config: Any, sizes: Sizes, asked: InspectConfig, refusal: str | None) -> list[str]:
+def _warnings(config: Any, sizes: Sizes, options: InspectConfig, refusal: str | None) -> list[str]:
     """Sentences about one conversion, what the export would refuse first."""
     split, widths, traits = sizes.split, sizes.widths, sizes.traits
     of_neurons, served = split.target == "ffn", not sizes.has_heads
@@ -174,7 +174,7 @@ def _warnings(config: Any, sizes: Sizes, asked: InspectConfig, refusal: str | No
     sentences = {
         f"Export refuses weights stored as {dtype_name(sizes.stored)}. Give --export-dtype "
         "bfloat16 (rounds the weights; assumed here) or float32 (twice the size).": (
-            asked.export_dtype == "source" and sizes.stored not in EXPORTED
+            options.export_dtype == "source" and sizes.stored not in EXPORTED
         ),
         f"Export refuses this: {refusal}": refusal is not None,
         "Some heads of attention run per token, which no server can do: the checkpoint runs in "

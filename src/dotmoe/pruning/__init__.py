@@ -81,22 +81,22 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
     """
     chosen, total, started = PRUNING[method], num_parameters(inputs.dense.model), time.monotonic()
     chosen.require(inputs.dense, inputs.dense.device)
-    made = chosen.prune(inputs)
+    pruned = chosen.prune(inputs)
     tokens = inputs.tokens_BT.numel()
     if chosen.is_trained:
         tokens = inputs.steps * inputs.batch(0).numel() if inputs.excess > 0 else 0
     figures = {
-        "parameters": total - made.removed,
-        "stored": total - made.removed,
+        "parameters": total - pruned.removed,
+        "stored": total - pruned.removed,
         "calibration_tokens": tokens,
         "seconds": round(time.monotonic() - started, 3),
-        "plan": made.plan,
+        "plan": pruned.plan,
     }
-    if made.tensors:
-        save_file(made.tensors, folder / TENSORS)
+    if pruned.tensors:
+        save_file(pruned.tensors, folder / TENSORS)
     else:
         write_weights(inputs.dense, folder / MODEL)
         config = folder / MODEL / "config.json"
-        write_json(config, read_json(config) | (made.config or {}))
+        write_json(config, read_json(config) | (pruned.config or {}))
     write_json(folder / FIGURES, figures)
     return figures
