@@ -19,7 +19,7 @@ from dotmoe.align import AlignConfig
 from dotmoe.baselines import METHODS, MethodName
 from dotmoe.calibrate import CalibrateConfig, Start
 from dotmoe.config import PruneRunConfig, RunConfig, finetune_recipe
-from dotmoe.distributed import require_one_process
+from dotmoe.distributed import require_one_process, resolved_device
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.files import write_json, write_text
 from dotmoe.granularity import ExpertsConfig, Granularity, nearest_active_experts, resolve
@@ -312,7 +312,8 @@ def _fitting(
     for point in points:
         try:
             if isinstance(point.config, PruneRunConfig):
-                PRUNING[point.config.method].require(dense)
+                device = resolved_device(point.config.load.device)
+                PRUNING[point.config.method].require(dense, device)
             else:
                 split_of(point.config, dense)
         except UserError as error:

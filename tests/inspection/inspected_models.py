@@ -1,5 +1,6 @@
 """Configs of models, and what is inspected of them, for all tests here."""
 
+from dataclasses import fields
 from functools import partial
 
 import torch
@@ -43,7 +44,7 @@ LLAMA_3_8B = {
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
-SPLIT = ("experts", "expert_size", "active", "active_experts", "first_dense_layers", "shared")
+SPLIT = {field.name for field in fields(ExpertsConfig)}
 
 
 def tiny(kind=LlamaConfig, **changes):
@@ -55,7 +56,7 @@ def llama_3_8b(**changes):
 
 
 def inspection(config, *, stored=torch.bfloat16, **options):
-    experts = ExpertsConfig(**{name: options.pop(name) for name in SPLIT if name in options})
+    experts = ExpertsConfig(**{name: options.pop(name) for name in SPLIT & options.keys()})
     asked = InspectConfig(experts=experts, **{"model": "any", "device": "cpu", **options})
     return inspect_model(config, asked, stored=stored, here=HERE)
 

@@ -9,7 +9,7 @@ from transformers import Glm4MoeConfig, LlamaConfig, Qwen2Config, Qwen3Config
 from dotmoe.align import AlignConfig, Alignment
 from dotmoe.data import TokenBlocks
 from dotmoe.granularity import ExpertsConfig, resolve
-from dotmoe.inspection.sizes import Sizes, disk, exported_bytes, kept_per_token, step_memory
+from dotmoe.inspection.sizes import disk, exported_bytes, kept_per_token, step_memory
 from dotmoe.layout import AlignState, AssignmentConfig
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.models.family import meta_model
@@ -88,8 +88,7 @@ def one_step(dense, *, checkpointing):
 def test_the_peak_of_a_step_is_predicted_within_15_percent(tiny_dense, changes, checkpointing):
     dense = load_dense(str(tiny_dense("llama", **changes)), LoadConfig(device="cpu"))
     most, left = one_step(dense, checkpointing=checkpointing)
-    split = resolve(ExpertsConfig(experts=E, active_experts=K), dense.widths.ffn)
-    found = Sizes(dense.config, split, stored=torch.float32, written=torch.float32)
+    found = sizes(dense.config, experts=E, active_experts=K)
     batch = {"batch_size": ROWS, "seq_len": LENGTH, "micro_batch_size": ROWS}
     batch |= {"held": 4, "on_cpu": True}
     trainables = found.affinities + found.counts.routers

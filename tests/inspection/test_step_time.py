@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from dotmoe.data import TokenBlocks
 from dotmoe.finetuning.repair import RepairConfig, repair
-from dotmoe.granularity import Granularity
 from dotmoe.inspection.planner import (
     ON_CPU,
     Accelerator,
@@ -21,7 +20,6 @@ from dotmoe.inspection.planner import (
     repair_flops,
     seconds,
 )
-from dotmoe.inspection.sizes import Sizes
 
 RECORD = json.loads(
     (Path(__file__).resolve().parents[2] / "results" / "planner_check.json").read_text()
@@ -60,8 +58,7 @@ def test_the_products_of_a_repair_are_those_that_pytorch_counts(dense_of, layout
     repairing = RepairConfig(repair_tokens=64 * 64, repair_epochs=2)
     with FlopCounterMode(display=False) as counter:
         repair(dense, layout, blocks, repairing, folder=tmp_path)
-    split = Granularity(num_experts=6, expert_size=64, active_experts=2)
-    found = Sizes(dense.config, split, stored=torch.float32, written=torch.float32)
+    found = sizes(dense.config, experts=6, active_experts=2)
     width, tokens = 384, 64 * 64
     gram = 3 * 2 * tokens * width * (width + 64)  # counted twice, since it is in float64
     solutions = 3 * 2 * 10 * width**2 * (width // 3 + 2 * 64)  # which PyTorch does not count

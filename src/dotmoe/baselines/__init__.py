@@ -100,7 +100,7 @@ def granularity_of(method: str, split: Granularity) -> Granularity:
     if method == "dot_moe":
         return split
     chosen, active = METHODS[method], split.active_experts
-    if not chosen.of_any_units and any(part.target == "attention" for part in parts_of(split)):
+    if split.targets != "ffn" and not chosen.of_any_units:
         able = [name for name in METHODS if METHODS[name].of_any_units]
         raise UserError(
             f"{method} splits FFNs alone, but targets asks for experts of heads, too. Choose "
@@ -132,16 +132,14 @@ def baseline(method: str, inputs: SplitInputs, on_progress: Update = no_update) 
         parts = [replace(inputs, granularity=part) for part in parts_of(split)]
         return Baseline(layout=joined(baseline(method, p, on_progress).layout for p in parts))
     experts, routers, owns = [], [], []
-    for index, made in enumerate(METHODS[method].split(inputs)):
-        router_ED = made.router_ED.float()
+    for index, (layer, expert_N, router_ED, own) in enumerate(METHODS[method].split(inputs)):
         if inputs.config.split_router == "ridge":  # to the routed experts, as DOT-MoE's
-            energy_TN = made.layer.energy()
-            expert_N = made.expert_of_neuron_N.to(energy_TN.device)
-            energy_TE = expert_sums(energy_TN, expert_N, split.num_experts)
-            router_ED = RidgeRouter(made.layer.x_TD, inputs.calibrate.ridge)(log_energy(energy_TE))
-        experts.append(made.expert_of_neuron_N.cpu())
-        routers.append(unit_logits(router_ED, made.layer.x_TD).cpu())
-        owns.append({name: tensor.cpu() for name, tensor in made.own.items()})
+            energy_TN = layer.energy()
+            energy_TE = expert_sums(energy_TN, expert_N.to(energy_TN.device), split.num_experts)
+            router_ED = RidgeRouter(layer.x_TD, inputs.calibrate.ridge)(log_energy(energy_TE))
+        experts.append(expert_N.cpu())
+        routers.append(unit_logits(router_ED.float(), layer.x_TD).cpu())
+        owns.append({name: tensor.cpu() for name, tensor in own.items()})
         on_progress(index + 1, inputs.dense.widths.layers)
     expert_of_neuron_LN = torch.stack(experts)
     expert_of_neuron_LN[: split.first_dense_layers] = ALWAYS_ON
@@ -157,19 +155,19 @@ def baseline(method: str, inputs: SplitInputs, on_progress: Update = no_update) 
 
 
 def routed_by_own(
-    method: str, dense: DenseModel, made: Baseline, shares: list[Tensor] | None = None
+    method: str, dense: DenseModel, result: Baseline, shares: list[Tensor] | None = None
 ) -> AbstractContextManager[None]:
     """Inside, `dense.model` is the MoE of the layout's experts under the method's own router.
 
     For measuring only: no stock architecture holds it. `shares` is given the share of the neurons
     that run for each token, [T] for every call of a layer; see `active_share`.
     """
-    layout, choose = made.layout, METHODS[method].own
+    layout, choose = result.layout, METHODS[method].own
     split = layout.granularity
     assert choose is not None
 
     def gate(layer: int, x_TD: Tensor, hidden_TN: Tensor) -> Tensor:
-        own = {name: tensor[layer].to(x_TD.device) for name, tensor in made.own.items()}
+        own = {name: tensor[layer].to(x_TD.device) for name, tensor in result.own.items()}
         runs_TE = choose(own, x_TD, hidden_TN, layout.active_experts)
         if shares is not None:
             neurons_T = runs_TE.sum(dim=1) * split.expert_size + split.shared_size

@@ -13,7 +13,7 @@ scores. The bias that balances loads moves in fine-tuning only, so it is left ou
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
@@ -36,13 +36,12 @@ def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
     split, k = inputs.granularity, inputs.granularity.active_experts
 
     def converted(index: int) -> AbstractContextManager[None]:
-        if index < split.first_dense_layers:
-            return nullcontext()
-        return gated(
-            inputs.dense,
-            {index: expert_N},
-            lambda _, x_TD, hidden_TN: by_representatives(own, x_TD, hidden_TN, k),
-        )
+        experts = {index: expert_N} if index >= split.first_dense_layers else {}
+
+        def gate(_: int, x_TD: Tensor, hidden_TN: Tensor) -> Tensor:
+            return by_representatives(own, x_TD, hidden_TN, k)
+
+        return gated(inputs.dense, experts, gate)
 
     for layer, dense in zip(inputs.layers(converted), inputs.layers(), strict=True):
         marks_TN = _markers(layer)
@@ -60,14 +59,15 @@ def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
         score_TE = F.normalize(layer.hidden()[:, representative_E].abs(), p=1, dim=1)
         router_ED = RidgeRouter(layer.x_TD, inputs.calibrate.ridge)(score_TE)
         own = {"representative": representative_E}
-        yield LayerSplit(layer=dense, expert_of_neuron_N=expert_N, router_ED=router_ED, own=own)
+        yield LayerSplit(dense, expert_N, router_ED, own)
 
 
 def _markers(layer: Layer) -> Float[Tensor, "T N"]:
     """1 where a normalised activation is among the K_a largest of a token, else 0."""
     x_TD = F.normalize(layer.x_TD, dim=1)
-    gate_TN, up_TN = (x_TD @ F.normalize(one.weight.float(), dim=1).T for one in layer.ffn[:2])
-    return top_k_mask((F.silu(gate_TN) * up_TN).abs(), min(MARKED, gate_TN.shape[1]))
+    gate_ND, up_ND = (F.normalize(part.weight.float(), dim=1) for part in layer.ffn[:2])
+    hidden_TN = F.silu(x_TD @ gate_ND.T) * (x_TD @ up_ND.T)
+    return top_k_mask(hidden_TN.abs(), min(MARKED, len(gate_ND)))
 
 
 def _l1_distance(marks_NT: Tensor, centre_ET: Tensor) -> Float[Tensor, "N E"]:

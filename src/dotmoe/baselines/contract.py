@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,8 +53,7 @@ class Layer:
         return activations(self.ffn, self.x_TD.to(self.ffn.down.weight.dtype))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerSplit:
+class LayerSplit(NamedTuple):
     """What a method decides for one layer."""
 
     layer: Layer
@@ -62,7 +61,7 @@ class LayerSplit:
     """Expert of each unit, or `ALWAYS_ON` for the shared expert's."""
     router_ED: Float[Tensor, "E D"]
     """The method's own router, or the closest linear one to it."""
-    own: dict[str, Tensor] = field(default_factory=dict)
+    own: Mapping[str, Tensor] = {}
     """What the method's own router reads, where no export holds it: see `Method.own`."""
 
 
@@ -133,25 +132,25 @@ def balanced_clusters(
 ) -> Int[Tensor, " N"]:
     """Clusters of one size whose items score high, the best of `STARTS`.
 
-    Each start has random items as centres, and ends where a round makes nothing better. `score`
-    says how well each item fits each cluster, given the clusters: 1 for members, else 0.
+    `score` says how well each item fits each cluster, given the clusters: 1 for members, else 0.
     """
-    best, best_N = -torch.inf, torch.empty(0)
-    for _ in range(STARTS):
-        first = torch.randperm(num_items, generator=generator)[:num_clusters]
-        score_NE = score(F.one_hot(first, num_items).T.float())
-        reached, expert_N = -torch.inf, torch.empty(0)
+
+    def from_random_centres() -> tuple[float, Tensor]:
+        """Total score and clusters of one start, when another round makes nothing better."""
+        centre_E = torch.randperm(num_items, generator=generator)[:num_clusters]
+        score_NE = score(F.one_hot(centre_E, num_items).T.float())
+        best = -torch.inf, centre_E
         for _ in range(ROUNDS + 1):
-            moved_N = harden(score_NE)
-            weight_NE = F.one_hot(moved_N, num_clusters).float()
-            score_NE = score(weight_NE)
-            total = float((score_NE * weight_NE).sum(dtype=torch.float64))
-            if total <= reached:
+            expert_N = harden(score_NE)
+            member_NE = F.one_hot(expert_N, num_clusters).float()
+            score_NE = score(member_NE)
+            total = float((score_NE * member_NE).sum(dtype=torch.float64))
+            if total <= best[0]:
                 break
-            reached, expert_N = total, moved_N
-        if reached > best:
-            best, best_N = reached, expert_N
-    return best_N
+            best = total, expert_N
+        return best
+
+    return max((from_random_centres() for _ in range(STARTS)), key=lambda start: start[0])[1]
 
 
 def balanced_kmeans(
@@ -159,9 +158,9 @@ def balanced_kmeans(
 ) -> Int[Tensor, " N"]:
     """Clusters of equal size with small squared distances to their centres."""
 
-    def score(weight_NE: Tensor) -> Tensor:
-        weight_NE = weight_NE.to(features_NF.device)
-        return -squared_distance(features_NF, (weight_NE / weight_NE.sum(dim=0)).T @ features_NF)
+    def score(member_NE: Tensor) -> Tensor:
+        member_NE = member_NE.to(features_NF.device)
+        return -squared_distance(features_NF, (member_NE / member_NE.sum(dim=0)).T @ features_NF)
 
     return balanced_clusters(score, len(features_NF), num_clusters, generator)
 

@@ -28,11 +28,7 @@ def dealt(inputs: SplitInputs, *, at_random: bool) -> Iterator[LayerSplit]:
         order_N = torch.randperm(width, generator=generator) if at_random else torch.arange(width)
         # Normal entries; their common scale changes no routing.
         router_ED = torch.randn(split.num_experts, layer.x_TD.shape[1], generator=generator)
-        yield LayerSplit(
-            layer=layer,
-            expert_of_neuron_N=order_N // split.expert_size,
-            router_ED=router_ED.to(layer.x_TD.device),
-        )
+        yield LayerSplit(layer, order_N // split.expert_size, router_ED.to(layer.x_TD.device))
 
 
 def by_energy(inputs: SplitInputs) -> Iterator[LayerSplit]:
@@ -43,4 +39,4 @@ def by_energy(inputs: SplitInputs) -> Iterator[LayerSplit]:
         expert_N = energy_N.argsort(descending=True).argsort() // split.expert_size
         mean_energy_E1 = means(energy_N[:, None], expert_N, split.num_experts)
         router_ED = mean_energy_E1 * layer.x_TD.mean(dim=0)
-        yield LayerSplit(layer=layer, expert_of_neuron_N=expert_N, router_ED=router_ED)
+        yield LayerSplit(layer, expert_N, router_ED)

@@ -54,7 +54,7 @@ def expert_weaver(inputs: SplitInputs) -> Iterator[LayerSplit]:
         target_TE = score_TE.masked_fill(always_E, float(score_TE.max()))
         router_ED = RidgeRouter(layer.x_TD, inputs.calibrate.ridge)(target_TE)
         own = {"router": gate_ED, "always": always_E}
-        yield LayerSplit(layer=layer, expert_of_neuron_N=expert_N, router_ED=router_ED, own=own)
+        yield LayerSplit(layer, expert_N, router_ED, own)
 
 
 def by_shared_and_gates(

@@ -24,6 +24,7 @@ from dotmoe.baselines.contract import (
     means,
     next_token_loss,
 )
+from dotmoe.errors import UserError
 from dotmoe.layout import ALWAYS_ON
 from dotmoe.models.family import DenseModel
 from dotmoe.moe.masked import watched
@@ -32,8 +33,13 @@ from dotmoe.transport import greedy_assignment
 
 def llama_moe_v2(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer by importance; with shared neurons in `granularity`, the residual form."""
-    split, layers = inputs.granularity, list(inputs.layers())
-    routers, experts = list[Tensor](), list[Tensor]()
+    split, num_tokens = inputs.granularity, inputs.tokens_BT.numel()
+    if num_tokens < split.num_experts:
+        raise UserError(
+            f"calibration_tokens gives {num_tokens} tokens, but llama_moe_v2 needs one at least "
+            f"for each of {split.num_experts} experts. Raise calibration_tokens."
+        )
+    layers, routers, experts = list(inputs.layers()), list[Tensor](), list[Tensor]()
     for layer in layers:
         # The last T mod E tokens are left out.
         whole_TD = layer.x_TD[: len(layer.x_TD) // split.num_experts * split.num_experts]
@@ -46,7 +52,7 @@ def llama_moe_v2(inputs: SplitInputs) -> Iterator[LayerSplit]:
         free_N = torch.ones_like(expert_N, dtype=torch.bool)
         free_N[most_listed(score_NE, split.expert_size)[: split.shared_size]] = False
         expert_N[free_N] = greedy_assignment(score_NE[free_N], capacity=split.expert_size)
-        yield LayerSplit(layer=layer, expert_of_neuron_N=expert_N, router_ED=router_ED)
+        yield LayerSplit(layer, expert_N, router_ED)
 
 
 def importance(
@@ -61,24 +67,18 @@ def importance(
     hidden: dict[int, Tensor] = {}
 
     def keep(index: int, hidden_BTN: Tensor) -> None:
-        hidden[index] = hidden_BTN
-        if hidden_BTN.requires_grad:
-            hidden_BTN.retain_grad()
-        else:  # the first layer of a frozen model
-            hidden_BTN.requires_grad_()
+        hidden[index] = hidden_BTN.requires_grad_()  # that of a frozen first layer has none
 
     layers = dense.family.layers(dense.model)
     downs = {index: dense.family.ffn(layer).down for index, layer in enumerate(layers)}
     with watched(downs, keep):
         for first in range(0, len(tokens_BT), rows):
-            batch_BT = tokens_BT[first : first + rows]
             with torch.enable_grad():
-                torch.autograd.backward(next_token_loss(dense, batch_BT, summed=True))
+                loss = next_token_loss(dense, tokens_BT[first : first + rows], summed=True)
+                slopes = torch.autograd.grad(loss, list(hidden.values()))
             here = slice(first * tokens_BT.shape[1], (first + rows) * tokens_BT.shape[1])
-            for index, expert_T in enumerate(experts):
-                grad = hidden[index].grad
-                assert grad is not None
-                worth_TN = (hidden[index].detach() * grad).abs().float().flatten(0, -2)
+            for index, (expert_T, slope_BTN) in enumerate(zip(experts, slopes, strict=True)):
+                worth_TN = (hidden[index].detach() * slope_BTN).abs().float().flatten(0, -2)
                 sums[index].index_add_(0, expert_T[here], worth_TN)
     counts = [torch.bincount(expert_T, minlength=num_experts) for expert_T in experts]
     return [(s / c.clamp(min=1)[:, None]).T.contiguous() for s, c in zip(sums, counts, strict=True)]

@@ -36,16 +36,16 @@ _RATE, _TOKENS_A_STEP = 3e-3, 1_024
 def lte(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer as `weight_clusters`, and train the gates of all together."""
     split, config = inputs.granularity, inputs.config
-    made = list(weight_clusters(replace(inputs, config=replace(config, split_router="ridge"))))
+    splits = list(weight_clusters(replace(inputs, config=replace(config, split_router="ridge"))))
     if config.split_router == "ridge":
-        yield from made
+        yield from splits
         return
-    generator = made[0].layer.generator
-    experts = {i: made[i].expert_of_neuron_N for i in range(split.first_dense_layers, len(made))}
+    generator, first = splits[0].layer.generator, split.first_dense_layers
+    experts = {i: splits[i].expert_of_neuron_N for i in range(first, len(splits))}
     routers = []
-    for one in made:
-        random_ED = torch.randn(one.router_ED.shape, generator=generator).to(one.router_ED)
-        routers.append(unit_logits(random_ED, one.layer.x_TD).requires_grad_())
+    for each in splits:
+        random_ED = torch.randn(each.router_ED.shape, generator=generator).to(each.router_ED)
+        routers.append(unit_logits(random_ED, each.layer.x_TD).requires_grad_())
     rows = max(1, _TOKENS_A_STEP // inputs.tokens_BT.shape[1])
     batches = (
         inputs.tokens_BT[torch.randperm(len(inputs.tokens_BT), generator=generator)[:rows]]
@@ -55,8 +55,8 @@ def lte(inputs: SplitInputs) -> Iterator[LayerSplit]:
     adam = torch.optim.Adam([routers[i] for i in experts], lr=_RATE)
     for _ in soft_stage(inputs.dense, batches, experts, routers, share, adam):
         pass
-    for one, router_ED in zip(made, routers, strict=True):
-        yield replace(one, router_ED=router_ED.detach(), own={"router": router_ED.detach()})
+    for each, router_ED in zip(splits, routers, strict=True):
+        yield each._replace(router_ED=router_ED.detach(), own={"router": router_ED.detach()})
 
 
 def soft_stage(
@@ -71,14 +71,15 @@ def soft_stage(
 
     `share` of the experts are to be over the threshold in the mean.
     """
+    gates = list[Tensor]()
+
+    def gate(layer: int, x_TD: Tensor, _: Tensor) -> Tensor:
+        gates.append(torch.sigmoid(x_TD.float() @ routers[layer].T))
+        return gates[-1]
+
     eta = integral = 0.0
     for tokens_BT in batches:
-        gates: list[Tensor] = []
-
-        def gate(layer: int, x_TD: Tensor, _: Tensor, gates: list[Tensor] = gates) -> Tensor:
-            gates.append(torch.sigmoid(x_TD.float() @ routers[layer].T))
-            return gates[-1]
-
+        gates.clear()
         with torch.enable_grad(), gated(dense, experts, gate):
             loss = next_token_loss(dense, tokens_BT)
             G_LTE = torch.stack(gates)

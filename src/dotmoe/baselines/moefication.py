@@ -73,10 +73,9 @@ def _routed(inputs: SplitInputs, layer: Layer, expert_N: Int[Tensor, " N"]) -> L
     """Experts with the router by similarity, and the trained one unless that is not wanted."""
     rows_ND = F.normalize(layer.ffn.gate.weight.float(), dim=1)
     router_ED = F.normalize(means(rows_ND, expert_N, inputs.granularity.num_experts), dim=1)
-    own = {}
-    if inputs.config.split_router == "own":
-        own = predictor(layer, expert_N, router_ED)
-    return LayerSplit(layer=layer, expert_of_neuron_N=expert_N, router_ED=router_ED, own=own)
+    is_own = inputs.config.split_router == "own"
+    own = predictor(layer, expert_N, router_ED) if is_own else {}
+    return LayerSplit(layer, expert_N, router_ED, own)
 
 
 def co_activation_counts(hidden_TN: Tensor, active_neurons: int) -> Float[Tensor, "N N"]:
@@ -147,7 +146,7 @@ def predictor(layer: Layer, expert_N: Tensor, centre_ED: Tensor) -> dict[str, Te
             adam.step()
         with torch.no_grad():
             reached = float(loss(is_kept_T))
-        if reached < least:
+        if not reached >= least:  # NaN if no token is kept out: then the last pass counts
             least = reached
             best = {name: weight.detach().clone() for name, weight in weights.items()}
     return best

@@ -16,7 +16,7 @@ from dotmoe.errors import UserError
 from dotmoe.export.architectures import format_for
 from dotmoe.finetuning import FinetuneConfig
 from dotmoe.finetuning.repair import RepairConfig
-from dotmoe.granularity import ExpertsConfig, splits_of
+from dotmoe.granularity import ExpertsConfig, Granularity, splits_of
 from dotmoe.inspection.planner import (
     ACCELERATORS,
     Accelerator,
@@ -64,7 +64,7 @@ class InspectConfig:
     adapters on experts and attention and the routers."""
     device: str = "auto"
     """Where it would run, and what is measured: cpu, cuda, or auto (a GPU if there is one)."""
-    gpu: Literal["a100", "h100", "h200", "b200", "l40s"] | None = None
+    gpu: Literal[tuple(ACCELERATORS)] | None = None  # type: ignore[valid-type]
     """GPU type to plan for. Left out: this machine, and each of them."""
     gpus: Annotated[int, at_least(1)] | None = None
     """GPUs of one node. Left out: 1 and 8."""
@@ -78,7 +78,7 @@ class InspectConfig:
 
 
 def inspect_model(
-    config: Any, asked: InspectConfig, *, stored: torch.dtype, here: Accelerator | None = None
+    config: Any, options: InspectConfig, *, stored: torch.dtype, here: Accelerator | None = None
 ) -> dict[str, Any]:
     """Sizes, costs and warnings of converting a model of this Hugging Face config, as JSON values.
 
@@ -86,25 +86,26 @@ def inspect_model(
     long in float32, if it is not that). Raises a `UserError`: the family is not supported, the
     split does not fit the model, a size is out of range, or the device is not there.
     """
-    check(asked)
-    is_alignment, device = asked.task == "align", resolved_device(asked.device)
-    split = splits_of(asked.experts, config.intermediate_size, config.num_attention_heads)
-    if not is_alignment and asked.experts.targets != "ffn":
+    check(options)
+    is_alignment, device = options.task == "align", resolved_device(options.device)
+    split = splits_of(options.experts, config.intermediate_size, config.num_attention_heads)
+    if not is_alignment and options.experts.targets != "ffn":
         raise UserError(
-            f"task is finetune, but targets is {asked.experts.targets}: experts made of heads are "
-            "repaired, not trained. Leave one of the two out."
+            f"task is finetune, but targets is {options.experts.targets}: experts made of heads "
+            "are repaired, not trained. Leave one of the two out."
         )
     written = stored if stored in EXPORTED else torch.bfloat16
-    if asked.export_dtype != "source":
-        written = getattr(torch, asked.export_dtype)
+    if options.export_dtype != "source":
+        written = getattr(torch, options.export_dtype)
+    refusal = _refusal(config, split, written, options.model)
     sizes = Sizes(config, split, stored=stored, written=written)
     paper = AlignConfig() if is_alignment else FinetuneConfig()
-    steps = paper.steps if asked.steps is None else asked.steps
+    steps = paper.steps if options.steps is None else options.steps
     step = Step(
         sizes=sizes,
-        batch_size=asked.batch_size or paper.batch_size,
-        seq_len=min(asked.seq_len, sizes.widths.context),
-        train="assignment" if is_alignment else asked.train,
+        batch_size=options.batch_size or paper.batch_size,
+        seq_len=min(options.seq_len, sizes.widths.context),
+        train="assignment" if is_alignment else options.train,
     )
     if here is None:
         is_narrow = device.type != "cpu" and stored.itemsize == 2
@@ -121,10 +122,10 @@ def inspect_model(
         "disk": disk(sizes, tokens + calibrated),
         "exported": exported_bytes(sizes),
     }
-    machines = [] if asked.gpu else [(here, 1, 1)]
-    for name in [asked.gpu] if asked.gpu else ACCELERATORS:
-        for gpus in [asked.gpus] if asked.gpus else (1, 8):
-            machines.append((ACCELERATORS[name], gpus, asked.nodes))
+    machines = [] if options.gpu else [(here, 1, 1)]
+    for name in [options.gpu] if options.gpu else ACCELERATORS:
+        for gpus in [options.gpus] if options.gpus else (1, 8):
+            machines.append((ACCELERATORS[name], gpus, options.nodes))
     return {
         "origin": "estimated",
         "model_type": config.model_type,
@@ -134,7 +135,7 @@ def inspect_model(
         "granularity": asdict(split),
         "counts": asdict(sizes.counts),
         "run": {
-            "task": asked.task,
+            "task": options.task,
             "steps": steps,
             "batch_size": step.batch_size,
             "seq_len": step.seq_len,
@@ -148,7 +149,7 @@ def inspect_model(
         "repair_flops": repairing,
         "here": asdict(here) | {"held": here.held, "hours_repair": repair_s / 3_600},
         "plans": [plan(step, *machine, tokens=tokens) for machine in machines if tokens],
-        "warnings": _warnings(config, sizes, asked),
+        "warnings": _warnings(config, sizes, options, refusal),
     }
 
 
@@ -161,27 +162,26 @@ def stored_dtype(config: Any, folder: Path) -> torch.dtype:
     return Tensors(folder, tied=False, part_of=lambda name: family.stored(config, name)).dtype
 
 
-def _warnings(config: Any, sizes: Sizes, asked: InspectConfig) -> list[str]:
+def _warnings(config: Any, sizes: Sizes, options: InspectConfig, refusal: str | None) -> list[str]:
     """Sentences about one conversion, what the export would refuse first."""
     split, widths, traits = sizes.split, sizes.widths, sizes.traits
     of_neurons, served = split.target == "ffn", not sizes.has_heads
     size, active = split.expert_size, split.active_experts
-    window, refused = traits.sliding_window or widths.context, _refusal(config, sizes, asked.model)
-    rope_type, most = config.rope_parameters.get("rope_type", "default"), active
+    window = traits.sliding_window or widths.context
+    rope_type = config.rope_parameters.get("rope_type", "default")
     only_llama = rope_type in ("llama3", "yarn") or traits.output_bias  # not in gguf_glm4moe
-    if served and split.first_dense_layers < widths.layers:
-        most = most_active_experts_of(traits, split, widths.layers, 5 if only_llama else 8)
-    found = {
+    most = most_active_experts_of(traits, split, widths.layers, 5 if only_llama else 8)
+    sentences = {
         f"Export refuses weights stored as {dtype_name(sizes.stored)}. Give --export-dtype "
         "bfloat16 (rounds the weights; assumed here) or float32 (twice the size).": (
-            asked.export_dtype == "source" and sizes.stored not in EXPORTED
+            options.export_dtype == "source" and sizes.stored not in EXPORTED
         ),
-        f"Export refuses this: {refused}": refused is not None,
+        f"Export refuses this: {refusal}": refusal is not None,
         "Some heads of attention run per token, which no server can do: the checkpoint runs in "
         "Transformers alone, by code of its own (import dotmoe, or trust_remote_code=True). vLLM, "
         "SGLang and llama.cpp cannot load it, and there is no GGUF of it.": sizes.has_heads,
         f"{active} experts run per token; llama.cpp runs at most {most} of this model, so a GGUF "
-        "of it is refused. Larger experts need fewer.": active > most,
+        "of it is refused. Larger experts need fewer.": served and active > most,
         f"Experts have {size} neurons, not a multiple of 64: GPU kernels pad or slow down, and "
         "llama.cpp quantises down_proj in multiples of 32 only.": of_neurons and size % 64 > 0,
         "SmolLM2-135M kept more with its first layer dense (--first-dense-layers 1) and half of "
@@ -197,12 +197,23 @@ def _warnings(config: Any, sizes: Sizes, asked: InspectConfig) -> list[str]:
             served and window < widths.context
         ),
     }
-    return [sentence for sentence, applies in found.items() if applies]
+    return [sentence for sentence, applies in sentences.items() if applies]
 
 
-def _refusal(config: Any, sizes: Sizes, source: str) -> str | None:
-    """Why no format can hold such a conversion, as the export says it."""
-    described = DenseModel(
+def _refusal(config: Any, split: Granularity, written: torch.dtype, source: str) -> str | None:
+    """Why no format can hold such a conversion, as the export says it; raised if none is split."""
+    try:
+        format_for(described(config, source), split, "auto", written)
+    except UserError as error:
+        if split.first_dense_layers >= config.num_hidden_layers:
+            raise
+        return str(error)
+    return None
+
+
+def described(config: Any, source: str) -> DenseModel:
+    """A model of which there is the config alone."""
+    return DenseModel(
         model=meta_model(config),
         tokenizer=None,
         family=family_of(config),
@@ -210,8 +221,3 @@ def _refusal(config: Any, sizes: Sizes, source: str) -> str | None:
         source=source,
         revision=None,
     )
-    try:
-        format_for(described, sizes.split, "auto", sizes.written)
-    except UserError as error:
-        return str(error)
-    return None

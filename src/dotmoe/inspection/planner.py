@@ -5,6 +5,7 @@ over the model width, the FFN width and the vocabulary; how many passes a forwar
 measured steps, and a backward makes twice as many. Nothing overlaps within a device.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, NamedTuple
@@ -238,8 +239,8 @@ def plan(step: Step, machine: Accelerator, gpus: int, nodes: int, *, tokens: int
     fitting = [choice for choice in choices if choice["fits"]]
     best = max((choice["tokens_per_s"] for choice in fitting), default=0)
     chosen = next((each for each in fitting if each["tokens_per_s"] >= AS_FAST * best), None)
-    least = replace(step, micro_batch_size=1, sharded=True, checkpointing=True)
-    enough = (n for n in range(1, MOST_GPUS + 1) if _fits(replace(least, ranks=n), machine))
+    least = replace(step, sharded=True, checkpointing=True)
+    enough = (n for n in range(1, MOST_GPUS + 1) if most_at_once(replace(least, ranks=n), machine))
     hours = None if chosen is None else tokens / chosen["tokens_per_s"] / 3_600
     return {
         "gpu": machine.name,
@@ -282,9 +283,9 @@ def _on_machine(step: Step, machine: Accelerator, gpus: int, nodes: int) -> dict
 
 def most_at_once(step: Step, machine: Accelerator) -> int:
     """The largest micro-batch with which a step fits on each GPU; 0: none does."""
-    sizes = range(step.part(step.batch_size), 0, -1)
-    return next((n for n in sizes if _fits(replace(step, micro_batch_size=n), machine)), 0)
 
+    def memory(size: int) -> int:
+        return sum(step_memory(replace(step, micro_batch_size=size)).values())
 
-def _fits(step: Step, machine: Accelerator) -> bool:
-    return sum(step_memory(step).values()) <= USABLE_SHARE * machine.memory_bytes
+    sizes = range(1, step.part(step.batch_size) + 1)
+    return bisect_right(sizes, USABLE_SHARE * machine.memory_bytes, key=memory)

@@ -12,7 +12,7 @@ import torch
 
 from dotmoe.finetuning import FinetuneConfig
 from dotmoe.granularity import Granularity, count_parameters, parts_of
-from dotmoe.models.family import family_of, widths_of
+from dotmoe.models.family import TARGETS, family_of, widths_of
 from dotmoe.moe.objective import chunk_rows
 
 Items = Mapping[str, int]
@@ -46,8 +46,7 @@ class Sizes:
         self.affinities_of_a_layer = sum(part.units * part.columns for part in parts_of(split))
         """Entries of A of all targets in a layer that is split."""
         self.affinities = self.moe_layers * self.affinities_of_a_layer
-        inputs = {"ffn": self.widths.ffn, "attention": self.queries}
-        self.repaired_inputs = [inputs[part.target] for part in parts_of(split)]
+        self.repaired_inputs = [TARGETS[part.target].inputs(config) for part in parts_of(split)]
         """Inputs of W_down, W_O or both, of those that a repair refits."""
         self.has_heads = split.targets != "ffn"
         # The last norm, of the model width, belongs to no layer.

@@ -8,24 +8,24 @@ from dotmoe.granularity import Granularity, parts_of
 from dotmoe.tables import Table, in_bytes, in_time, table_of, to_rich
 
 
-def render(found: Values) -> RenderableType:
-    """What `inspect_model` found: what would be made of the model, its cost, and warnings."""
-    before = [_model(found), counts_table(found["counts"]), _sizes(found)]
-    after = [_plans(found["run"], found["plans"])] if found["plans"] else []
-    if found["warnings"]:
-        rows = [["warning:", warning] for warning in found["warnings"]]
+def render(record: Values) -> RenderableType:
+    """A record of `inspect_model`: what would be made of the model, its cost, and warnings."""
+    before = [_model(record), counts_table(record["counts"]), _sizes(record)]
+    after = [_plans(record["run"], record["plans"])] if record["plans"] else []
+    if record["warnings"]:
+        rows = [["warning:", warning] for warning in record["warnings"]]
         after.append(Table(columns=("", ""), rows=rows, words=2))
-    return Group(*map(to_rich, before), Text(_repair(found)), *map(to_rich, after))
+    return Group(*map(to_rich, before), Text(_repair(record)), *map(to_rich, after))
 
 
-def _model(found: Values) -> Table:
-    parts, widths = parts_of(Granularity.of(found["granularity"])), found["widths"]
+def _model(record: Values) -> Table:
+    parts, widths = parts_of(Granularity.of(record["granularity"])), record["widths"]
     first, layers = parts[0].first_dense_layers, widths["layers"]
     which = f"layers {first} to {layers - 1}: " if first else "every layer "
     model = (
-        f"{found['model_type']}, {layers} layers, model width {widths['model']:,}, FFN width "
+        f"{record['model_type']}, {layers} layers, model width {widths['model']:,}, FFN width "
         f"{widths['ffn']:,}, vocabulary {widths['vocabulary']:,}, context {widths['context']:,}, "
-        f"stored as {found['stored_dtype']}"
+        f"stored as {record['stored_dtype']}"
     )
     rows = [["model", model]]
     for part in parts:
@@ -68,26 +68,26 @@ def counts_table(counts: Values, title: str = "") -> Table:
     )
 
 
-def _sizes(found: Values) -> Table:
+def _sizes(record: Values) -> Table:
     names = {
         "calibration_memory": "start from data",
         "repair_memory": "repair",
         "disk": "disk",
         "exported": "  exported checkpoint",
     }
-    title = f"memory and disk (estimated; weights in {found['here']['held']} bytes each)"
-    total = {"size": lambda key: in_bytes(found[f"{key}_total"])}
+    title = f"memory and disk (estimated; weights in {record['here']['held']} bytes each)"
+    total = {"size": lambda key: in_bytes(record[f"{key}_total"])}
     note = "--json has what each is the sum of."
     return table_of(names, {title: lambda key: names[key], **total}, note=note)
 
 
-def _repair(found: Values) -> str:
+def _repair(record: Values) -> str:
     """The default recipe's repair on this machine."""
-    here, tokens = found["here"], found["run"]["repair_tokens"]
+    here, tokens = record["here"], record["run"]["repair_tokens"]
     return (
         f"on {here['name']}, {here['dtype']} (estimated; measured "
         f"{here['flops_per_s'] / 1e12:,.3g} TFLOP/s, {here['bytes_per_s'] / 1e9:,.3g} GB/s):\n"
-        f"  repair, as by default: {tokens:,} tokens, {found['repair_flops']:.2e} "
+        f"  repair, as by default: {tokens:,} tokens, {record['repair_flops']:.2e} "
         f"FLOP, most in float32: {in_time(here['hours_repair'])}\n"
     )
 
@@ -96,19 +96,18 @@ def _plans(run: Values, plans: list[Values]) -> Table:
     """What is recommended on each machine, how fast that is and how long it takes."""
     rows = []
     for plan in plans:
-        if plan["recommended"]:
-            way = plan["recommended"]
+        if way := plan["recommended"]:
             at_once, memory = str(way["micro_batch_size"]), in_bytes(way["memory_total"])
             speed, hours = f"{way['tokens_per_s']:,.0f}", f"{plan['gpu_hours']:,.0f}"
             time = in_time(plan["hours"])
             rows.append([_machine(plan), way["way"], at_once, memory, speed, time, hours])
         else:
             needed = plan["gpus_needed"] if plan["origin"] != "measured" else None
-            said = f"needs {needed} of them" if needed else "does not fit"
-            rows.append([_machine(plan), said, *[""] * 5])
-    what = {"align": "alignment, not by default,", "finetune": "fine-tuning"}[run["task"]]
+            why = f"needs {needed} of them" if needed else "does not fit"
+            rows.append([_machine(plan), why, *[""] * 5])
+    task = {"align": "alignment, not by default,", "finetune": "fine-tuning"}[run["task"]]
     return Table(
-        title=f"{what} of {run['tokens']:,} tokens (estimated; GPUs with weights in 2 bytes each, "
+        title=f"{task} of {run['tokens']:,} tokens (estimated; GPUs with weights in 2 bytes each, "
         "from quoted figures, of which shares are assumed, not measured)",
         columns=("on", "weights", "at once", "memory", "tokens/s", "time", "GPU h"),
         rows=rows,

@@ -35,8 +35,9 @@ class Method(NamedTuple):
 
     prune: Callable[[PruneInputs], Pruned]
     """Changes the model that it is given."""
-    require: Callable[[DenseModel], None] = lambda dense: None
-    """Raises a `UserError` for a model, be it without weights, that the method does not fit."""
+    require: Callable[[DenseModel, torch.device], None] = lambda dense, device: None
+    """Raises a `UserError` where the method does not fit a model, be it without weights, or the
+    device that is to hold it."""
     is_fixed: bool = False
     """Whether it removes the same whatever the budget."""
     is_trained: bool = False
@@ -79,23 +80,23 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
     `UserError`: the method does not fit the model.
     """
     chosen, total, started = PRUNING[method], num_parameters(inputs.dense.model), time.monotonic()
-    chosen.require(inputs.dense)
-    made = chosen.prune(inputs)
+    chosen.require(inputs.dense, inputs.dense.device)
+    pruned = chosen.prune(inputs)
     tokens = inputs.tokens_BT.numel()
     if chosen.is_trained:
         tokens = inputs.steps * inputs.batch(0).numel() if inputs.excess > 0 else 0
     figures = {
-        "parameters": total - made.removed,
-        "stored": total - made.removed,
+        "parameters": total - pruned.removed,
+        "stored": total - pruned.removed,
         "calibration_tokens": tokens,
         "seconds": round(time.monotonic() - started, 3),
-        "plan": made.plan,
+        "plan": pruned.plan,
     }
-    if made.tensors:
-        save_file(made.tensors, folder / TENSORS)
+    if pruned.tensors:
+        save_file(pruned.tensors, folder / TENSORS)
     else:
         write_weights(inputs.dense, folder / MODEL)
         config = folder / MODEL / "config.json"
-        write_json(config, read_json(config) | (made.config or {}))
+        write_json(config, read_json(config) | (pruned.config or {}))
     write_json(folder / FIGURES, figures)
     return figures

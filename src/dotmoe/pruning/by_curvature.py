@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dotmoe.distributed import memory_of, resolved_device
+from dotmoe.distributed import memory_of
 from dotmoe.errors import UserError
 from dotmoe.models.family import DenseModel
 from dotmoe.progress import no_update
@@ -90,63 +90,65 @@ def _in_shots(
 ) -> Pruned:
     """Remove rows and columns by their costs; weights have the bias as last column, in float64."""
     maps = linears_of(inputs.layers)
-    sizes = [size for each in maps for size in (_reads(each), each.out_features)]
-    kept = [torch.ones(size, dtype=torch.bool, device=inputs.dense.device) for size in sizes]
-    total = _parameters(kept)
+    sizes = [size for each in maps for size in _sizes(each)]
+    total = sum(math.prod(_sizes(each)) for each in maps)
+    rank, bound = torch.zeros(sum(sizes), device=inputs.dense.device), -math.inf
+
+    def above(bound: float) -> list[Pair]:
+        """Which columns and rows of each map have a rank above."""
+        stays = torch.split(rank > bound, sizes)
+        return list(zip(stays[::2], stays[1::2], strict=True))
+
+    def left(bound: float) -> list[list[int]]:
+        return [[int(stays.sum()) for stays in pair] for pair in above(bound)]
+
+    def removed(bound: float) -> int:
+        return total - sum(map(math.prod, left(bound)))
+
     if inputs.excess > 0:
         inputs.log(_estimate(inputs, costs_of))
     for shot in range(SHOTS if inputs.excess > 0 else 0):
-        factors, costs = curvature(replace(inputs, on_progress=no_update)), list[Tensor]()
-        for each, pair in zip(maps, factors, strict=True):
+        factors, costs = curvature(inputs), list[Tensor]()
+        for each, pair, (columns_I, rows_O) in zip(maps, factors, above(bound), strict=True):
             column_I, row_O = costs_of(*_in_float64(each, pair))
             column_I[each.in_features :] = math.inf  # the bias is no column of its own
-            costs += [column_I, row_O]
+            costs += [column_I.where(columns_I, -math.inf), row_O.where(rows_O, -math.inf)]
         # Many cost nothing, such as a gate's row for a neuron that nothing reads any more. By their
         # places in the order, first those that are gone, they go one by one within the budget.
-        pairs = zip(costs, kept, strict=True)
-        cost = torch.cat([each.where(stays, -math.inf) for each, stays in pairs])
+        cost = torch.cat(costs)
         rank = cost.argsort(stable=True).argsort().double().where(cost < math.inf, math.inf)
-
-        def above(bound: float, rank: Tensor = rank) -> list[Tensor]:
-            return list(torch.split(rank > bound, sizes))
-
-        most = inputs.excess * (shot + 1) // SHOTS
-        kept = above(threshold([rank], lambda x: total - _parameters(above(x)), most))
-        stay = kept[::2], kept[1::2]
-        for each, pair, columns_I, rows_O in zip(maps, factors, *stay, strict=True):
-            new_OI = updated(*_in_float64(each, pair), (columns_I, rows_O))
-            new_OI = new_OI * columns_I * rows_O[:, None]
+        bound = threshold([rank], removed, inputs.excess * (shot + 1) // SHOTS)
+        for each, pair, kept in zip(maps, factors, above(bound), strict=True):
+            columns_I, rows_O = kept
+            new_OI = updated(*_in_float64(each, pair), kept) * columns_I * rows_O[:, None]
             each.weight.copy_(new_OI[:, : each.in_features])
             if each.bias is not None:
                 each.bias.copy_(new_OI[:, -1])
         inputs.on_progress(shot + 1, SHOTS)
-    left = [int(stays.sum()) for stays in kept]
-    plan = {"columns_and_rows": [left[at : at + 2] for at in range(0, len(left), 2)]}
-    return Pruned(total - _parameters(kept), plan)
+    return Pruned(removed(bound), {"columns_and_rows": left(bound)})
 
 
 def _estimate(inputs: PruneInputs, costs_of: Callable[[Tensor, Pair], Pair]) -> str:
     """What all shots take, from one window and the costs by it; an update takes as long."""
     times, windows = [time.monotonic()], inputs.tokens_BT
-    factors = curvature(replace(inputs, tokens_BT=windows[:1], on_progress=no_update))
+    factors = curvature(replace(inputs, tokens_BT=windows[:1]))
     times.append(time.monotonic())
     for each, pair in zip(linears_of(inputs.layers), factors, strict=True):
         costs_of(*_in_float64(each, pair))
     times.append(time.monotonic())
     seconds = SHOTS * (len(windows) * (times[1] - times[0]) + 2 * (times[2] - times[1]))
-    said = f"{SHOTS} times the curvature of {windows.numel():,} tokens, about"
-    return f"{said} {in_time(seconds / 3_600)}"
+    work = f"{SHOTS} times the curvature of {windows.numel():,} tokens"
+    return f"{work}, about {in_time(seconds / 3_600)}"
 
 
-def require_memory(dense: DenseModel) -> None:
-    """Refuse a model whose factors this machine cannot hold."""
+def require_memory(dense: DenseModel, device: torch.device) -> None:
+    """Refuse a model whose factors the device cannot hold."""
     maps = linears_of(dense.family.layers(dense.model))
-    sizes = [size for each in maps for size in (each.in_features, each.out_features)]
+    sizes = [size for each in maps for size in _sizes(each)]
     # All factors, one in float64 three times over, and the model.
     weights = sum(each.nbytes for each in dense.model.parameters())
     needed = 4 * sum(size**2 for size in sizes) + 24 * max(sizes) ** 2 + weights
-    is_described = dense.device.type == "meta"
-    held = memory_of(resolved_device("auto") if is_described else dense.device)
+    held = memory_of(device)
     if needed > held:
         raise UserError(
             f"k_obd and llm_surgeon need {in_bytes(needed)} for the curvature of this model, and "
@@ -156,17 +158,16 @@ def require_memory(dense: DenseModel) -> None:
 
 def curvature(inputs: PruneInputs) -> list[Pair]:
     """A and G of all maps of the decoder layers, in float32, by one backward pass a window."""
-    new = partial(torch.zeros, device=inputs.dense.device)
-    sums = {
-        each: (new(_reads(each), _reads(each)), new(each.out_features, each.out_features))
-        for each in linears_of(inputs.layers)
-    }
+    sums = dict[nn.Linear, Pair]()
+    for each in linears_of(inputs.layers):
+        reads, writes = (torch.zeros(n, n, device=inputs.dense.device) for n in _sizes(each))
+        sums[each] = reads, writes
 
     def see(linear: Any, arguments: tuple[Tensor, ...], output: Any) -> None:
         output.register_hook(partial(add, linear, arguments[0].detach()))
 
     def add(linear: nn.Linear, x: Tensor, slope: Tensor) -> None:
-        x = F.pad(x, (0, _reads(linear) - linear.in_features), value=1.0)
+        x = F.pad(x, (0, int(linear.bias is not None)), value=1.0)
         for moment, values in zip(sums[linear], (x, slope), strict=True):
             values_TX = values.flatten(0, -2).float()
             moment.addmm_(values_TX.T, values_TX)
@@ -177,19 +178,13 @@ def curvature(inputs: PruneInputs) -> list[Pair]:
         model.enable_input_require_grads()
         for each in sums:
             work.enter_context(each.register_forward_hook(see))
-        backward(inputs, rows=1, of_weights=False)
+        backward(replace(inputs, on_progress=no_update), rows=1, of_weights=False)
     return list(sums.values())
 
 
-def _reads(linear: nn.Linear) -> int:
-    """Columns, that of the bias among them."""
-    return linear.in_features + (linear.bias is not None)
-
-
-def _parameters(kept: list[Tensor]) -> int:
-    """Of maps whose columns and rows stay where it is true, in turn."""
-    left = [int(stays.sum()) for stays in kept]
-    return sum(columns * rows for columns, rows in zip(left[::2], left[1::2], strict=True))
+def _sizes(linear: nn.Linear) -> tuple[int, int]:
+    """Columns, that of the bias among them, and rows."""
+    return linear.in_features + (linear.bias is not None), linear.out_features
 
 
 def _in_float64(linear: nn.Linear, factors: Pair) -> tuple[Tensor, Pair]:

@@ -70,10 +70,12 @@ def threshold(scores: Iterable[Tensor], removed: Callable[[float], int], most: i
     return float(order[number - 1]) if number else -math.inf
 
 
-def refusing(has: Callable[[DecoderTraits], bool], why: str) -> Callable[[DenseModel], None]:
+def refusing(
+    has: Callable[[DecoderTraits], bool], why: str
+) -> Callable[[DenseModel, torch.device], None]:
     """What raises a `UserError` for a model whose family has such traits, and says why."""
 
-    def require(dense: DenseModel) -> None:
+    def require(dense: DenseModel, _: torch.device) -> None:
         if has(dense.family.traits(dense.config)):
             raise UserError(f"{dense.config.model_type} has {why}. Leave it out.")
 

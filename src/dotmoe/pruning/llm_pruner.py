@@ -13,6 +13,7 @@ holds zeros.
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from dotmoe.models.family import DenseModel
@@ -30,13 +31,13 @@ class Kind(NamedTuple):
 def llm_pruner(inputs: PruneInputs) -> Pruned:
     """Remove the share of the groups that comes nearest to the budget."""
     dense, num_neurons = inputs.dense, inputs.dense.widths.ffn
-    counts = [removed_parameters(dense, idle) for idle in range(num_neurons)]
-    idle = min(range(num_neurons), key=lambda idle: abs(counts[idle] - inputs.excess))
-    touched, kept = _touched(dense), []
+    removed_N = removed_parameters(dense, torch.arange(num_neurons))
+    idle = (removed_N - inputs.excess).abs().argmin()
+    touched, kept = _touched(dense), list[int]()
     if idle:
         backward(inputs)
     for kind in kinds_of(dense):
-        kept.append(_kept(kind, idle, num_neurons))
+        kept.append(int(_kept(kind, idle, num_neurons)))
         for index in touched if idle else ():
             parts = grouped(dense, index, kind)
             scores = [
@@ -48,7 +49,7 @@ def llm_pruner(inputs: PruneInputs) -> Pruned:
                 part[order_G[: kind.groups - kept[-1]]] = 0
     dense.model.requires_grad_(False).zero_grad()
     plan = {"heads": kept[0], "neurons": kept[1], "layers": [touched.start, touched.stop]}
-    return Pruned(counts[idle], plan)
+    return Pruned(int(removed_N[idle]), plan)
 
 
 require_separate_heads = refusing(
@@ -57,12 +58,12 @@ require_separate_heads = refusing(
 )
 
 
-def removed_parameters(dense: DenseModel, idle: int) -> int:
+def removed_parameters(dense: DenseModel, idle: Int[Tensor, "*M"]) -> Int[Tensor, "*M"]:
     """Parameters that go where `idle` of the neurons and as large a share of the heads do."""
-    num_neurons, of_a_layer = dense.widths.ffn, 0
+    of_a_layer = torch.zeros_like(idle)
     for kind in kinds_of(dense):
         size = sum(part.numel() for part in grouped(dense, 0, kind).values()) // kind.groups
-        of_a_layer += size * (kind.groups - _kept(kind, idle, num_neurons))
+        of_a_layer += size * (kind.groups - _kept(kind, idle, dense.widths.ffn))
     return of_a_layer * len(_touched(dense))
 
 
@@ -79,18 +80,18 @@ def kinds_of(dense: DenseModel) -> tuple[Kind, Kind]:
     return Kind(dense.config.num_key_value_heads, heads), Kind(dense.widths.ffn, ffn)
 
 
-def _kept(kind: Kind, idle: int, num_neurons: int) -> int:
-    return max(1, kind.groups * (num_neurons - idle) // num_neurons)
+def _kept(kind: Kind, idle: Int[Tensor, "*M"], num_neurons: int) -> Int[Tensor, "*M"]:
+    return (kind.groups * (num_neurons - idle) // num_neurons).clamp_min(1)
 
 
 def grouped(dense: DenseModel, index: int, kind: Kind, slopes: bool = False) -> dict[str, Tensor]:
     """What the groups of a layer have of each of their tensors, or of its gradient, [G, ...]."""
-    named, found = dict(dense.model.named_parameters()), dict[str, Tensor]()
+    named, parts = dict(dense.model.named_parameters()), dict[str, Tensor]()
     for name, dimension in kind.members.items():
-        part = dense.family.stored(dense.config, f"model.layers.{index}.{name}")
-        parameter = named.get(part.stored)
+        place = dense.family.stored(dense.config, f"model.layers.{index}.{name}")
+        parameter = named.get(place.stored)
         tensor = parameter.grad if parameter is not None and slopes else parameter
         if tensor is not None:  # there may be no bias, and it has no gradient
-            rows = tensor.detach()[slice(*(part.rows or (None,)))].movedim(dimension, 0)
-            found[name] = torch.unflatten(rows, 0, (kind.groups, -1))
-    return found
+            rows = tensor.detach()[slice(*(place.rows or (None,)))].movedim(dimension, 0)
+            parts[name] = torch.unflatten(rows, 0, (kind.groups, -1))
+    return parts

@@ -79,12 +79,12 @@ def _modules(dense: DenseModel) -> Tensor:
 @contextmanager
 def _moments(dense: DenseModel, index: int) -> Iterator[dict[str, Any]]:
     """Inside, moments of what runs through a layer, in float64: all that the cuts need."""
-    found: dict[str, Any] = {}
+    moments: dict[str, Any] = {}
     layer, before = dense.family.layers(dense.model)[index], dense.config._attn_implementation
 
     def add(name: str, values_HTX: Tensor) -> None:
         values_HTX = values_HTX.double()
-        found[name] = found.get(name, 0) + values_HTX.mT @ values_HTX
+        moments[name] = moments.get(name, 0) + values_HTX.mT @ values_HTX
 
     def attend(module: Any, *arguments: Any, **rest: Any) -> Any:
         for name, each_BHTW in zip(("query", "key", "value"), arguments, strict=False):
@@ -96,7 +96,7 @@ def _moments(dense: DenseModel, index: int) -> Iterator[dict[str, Any]]:
     dense.config._attn_implementation = "moments"
     try:
         with watched(down, lambda _, hidden: add("activation", hidden.flatten(0, -2))):
-            yield found
+            yield moments
     finally:
         dense.config._attn_implementation = before
 

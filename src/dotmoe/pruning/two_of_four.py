@@ -102,7 +102,7 @@ def correcting(hessian_II: Float[Tensor, "I I"]) -> Callable[[Tensor], Tensor]:
     return pruned
 
 
-def require(dense: DenseModel) -> None:
+def require(dense: DenseModel, _: torch.device) -> None:
     """Refuse widths that are no whole fours."""
     for linear in linears_of(dense.family.layers(dense.model)):
         if linear.in_features % 4:
@@ -130,12 +130,11 @@ def _by_layers(
     that read the same tensor, what gives a weight [O, I] anew, in float64.
     """
     stream = Stream(inputs.dense, inputs.tokens_BT)
-    seen, first, sums = dict[int, Tensor](), dict[int, int](), dict[int, Any]()
+    readers, first, sums = dict[int, tuple[int, Tensor]](), dict[int, int](), dict[int, Any]()
 
     def see(number: int, x: Tensor) -> None:
-        first[number] = next((other for other, read in seen.items() if read is x), number)
+        first[number], _ = readers.setdefault(id(x), (number, x))  # held, so that its id is its own
         if first[number] == number:
-            seen[number] = x
             sums[number] = sums.get(number, 0) + moment(x.flatten(0, -2).double())
 
     for index, layer in enumerate(inputs.layers):
@@ -143,7 +142,7 @@ def _by_layers(
         sums.clear()
         with watched(linears, see):
             for part in stream.parts:
-                seen.clear()
+                readers.clear()
                 stream.after(index, part)
         pruned = {number: pruner(total) for number, total in sums.items()}
         for number, linear in linears.items():
