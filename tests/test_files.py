@@ -101,6 +101,8 @@ def test_a_folder_appears_whole_or_not_at_all_and_is_made_by_one(tmp_path):
     with pytest.raises(UserError, match="exists already"), complete_folder(out):
         pass
     assert (out / "file").read_text() == "whole"
+    with pytest.raises(UserError, match="cannot be made"), complete_folder(out / "file" / "b"):
+        pass
 
 
 def test_too_little_room_is_one_line(tmp_path):

@@ -128,6 +128,7 @@ def test_refuses_a_missing_folder_and_proposes_its_neighbour(copied):
     assert message.startswith(f"{copied.parent}/chekpoint does not exist.")
     assert f"Did you mean {copied}?" in message
     assert "is a file" in refusal_of(copied / "config.json")
+    assert "~no-such-user/model does not exist" in refusal_of("~no-such-user/model")
     assert re.search(
         "^nobody-at-all/no-such-model is no folder here.*Check the name and the network.",
         refusal_of("nobody-at-all/no-such-model"),
@@ -144,6 +145,7 @@ BEFORE_WEIGHTS = [
     (with_config(hidden_size="wide"), "is no valid llama config"),
     (with_config(hidden_size=65), "not a multiple of the number of attention heads"),
     (with_config(num_attention_heads=0), "is no valid llama config"),
+    (with_config(dtype="bf16"), "is no valid llama config .*'bf16'"),
     (
         with_config(quantization_config={"quant_method": "gptq"}),
         "Choose the unquantised checkpoint",
@@ -172,6 +174,12 @@ def without_a_shard(folder):
 
 def with_a_tensor_missing_from_its_shard(folder):
     with_tensors(lambda tensors: tensors.pop(GATE), in_shards(folder)[GATE])(folder)
+
+
+def with_pre_tokenizer_of_the_future(folder):
+    path = folder / "tokenizer.json"
+    values = json.loads(path.read_text()) | {"pre_tokenizer": {"type": "Future"}}
+    path.write_text(json.dumps(values))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +214,8 @@ def with_a_tensor_missing_from_its_shard(folder):
         # tokenizer_config.json stays: of it alone Transformers makes a tokenizer of three entries.
         (without("tokenizer.json"), "holds no tokenizer.json or tokenizer.model"),
         (with_text("tokenizer.json", "{"), "tokenizer.json is not JSON"),
-        (with_text("tokenizer.json", '{"a": 1}'), "tokenizer in .* cannot be loaded"),
+        (with_pre_tokenizer_of_the_future, "tokenizer in .* cannot be loaded"),
+        (with_text("tokenizer_config.json", "[]"), "tokenizer in .* cannot be loaded"),
         (with_config(vocab_size=200), "ids up to 257.*200 rows"),
     ],
 )
