@@ -118,8 +118,8 @@ def damage_in(
             return f"{path} is missing"
         if (size := path.stat().st_size) != checksum["bytes"]:
             return f"{path} is damaged: {size} of {checksum['bytes']} bytes"
-    for name, found in checksums(folder, (n for n in expected if n not in unread)).items():
-        if found != expected[name]:
+    for name, checksum in checksums(folder, (n for n in expected if n not in unread)).items():
+        if checksum != expected[name]:
             return f"{folder / name} has been altered: its SHA-256 is not the recorded one"
     return None
 

@@ -372,10 +372,10 @@ class Stream:
 
 def _arguments(dense: DenseModel, tokens_1T: Tensor) -> list[dict[str, Any]]:
     """What the trunk gives each decoder layer besides the stream: positions and masks."""
-    found: list[dict[str, Any]] = []
+    arguments: list[dict[str, Any]] = []
     hooks = [
         layer.register_forward_pre_hook(
-            lambda layer, args, kwargs: found.append(kwargs), with_kwargs=True
+            lambda layer, args, kwargs: arguments.append(kwargs), with_kwargs=True
         )
         for layer in dense.family.layers(dense.model)
     ]
@@ -384,7 +384,7 @@ def _arguments(dense: DenseModel, tokens_1T: Tensor) -> list[dict[str, Any]]:
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return arguments
 
 
 def meta_model(config: Any, dtype: torch.dtype | None = None) -> nn.Module:
