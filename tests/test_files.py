@@ -15,6 +15,7 @@ from dotmoe.files import (
     damage_in,
     read_json,
     read_with_checksum,
+    remove,
     require_free,
     sha256_of,
     with_checksum,
@@ -98,6 +99,19 @@ def test_a_folder_appears_whole_or_not_at_all_and_is_made_by_one(tmp_path):
     assert (out / "file").read_text() == "whole"
     with pytest.raises(UserError, match="cannot be made"), complete_folder(out / "file" / "b"):
         pass
+
+
+def test_a_link_to_a_folder_is_written_through_and_removed_without_what_it_links_to(tmp_path):
+    link, folder = tmp_path / "link", tmp_path / "folder"
+    folder.mkdir()
+    link.symlink_to(folder)
+    with complete_folder(link) as partial:
+        (partial / "file").write_text("whole")
+    assert (link.readlink(), os.listdir(folder)) == (folder, ["file"])
+    remove(link)
+    assert os.listdir(tmp_path) == ["folder"]
+    remove(folder)
+    assert not os.listdir(tmp_path)
 
 
 def test_too_little_room_is_one_line(tmp_path):

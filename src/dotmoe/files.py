@@ -149,7 +149,7 @@ def complete_folder(out: Path) -> Iterator[Path]:
     So `out` is never half-written, even after a power cut. A `UserError`: `out` exists already and
     is not an empty folder, or another process writes it.
     """
-    out = out.absolute()
+    out = out.resolve()  # a link to an empty folder of another disk stays, and is written through
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already. Remove it, or choose another folder.")
     partial, lock = (out.with_name(f".{out.name}.{end}") for end in ("partial", "lock"))
@@ -174,8 +174,8 @@ def complete_folder(out: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it, if it is there."""
-    if path.is_dir():
+    """Remove a file, a link, or a folder with all that is in it, if it is there."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
