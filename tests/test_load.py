@@ -116,6 +116,7 @@ def test_shards_load_as_the_single_file_does(copied):
 def test_config_alone_needs_no_weights(copied):
     (copied / "model.safetensors").unlink()
     (copied / "tokenizer.json").unlink()
+    with_config(quantization_config=None)(copied)
     config, folder = dense_config(str(copied))
     assert (config.model_type, config.intermediate_size, folder) == ("llama", 96, copied)
 

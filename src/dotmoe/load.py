@@ -151,7 +151,7 @@ def dense_config(source: str) -> tuple[Any, Path]:
     model_type = str(plain.get("model_type", ""))
     if model_type not in FAMILIES:  # Transformers need not know it either
         family_of(SimpleNamespace(**plain | {"model_type": model_type}))
-    if "quantization_config" in plain:
+    if plain.get("quantization_config"):
         raise UserError(
             f"{path} has a quantization_config, but the weights must be plain numbers to be split "
             "exactly. Choose the unquantised checkpoint."

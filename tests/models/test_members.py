@@ -24,9 +24,14 @@ from runs import GRANITE_FACTORS
 
 WIDE_HEADS = {"head_dim": 24, "num_key_value_heads": 1}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 16}
+OF_OTHERS = {"sliding_window": 16, **GRANITE_FACTORS}
+"""Keys that the stock LLaMA does not read."""
 MEMBERS = {
-    "llama": [{}, {"tied": True}, {"attention_bias": True}, WIDE_HEADS],
-    "mistral": [{"sliding_window": None}, {"sliding_window": 16, **WIDE_HEADS}],
+    "llama": [{}, {"tied": True}, {"attention_bias": True}, {**WIDE_HEADS, **OF_OTHERS}],
+    "mistral": [
+        {"sliding_window": None},
+        {"sliding_window": 16, "attention_bias": True, **WIDE_HEADS},
+    ],
     "qwen2": [
         {"tied": True},
         {**QWEN_WINDOW, "max_window_layers": 1},
@@ -101,6 +106,7 @@ def test_the_parts_compute_what_the_stock_model_does(case, dense_of, tokens_BT):
 @pytest.mark.parametrize(
     ("family", "config", "window"),
     [
+        ("llama", OF_OTHERS, None),
         ("mistral", {"sliding_window": 16}, 16),
         ("phi3", {"sliding_window": 16}, 16),
         ("qwen2", {**QWEN_WINDOW, "max_window_layers": 0}, 16),

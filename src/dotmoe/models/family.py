@@ -87,10 +87,13 @@ class GatedFFN(NamedTuple):
 
 
 class Family:
-    """A decoder in LLaMA's form, whose traits its config states."""
+    """A decoder in LLaMA's form, whose traits its config states.
 
-    def __init__(self, model_type: str) -> None:
-        self.model_type = model_type
+    `keys` are those that its stock model reads: in a config of another family they mean nothing.
+    """
+
+    def __init__(self, model_type: str, *keys: str) -> None:
+        self.model_type, self.keys = model_type, keys
 
     def refusal(self, config: Any) -> str | None:
         """Why this config cannot be converted exactly (with the remedy), or None."""
@@ -102,23 +105,23 @@ class Family:
 
     def traits(self, config: Any) -> DecoderTraits:
         """Features of the decoder outside its FFNs."""
-        width, has_bias = head_dim(config), bool(getattr(config, "attention_bias", False))
+        stated = {key: getattr(config, key) for key in self.keys if hasattr(config, key)}
+        width, has_bias = head_dim(config), bool(stated.get("attention_bias"))
         # Full attention equals that of all layers up to the window.
         kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
-        window = getattr(config, "sliding_window", None)
-        attention = getattr(config, "attention_multiplier", None)
+        attention = stated.get("attention_multiplier")
         return DecoderTraits(
             head_dim=width,
             qkv_bias=has_bias or self.model_type == "qwen2",
-            output_bias=has_bias and self.model_type != "qwen2",
+            output_bias=has_bias,
             qk_norm=_QK_NORMS.get(self.model_type, "none"),
             norms_after=self.model_type == "olmo2",
-            sliding_window=window if "sliding_attention" in kinds else None,
+            sliding_window=stated.get("sliding_window") if "sliding_attention" in kinds else None,
             multipliers=Multipliers(
-                embedding=float(getattr(config, "embedding_multiplier", 1.0)),
-                residual=float(getattr(config, "residual_multiplier", 1.0)),
+                embedding=float(stated.get("embedding_multiplier", 1.0)),
+                residual=float(stated.get("residual_multiplier", 1.0)),
                 attention=None if attention == width**-0.5 else attention,
-                logits_divisor=float(getattr(config, "logits_scaling", 1.0)),
+                logits_divisor=float(stated.get("logits_scaling", 1.0)),
             ),
         )
 
@@ -189,9 +192,19 @@ class _Phi3(Family):
         return TensorPart(f"{block}.{fused}.{kind}", rows)
 
 
+_FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 FAMILIES: dict[str, Family] = {
-    name: Family(name) for name in ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2")
-} | {"phi3": _Phi3("phi3")}
+    family.model_type: family
+    for family in (
+        Family("llama", "attention_bias"),
+        Family("mistral", "sliding_window"),
+        Family("qwen2", "sliding_window"),
+        Family("qwen3", "attention_bias", "sliding_window"),
+        Family("granite", "attention_bias", *_FACTORS),
+        Family("olmo2", "attention_bias"),
+        _Phi3("phi3", "sliding_window"),
+    )
+}
 
 
 def head_dim(config: Any) -> int:

@@ -221,7 +221,8 @@ class DotMoeForCausalLM(PreTrainedModel, GenerationMixin):
         output = self.model(input_ids=input_ids, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept, :])
-        logits = logits / getattr(self.config, "logits_scaling", 1)
+        if self.config.dense_model_type == "granite":
+            logits = logits / self.config.logits_scaling
         loss = None
         if labels is not None:
             loss = self.loss_function(
