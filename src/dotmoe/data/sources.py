@@ -154,7 +154,7 @@ def opened(source: str, config: DataConfig) -> Iterator[str]:
     seed = int.from_bytes(digest[:4], "little")
     if name in (STDLIB, STDLIB_HELDOUT):
         return shuffled(stdlib_documents("train" if name == STDLIB else "heldout"), size, seed)
-    path = _path(name)
+    path = Path(os.path.expanduser(name))  # `Path.expanduser` raises where there is no such user
     if os.path.isfile(path):
         return shuffled(file_documents(path, text_field), size, seed)
     if os.path.isdir(path):
@@ -184,14 +184,9 @@ def shuffled(stream: Iterable[str], size: int, seed: int) -> Iterator[str]:
     yield from held
 
 
-def _path(name: str) -> Path:
-    """`Path.expanduser` would raise where there is no such user."""
-    return Path(os.path.expanduser(name))
-
-
 def _is_there(name: str) -> bool:
     """`Path.exists` would raise where the name is too long for a file."""
-    return os.path.exists(_path(name))
+    return os.path.exists(os.path.expanduser(name))
 
 
 def _dataset_documents(
@@ -226,8 +221,8 @@ def _is_dolmino(name: str) -> bool:
 
 def _dolmino(name: str) -> list[tuple[str, float]]:
     """Sources that make up the mix, on the hub or in a local copy, with shares that sum to 1."""
-    root, whole = _path(name.partition(":")[2]), sum(DOLMINO_PERCENT.values())
-    sources = []
+    root = Path(os.path.expanduser(name.partition(":")[2]))
+    whole, sources = sum(DOLMINO_PERCENT.values()), []
     for part, percent in DOLMINO_PERCENT.items():
         source = f"{DOLMINO_DATASET}:{part}"
         if ":" in name:

@@ -177,19 +177,16 @@ class _Phi3(Family):
         query, width = config.num_attention_heads * head_dim(config), config.intermediate_size
         key = query + config.num_key_value_heads * head_dim(config)
         value = 2 * key - query
-        rows_of = {
-            "q_proj": ("qkv_proj", (0, query)),
-            "k_proj": ("qkv_proj", (query, key)),
-            "v_proj": ("qkv_proj", (key, value)),
-            "gate_proj": ("gate_up_proj", (0, width)),
-            "up_proj": ("gate_up_proj", (width, 2 * width)),
+        parts = {
+            "q_proj": TensorPart("qkv_proj", (0, query)),
+            "k_proj": TensorPart("qkv_proj", (query, key)),
+            "v_proj": TensorPart("qkv_proj", (key, value)),
+            "gate_proj": TensorPart("gate_up_proj", (0, width)),
+            "up_proj": TensorPart("gate_up_proj", (width, 2 * width)),
         }
-        module, _, kind = name.rpartition(".")
-        block, _, projection = module.rpartition(".")
-        if projection not in rows_of:
-            return TensorPart(name)
-        fused, rows = rows_of[projection]
-        return TensorPart(f"{block}.{fused}.{kind}", rows)
+        projection = name.split(".")[-2]
+        fused, rows = parts.get(projection, TensorPart(projection))
+        return TensorPart(name.replace(projection, fused), rows)
 
 
 _FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
