@@ -15,6 +15,7 @@ from dotmoe.files import (
     damage_in,
     read_json,
     read_with_checksum,
+    remove,
     require_free,
     sha256_of,
     with_checksum,
@@ -38,9 +39,8 @@ def test_each_kind_of_damage_is_named(tmp_path):
     assert damage_in(tmp_path, recorded).startswith(f"{path} has been altered: its SHA-256")
     assert damage_in(tmp_path, recorded, unread=["inner/b"]) is None
     path.write_bytes(b"b" * 60)
-    assert (
-        damage_in(tmp_path, recorded, unread=["inner/b"]) == f"{path} is damaged: 60 of 100 bytes"
-    )
+    message = f"{path} is damaged: 60 of 100 bytes"
+    assert damage_in(tmp_path, recorded, unread=["inner/b"]) == message
     path.unlink()
     assert damage_in(tmp_path, recorded) == f"{path} is missing"
 
@@ -64,15 +64,11 @@ def test_an_object_with_its_checksum_comes_back_and_every_altered_byte_is_notice
     path.write_text(with_checksum({"a": (1, 2), "b": {3: None}}))
     assert read_with_checksum(path) == {"a": [1, 2], "b": {"3": None}}
     content = path.read_bytes()
-    unnoticed = []
-    for place in range(len(content)):
-        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        try:
-            read_with_checksum(path)
-        except DamagedError:
-            continue
-        unnoticed.append(chr(content[place]))
-    assert not "".join(unnoticed).strip()  # blanks say nothing
+    for place, byte in enumerate(content):
+        if not chr(byte).isspace():  # blanks say nothing
+            path.write_bytes(content[:place] + bytes([byte ^ 1]) + content[place + 1 :])
+            with pytest.raises(DamagedError):
+                read_with_checksum(path)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", None])
@@ -101,6 +97,21 @@ def test_a_folder_appears_whole_or_not_at_all_and_is_made_by_one(tmp_path):
     with pytest.raises(UserError, match="exists already"), complete_folder(out):
         pass
     assert (out / "file").read_text() == "whole"
+    with pytest.raises(UserError, match="cannot be made"), complete_folder(out / "file" / "b"):
+        pass
+
+
+def test_a_link_to_a_folder_is_written_through_and_removed_without_what_it_links_to(tmp_path):
+    link, folder = tmp_path / "link", tmp_path / "folder"
+    folder.mkdir()
+    link.symlink_to(folder)
+    with complete_folder(link) as partial:
+        (partial / "file").write_text("whole")
+    assert (link.readlink(), os.listdir(folder)) == (folder, ["file"])
+    remove(link)
+    assert os.listdir(tmp_path) == ["folder"]
+    remove(folder)
+    assert not os.listdir(tmp_path)
 
 
 def test_too_little_room_is_one_line(tmp_path):

@@ -65,40 +65,36 @@ def test_extraction_centres_routers_and_keeps_the_routing():
     router = torch.randn(2, 4, 8, generator=generator) + 3
     state = AlignState(affinity_LNE=affinity, router_LED=router, step=5)
     split = Granularity(num_experts=4, expert_size=3, active_experts=2)
-    found = extract(state, split, AssignmentConfig())
-    assert float(found.router_LED.mean(dim=1).abs().max()) < 1e-6
+    extracted = extract(state, split, AssignmentConfig())
+    assert float(extracted.router_LED.mean(dim=1).abs().max()) < 1e-6
     x = torch.randn(500, 8, generator=generator)
     before = (x @ router[0].T).topk(2).indices.sort().values
-    after = (x @ found.router_LED[0].T).topk(2).indices.sort().values
+    after = (x @ extracted.router_LED[0].T).topk(2).indices.sort().values
     assert (before == after).all(dim=1).float().mean() > 0.99
 
 
 def test_always_on_neurons_and_leading_dense_layers():
-    found = layout(expert_of_neuron_LN=torch.tensor([[-1, -1, -1, -1, -1], [2, -1, 1, 0, -1]]))
-    assert list(found.moe_layers) == [1]
-    assert found.shared_neurons(1).tolist() == [1, 4]
-    assert found.neurons_of_expert(1).tolist() == [[3], [2], [0]]
-    assert found.granularity.active_fraction == (2 + 2 * 1) / 5
-    assert found.granularity == Granularity(
+    mixed = layout(expert_of_neuron_LN=torch.tensor([[-1, -1, -1, -1, -1], [2, -1, 1, 0, -1]]))
+    assert list(mixed.moe_layers) == [1]
+    assert mixed.shared_neurons(1).tolist() == [1, 4]
+    assert mixed.neurons_of_expert(1).tolist() == [[3], [2], [0]]
+    assert mixed.granularity.active_fraction == (2 + 2 * 1) / 5
+    assert mixed.granularity == Granularity(
         num_experts=3, expert_size=1, active_experts=2, shared_size=2, first_dense_layers=1
     )
 
 
 def test_the_experts_of_least_work_are_dropped_and_the_others_renumbered():
-    own = torch.tensor([[-1] * 5, [2, -1, 1, 0, -1], [-1, 0, 2, -1, 1]])
-    before = layout(
-        expert_of_neuron_LN=own, router_LED=torch.arange(36.0).view(3, 3, 4), active_experts=1
+    three = layout(
+        expert_of_neuron_LN=torch.tensor([[-1] * 5, [2, -1, 1, 0, -1], [-1, 0, 2, -1, 1]]),
+        router_LED=torch.arange(36.0).view(3, 3, 4),
+        active_experts=1,
     )
-    found = before.without_idlest(torch.tensor([[0.5, 0.1, 2.0], [1.0, 2.0, 0.3]]), 1)
-    assert found.expert_of_neuron_LN.tolist() == [[-1] * 5, [1, -1, -2, 0, -1], [-1, 0, -2, -1, 1]]
-    assert torch.equal(found.router_LED[1], before.router_LED[1, [0, 2]])
-    assert torch.equal(found.router_LED[2], before.router_LED[2, [0, 1]])
-    assert found.neurons_of_expert(1).tolist() == [[3], [0]]
-    assert found.granularity == replace(before.granularity, num_experts=2, dropped_size=1)
-    assert found.granularity.active_fraction == before.granularity.active_fraction
-    again = found.without_idlest(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), 1)
-    assert again.expert_of_neuron_LN.tolist() == [
-        [-1] * 5,
-        [-2, -1, -2, 0, -1],
-        [-1, -2, -2, -1, 0],
-    ]
+    two = three.without_idlest(torch.tensor([[0.5, 0.1, 2.0], [1.0, 2.0, 0.3]]), 1)
+    assert two.expert_of_neuron_LN.tolist() == [[-1] * 5, [1, -1, -2, 0, -1], [-1, 0, -2, -1, 1]]
+    assert torch.equal(two.router_LED[1:], three.router_LED[[[1], [2]], [[0, 2], [0, 1]]])
+    assert two.neurons_of_expert(1).tolist() == [[3], [0]]
+    assert two.granularity == replace(three.granularity, num_experts=2, dropped_size=1)
+    assert two.granularity.active_fraction == three.granularity.active_fraction
+    one = two.without_idlest(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), 1)
+    assert one.expert_of_neuron_LN[1:].tolist() == [[-2, -1, -2, 0, -1], [-1, -2, -2, -1, 0]]

@@ -7,6 +7,7 @@ from dotmoe.config import recipe
 from dotmoe.errors import UserError
 from dotmoe.granularity import (
     ExpertsConfig,
+    ParameterCounts,
     count_parameters,
     nearest_active_experts,
     resolve,
@@ -14,17 +15,12 @@ from dotmoe.granularity import (
 )
 from dotmoe.models.family import family_of, meta_model
 
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+HEADS = ("num_attention_heads", "num_key_value_heads")
 
-def published(kind, vocabulary, width, ffn, layers, heads, key_value_heads, tied=False):
-    return kind(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
-        tie_word_embeddings=tied,
-    )
+
+def published(kind, *sizes, tied=False):
+    return kind(**dict(zip(SIZES + HEADS, sizes, strict=True)), tie_word_embeddings=tied)
 
 
 LLAMA_2_7B = published(LlamaConfig, 32_000, 4_096, 11_008, 32, 32, 32)
@@ -49,8 +45,8 @@ def counts(config, **settings):
     ],
 )
 def test_active_parameters_are_the_papers_to_the_digit(config, settings, total, active):
-    found = counts(config, **settings)
-    assert (found.dense_total, found.active) == (total, active)
+    counted = counts(config, **settings)
+    assert (counted.dense_total, counted.active) == (total, active)
 
 
 @pytest.mark.parametrize(
@@ -74,21 +70,26 @@ def test_a_share_of_the_parameters_gives_the_k_nearest_to_it(config, settings, s
 
 
 def test_every_count_by_hand_for_llama_3():
-    d, f, layers, vocabulary, experts, active = 4_096, 14_336, 32, 128_256, 112, 28
-    attention = layers * (2 * d * d + 2 * d * 8 * 128)
-    norms = (2 * layers + 1) * d
-    ffn = 3 * d * f * layers
-    embedding = head = vocabulary * d
-    routers = layers * experts * d
-    found = counts(LLAMA_3_8B)
-    assert found.attention_and_norms == attention + norms
-    assert (found.ffn_total, found.ffn_active) == (ffn, ffn * active // experts)
-    assert found.routers == routers
-    assert (found.input_embedding, found.output_head) == (embedding, head)
-    assert found.floor == attention + norms + embedding + head
-    assert found.stored == found.dense_total + routers
-    assert found.active_with_routers == found.active + routers
-    assert found.active_without_embeddings == attention + norms + ffn * active // experts
+    d, f, layers, vocabulary, experts = 4_096, 14_336, 32, 128_256, 112
+    rest = layers * (2 * d * d + 2 * d * 8 * 128) + (2 * layers + 1) * d  # attention and norms
+    ffn, active = 3 * d * f * layers, 3 * d * f * layers * 28 // experts
+    embedding, routers = vocabulary * d, layers * experts * d
+    total = rest + ffn + 2 * embedding
+    assert counts(LLAMA_3_8B) == ParameterCounts(
+        dense_total=total,
+        stored=total + routers,
+        active=rest + active + 2 * embedding,
+        active_with_routers=rest + active + 2 * embedding + routers,
+        active_without_embeddings=rest + active,
+        floor=rest + 2 * embedding,
+        attention_and_norms=rest,
+        input_embedding=embedding,
+        output_head=embedding,
+        ffn_total=ffn,
+        ffn_active=active,
+        heads_total=0,
+        routers=routers,
+    )
 
 
 def test_the_papers_attention_setting_is_a_recipe_and_its_counts_are_exact():
@@ -105,7 +106,7 @@ def test_the_papers_attention_setting_is_a_recipe_and_its_counts_are_exact():
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
 def test_the_meta_model_counts_as_the_real_model_and_its_parts_add_up(kind, tied):
-    config = published(kind, 100, 32, 48, 3, 4, 2, tied)
+    config = published(kind, 100, 32, 48, 3, 4, 2, tied=tied)
     config.head_dim = 16
     assert all(parameter.is_meta for parameter in meta_model(config).parameters())
     real = AutoModelForCausalLM.from_config(config)

@@ -36,16 +36,16 @@ def text(tmp_path):
 
 @pytest.fixture
 def tokenised(dense, tmp_path, monkeypatch):
-    """Runs the stage: the text, its record, and what was said."""
+    """Runs the stage: the text, its record, and the lines that were printed."""
 
     def make(*data, eval_text=(), beside=None, seq_len=32, **options):
-        said, progress = [], Progress(quiet=True)
-        monkeypatch.setattr(progress, "log", said.append)
+        lines, progress = [], Progress(quiet=True)
+        monkeypatch.setattr(progress, "log", lines.append)
         config = DataConfig(data=data, seq_len=seq_len, **options)
         require_sources(config, eval_text)
         folder = tmp_path / "0_data"
         folder.mkdir(exist_ok=True)
-        made = tokenise(
+        blocks = tokenise(
             config,
             SampleConfig(sample_tokens=400),
             dense,
@@ -57,10 +57,10 @@ def tokenised(dense, tmp_path, monkeypatch):
             beside=beside,
         )
         record = json.loads((folder / "data.json").read_text())
-        left = {path.name for path in folder.iterdir()}
-        assert left == {"training.safetensors", "heldout.safetensors", "data.json"}
-        assert torch.equal(Text.load(folder).training.tokens_BT, made.training.tokens_BT)
-        return SimpleNamespace(text=made, record=record, said=said)
+        files = {"training.safetensors", "heldout.safetensors", "data.json"}
+        assert set(os.listdir(folder)) == files
+        assert torch.equal(Text.load(folder).training.tokens_BT, blocks.training.tokens_BT)
+        return SimpleNamespace(text=blocks, record=record, lines=lines)
 
     return make
 
@@ -76,7 +76,7 @@ def test_the_last_blocks_are_kept_apart(text, dense, tokenised):
     assert made.text.heldout_name == ("blocks of the data kept out of training",)
     made = tokenised(text, seq_len=512)
     assert made.text.training.seq_len == 256
-    assert made.said[0] == "seq_len lowered to 256: the model has no longer context"
+    assert made.lines[0] == "seq_len lowered to 256: the model has no longer context"
 
 
 def test_text_to_measure_on_is_read_in_order_and_unmixed(text, dense, tokenised):
@@ -85,7 +85,7 @@ def test_text_to_measure_on_is_read_in_order_and_unmixed(text, dense, tokenised)
     assert torch.equal(made.text.heldout.tokens_BT, expected[None])
     assert made.text.heldout_name == (text,)
     assert len(made.record["training"]["sources"]) == 2
-    shares = next(line for line in made.said if "asked" in line)
+    shares = next(line for line in made.lines if "asked" in line)
     assert shares.count("text.jsonl 50.0% of the tokens (asked 50.0%), ran out after") == 2
 
 
@@ -108,7 +108,7 @@ def test_beside_a_run_its_heldout_text_is_taken_with_its_name(text, tokenised):
     assert made.text.training.num_tokens <= 400 + heldout.numel() + 32
     made = tokenised(text, beside=source)
     assert made.record["left_out_blocks"] >= 9
-    assert any("left out" in line for line in made.said)
+    assert any("left out" in line for line in made.lines)
 
 
 # --- text of the model itself
@@ -122,11 +122,10 @@ def generator(seed):
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_every_token_is_drawn_given_all_before_it(family, bos, temperature, dense_of):
     sampler, draws = dense_of(family), generator(5)
-    eos, specials = sampler.tokenizer.eos_token_id, set(sampler.tokenizer.all_special_ids)
     assert sampler.tokenizer.bos_token_id == bos
     rows = sampled_rows(sampler, 3, 24, temperature, generator(5)).long()
     if bos is None:
-        plain = torch.tensor([token for token in range(258) if token not in specials])
+        plain = torch.tensor([0, *range(2, 258)])  # without </s>
         assert torch.equal(rows[:, 0], plain[torch.randint(len(plain), (3,), generator=draws)])
     else:
         assert rows[:, 0].tolist() == [bos] * 3
@@ -136,7 +135,7 @@ def test_every_token_is_drawn_given_all_before_it(family, bos, temperature, dens
         probabilities = (logits / temperature).softmax(-1)
         expected = torch.multinomial(probabilities, 1, generator=draws)[:, 0]
         if bos is not None:
-            expected[rows[:, place - 1] == eos] = bos
+            expected[rows[:, place - 1] == 1] = bos
         assert torch.equal(rows[:, place], expected)
 
 
@@ -151,14 +150,14 @@ def test_bos_follows_eos_where_both_are_there(dense):
 
 
 def test_each_block_is_a_sample_of_its_own_and_of_the_seed(dense, tmp_path):
-    found, told = [], []
+    samples, updates = [], []
     for number, seed in enumerate((0, 0, 1)):
         path, data = tmp_path / f"{number}.safetensors", DataConfig(seq_len=10, data_seed=seed)
-        asked = (dense, SampleConfig(sample_batch_size=3), path, data, 65)
-        assert sample_blocks(*asked, lambda done, of: told.append((done, of)))["tokens"] == 70
-        found.append(TokenBlocks.load(path).tokens_BT)
-    assert found[0].shape == found[0].unique(dim=0).shape == (7, 10)
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
-    assert told == [(30, 65), (60, 65), (65, 65)] * 3
+        arguments = dense, SampleConfig(sample_batch_size=3), path, data, 65
+        assert sample_blocks(*arguments, lambda *update: updates.append(update))["tokens"] == 70
+        samples.append(TokenBlocks.load(path).tokens_BT)
+    assert samples[0].shape == samples[0].unique(dim=0).shape == (7, 10)
+    assert torch.equal(samples[0], samples[1])
+    assert not torch.equal(samples[0], samples[2])
+    assert updates == [(30, 65), (60, 65), (65, 65)] * 3
     assert len(os.listdir(tmp_path)) == 3

@@ -179,10 +179,10 @@ def raise_on_all_ranks(make: Callable[[], Result]) -> Result:
 
 def broadcast_from_rank_zero(make: Callable[[], Result]) -> Result:
     """Run `make` on rank 0 alone; every rank gets its result, pickled, or its error."""
-    made = [raise_on_all_ranks(lambda: make() if is_rank_zero() else None)]
+    results = [raise_on_all_ranks(lambda: make() if is_rank_zero() else None)]
     if num_ranks() > 1:
-        dist.broadcast_object_list(made, src=0)
-    return made[0]  # type: ignore[return-value]
+        dist.broadcast_object_list(results, src=0)
+    return results[0]  # type: ignore[return-value]
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -118,8 +118,8 @@ def damage_in(
             return f"{path} is missing"
         if (size := path.stat().st_size) != checksum["bytes"]:
             return f"{path} is damaged: {size} of {checksum['bytes']} bytes"
-    for name, found in checksums(folder, (n for n in expected if n not in unread)).items():
-        if found != expected[name]:
+    for name, checksum in checksums(folder, (n for n in expected if n not in unread)).items():
+        if checksum != expected[name]:
             return f"{folder / name} has been altered: its SHA-256 is not the recorded one"
     return None
 
@@ -149,11 +149,14 @@ def complete_folder(out: Path) -> Iterator[Path]:
     So `out` is never half-written, even after a power cut. A `UserError`: `out` exists already and
     is not an empty folder, or another process writes it.
     """
-    out = out.absolute()
+    out = out.resolve()  # a link to an empty folder of another disk stays, and is written through
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already. Remove it, or choose another folder.")
     partial, lock = (out.with_name(f".{out.name}.{end}") for end in ("partial", "lock"))
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UserError(f"{out} cannot be made ({error}). Choose another folder.") from error
     with locked(lock, f"{out} is being written by another process. Wait for it."):
         try:
             shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
@@ -171,8 +174,8 @@ def complete_folder(out: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it, if it is there."""
-    if path.is_dir():
+    """Remove a file, a link, or a folder with all that is in it, if it is there."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

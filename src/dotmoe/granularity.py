@@ -5,6 +5,7 @@ as many units: one `Granularity` holds for all.
 """
 
 import math
+from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -157,8 +158,9 @@ def joined(parts: Iterable[Whole]) -> Whole:
 
 def splits_of(config: ExpertsConfig, ffn_width: int, heads: int) -> Granularity:
     """The split of each target of a model, see `resolve`; of heads by `resolve_heads`."""
-    made = [resolve(config, ffn_width)] if config.targets != "attention" else []
-    return joined(made + ([resolve_heads(config, heads)] if config.targets != "ffn" else []))
+    of_ffns = [resolve(config, ffn_width)] if config.targets != "attention" else []
+    of_heads = [resolve_heads(config, heads)] if config.targets != "ffn" else []
+    return joined(of_ffns + of_heads)
 
 
 def resolve_heads(config: ExpertsConfig, heads: int) -> Granularity:
@@ -239,13 +241,6 @@ def fitting_sizes(units: int) -> list[int]:
     return [size for size in range(1, units // 2 + 1) if units % size == 0]
 
 
-def next_to(value: int, ascending: list[int]) -> list[int]:
-    """The largest number below a value and the smallest above it, where there are such."""
-    below = [n for n in ascending if n < value]
-    above = [n for n in ascending if n > value]
-    return below[-1:] + above[:1]
-
-
 def _part_of(experts: int, share: float) -> int:
     """A share in whole experts, at least 1, rounded half up.
 
@@ -256,10 +251,11 @@ def _part_of(experts: int, share: float) -> int:
 
 def _require(name: str, value: int, ascending: list[int], whole: str) -> None:
     if value not in ascending:
-        choose = " or ".join(map(str, next_to(value, ascending))) or "another model"
+        place = bisect(ascending, value)
+        choose = " or ".join(map(str, ascending[max(0, place - 1) : place + 1]))
         raise UserError(
             f"{name} is {value}, which does not divide the {whole} into 2 or more equal experts. "
-            f"Choose {choose}."
+            f"Choose {choose or 'another model'}."
         )
 
 

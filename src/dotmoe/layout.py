@@ -116,9 +116,9 @@ class ExpertLayout:
 
     def neurons_of_expert(self, layer: int) -> Int[Tensor, "E S"]:
         """Neuron numbers of each expert of a split layer, ascending within an expert."""
-        own_N = self.expert_of_neuron_LN[layer]
-        order = torch.argsort(own_N, stable=True)
-        return order[int((own_N < 0).sum()) :].view(self.num_experts, -1)
+        expert_N = self.expert_of_neuron_LN[layer]
+        order = torch.argsort(expert_N, stable=True)
+        return order[int((expert_N < 0).sum()) :].view(self.num_experts, -1)
 
     def shared_neurons(self, layer: int) -> Int[Tensor, " N"]:
         """Neuron numbers of the shared expert of a layer, ascending; all of a dense layer's."""
@@ -130,15 +130,15 @@ class ExpertLayout:
 
     def without_idlest(self, work_LE: Float[Tensor, "L E"], num_dropped: int) -> "ExpertLayout":
         """The same without so many experts of each split layer, those of least `work_LE`."""
-        experts, own_LN = self.num_experts, self.expert_of_neuron_LN.clone()
+        experts, expert_LN = self.num_experts, self.expert_of_neuron_LN.clone()
         router_LED = self.router_LED[:, : experts - num_dropped].clone()
         for layer, work_E in zip(self.moe_layers, work_LE, strict=True):
             kept_E = work_E.argsort(stable=True)[num_dropped:].sort().values
             number_E = torch.full((experts + 2,), DROPPED)
             number_E[kept_E], number_E[ALWAYS_ON] = torch.arange(len(kept_E)), ALWAYS_ON
-            own_LN[layer] = number_E[own_LN[layer]]
+            expert_LN[layer] = number_E[expert_LN[layer]]
             router_LED[layer] = self.router_LED[layer, kept_E]
-        return replace(self, expert_of_neuron_LN=own_LN, router_LED=router_LED)
+        return replace(self, expert_of_neuron_LN=expert_LN, router_LED=router_LED)
 
     def save(self, path: Path) -> None:
         """Write as one safetensors file."""
@@ -153,12 +153,12 @@ class ExpertLayout:
     @classmethod
     def load(cls, path: Path) -> "ExpertLayout":
         """Read a file written by `save`. A `UserError`: it is missing, truncated or no layout."""
-        with _opened(path, "layout", "Extract again.") as (file, said, targets):
+        with _opened(path, "layout", "Extract again.") as (file, metadata, targets):
             return joined(
                 cls(
                     expert_of_neuron_LN=file.get_tensor(in_file(name, "expert_of_neuron")).long(),
                     router_LED=file.get_tensor(in_file(name, "router")),
-                    active_experts=int(said[in_file(name, "active_experts")]),
+                    active_experts=int(metadata[in_file(name, "active_experts")]),
                     target=name,
                 )
                 for name in targets
@@ -247,12 +247,12 @@ class AlignState:
     def load(cls, path: Path, device: torch.device) -> "AlignState":
         """Read a file written by `save`; a `UserError` says what is wrong with it."""
         remedy = "Delete its folder to run the stage again."
-        with _opened(path, "alignment state", remedy, str(device)) as (file, said, targets):
+        with _opened(path, "alignment state", remedy, str(device)) as (file, metadata, targets):
             return joined(
                 cls(
                     affinity_LNE=file.get_tensor(in_file(name, "affinity")),
                     router_LED=file.get_tensor(in_file(name, "router")),
-                    step=int(said["step"]),
+                    step=int(metadata["step"]),
                     target=name,
                 )
                 for name in targets

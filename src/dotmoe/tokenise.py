@@ -22,7 +22,7 @@ from dotmoe.data.sources import SELF, DataConfig, documents, sources_of
 from dotmoe.files import read_json, write_json
 from dotmoe.models.family import DenseModel
 from dotmoe.options import above, at_least
-from dotmoe.progress import Progress, Update, no_update
+from dotmoe.progress import Progress, Update
 
 _TRAINING, _HELDOUT, _RECORD = "training.safetensors", "heldout.safetensors", "data.json"
 OTHER = "other.safetensors"
@@ -192,7 +192,7 @@ def sample_blocks(
     path: Path,
     data: DataConfig,
     num_tokens: int,
-    on_progress: Update = no_update,
+    on_progress: Update,
 ) -> Record:
     """Write `TokenBlocks` of ancestral samples of the dense model, each block one of its own.
 

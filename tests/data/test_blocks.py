@@ -36,10 +36,8 @@ def written(path, tokens, seq_len, piece):
 def test_every_epoch_shows_every_block_once_on_any_number_of_ranks(num_blocks, batch_size):
     blocks = numbered(num_blocks)
     dealt = [blocks.batch(step, batch_size, 3) for step in range(6 + 4 * num_blocks)]
-    rows = (torch.cat(dealt)[:, 0] // 4).tolist()
-    for epoch in range(len(rows) // num_blocks):
-        part = rows[epoch * num_blocks : (epoch + 1) * num_blocks]
-        assert sorted(part) == list(range(num_blocks))
+    for epoch in (torch.cat(dealt)[:, 0] // 4).split(num_blocks)[:-1]:
+        assert epoch.sort().values.tolist() == list(range(num_blocks))
     fresh = numbered(num_blocks)  # a batch depends on its arguments alone
     for ranks in (1, 2, 3, 6):
         for step in (5, 3, 0):
@@ -90,23 +88,18 @@ def test_loading_takes_no_memory_of_its_own(tmp_path):
     assert resident_kib() - before < 0.25 * 4 * blocks.num_tokens / 1024
 
 
-def write_without_end(path, told):
-    with block_writer(path, 8) as writer:
-        while True:
-            writer.append(list(range(1 << 18)))
-            told.put(None)
-
-
 def test_a_killed_writer_leaves_nothing_of_the_right_name(tmp_path):
     path = tmp_path / "a.safetensors"
     written(path, [1] * 64, 8, 64)
-    fork = multiprocessing.get_context("fork")
-    told = fork.SimpleQueue()
-    process = fork.Process(target=write_without_end, args=(path, told))
+
+    def write_much_and_die():
+        with block_writer(path, 8) as writer:
+            for _ in range(6):
+                writer.append(list(range(1 << 18)))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(target=write_much_and_die)
     process.start()
-    for _ in range(6):
-        told.get()
-    process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL
     partial = tmp_path / "a.safetensors.partial"
@@ -137,16 +130,15 @@ def test_a_save_that_fails_keeps_the_old_file(tmp_path):
         numbered(3).save(tmp_path / "none" / "a.safetensors")
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_refuses_a_damaged_or_missing_file_of_blocks(tmp_path, is_there):
+def test_refuses_a_damaged_or_missing_file_of_blocks(tmp_path):
     path = tmp_path / "blocks.safetensors"
-    if is_there:
-        numbered(5).save(path)
-        content = bytearray(path.read_bytes())
-        content[30] ^= 1
-        path.write_bytes(content)
-    with pytest.raises(UserError, match=r"blocks.safetensors .*Delete it to tokenise again"):
-        TokenBlocks.load(path)
+    numbered(5).save(path)
+    content = bytearray(path.read_bytes())
+    content[30] ^= 1
+    for change in (lambda: path.write_bytes(content), path.unlink):
+        change()
+        with pytest.raises(UserError, match=r"blocks.safetensors .*Delete it to tokenise again"):
+            TokenBlocks.load(path)
 
 
 @pytest.mark.parametrize(("tokens", "head"), [(9, 7), (12, 7), (10_000, 5)])
@@ -166,12 +158,9 @@ def test_a_tail_of_whole_blocks_is_split_off_in_place(tmp_path, tokens, head):
 
 
 def holds_a_run(row, heldout_rows, run):
-    text = tuple(row.tolist())
-    stretches = {text[at : at + run] for at in range(len(text) - run + 1)}
+    stretches = set(map(tuple, row.unfold(0, run, 1).tolist()))
     return any(
-        tuple(held[at : at + run].tolist()) in stretches
-        for held in heldout_rows
-        for at in range(0, len(held) - run + 1, run)
+        stretches.intersection(map(tuple, r.unfold(0, run, run).tolist())) for r in heldout_rows
     )
 
 
@@ -196,9 +185,9 @@ def test_exactly_the_blocks_that_share_a_run_are_left_out(num_heldout, monkeypat
 def test_a_held_out_text_cut_otherwise_is_found_and_nothing_else(tmp_path):
     text = torch.randint(2, 30_000, (2_048,), dtype=torch.int32)
     other = torch.randint(2, 30_000, (1_024,), dtype=torch.int32)
-    for training, found in ((torch.cat([other, text[37:1_061]]), 4), (other, 0)):
+    for training, expected in ((torch.cat([other, text[37:1_061]]), 4), (other, 0)):
         left, left_out = decontaminated(training.view(-1, 256), text.view(4, 512), tmp_path)
-        assert left_out == found
+        assert left_out == expected
         assert torch.equal(left, other.view(-1, 256))
     (tmp_path / "left.safetensors").unlink()
     with pytest.raises(UserError, match="all 4 blocks of training text are part of the held-out"):

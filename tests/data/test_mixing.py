@@ -3,6 +3,7 @@
 Oracles: the tokenizer, document by document, and the shares counted at every moment.
 """
 
+import copy
 import itertools
 import json
 import random
@@ -12,7 +13,7 @@ import torch
 from written_text import TEXTS, jsonl, read, write
 
 from dotmoe.data import TokenBlocks, joined, pack, pack_sources, source_record, tokenised
-from dotmoe.data.sources import DOLMINO_PERCENT, DataConfig, documents, opened, shuffled, sources_of
+from dotmoe.data.sources import DOLMINO_PERCENT, DataConfig, documents, sources_of
 from dotmoe.errors import UserError
 from dotmoe.load import LoadConfig, load_dense
 
@@ -26,11 +27,6 @@ def folk(sign, count, longest, seed):
 @pytest.fixture(scope="session")
 def with_bos(dense_of):
     return dense_of("llama").tokenizer
-
-
-@pytest.fixture(scope="session")
-def without_bos(dense_of):
-    return dense_of("qwen2").tokenizer
 
 
 @pytest.fixture
@@ -57,12 +53,10 @@ def packed(with_bos, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("tokenizer_name", ["with_bos", "without_bos"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # with BOS, and without
 @pytest.mark.parametrize("weights", [(0.7, 0.2, 0.1), (1, 30, 9), (5, 5, 5)])
-def test_the_share_of_tokens_follows_the_weights_at_every_moment(
-    tokenizer_name, weights, three, request
-):
-    tokenizer = request.getfixturevalue(tokenizer_name)
+def test_the_share_of_tokens_follows_the_weights_at_every_moment(family, weights, three, dense_of):
+    tokenizer = dense_of(family).tokenizer
     shares = [weight / sum(weights) for weight in weights]
     records = [source_record(name, share) for name, share in zip(three, shares, strict=True)]
     sources = [(record, tokenised(read(record["name"]), tokenizer)) for record in records]
@@ -99,12 +93,12 @@ def test_the_cut_at_the_wanted_tokens_is_counted(three, packed):
 
 
 def test_a_source_that_runs_out_leaves_the_others_in_proportion(tmp_path, packed):
-    files = [
+    a, b, c = (
         write(tmp_path / f"{sign}.jsonl", jsonl([{"text": sign * 9}] * count))
         for sign, count in (("a", 10), ("b", 1000), ("c", 1000))
-    ]
+    )
     options = {"data_weights": (0.3, 0.2, 0.4, 0.1), "seq_len": 10, "tokens": 8000}
-    tokens_BT, record = packed(files[0], *files, **options)  # one named twice is read twice
+    tokens_BT, record = packed(a, a, b, c, **options)  # one named twice is read twice
     first, second, b, c = record["sources"]
     for a in (first, second):
         assert (a["tokens"], a["ran_out"]) == (100, True)
@@ -175,58 +169,37 @@ def test_refuses_to_measure_on_what_is_for_training(name):
         documents(DataConfig(data=(name,)))
 
 
-def test_a_shuffle_buffer_keeps_every_document_and_depends_on_its_seed():
+def test_a_shuffle_buffer_keeps_every_document_and_depends_on_the_seed_of_the_data(tmp_path):
     texts = [str(number) for number in range(500)]
-    orders = [list(shuffled(iter(texts), 50, seed)) for seed in (0, 0, 1)]
+    path = write(tmp_path / "a.jsonl", jsonl([{"text": text} for text in texts]))
+    orders = [read(path, shuffle_buffer=50, data_seed=seed) for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
     for order in orders:
         assert sorted(order, key=int) == texts
         # Nothing can come out before it went in.
         assert all(int(text) <= place + 50 for place, text in enumerate(order))
-    assert list(shuffled(iter(texts), 0, 0)) == texts
-
-
-def test_a_source_is_shuffled_by_the_seed_of_the_config(tmp_path):
-    path = str(write(tmp_path / "a.jsonl", jsonl([{"text": str(n)} for n in range(90)])))
-    orders = []
-    for seed in (0, 0, 1):
-        config = DataConfig(data=(path,), shuffle_buffer=30, data_seed=seed)
-        orders.append(list(opened(path, config)))
-    assert orders[0] == orders[1] != orders[2]
-    assert sorted(orders[0]) == sorted(orders[2])
+    assert read(path, shuffle_buffer=0) == texts
 
 
 # --- packing
 
 
-class Bare:
-    """A tokenizer without BOS and EOS."""
-
-    bos_token_id = eos_token_id = None
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-
-    def __call__(self, texts, **options):
-        return self.tokenizer(texts, **options)
-
-
-def test_documents_are_separated_by_bos_else_eos_else_nothing(
-    with_bos, without_bos, packed, tmp_path
-):
+def test_documents_are_separated_by_bos_else_eos_else_nothing(with_bos, dense_of, packed, tmp_path):
+    without_bos = dense_of("qwen2").tokenizer
     assert without_bos.bos_token_id is None
+    bare = copy.deepcopy(without_bos)
+    bare.eos_token = None
     plain = [without_bos.encode(text) for text in TEXTS]
     expected = {
         with_bos: [token for ids in plain for token in [0, *ids]],
         without_bos: [token for ids in plain for token in [*ids, 1]],
-        Bare(without_bos): [token for ids in plain for token in ids],
+        bare: [token for ids in plain for token in ids],
     }
     num_bytes = sum(len(text.encode()) for text in TEXTS)
     path = write(tmp_path / "a.jsonl", jsonl([{"text": text} for text in TEXTS]))
     for tokenizer, tokens in expected.items():
-        found, tokens_per_byte = pack(["", *TEXTS, ""], tokenizer)  # no trace of empty ones
-        assert found.tolist() == tokens
-        assert found.dtype == torch.int32
+        flat, tokens_per_byte = pack(["", *TEXTS, ""], tokenizer)  # no trace of empty ones
+        assert (flat.tolist(), flat.dtype) == (tokens, torch.int32)
         assert tokens_per_byte == pytest.approx(len(tokens) / num_bytes)
         in_blocks, record = packed(path, tokenizer=tokenizer, seq_len=2)
         assert record["tokens"] == len(tokens)
@@ -235,15 +208,15 @@ def test_documents_are_separated_by_bos_else_eos_else_nothing(
         pack(["", ""], with_bos)
 
 
-@pytest.mark.parametrize("tokenizer_name", ["with_bos", "without_bos"])
-def test_a_document_in_pieces_packs_as_a_whole(tokenizer_name, request, tmp_path):
-    tokenizer = request.getfixturevalue(tokenizer_name)
+@pytest.mark.parametrize(("family", "separator"), [("llama", 0), ("qwen2", 1)])
+def test_a_document_in_pieces_packs_as_a_whole(family, separator, dense_of, tmp_path):
+    tokenizer = dense_of(family).tokenizer
     long = "A line of some text.\n" * 20_000
     stream = [*read(write(tmp_path / "a.txt", long)), TEXTS[0]]
     assert len(stream) > 5
     tokens = pack(stream, tokenizer)[0]
     assert torch.equal(tokens, pack([long, TEXTS[0]], tokenizer)[0])
-    assert int((tokens == (0 if tokenizer_name == "with_bos" else 1)).sum()) == 2
+    assert int((tokens == separator).sum()) == 2
     assert tokenizer.decode(tokens, skip_special_tokens=True) == long + TEXTS[0]
 
 

@@ -100,11 +100,16 @@ def test_a_folder_is_streamed_by_datasets_and_each_may_have_a_split_and_a_field(
         r"row 1 of .* has no field 'no'; it has content", refusal_of(folder, text_field="no")
     )
     assert "cannot be read by datasets" in refusal_of(folder, split="nonsense")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read("~/corpus") == read(f"{folder}") == TEXTS
+    write(folder / "corpus.py", "")
+    assert "scripts are no longer supported" in refusal_of(folder)
 
 
 # --- refusals
 
 HASHES = jsonl([{"text": hashlib.sha256(bytes([n])).hexdigest()} for n in range(200)])
+NO_UNICODE = pyarrow.array([b"\xff"]).view("string")
 NO_TABLE = parquet_bytes({"text": pyarrow.array([], "string")})
 
 
@@ -125,7 +130,9 @@ NO_TABLE = parquet_bytes({"text": pyarrow.array([], "string")})
         ("a.jsonl", '{"text": "a"}\n\n["b"]\n', "{} line 3 is not a JSON object"),
         ("a.jsonl", '{"text": ["a", "b"]}', "'text' in {} line 1 is list, not text"),
         ("a.jsonl", '{"text": "a"}\n{"body": "c"}', "{} line 2 has no field any of text, content"),
+        ("a.jsonl", r'{"text": "half a pair: \ud83d"}', "'text' in {} line 1 is not Unicode text"),
         ("a.parquet", parquet_bytes({"body": ["c"], "n": [1]}), "no field any of text"),
+        ("a.parquet", parquet_bytes({"text": NO_UNICODE}), "{} cannot be read ('utf-8' codec"),
         ("a.parquet", parquet_bytes({"text": [3]}), "row 1 is int, not text"),
         ("a.parquet", parquet_bytes({"text": TEXTS})[:100], "{} cannot be read ("),
         ("a.parquet", parquet_bytes({"text": TEXTS})[:-20], "{} cannot be read ("),
@@ -149,6 +156,8 @@ def test_refuses_what_is_not_there_before_reading_any(tmp_path):
     config = DataConfig(data=(str(present), str(tmp_path / "trian.txt")))
     with pytest.raises(UserError, match=f"trian.txt does not exist. Did you mean {present}?"):
         documents(config)
+    assert "~no-such-user/a.txt does not exist" in refusal_of("~no-such-user/a.txt")
+    assert "does not exist" in refusal_of("a text instead of a name, " * 99)
     message = refusal_of("nobody-at-all/no-such-text")
     assert "nobody-at-all/no-such-text (train) cannot be read by datasets" in message
     assert "the network" in message

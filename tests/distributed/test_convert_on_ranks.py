@@ -40,20 +40,20 @@ def test_ranks_convert_as_one_does(sharding, tiny_dense, text_file, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("batch", "data", "said"),
+    ("batch", "data", "message"),
     [
         ("3", "text.txt", "batch_size is 3, but 2 ranks must share it equally. Choose a multiple"),
         ("4", "gone.txt", "gone.txt does not exist"),
     ],
 )
 def test_what_ranks_cannot_run_is_refused_in_one_line(
-    batch, data, said, tiny_dense, text_file, tmp_path
+    batch, data, message, tiny_dense, text_file, tmp_path
 ):
     out = tmp_path / "run"
     arguments = command(tiny_dense("llama"), out, text_file.parent / data, batch_size=batch)
     finished = torchrun(2, "-m", "dotmoe", *arguments)
     assert finished.returncode != 0
     (line,) = re.findall(r"^dotmoe: error.*", finished.stderr, re.MULTILINE)
-    assert said in line
+    assert message in line
     assert not re.search(r'File ".*/dotmoe/', finished.stderr), "torchrun's own traceback is all"
     assert not out.exists()

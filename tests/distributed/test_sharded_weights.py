@@ -1,5 +1,6 @@
 """Weights loaded straight into shards. Oracles: stock Transformers, and the kernel's own count."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -28,9 +29,7 @@ def loaded(folder, mesh, dtype=torch.float32):
     return dense.family, load_sharded(dense, mesh, CPU, dtype)
 
 
-@pytest.mark.parametrize(
-    ("family_name", "tied"), [*((name, False) for name in FAMILIES), ("llama", True)]
-)
+@pytest.mark.parametrize(("family_name", "tied"), [*product(FAMILIES, [False]), ("llama", True)])
 def test_a_sharded_model_computes_what_transformers_does(
     family_name, tied, tiny_dense, line_of_one
 ):

@@ -6,6 +6,8 @@ saw is then in `OUT/NAME.r.pt`.
 
 import json
 import sys
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -83,11 +85,8 @@ def watched_run(model, folder, *, sharding="auto", recompute=False, stop_after=N
         if step == stop_after:
             raise StoppedError
 
-    try:
-        with masked(dense, task.routings), recomputing(dense, recompute):
-            train(task, Path(folder), TrainingConfig(checkpoint_every=4), on_step)
-    except StoppedError:
-        pass
+    with suppress(StoppedError), masked(dense, task.routings), recomputing(dense, recompute):
+        train(task, Path(folder), TrainingConfig(checkpoint_every=4), on_step)
     return {
         "start": (start.affinity_LNE, start.router_LED),
         "gradients": tuple(full_tensor(p.grad) for p in learned_by(first)),
@@ -114,20 +113,20 @@ def read_sizes(model):
 
 
 def shared_failures():
-    """What this rank is told where one rank alone fails."""
+    """This rank's number, and the messages that it gets where one rank alone fails."""
 
     def fail_on(number):
         if rank() == number:
             raise UserError(f"no file on {number}")
         return rank()
 
-    said = [raise_on_all_ranks(rank)]
-    for asked, number in ((raise_on_all_ranks, 1), (broadcast_from_rank_zero, 0)):
+    results = [raise_on_all_ranks(rank)]
+    for together, number in ((raise_on_all_ranks, 1), (broadcast_from_rank_zero, 0)):
         try:
-            asked(lambda: fail_on(number))  # noqa: B023
+            together(partial(fail_on, number))
         except UserError as error:
-            said.append(str(error))
-    return {"said": said}
+            results.append(str(error))
+    return results
 
 
 JOBS = {"run": watched_run, "read_sizes": read_sizes, "shared_failures": shared_failures}

@@ -121,6 +121,13 @@ def test_both_targets_and_leading_dense_layers(family, exported, layout_of, toke
     assert "model.layers.1.mlp.experts.down_proj" in names
 
 
+def test_the_loss_of_one_of_several_batches_is_divided_by_the_tokens_of_all(exported, tokens_BT):
+    model, tokens = exported().model, tokens_BT[:1]
+    whole, part = (model(tokens, labels=tokens, num_items_in_batch=n).loss for n in (None, 4 * 95))
+    torch.testing.assert_close(part, whole / 4)
+    torch.testing.assert_close(model(tokens, labels=tokens, return_dict=False)[0], whole)
+
+
 def test_a_model_without_dotmoe_runs_the_code_in_the_folder(exported, tmp_path):
     made = exported()
     said = (

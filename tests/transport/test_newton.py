@@ -1,13 +1,11 @@
 import itertools
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import ot
 import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
-from torch import Tensor
 
 from dotmoe.transport import balanced_plan, greedy_assignment, newton, sinkhorn
 from runs import affinity
@@ -16,11 +14,11 @@ SHAPES = [(512, 16), (24, 6), (40, 2), (30, 30), (7, 1)]
 WIDER_SHAPES = [(2960, 148), (1280, 10), (128, 128), (999, 27)]
 
 
-def one_hot(wanted_N: Tensor, num_experts: int) -> Tensor:
+def one_hot(wanted_N, num_experts):
     return 1e4 * torch.nn.functional.one_hot(wanted_N, num_experts).double()
 
 
-def adversaries(N: int, E: int) -> Iterator[tuple[str, Tensor]]:
+def adversaries(N, E):
     generator = torch.Generator().manual_seed(1)
     anyone = torch.randint(0, E, (N,), generator=generator)
     for std in (0.01, 0.1, 1.0, 3.0, 10.0):
@@ -57,9 +55,7 @@ def adversaries(N: int, E: int) -> Iterator[tuple[str, Tensor]]:
         ),
     ],
 )
-def test_every_adversary_is_balanced(
-    shapes: list[tuple[int, int]], taus: tuple[float, ...]
-) -> None:
+def test_every_adversary_is_balanced(shapes, taus):
     for N, E in shapes:
         cases = list(adversaries(N, E))
         for tau, dtype in itertools.product(taus, (torch.float32, torch.float64)):
@@ -79,18 +75,10 @@ def test_every_adversary_is_balanced(
 
 @pytest.mark.parametrize("room", [[10] * 6, [5, 5, 5, 5, 5, 35]])
 @pytest.mark.parametrize(("std", "tau"), [(0.01, 0.1), (1.0, 1.0), (1.0, 0.2), (3.0, 0.5)])
-def test_the_plan_is_that_of_pot_and_of_many_sweeps(
-    std: float, tau: float, room: list[int]
-) -> None:
+def test_the_plan_is_that_of_pot_and_of_many_sweeps(std, tau, room):
     A = affinity(60, 6, std=std)
-    expected = ot.bregman.sinkhorn_log(
-        np.ones(60),
-        np.array(room, dtype=float),
-        -A.numpy(),
-        reg=tau,
-        numItermax=50000,
-        stopThr=1e-11,
-    )
+    sums, until = (np.ones(60), np.array(room, float)), {"numItermax": 50_000, "stopThr": 1e-11}
+    expected = ot.bregman.sinkhorn_log(*sums, -A.numpy(), reg=tau, **until)
     result = balanced_plan(A, capacity=room, tau=tau, tolerance=1e-10)
     np.testing.assert_allclose(result.plan.numpy(), expected, atol=1e-8)
     single = balanced_plan(A.float(), capacity=room, tau=tau)
@@ -99,7 +87,7 @@ def test_the_plan_is_that_of_pot_and_of_many_sweeps(
     np.testing.assert_allclose(sweeps.plan.numpy(), expected, atol=1e-8)
 
 
-def test_the_potential_reproduces_the_plan() -> None:
+def test_the_potential_reproduces_the_plan():
     cases = [(affinity(256, 16, std=0.1), 0.1), (affinity(256, 16, std=3.0), 0.1)]
     # Two in three want expert 0, and 1e4 / 0.3 is no float32: such logits are formed in float64.
     cases += [(one_hot((torch.arange(256) % 48 - 32).clamp_min(0), 16), 0.3)]
@@ -110,7 +98,7 @@ def test_the_potential_reproduces_the_plan() -> None:
         torch.testing.assert_close(result.plan.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_cost_approaches_the_exact_assignment_as_tau_falls() -> None:
+def test_the_cost_approaches_the_exact_assignment_as_tau_falls():
     A = affinity(48, 6)
     rows, columns = linear_sum_assignment(-A.repeat_interleave(8, dim=1).numpy())
     best = float(A[rows, columns // 8].sum())
@@ -124,7 +112,7 @@ def test_the_cost_approaches_the_exact_assignment_as_tau_falls() -> None:
     assert gaps[-1] < 1e-3
 
 
-def test_a_start_from_the_step_before_takes_few_passes() -> None:
+def test_a_start_from_the_step_before_takes_few_passes():
     A = affinity(2960, 148, std=1.0).float()
     potential = balanced_plan(A, capacity=20, tau=0.1).potential
     passes = []
@@ -143,7 +131,7 @@ def test_a_start_from_the_step_before_takes_few_passes() -> None:
 
 
 @pytest.mark.parametrize("std", [0.01, 0.3, 3.0, 300.0])
-def test_blocks_do_not_change_the_plan(std: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_do_not_change_the_plan(std, monkeypatch):
     A = affinity(5, 64, 8, std=std).float().requires_grad_()
     weight = affinity(5, 64, 8, seed=1).float()
     whole = balanced_plan(A, capacity=8, tau=0.1)
@@ -160,7 +148,7 @@ def test_blocks_do_not_change_the_plan(std: float, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("tau", [1.0, 0.1, 0.003])
-def test_experts_may_differ_in_capacity(tau: float) -> None:
+def test_experts_may_differ_in_capacity(tau):
     # Equal columns of capacity 1, as many as an expert has room for, are one column of theirs.
     A, capacity = affinity(12, 4), torch.tensor([6, 1, 2, 3])
     result = balanced_plan(A, capacity=capacity, tau=tau, tolerance=1e-9)
@@ -170,7 +158,7 @@ def test_experts_may_differ_in_capacity(tau: float) -> None:
     torch.testing.assert_close(result.plan, expected, atol=1e-7, rtol=1e-6)
 
 
-def test_sharp_plans_stay_far_from_denormals() -> None:
+def test_sharp_plans_stay_far_from_denormals():
     # Arithmetic on denormals is a hundred times slower on a CPU.
     for std in (3.0, 30.0, 1e4):
         sharp = balanced_plan(affinity(512, 16, std=std).float(), capacity=32, tau=0.1).plan
@@ -189,9 +177,7 @@ def test_sharp_plans_stay_far_from_denormals() -> None:
         (torch.zeros(4, 2, dtype=torch.float16), {"tau": 0.1}, "float16"),
     ],
 )
-def test_impossible_problems_are_refused(
-    bad: Tensor, options: dict[str, object], message: str
-) -> None:
+def test_impossible_problems_are_refused(bad, options, message):
     for solver in (balanced_plan, sinkhorn):
         with pytest.raises(ValueError, match=message):
             solver(bad, **{"capacity": 2, "tau": 0.1, **options})

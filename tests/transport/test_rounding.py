@@ -1,14 +1,13 @@
 import pytest
 import torch
-from torch import Tensor
 
 from dotmoe.transport import balanced_plan, greedy_assignment
 
 
-def serial(plan: Tensor, capacity: list[int]) -> list[int]:
+def serial(plan, capacity):
     """The definition: all entries, largest first, ties by flat index."""
     values, room = plan.flatten().tolist(), list(capacity)
-    expert_of: dict[int, int] = {}
+    expert_of = {}
     for entry in sorted(range(len(values)), key=lambda i: (-values[i], i)):
         neuron, expert = divmod(entry, len(room))
         if neuron not in expert_of and room[expert]:
@@ -17,7 +16,7 @@ def serial(plan: Tensor, capacity: list[int]) -> list[int]:
     return [expert_of[neuron] for neuron in range(len(plan))]
 
 
-def plan_of(noise: Tensor, tau: float) -> Tensor:
+def plan_of(noise, tau):
     return balanced_plan(noise, capacity=len(noise) // noise.shape[1], tau=tau).plan
 
 
@@ -37,8 +36,8 @@ SCORES = {
 
 
 @pytest.mark.parametrize("kind", SCORES)
-def test_it_equals_the_serial_definition(kind: str) -> None:
-    def scores(N: int, E: int, seed: int) -> Tensor:
+def test_it_equals_the_serial_definition(kind):
+    def scores(N, E, seed):
         return SCORES[kind](torch.randn(N, E, generator=torch.Generator().manual_seed(seed)))
 
     for N, E in ((1, 1), (6, 3), (12, 12), (40, 2), (60, 6), (96, 24)):

@@ -1,6 +1,7 @@
 """A checkpoint folder: found by its name, downloaded if need be, checked, its tensors read."""
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
     """
     if source == EMBEDDED:
         return Path(__file__).parents[1] / "embedded"
-    folder = Path(source).expanduser()
+    folder = Path(os.path.expanduser(source))  # which leaves the name of no user as it is
     if folder.is_dir():
         return folder.resolve()
     if folder.is_file():

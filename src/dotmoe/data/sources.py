@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 import re
 import sysconfig
 import zlib
@@ -153,12 +154,14 @@ def opened(source: str, config: DataConfig) -> Iterator[str]:
     seed = int.from_bytes(digest[:4], "little")
     if name in (STDLIB, STDLIB_HELDOUT):
         return shuffled(stdlib_documents("train" if name == STDLIB else "heldout"), size, seed)
-    path = Path(name).expanduser()
-    if path.is_file():
+    path = Path(os.path.expanduser(name))  # `Path.expanduser` raises where there is no such user
+    if os.path.isfile(path):
         return shuffled(file_documents(path, text_field), size, seed)
-    if not path.is_dir() and (name.endswith((*FORMATS, ".gz")) or not _HUB_NAME.fullmatch(name)):
-        beside = path.parent.iterdir() if path.parent.is_dir() else ()
-        near = nearest(str(path), map(str, beside))
+    if os.path.isdir(path):
+        name = str(path)
+    elif name.endswith((*FORMATS, ".gz")) or not _HUB_NAME.fullmatch(name):
+        siblings = path.parent.iterdir() if os.path.isdir(path.parent) else ()
+        near = nearest(str(path), map(str, siblings))
         raise UserError(f"{name} does not exist.{near} Name an existing file.")
     return _dataset_documents(name, split, text_field, size, seed)
 
@@ -182,7 +185,8 @@ def shuffled(stream: Iterable[str], size: int, seed: int) -> Iterator[str]:
 
 
 def _is_there(name: str) -> bool:
-    return Path(name).expanduser().exists()
+    """`Path.exists` would raise where the name is too long for a file."""
+    return os.path.exists(os.path.expanduser(name))
 
 
 def _dataset_documents(
@@ -201,7 +205,7 @@ def _dataset_documents(
             yield text_of_row(dict(row), text_field, f"row {number} of {source}")
     except UserError:
         raise
-    except (OSError, ValueError, DatasetGenerationError) as error:
+    except (OSError, ValueError, RuntimeError, DatasetGenerationError) as error:
         cause = one_line(error)[:200].rstrip(".") or type(error).__name__
         package = " Files of .zst need: pip install zstandard." if "zstd" in cause.lower() else ""
         raise UserError(
@@ -212,13 +216,13 @@ def _dataset_documents(
 
 def _is_dolmino(name: str) -> bool:
     """A file or folder of that very name is none."""
-    return name.partition(":")[0] == DOLMINO and not Path(name).exists()
+    return name.partition(":")[0] == DOLMINO and not _is_there(name)
 
 
 def _dolmino(name: str) -> list[tuple[str, float]]:
     """Sources that make up the mix, on the hub or in a local copy, with shares that sum to 1."""
-    root, whole = Path(name.partition(":")[2]).expanduser(), sum(DOLMINO_PERCENT.values())
-    sources = []
+    root = Path(os.path.expanduser(name.partition(":")[2]))
+    whole, sources = sum(DOLMINO_PERCENT.values()), []
     for part, percent in DOLMINO_PERCENT.items():
         source = f"{DOLMINO_DATASET}:{part}"
         if ":" in name:
@@ -251,7 +255,7 @@ def file_documents(path: Path, text_field: str | None) -> Iterator[str]:
             for document in read(path, file, text_field):
                 is_empty = is_empty and not document.strip()
                 yield document
-    except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
+    except (OSError, EOFError, zlib.error, UnicodeError, pyarrow.ArrowException) as error:
         cause = getattr(error, "strerror", None) or one_line(error)[:160].rstrip(".")
         raise UserError(
             f"{path} cannot be read ({cause}). Get it again, or name it by its format."
@@ -290,11 +294,19 @@ def text_of_row(row: dict[str, Any], text_field: str | None, place: str) -> str:
             "Name one with text_field."
         )
     text = row[field]
-    if text is not None and not isinstance(text, str):
+    if text is None:
+        return ""
+    if not isinstance(text, str):
         raise UserError(
             f"{field!r} in {place} is {type(text).__name__}, not text. Name another text_field."
         )
-    return text or ""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can write one half of a surrogate pair
+        raise UserError(
+            f"{field!r} in {place} is not Unicode text ({one_line(error)}). Repair or remove it."
+        ) from error
+    return text
 
 
 def _text(path: Path, file: IO[bytes], _field: str | None) -> Iterator[str]:

@@ -87,10 +87,13 @@ class GatedFFN(NamedTuple):
 
 
 class Family:
-    """A decoder in LLaMA's form, whose traits its config states."""
+    """A decoder in LLaMA's form, whose traits its config states.
 
-    def __init__(self, model_type: str) -> None:
-        self.model_type = model_type
+    `keys` are those that its stock model reads: in a config of another family they mean nothing.
+    """
+
+    def __init__(self, model_type: str, *keys: str) -> None:
+        self.model_type, self.keys = model_type, keys
 
     def refusal(self, config: Any) -> str | None:
         """Why this config cannot be converted exactly (with the remedy), or None."""
@@ -102,23 +105,23 @@ class Family:
 
     def traits(self, config: Any) -> DecoderTraits:
         """Features of the decoder outside its FFNs."""
-        width, has_bias = head_dim(config), bool(getattr(config, "attention_bias", False))
+        stated = {key: getattr(config, key) for key in self.keys if hasattr(config, key)}
+        width, has_bias = head_dim(config), bool(stated.get("attention_bias"))
         # Full attention equals that of all layers up to the window.
         kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
-        window = getattr(config, "sliding_window", None)
-        attention = getattr(config, "attention_multiplier", None)
+        attention = stated.get("attention_multiplier")
         return DecoderTraits(
             head_dim=width,
             qkv_bias=has_bias or self.model_type == "qwen2",
-            output_bias=has_bias and self.model_type != "qwen2",
+            output_bias=has_bias,
             qk_norm=_QK_NORMS.get(self.model_type, "none"),
             norms_after=self.model_type == "olmo2",
-            sliding_window=window if "sliding_attention" in kinds else None,
+            sliding_window=stated.get("sliding_window") if "sliding_attention" in kinds else None,
             multipliers=Multipliers(
-                embedding=float(getattr(config, "embedding_multiplier", 1.0)),
-                residual=float(getattr(config, "residual_multiplier", 1.0)),
+                embedding=float(stated.get("embedding_multiplier", 1.0)),
+                residual=float(stated.get("residual_multiplier", 1.0)),
                 attention=None if attention == width**-0.5 else attention,
-                logits_divisor=float(getattr(config, "logits_scaling", 1.0)),
+                logits_divisor=float(stated.get("logits_scaling", 1.0)),
             ),
         )
 
@@ -174,24 +177,31 @@ class _Phi3(Family):
         query, width = config.num_attention_heads * head_dim(config), config.intermediate_size
         key = query + config.num_key_value_heads * head_dim(config)
         value = 2 * key - query
-        rows_of = {
-            "q_proj": ("qkv_proj", (0, query)),
-            "k_proj": ("qkv_proj", (query, key)),
-            "v_proj": ("qkv_proj", (key, value)),
-            "gate_proj": ("gate_up_proj", (0, width)),
-            "up_proj": ("gate_up_proj", (width, 2 * width)),
+        parts = {
+            "q_proj": TensorPart("qkv_proj", (0, query)),
+            "k_proj": TensorPart("qkv_proj", (query, key)),
+            "v_proj": TensorPart("qkv_proj", (key, value)),
+            "gate_proj": TensorPart("gate_up_proj", (0, width)),
+            "up_proj": TensorPart("gate_up_proj", (width, 2 * width)),
         }
-        module, _, kind = name.rpartition(".")
-        block, _, projection = module.rpartition(".")
-        if projection not in rows_of:
-            return TensorPart(name)
-        fused, rows = rows_of[projection]
-        return TensorPart(f"{block}.{fused}.{kind}", rows)
+        projection = name.split(".")[-2]
+        fused, rows = parts.get(projection, TensorPart(projection))
+        return TensorPart(name.replace(projection, fused), rows)
 
 
+_FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 FAMILIES: dict[str, Family] = {
-    name: Family(name) for name in ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2")
-} | {"phi3": _Phi3("phi3")}
+    family.model_type: family
+    for family in (
+        Family("llama", "attention_bias"),
+        Family("mistral", "sliding_window"),
+        Family("qwen2", "sliding_window"),
+        Family("qwen3", "attention_bias", "sliding_window"),
+        Family("granite", "attention_bias", *_FACTORS),
+        Family("olmo2", "attention_bias"),
+        _Phi3("phi3", "sliding_window"),
+    )
+}
 
 
 def head_dim(config: Any) -> int:
@@ -372,10 +382,10 @@ class Stream:
 
 def _arguments(dense: DenseModel, tokens_1T: Tensor) -> list[dict[str, Any]]:
     """What the trunk gives each decoder layer besides the stream: positions and masks."""
-    found: list[dict[str, Any]] = []
+    arguments: list[dict[str, Any]] = []
     hooks = [
         layer.register_forward_pre_hook(
-            lambda layer, args, kwargs: found.append(kwargs), with_kwargs=True
+            lambda layer, args, kwargs: arguments.append(kwargs), with_kwargs=True
         )
         for layer in dense.family.layers(dense.model)
     ]
@@ -384,7 +394,7 @@ def _arguments(dense: DenseModel, tokens_1T: Tensor) -> list[dict[str, Any]]:
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return arguments
 
 
 def meta_model(config: Any, dtype: torch.dtype | None = None) -> nn.Module:

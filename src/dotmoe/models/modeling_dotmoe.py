@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.integrations import use_experts_implementation
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 
 class DotMoeConfig(PreTrainedConfig):
@@ -212,6 +213,7 @@ class DotMoeForCausalLM(PreTrainedModel, GenerationMixin):
                 layer.mlp = ExpertFFN(config)
         self.post_init()
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self, input_ids: Any = None, labels: Any = None, logits_to_keep: Any = 0, **kwargs: Any
     ) -> CausalLMOutputWithPast:
@@ -219,11 +221,12 @@ class DotMoeForCausalLM(PreTrainedModel, GenerationMixin):
         output = self.model(input_ids=input_ids, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept, :])
-        logits = logits / getattr(self.config, "logits_scaling", 1)
+        if self.config.dense_model_type == "granite":
+            logits = logits / self.config.logits_scaling
         loss = None
         if labels is not None:
             loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
         return CausalLMOutputWithPast(
             loss=loss,
