@@ -40,9 +40,9 @@ def gguf_of(layout_of, tokens_BT, tmp_path):
     def write(dense, type="f32", name="gguf_dense", tokenizer="auto"):
         dense = replace(dense, tokenizer=with_a_merge(dense.tokenizer))
         config = GgufConfig(format=name, gguf_type=type, gguf_tokenizer=tokenizer)
-        record = export(dense, layout_of(dense, 4), tmp_path / "out", config, tokens_BT)
-        (tmp_path / "out" / record.files[0]).rename(tmp_path / "model.gguf")
-        return tmp_path / "model.gguf"
+        out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
+        record = export(dense, layout_of(dense, 4), out, config, tokens_BT)
+        return (out / record.files[0]).replace(tmp_path / "model.gguf")
 
     return write
 
@@ -192,6 +192,14 @@ def test_what_transformers_would_misread_is_refused(
     with pytest.raises(UserError, match=reason):
         checkpoint_folder(str(file))
     assert not list(cache.glob("*/model.safetensors"))
+
+
+def test_a_file_in_place_of_another_is_read_anew(dense_of, gguf_of):
+    file = gguf_of(dense_of("llama"))
+    weights = [load_file(checkpoint_folder(str(file)) / "model.safetensors")]
+    gguf_of(dense_of("llama", tied=True))
+    weights.append(load_file(checkpoint_folder(str(file)) / "model.safetensors"))
+    assert weights[0].keys() - weights[1].keys() == {"lm_head.weight"}
 
 
 def test_files_that_are_none_are_refused(command, tmp_path, monkeypatch):

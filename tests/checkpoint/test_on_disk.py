@@ -2,13 +2,15 @@
 
 import math
 import shutil
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
+from huggingface_hub.errors import XetDownloadError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
-from dotmoe import llama_cpp
+from dotmoe import checkpoint, llama_cpp
+from dotmoe.checkpoint import checkpoint_folder
 from dotmoe.checkpoint import on_disk as module
 from dotmoe.checkpoint.on_disk import exported_on_disk, on_disk, parts_of
 from dotmoe.errors import UserError, VerificationError
@@ -16,6 +18,7 @@ from dotmoe.export import ExportConfig, export
 from dotmoe.export.format import GgufConfig
 from dotmoe.load import describe_dense
 from dotmoe.models.family import FAMILIES
+from export.comparison import logits_of, stock_logits
 from runs import FORMATS_OF
 
 CPU = torch.device("cpu")
@@ -48,11 +51,6 @@ def filled(monkeypatch):
     return counts
 
 
-def logits_of(model, tokens_BT):
-    with torch.no_grad():
-        return model(input_ids=tokens_BT, use_cache=False).logits
-
-
 def change(folder, name, how):
     tensors = load_file(folder / "model.safetensors")
     tensors[name] = how(tensors.get(name))
@@ -65,11 +63,9 @@ def test_an_export_runs_from_disk_as_stock_transformers_runs_it(
 ):
     dense, out = dense_of(FAMILY_OF[name]), tmp_path / "out"
     export(dense, layout_of(dense), out, ExportConfig(format=name), tokens_BT)
-    stock = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    ours = exported_on_disk(out, CPU, torch.float32)
-    assert type(ours) is type(stock)
+    expected, ours = stock_logits(out, tokens_BT), exported_on_disk(out, CPU, torch.float32)
     for _ in range(2):
-        assert torch.equal(logits_of(ours, tokens_BT), logits_of(stock, tokens_BT))
+        assert torch.equal(logits_of(ours, tokens_BT), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -142,33 +138,27 @@ def test_a_tensor_too_many_is_found_wherever_it_is(
         logits_of(exported_on_disk(tmp_path / "out", CPU, torch.float32), tokens_BT)
 
 
-class Silent:
-    """In place of llama.cpp, which is not installed everywhere: no logit says anything."""
-
-    def __init__(self, path, *, context):
-        self.path = path
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def logits(self, tokens_T):
-        return torch.zeros(len(tokens_T), 264)
-
-    def ask(self, what):
-        return "0"
-
-
 def test_a_gguf_is_compared_with_one_part_in_memory(
     tiny_dense, layout_of, tokens_BT, tmp_path, nothing_is_kept, filled, monkeypatch
 ):
+    # In place of llama.cpp, which is not installed everywhere: no logit says anything.
+    silent = MagicMock(logits=lambda tokens_T: torch.zeros(len(tokens_T), 264), ask=lambda what: "")
+    silent.return_value.__enter__.return_value = silent
     monkeypatch.setattr(llama_cpp, "is_installed", lambda: True)
-    monkeypatch.setattr(llama_cpp, "LlamaCppModel", Silent)
+    monkeypatch.setattr(llama_cpp, "LlamaCppModel", silent)
     dense = describe_dense(str(tiny_dense("llama", num_hidden_layers=5)))
     config = GgufConfig(format="gguf_glm4moe", gguf_type="f32", gguf_tokenizer="none")
     with pytest.raises(VerificationError, match=r"llama.cpp runs the file otherwise"):
         export(dense, layout_of(dense), tmp_path / "out", config, tokens_BT)
     assert max(filled) == 1
     assert len(filled) > 2 * len(parts_of(dense.model))
+
+
+def test_a_name_that_leads_to_no_model_is_one_line(monkeypatch):
+    with pytest.raises(UserError, match=r"^~nobody-of-this-name/model does not exist"):
+        checkpoint_folder("~nobody-of-this-name/model")
+    # Not all that the hub's library raises is an OSError.
+    download = Mock(side_effect=XetDownloadError("no such\nchunk"))
+    monkeypatch.setattr(checkpoint, "snapshot_download", download)
+    with pytest.raises(UserError, match=r"cannot be fetched from the hub \(no such chunk\)"):
+        checkpoint_folder("someone/model")
