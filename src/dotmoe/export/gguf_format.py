@@ -152,14 +152,15 @@ class GgufFormat(Format):
         """A dense tensor; where neighbours are rotated, its heads in that order."""
         dense, config = conversion.dense, conversion.dense.config
         arch = self.arch(dense)
-        found = _names(arch, dense.widths.layers).get_name(name, (".weight", ".bias"))
-        assert found is not None, f"{name} has no place in {arch}"
+        stored_name = _names(arch, dense.widths.layers).get_name(name, (".weight", ".bias"))
+        assert stored_name is not None, f"{name} has no place in {arch}"
         rotated = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         heads = rotated.get(name.split(".")[-2], 0)
         rows: slice | Tensor = slice(None)
         if heads and arch == "llama":
             rows = pairwise_order(heads, dense.family.traits(config).head_dim)
-        return self._stored(conversion, conversion.spec(name, found, lambda whole: whole[rows]))
+        spec = conversion.spec(name, stored_name, lambda whole: whole[rows])
+        return self._stored(conversion, spec)
 
     def _stored(self, conversion: Conversion, spec: TensorSpec) -> TensorSpec:
         """In its number format.
@@ -184,8 +185,8 @@ class GgufFormat(Format):
 
     def write(self, conversion: Conversion, folder: Path) -> list[str]:
         path = folder / f"model-{conversion.config.gguf_type}.gguf"
-        arch, made = self.arch(conversion.dense), list(self.tensors(conversion))
-        write_gguf(path, arch, self.header(conversion), made, conversion.on_progress)
+        arch, specs = self.arch(conversion.dense), list(self.tensors(conversion))
+        write_gguf(path, arch, self.header(conversion), specs, conversion.on_progress)
         conversion.tensors.forget()
         return [path.name]
 
