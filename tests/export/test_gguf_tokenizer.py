@@ -105,9 +105,7 @@ HELLOS = ["hello hell", "  hello", "hhelllo\n", "é hell", "ab cde"]
 KNOWN = {
     "gpt2/gpt-2": (lambda: trained(GPT2), MARKED),
     "gpt2/smollm": (lambda: trained(cuts.Sequence([cuts.Digits(True), GPT2])), MARKED),
-    "gpt2/llama-bpe": (lambda: trained(split(LLAMA3), ignore_merges=True), MARKED),
     "gpt2/dbrx": (lambda: trained(split(LLAMA3, "removed", True)), MARKED),
-    "gpt2/qwen2": (lambda: trained(split(QWEN2)), MARKED),
     "gpt2/smollm, some bytes": (
         lambda: trained(cuts.Sequence([cuts.Digits(True), GPT2]), alphabet="abc"),
         CORPUS,

@@ -10,15 +10,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 
-from dotmoe.export import ExportConfig, export
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.transformers_format import limits_met
 from runs import weights_of
 
 HERE = Path(__file__).parent
 TABLE = tomllib.loads((HERE / "loader_expectations.toml").read_text())
+EXPECTS = [TABLE["usual"] | entry for entry in TABLE["expects"]]
 GUIDE = HERE.parents[1] / "docs" / "serving.md"
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 LLAMA3_ROPE = {
@@ -76,11 +75,11 @@ def expected_tensors(entry, config):
     sizes |= {"D": config["hidden_size"], "V": config["vocab_size"], "": 1}
     sizes["Q"] = config["num_attention_heads"] * sizes["H"]
     sizes["KV"] = config["num_key_value_heads"] * sizes["H"]
-    optional = entry.get("parts_if", {}).items()
+    optional = entry["parts_if"].items()
     always = entry["parts"] + [part for part, when in optional if holds(when, config)]
     tensors = {}
     for layer in range(config["num_hidden_layers"]):
-        is_dense = evaluate(entry.get("is_dense", "False"), config, layer=layer)
+        is_dense = evaluate(entry["is_dense"], config, layer=layer)
         for part in always + entry["dense" if is_dense else "split"]:
             for pattern, shape in TABLE["parts"][part].items():
                 name = pattern.replace("*", str(layer))
@@ -109,26 +108,24 @@ def problems(entry, config, shapes):
 
 
 def all_limits():
-    return [(entry, limit) for entry in TABLE["expects"] for limit in entry.get("limits", [])]
+    return [(entry, limit) for entry in EXPECTS for limit in entry["limits"]]
 
 
 @pytest.mark.parametrize(
     "variant", VARIANTS, ids=lambda each: "-".join([each[0], *each[2], *each[3]])
 )
 def test_a_server_finds_exactly_what_its_loader_wants_but_for_limits_that_the_export_tells(
-    variant, dense_of, layout_of, tmp_path
+    variant, dense_of, exported
 ):
     target, family, differences, split, limits = variant
     dense = dense_of(family, dtype="bfloat16", **differences)
-    config = ExportConfig(format=target, scale_tokens=128, verify_tokens=64)
-    layout = layout_of(dense, **split)
-    export(dense, layout, tmp_path / "out", config, torch.randint(2, 258, (4, 96)))
-    written = json.loads((tmp_path / "out/config.json").read_text())
-    shapes = {name: tuple(weight.shape) for name, weight in weights_of(tmp_path / "out").items()}
+    folder = exported(dense, split, format=target, scale_tokens=128, verify_tokens=64).folder
+    written = json.loads((folder / "config.json").read_text())
+    shapes = {name: tuple(weight.shape) for name, weight in weights_of(folder).items()}
     met, told = set(), set()
-    for entry in TABLE["expects"]:
+    for entry in EXPECTS:
         if [entry["architecture"]] == written["architectures"]:
-            beyond = [each for each in entry.get("limits", []) if not holds(each["holds"], written)]
+            beyond = [each for each in entry["limits"] if not holds(each["holds"], written)]
             met |= {f"{entry['server']} {limit['id']}" for limit in beyond}
             told |= {f"{NAMES[entry['server']]}: {limit['says']}" for limit in beyond}
             if not beyond:
