@@ -153,7 +153,10 @@ def complete_folder(out: Path) -> Iterator[Path]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already. Remove it, or choose another folder.")
     partial, lock = (out.with_name(f".{out.name}.{end}") for end in ("partial", "lock"))
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UserError(f"{out} cannot be made ({error.strerror}). Choose another.") from error
     with locked(lock, f"{out} is being written by another process. Wait for it."):
         try:
             shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GenerationConfig
 
 from dotmoe.errors import UserError
-from dotmoe.export import ExportConfig, require_exportable
+from dotmoe.export import ExportConfig, export, require_exportable
 from dotmoe.export.architectures import FORMATS
 from dotmoe.granularity import Granularity
 from dotmoe.layout import DROPPED
@@ -257,8 +258,20 @@ def test_the_export_loads_where_dotmoe_cannot_be_imported(exported, tmp_path):
 
 def test_an_existing_folder_and_no_text_are_refused(exported, tmp_path):
     (tmp_path / "mine.txt").write_text("keep")
-    with pytest.raises(UserError, match="exists already"):
-        exported(out=".")
+    for out in (".", "mine.txt", "mine.txt/out", "mine.txt/below/out"):
+        with pytest.raises(UserError, match=r"exists already|cannot be made"):
+            exported(out=out)
     with pytest.raises(UserError, match="No tokens are left"):
         exported(text_BT=torch.zeros(0, 16, dtype=torch.long))
     assert [path.name for path in tmp_path.rglob("*")] == ["mine.txt"]
+
+
+def test_a_link_and_the_current_folder_may_be_written(exported, tokens_BT, tmp_path, monkeypatch):
+    for name in ("there", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    made = exported(out="link")
+    monkeypatch.chdir(tmp_path / "here")
+    export(made.dense, made.layout, Path(), ExportConfig(), tokens_BT)
+    records = (tmp_path / "there/dotmoe.json", tmp_path / "here/dotmoe.json")
+    assert [json.loads(path.read_text())["name"] for path in records] == ["there", "here"]

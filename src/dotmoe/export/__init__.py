@@ -89,6 +89,7 @@ def export(
     layout = joined(
         replace(part, router_LED=part.router_LED.to(dtype).float()) for part in parts_of(layout)
     )
+    out = out.resolve()  # a link's target, and a name for the current folder
     device = dense.device if dense.device.type != "meta" else torch.device("cpu")
     exact = on_disk(dense, device, torch.float32)
     unverified = out.with_name(out.name + "_unverified")

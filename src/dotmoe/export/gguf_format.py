@@ -60,16 +60,17 @@ class GgufFormat(Format):
         return "qwen3" if dense.family.traits(dense.config).qk_norm == "head" else "llama"
 
     def refusal(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
-        reason = super().refusal(dense, split, dtype)
+        if reason := super().refusal(dense, split, dtype):
+            return reason
         kind = dense.config.rope_parameters["rope_type"]
-        if reason is None and self.arch(dense) != "llama" and kind not in ("default", "linear"):
+        if self.arch(dense) != "llama" and kind not in ("default", "linear"):
             return (
                 f"rope_type is {kind!r}, but llama.cpp reads no frequency factors for {self.name} "
                 "and would silently rotate wrongly. Choose --format gguf_llama, which takes no "
                 "shared expert and no leading dense layers."
             )
-        if reason is not None or not self.splits:
-            return reason
+        if not self.splits:
+            return None
         traits, layers = dense.family.traits(dense.config), dense.widths.layers
         most = most_active_experts_of(traits, split, layers, self.num_moe_tensors)
         if not 2 <= split.num_experts <= MOST_EXPERTS:

@@ -199,8 +199,7 @@ def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
             raise UserError(f"{folder / RECORD_FILE} is missing. {_REMEDY}")
         return
     record = ExportRecord.load(folder)
-    sums = record.checksums
-    damage = damage_in(folder, sums, unread=() if read_weights else record.files)
+    damage = damage_in(folder, record.checksums, unread=() if read_weights else record.files)
     if damage is not None:
         raise UserError(f"{damage}. {_REMEDY}")
     if record.config_sha256 is None:
