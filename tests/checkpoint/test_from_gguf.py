@@ -20,9 +20,7 @@ from dotmoe.checkpoint import checkpoint_folder
 from dotmoe.errors import UserError
 from dotmoe.load import LoadConfig, dense_config, load_dense
 from export.comparison import logits_of
-from runs import TINY_CONVERT, TINY_FINETUNE
-
-SCALED = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+from runs import TINY_CONVERT, TINY_FINETUNE, rope
 
 
 @pytest.fixture(autouse=True)
@@ -177,7 +175,7 @@ def test_a_gguf_file_is_converted_finetuned_and_measured_as_a_folder_is(
     [
         ("llama", {}, {"name": "gguf_glm4moe"}, "mixture of 4 experts"),
         ("llama", {}, {"tokenizer": "none"}, "no tokenizer"),
-        ("llama", {"rope_parameters": SCALED}, {}, "scaled rotary frequencies"),
+        ("llama", rope("linear", factor=2.0), {}, "scaled rotary frequencies"),
         ("qwen2", {}, {}, "in part only"),  # written as a llama with biases
     ],
 )

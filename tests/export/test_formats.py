@@ -20,7 +20,7 @@ from dotmoe.layout import DROPPED
 from dotmoe.load import LoadConfig, describe_dense, load_dense
 from dotmoe.models.family import FAMILIES
 from export.comparison import logits_of, masked_logits, relative_error, stock_logits
-from runs import FORMATS_OF, GRANITE_FACTORS, weights_of
+from runs import FORMATS_OF, GRANITE_FACTORS, rope, weights_of
 
 STOCK = [name for name, form in FORMATS.items() if form.gating.score != "none"]
 PAIRS = [(family, target) for family, targets in FORMATS_OF.items() for target in targets]
@@ -82,8 +82,7 @@ def test_a_format_that_cannot_hold_a_model_says_why_and_which_can(family, target
         require_exportable(dense, split, ExportConfig(format=target))
 
 
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-IN_A_WINDOW = {"sliding_window": 40, "rope_parameters": DYNAMIC}
+IN_A_WINDOW = {"sliding_window": 40, **rope("dynamic", factor=2.0)}
 GLM, MIXTRAL = {"format": "glm4_moe"}, {"format": "mixtral"}
 
 

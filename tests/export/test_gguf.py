@@ -23,20 +23,10 @@ from dotmoe.export.record import require_checksums, set_active_experts
 from dotmoe.options import check
 from dotmoe.reexport import ReexportConfig
 from dotmoe.worker import WorkerDiedError
+from runs import LLAMA3_ROPE, rope
 
-LLAMA3_ROPE = {
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
-}
-YARN_ROPE = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}
+YARN_ROPE, DYNAMIC_ROPE = rope("yarn", factor=2.0), rope("dynamic", factor=2.0)
 ROOMY = {"num_experts": 48, "active_experts": 32}  # llama.cpp 0.3.36 runs k = 30 and not 32
-DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +133,7 @@ def test_frequency_factors_give_the_frequencies_of_transformers(dense_of, write)
         ("granite", {"embedding_multiplier": 12.0}, {}, "gguf", "multipliers"),
         ("olmo2", {}, {}, "gguf_dense", "norms after"),
         ("llama", {"attention_bias": True}, {}, "gguf_glm4moe", "qkvo biases"),
-        ("llama", DYNAMIC, {}, "gguf_llama", "rope_type dynamic"),
+        ("llama", DYNAMIC_ROPE, {}, "gguf_llama", "rope_type dynamic"),
         ("llama", {"num_hidden_layers": 12}, ROOMY, "gguf_glm4moe", "32 experts.*room for 28"),
     ],
 )

@@ -11,22 +11,16 @@ from dotmoe.export import gguf_format
 from dotmoe.llama_cpp import LlamaCppModel
 from dotmoe.load import LoadConfig, load_dense
 from export.comparison import logits_of, masked_logits, relative_error
+from runs import LLAMA3_ROPE, rope
 
 LIMITS = {"gguf_llama": 3e-3, "gguf_glm4moe": 1e-5}
 """The gates of the first are those of a softmax of scaled logits; of the other exactly binary."""
 WIDE_HEADS = {"head_dim": 24, "num_key_value_heads": 1}
-
-
-def rope(kind, **values):
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **values}}
-
-
-LLAMA3 = rope(
-    "llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+SIZES = {"factor": 4.0, "original_max_position_embeddings": 64}
+YARN, ODD_YARN = (
+    rope("yarn", **SIZES, **odd) for odd in ({}, {"beta_fast": 16.0, "attention_factor": 1.3})
 )
-YARN = rope("yarn", original_max_position_embeddings=64)
-ODD_YARN = rope("yarn", original_max_position_embeddings=64, beta_fast=16.0, attention_factor=1.3)
-THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+LINEAR, THETA = rope("linear", factor=4.0), rope("default", 1e6)
 
 
 @pytest.fixture
@@ -71,8 +65,8 @@ def test_every_family_runs_as_the_masked_dense_model(family, shape, dense_of, wr
 @pytest.mark.parametrize(
     ("name", "scaling"),
     [
-        *(("gguf_llama", scaling) for scaling in (LLAMA3, rope("linear"), YARN, ODD_YARN)),
-        *(("gguf_glm4moe", scaling) for scaling in (rope("linear"), THETA)),
+        *(("gguf_llama", scaling) for scaling in (LLAMA3_ROPE, LINEAR, YARN, ODD_YARN)),
+        *(("gguf_glm4moe", scaling) for scaling in (LINEAR, THETA)),
     ],
 )
 def test_scaled_rotary_embeddings_run_as_in_transformers(name, scaling, dense_of, tokens_BT, write):
@@ -92,7 +86,7 @@ def test_scaled_rotary_embeddings_run_as_in_transformers(name, scaling, dense_of
 def test_a_wrong_rotation_is_found(name, function, wrong, dense_of, write, tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_format, function, wrong)
     with pytest.raises(VerificationError, match="runs the file otherwise"):
-        write(dense_of("llama", **LLAMA3), name=name)
+        write(dense_of("llama", **LLAMA3_ROPE), name=name)
     assert [path.name for path in tmp_path.iterdir()] == [f"{name}_unverified"]
 
 

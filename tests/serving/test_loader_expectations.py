@@ -13,36 +13,27 @@ import pytest
 
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.transformers_format import limits_met
-from runs import weights_of
+from runs import LLAMA3_ROPE, weights_of
 
 HERE = Path(__file__).parent
 TABLE = tomllib.loads((HERE / "loader_expectations.toml").read_text())
 EXPECTS = [TABLE["usual"] | entry for entry in TABLE["expects"]]
 GUIDE = HERE.parents[1] / "docs" / "serving.md"
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-ROPE = {"rope_parameters": LLAMA3_ROPE}
 BIASED, SHARED, LEADING = {"attention_bias": True}, {"shared_size": 24}, {"dense_layers": 1}
 
 # format, family, how the dense model differs, how the layout does, limits it meets
 VARIANTS = [
     ("glm4_moe", "qwen2", {"tied": True}, {}, set()),
     ("glm4_moe", "qwen3", {"head_dim": 32}, {}, set()),
-    ("glm4_moe", "llama", ROPE, {}, set()),
+    ("glm4_moe", "llama", LLAMA3_ROPE, {}, set()),
     ("glm4_moe", "llama", {}, LEADING, set()),
     ("glm4_moe", "llama", {}, {"shared_size": 8, "num_experts": 11}, set()),
     ("glm4_moe", "llama", {}, {"shared_size": 16, "num_experts": 10}, {"sglang shared_fusion"}),
     ("mixtral", "llama", {}, {}, set()),
     ("mixtral", "mistral", {"sliding_window": 24}, {}, {"sglang sliding_window"}),
     ("mixtral", "llama", {"head_dim": 32}, {}, {"sglang head_dim"}),
-    ("mixtral", "llama", ROPE, {}, {"sglang rope_scaling"}),
+    ("mixtral", "llama", LLAMA3_ROPE, {}, {"sglang rope_scaling"}),
     ("qwen2_moe", "qwen2", {"tied": True}, {}, set()),
     ("qwen2_moe", "qwen2", {}, SHARED | {"num_experts": 9}, set()),
     ("qwen2_moe", "qwen2", {}, LEADING, {"sglang dense_layers"}),
@@ -52,7 +43,7 @@ VARIANTS = [
     ("granitemoe", "granite", {"tied": True}, {}, set()),
     ("granitemoe", "granite", {}, SHARED | {"num_experts": 9}, set()),
     ("granitemoe", "granite", BIASED, {}, {"vllm attention_bias", "sglang attention_bias"}),
-    ("granitemoe", "granite", ROPE, {}, {"sglang rope_scaling"}),
+    ("granitemoe", "granite", LLAMA3_ROPE, {}, {"sglang rope_scaling"}),
     ("flex_olmo", "olmo2", {}, {}, set()),
     ("flex_olmo", "olmo2", BIASED, {}, set()),
 ]
