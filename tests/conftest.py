@@ -12,6 +12,7 @@ import json
 import socket
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dotmoe.cli import run
+from dotmoe.export import GgufConfig, export
 from dotmoe.layout import ALWAYS_ON, ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from runs import TEXT, TINY_CONVERT, TINY_FINETUNE, Outcome, TinyRun, words
@@ -205,6 +207,24 @@ def layout_of():
             router_LED=router.to(dtype).float(),
             active_experts=active_experts,
         )
+
+    return make
+
+
+@pytest.fixture
+def exported(dense_of, layout_of, tokens_BT, tmp_path):
+    """Exports a model, by its family or itself, with a layout or one of `layout_of` by its options.
+
+    Gives the dense model, the layout, the folder and the record.
+    """
+
+    def make(dense="llama", layout=None, *, out="out", text_BT=tokens_BT, origin=None, **config):
+        dense = dense_of(dense) if isinstance(dense, str) else dense
+        if not isinstance(layout, ExpertLayout):
+            layout = layout_of(dense, **layout or {})
+        folder, config = tmp_path / out, GgufConfig(**config)
+        record = export(dense, layout, folder, config, text_BT, origin=origin)
+        return SimpleNamespace(dense=dense, layout=layout, folder=folder, record=record)
 
     return make
 

@@ -49,6 +49,15 @@ GRANITE_FACTORS = {
 }
 
 
+def rope(kind: str, theta: float = 1e4, **values: float) -> dict[str, Any]:
+    """Options of a tiny model that scales its rotary embeddings."""
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **values}}
+
+
+_FREQUENCIES = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE = rope("llama3", 5e5, factor=8.0, original_max_position_embeddings=32, **_FREQUENCIES)
+
+
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint folder."""
     files = sorted(folder.glob("*.safetensors"))

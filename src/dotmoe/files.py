@@ -156,7 +156,7 @@ def complete_folder(out: Path) -> Iterator[Path]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise UserError(f"{out} cannot be made ({error}). Choose another folder.") from error
+        raise UserError(f"{out} cannot be made ({error.strerror}). Choose another.") from error
     with locked(lock, f"{out} is being written by another process. Wait for it."):
         try:
             shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed

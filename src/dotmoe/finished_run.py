@@ -14,15 +14,14 @@ from dotmoe.models.family import DenseModel
 from dotmoe.run_folder import RunFolder
 from dotmoe.tokenise import HELDOUT_FILES, Text
 
-_NOT_STARTED: dict[str, Any] = {"command": "convert", "config": {}}
-
 
 class FinishedRun:
     """A run of `dotmoe convert` or `dotmoe finetune` with final experts; others are refused."""
 
     def __init__(self, path: Path) -> None:
         self.folder = folder = RunFolder(path)
-        manifest = folder.manifest if folder.exists else _NOT_STARTED
+        unknown: dict[str, Any] = {"command": "convert", "config": {}}
+        manifest = folder.manifest if folder.exists else unknown
         is_finetuned = manifest["command"] == "finetune"
         last = "repair" if manifest["config"].get("repair") else "extract"
         self.made_by = "finetune" if is_finetuned else last
@@ -66,6 +65,6 @@ class FinishedRun:
 
     def origin(self) -> DenseModel:
         """The dense checkpoint that the run began with, described; refused if it has changed."""
-        dense, known = describe_dense(self.model), self.folder.manifest["inputs"]
-        self.folder.require_inputs(known | {"model": fingerprint(dense.folder)})
+        dense, inputs = describe_dense(self.model), self.folder.manifest["inputs"]
+        self.folder.require_inputs(inputs | {"model": fingerprint(dense.folder)})
         return dense

@@ -28,7 +28,7 @@ def most_active_experts(num_tensors: int, num_layers: int, moe_layers: int) -> i
 
 
 def most_active_experts_of(
-    traits: "DecoderTraits", split: "Granularity", num_layers: int, moe_tensors: int = 8
+    traits: "DecoderTraits", split: "Granularity", num_layers: int, moe_tensors: int
 ) -> int:
     """`most_active_experts` of a file that is not written yet.
 
@@ -138,8 +138,8 @@ class Runtime:
         self.forget(0, 0)
         self.call([(token, at, 0, True) for at, token in enumerate(tokens)])()
         shape = len(tokens), self.lib.llama_vocab_n_tokens(self._vocabulary)
-        found = np.ctypeslib.as_array(self.lib.llama_get_logits(self.context), shape)
-        return np.array(found)
+        view = np.ctypeslib.as_array(self.lib.llama_get_logits(self.context), shape)
+        return np.array(view)
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text."""

@@ -1,5 +1,6 @@
 """The experts of a finished run, exported again: in another format or dtype, with other experts."""
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +9,7 @@ import tyro
 from tyro.conf import Positional
 
 from dotmoe.analyse.run import expert_energies
+from dotmoe.checkpoint import checkpoint_folder, is_local
 from dotmoe.errors import UserError
 from dotmoe.export import export
 from dotmoe.export.architectures import GGUF_NAMES
@@ -15,7 +17,7 @@ from dotmoe.export.format import GgufConfig
 from dotmoe.export.record import ExportRecord
 from dotmoe.finished_run import FinishedRun
 from dotmoe.layout import ExpertLayout
-from dotmoe.load import LoadConfig, describe_dense, left_on_disk
+from dotmoe.load import LoadConfig, left_on_disk
 from dotmoe.models.family import DenseModel
 from dotmoe.options import at_least, check
 from dotmoe.progress import Update, no_update
@@ -45,10 +47,10 @@ class ReexportConfig:
         name, plain = self.export.format, GgufConfig()
         is_gguf = name in GGUF_NAMES
         ignored = ("export_dtype", "max_shard_gib") if is_gguf else ("gguf_type", "gguf_tokenizer")
-        given = [each for each in ignored if getattr(self.export, each) != getattr(plain, each)]
+        options = [each for each in ignored if getattr(self.export, each) != getattr(plain, each)]
         if name == "gguf_dense":
-            given += [each for each in ("active_experts", "drop_experts") if getattr(self, each)]
-        for option in given:
+            options += [each for each in ("active_experts", "drop_experts") if getattr(self, each)]
+        for option in options:
             raise UserError(
                 f"--{option.replace('_', '-')} says nothing about format {name}. Leave it out."
             )
@@ -69,10 +71,11 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
         layout = _without_idlest(run, layout, dense, config.drop_experts, on_progress)
     origin = None
     if run.has_own_weights:
-        try:
-            origin = describe_dense(run.model)
-        except UserError:  # its files need not be there any more
-            origin = replace(described, source=run.model, revision=None)
+        revision = None
+        if not is_local(run.model):
+            with suppress(UserError):  # it need not be within reach any more
+                revision = checkpoint_folder(run.model, config_only=True).name
+        origin = replace(described, source=run.model, revision=revision)
     out, tokens_BT = Path(config.out), run.text.heldout.tokens_BT
     return export(
         dense, layout, out, config.export, tokens_BT, origin=origin, on_progress=on_progress

@@ -18,11 +18,9 @@ from gguf import MODEL_ARCH, GGUFReader, GGUFWriter, dequantize, get_tensor_name
 from dotmoe import llama_cpp
 from dotmoe.checkpoint import checkpoint_folder
 from dotmoe.errors import UserError
-from dotmoe.export import GgufConfig, export
 from dotmoe.load import LoadConfig, dense_config, load_dense
-from runs import TINY_CONVERT, TINY_FINETUNE
-
-SCALED = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+from export.comparison import logits_of
+from runs import TINY_CONVERT, TINY_FINETUNE, rope
 
 
 @pytest.fixture(autouse=True)
@@ -34,15 +32,14 @@ def cache(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def gguf_of(layout_of, tokens_BT, tmp_path):
+def gguf_of(exported, tmp_path):
     """Writes a model as GGUF, dense unless another format is named."""
 
     def write(dense, type="f32", name="gguf_dense", tokenizer="auto"):
         dense = replace(dense, tokenizer=with_a_merge(dense.tokenizer))
-        config = GgufConfig(format=name, gguf_type=type, gguf_tokenizer=tokenizer)
-        record = export(dense, layout_of(dense, 4), tmp_path / "out", config, tokens_BT)
-        (tmp_path / "out" / record.files[0]).rename(tmp_path / "model.gguf")
-        return tmp_path / "model.gguf"
+        out, options = f"out-{len(list(tmp_path.iterdir()))}", {"gguf_tokenizer": tokenizer}
+        made = exported(dense, {"num_experts": 4}, out=out, format=name, gguf_type=type, **options)
+        return (made.folder / made.record.files[0]).replace(tmp_path / "model.gguf")
 
     return write
 
@@ -67,25 +64,22 @@ def with_a_merge(tokenizer, *, digits=False):
 def require_same_logits(dense, file, tokens_BT):
     """What is read of a file computes what a model does; returns it."""
     read = load_dense(str(file), LoadConfig(device="cpu"))
-    with torch.no_grad():
-        expected, found = (m.model(input_ids=tokens_BT).logits for m in (dense, read))
+    expected, found = (logits_of(each.model, tokens_BT) for each in (dense, read))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     return read
 
 
 @pytest.mark.parametrize(
-    ("family", "tied", "options"),
+    ("family", "options"),
     [
-        ("llama", False, {}),
-        ("llama", True, {}),
-        ("mistral", False, {"sliding_window": None}),
-        ("qwen3", True, {"head_dim": 128}),
+        *(("llama", {}), ("llama", {"tied": True}), ("mistral", {"sliding_window": None})),
+        ("qwen3", {"tied": True, "head_dim": 128}),
     ],
 )
 def test_the_model_and_its_tokenizer_are_those_that_the_file_was_made_of(
-    family, tied, options, dense_of, gguf_of, tokens_BT
+    family, options, dense_of, gguf_of, tokens_BT
 ):
-    dense = dense_of(family, tied=tied, **options)
+    dense = dense_of(family, **options)
     file = gguf_of(dense)
     read = require_same_logits(dense, file, tokens_BT)
     text, stock = "Two  spaces,\n 3.12 and an é.</s>", with_a_merge(dense.tokenizer)
@@ -181,7 +175,7 @@ def test_a_gguf_file_is_converted_finetuned_and_measured_as_a_folder_is(
     [
         ("llama", {}, {"name": "gguf_glm4moe"}, "mixture of 4 experts"),
         ("llama", {}, {"tokenizer": "none"}, "no tokenizer"),
-        ("llama", {"rope_parameters": SCALED}, {}, "scaled rotary frequencies"),
+        ("llama", rope("linear", factor=2.0), {}, "scaled rotary frequencies"),
         ("qwen2", {}, {}, "in part only"),  # written as a llama with biases
     ],
 )
@@ -192,6 +186,14 @@ def test_what_transformers_would_misread_is_refused(
     with pytest.raises(UserError, match=reason):
         checkpoint_folder(str(file))
     assert not list(cache.glob("*/model.safetensors"))
+
+
+def test_a_file_in_place_of_another_is_read_anew(dense_of, gguf_of):
+    file = gguf_of(dense_of("llama"))
+    weights = [load_file(checkpoint_folder(str(file)) / "model.safetensors")]
+    gguf_of(dense_of("llama", tied=True))
+    weights.append(load_file(checkpoint_folder(str(file)) / "model.safetensors"))
+    assert weights[0].keys() - weights[1].keys() == {"lm_head.weight"}
 
 
 def test_files_that_are_none_are_refused(command, tmp_path, monkeypatch):

@@ -2,20 +2,21 @@
 
 import math
 import shutil
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
+from huggingface_hub.errors import XetDownloadError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
-from dotmoe import llama_cpp
+from dotmoe import checkpoint, llama_cpp
+from dotmoe.checkpoint import checkpoint_folder
 from dotmoe.checkpoint import on_disk as module
 from dotmoe.checkpoint.on_disk import exported_on_disk, on_disk, parts_of
 from dotmoe.errors import UserError, VerificationError
-from dotmoe.export import ExportConfig, export
-from dotmoe.export.format import GgufConfig
 from dotmoe.load import describe_dense
 from dotmoe.models.family import FAMILIES
+from export.comparison import logits_of, stock_logits
 from runs import FORMATS_OF
 
 CPU = torch.device("cpu")
@@ -48,28 +49,22 @@ def filled(monkeypatch):
     return counts
 
 
-def logits_of(model, tokens_BT):
-    with torch.no_grad():
-        return model(input_ids=tokens_BT, use_cache=False).logits
-
-
 def change(folder, name, how):
+    """Put another tensor in place of one, or none."""
     tensors = load_file(folder / "model.safetensors")
-    tensors[name] = how(tensors.get(name))
+    changed = how(tensors.pop(name, None))
+    tensors |= {} if changed is None else {name: changed}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("name", FAMILY_OF)
 def test_an_export_runs_from_disk_as_stock_transformers_runs_it(
-    name, dense_of, layout_of, tokens_BT, tmp_path, nothing_is_kept
+    name, exported, tokens_BT, nothing_is_kept
 ):
-    dense, out = dense_of(FAMILY_OF[name]), tmp_path / "out"
-    export(dense, layout_of(dense), out, ExportConfig(format=name), tokens_BT)
-    stock = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    ours = exported_on_disk(out, CPU, torch.float32)
-    assert type(ours) is type(stock)
+    out = exported(FAMILY_OF[name], format=name).folder
+    expected, ours = stock_logits(out, tokens_BT), exported_on_disk(out, CPU, torch.float32)
     for _ in range(2):
-        assert torch.equal(logits_of(ours, tokens_BT), logits_of(stock, tokens_BT))
+        assert torch.equal(logits_of(ours, tokens_BT), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -89,21 +84,19 @@ def test_a_dense_model_runs_from_disk_as_it_runs_in_memory(
 
 
 def test_no_more_than_one_part_is_in_memory_throughout_an_export(
-    tiny_dense, layout_of, tokens_BT, tmp_path, nothing_is_kept, filled
+    tiny_dense, exported, nothing_is_kept, filled
 ):
     dense = describe_dense(str(tiny_dense("llama", num_hidden_layers=5)))
-    record = export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), tokens_BT)
-    assert record.problems == []
+    assert exported(dense).record.problems == []
     assert max(filled) == 1
     assert len(filled) > 5 * len(parts_of(dense.model))
 
 
 @pytest.mark.gpu
-def test_weights_are_streamed_to_a_gpu(tiny_dense, layout_of, tokens_BT, tmp_path, nothing_is_kept):
+def test_weights_are_streamed_to_a_gpu(tiny_dense, exported, nothing_is_kept):
     source = describe_dense(str(tiny_dense("llama", dtype="bfloat16")))
     dense = on_disk(source, torch.device("cuda"), "auto")
-    record = export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), tokens_BT)
-    assert record.problems == []
+    assert exported(dense).record.problems == []
     assert dense.device.type == "cuda"
 
 
@@ -117,9 +110,7 @@ def test_damaged_dense_files_are_named(tiny_dense, tmp_path, tokens_BT):
     change(folder, name, lambda tensor: tensor[:-8].clone())
     with pytest.raises(UserError, match=rf"{name} has shape \(88, 64\) .* asks for \(96, 64\)"):
         on_disk(describe_dense(str(folder)), CPU, torch.float32)
-    tensors = load_file(folder / "model.safetensors")
-    del tensors[name]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    change(folder, name, lambda tensor: None)
     with pytest.raises(UserError, match=f"{name} is missing from the safetensors"):
         on_disk(describe_dense(str(folder)), CPU, torch.float32)
 
@@ -132,43 +123,33 @@ def test_damaged_dense_files_are_named(tiny_dense, tmp_path, tokens_BT):
         ("model.extra.weight", "unexpected_keys in"),
     ],
 )
-def test_a_tensor_too_many_is_found_wherever_it_is(
-    stray, problem, dense_of, layout_of, tokens_BT, tmp_path
-):
-    dense = dense_of("llama")
-    export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), tokens_BT)
-    change(tmp_path / "out", stray, lambda tensor: torch.zeros(8, 64))
+def test_a_tensor_too_many_is_found_wherever_it_is(stray, problem, exported, tokens_BT):
+    folder = exported().folder
+    change(folder, stray, lambda tensor: torch.zeros(8, 64))
     with pytest.raises(VerificationError, match=problem):
-        logits_of(exported_on_disk(tmp_path / "out", CPU, torch.float32), tokens_BT)
-
-
-class Silent:
-    """In place of llama.cpp, which is not installed everywhere: no logit says anything."""
-
-    def __init__(self, path, *, context):
-        self.path = path
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def logits(self, tokens_T):
-        return torch.zeros(len(tokens_T), 264)
-
-    def ask(self, what):
-        return "0"
+        logits_of(exported_on_disk(folder, CPU, torch.float32), tokens_BT)
 
 
 def test_a_gguf_is_compared_with_one_part_in_memory(
-    tiny_dense, layout_of, tokens_BT, tmp_path, nothing_is_kept, filled, monkeypatch
+    tiny_dense, exported, nothing_is_kept, filled, monkeypatch
 ):
+    # In place of llama.cpp, which is not installed everywhere: no logit says anything.
+    silent = MagicMock(logits=lambda tokens_T: torch.zeros(len(tokens_T), 264), ask=lambda what: "")
+    silent.return_value.__enter__.return_value = silent
     monkeypatch.setattr(llama_cpp, "is_installed", lambda: True)
-    monkeypatch.setattr(llama_cpp, "LlamaCppModel", Silent)
+    monkeypatch.setattr(llama_cpp, "LlamaCppModel", silent)
     dense = describe_dense(str(tiny_dense("llama", num_hidden_layers=5)))
-    config = GgufConfig(format="gguf_glm4moe", gguf_type="f32", gguf_tokenizer="none")
     with pytest.raises(VerificationError, match=r"llama.cpp runs the file otherwise"):
-        export(dense, layout_of(dense), tmp_path / "out", config, tokens_BT)
+        exported(dense, format="gguf_glm4moe", gguf_type="f32", gguf_tokenizer="none")
     assert max(filled) == 1
     assert len(filled) > 2 * len(parts_of(dense.model))
+
+
+def test_a_name_that_leads_to_no_model_is_one_line(monkeypatch):
+    with pytest.raises(UserError, match=r"^~nobody-of-this-name/model does not exist"):
+        checkpoint_folder("~nobody-of-this-name/model")
+    # Not all that the hub's library raises is an OSError.
+    download = Mock(side_effect=XetDownloadError("no such\nchunk"))
+    monkeypatch.setattr(checkpoint, "snapshot_download", download)
+    with pytest.raises(UserError, match=r"cannot be fetched from the hub \(no such chunk\)"):
+        checkpoint_folder("someone/model")

@@ -5,34 +5,24 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM
 
+from dotmoe import reexport
 from dotmoe.errors import UserError
-from dotmoe.export import ExportConfig, ExportRecord, export
+from dotmoe.export import ExportRecord
 from dotmoe.export.record import set_active_experts, write_model_card
 from dotmoe.files import with_checksum
+from dotmoe.finished_run import FinishedRun
 from dotmoe.granularity import count_parameters
-from dotmoe.moe.masked import masked_by
 from dotmoe.tables import Table
+from export.comparison import masked_logits, relative_error, stock_logits
 from runs import weights_of
 
 FILES = ("README.md", "dotmoe.json", "config.json")
-
-
-@pytest.fixture
-def exported(dense_of, layout_of, tokens_BT, tmp_path):
-    """Exports with k = 3 of 12; gives the record and the folder."""
-
-    def make(dense=None, layout=None, target="glm4_moe", **more):
-        dense = dense or dense_of("llama")
-        config, folder = ExportConfig(format=target), tmp_path / "5_export"
-        return export(dense, layout or layout_of(dense), folder, config, tokens_BT, **more), folder
-
-    return make
 
 
 def texts(folder):
@@ -40,9 +30,9 @@ def texts(folder):
     return {name: (folder / name).read_text() for name in FILES}
 
 
-def test_the_card_says_what_it_is_and_how_to_use_it(exported, dense_of):
-    dense = dense_of("llama")
-    record, folder = exported(dense)
+def test_the_card_says_what_it_is_and_how_to_use_it(exported):
+    made = exported(out="5_export")
+    dense, record, folder = made.dense, made.record, made.folder
     text = (folder / "README.md").read_text()
     card = ModelCard(text)
     assert card.data.library_name == "transformers"
@@ -85,42 +75,50 @@ def test_the_card_says_what_it_is_and_how_to_use_it(exported, dense_of):
 def test_a_finetuned_export_names_the_model_that_the_work_began_with(exported, dense_of):
     dense = dense_of("llama")
     origin = replace(dense, source="some-one/Model-1B", revision="0123abc")
-    record, folder = exported(dense, origin=origin)
-    card = ModelCard((folder / "README.md").read_text())
-    assert (record.source, record.revision) == ("some-one/Model-1B", "0123abc")
+    made = exported(dense, origin=origin)
+    card = ModelCard((made.folder / "README.md").read_text())
+    assert (made.record.source, made.record.revision) == ("some-one/Model-1B", "0123abc")
     assert card.data.base_model == "some-one/Model-1B"
     assert "# Model-1B, 3 of 12 experts" in card.text
     assert "revision 0123abc" in card.text
     assert str(dense.folder) not in card.text
 
 
+def test_of_a_hub_model_nothing_but_the_config_is_fetched_for_the_record(
+    finetuned, tmp_path, monkeypatch
+):
+    def of_the_hub(path):
+        run = FinishedRun(path)
+        run.model = "some-one/Model-1B"
+        return run
+
+    monkeypatch.setattr(reexport, "FinishedRun", of_the_hub)
+    fetch = Mock(return_value=Path("snapshots/0123abc"))
+    monkeypatch.setattr(reexport, "checkpoint_folder", fetch)
+    config = reexport.ReexportConfig(run=str(finetuned.folder), out=str(tmp_path / "out"))
+    record = reexport.reexport(config)
+    assert (record.source, record.revision) == ("some-one/Model-1B", "0123abc")
+    fetch.assert_called_once_with("some-one/Model-1B", config_only=True)
+
+
 @pytest.mark.parametrize(("family", "target"), [("llama", "glm4_moe"), ("qwen2", "qwen2_moe")])
 def test_the_edited_export_computes_the_masked_model_with_that_k(
-    family, target, exported, dense_of, layout_of, tokens_BT
+    family, target, exported, tokens_BT
 ):
-    dense = dense_of(family)
-    layout = layout_of(dense)
-    record, folder = exported(dense, layout, target)
-    keyword = {record.active_experts_key: 7}  # as the model card says
-    unedited = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **keyword)
-    set_active_experts(folder, 7)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        logits = model(input_ids=tokens_BT).logits
-        assert torch.equal(unedited(input_ids=tokens_BT).logits, logits)
-        with masked_by(dense, replace(layout, active_experts=7)):
-            reference = dense.model(input_ids=tokens_BT).logits
-    # Of the median token: a near-tie that falls the other way changes all later tokens of its row.
-    per_token = (logits - reference).abs().mean(dim=-1).flatten()
-    assert float(per_token.median() / reference.std()) < 2e-3
+    made = exported(family, format=target)
+    keyword = {made.record.active_experts_key: 7}  # as the model card says
+    unedited = stock_logits(made.folder, tokens_BT, **keyword)
+    set_active_experts(made.folder, 7)
+    edited = stock_logits(made.folder, tokens_BT)
+    assert torch.equal(unedited, edited)
+    reference = masked_logits(made.dense, replace(made.layout, active_experts=7), tokens_BT)
+    assert relative_error(edited, reference) < 2e-3
 
 
-def test_config_record_and_card_agree_and_counts_are_those_of_the_design(
-    exported, dense_of, layout_of
-):
+def test_config_record_and_card_agree_and_counts_are_those_of_the_design(exported, dense_of):
     dense = dense_of("llama", num_hidden_layers=3, intermediate_size=120)
-    layout = layout_of(dense, shared_size=24, dense_layers=1)
-    record, folder = exported(dense, layout)
+    made = exported(dense, {"shared_size": 24, "dense_layers": 1})
+    record, folder = made.record, made.folder
     before = texts(folder)
     changed = set_active_experts(folder, 8)
     after = texts(folder)
@@ -130,7 +128,7 @@ def test_config_record_and_card_agree_and_counts_are_those_of_the_design(
     fitted = replace(record, is_finetuned=True).with_active_experts(8)
     assert "fitted" not in changed.notes[-1]
     assert fitted.notes[-1].endswith("measured at 3, and the weights were fitted at it.")
-    split = replace(layout, active_experts=8).granularity
+    split = replace(made.layout, active_experts=8).granularity
     counts = count_parameters(dense.config, dense.family, split)
     for name in ("stored", "active", "active_with_routers"):
         assert changed.parameters[name] == getattr(counts, name)
@@ -142,26 +140,29 @@ def test_config_record_and_card_agree_and_counts_are_those_of_the_design(
     assert texts(folder) == before
 
 
-def test_a_k_out_of_range_is_refused_and_a_config_without_one_is_mended(exported):
-    _, folder = exported()
+@pytest.mark.parametrize(
+    ("target", "k", "words"),
+    [
+        ("glm4_moe", 0, "active_experts is 0, .* Choose 1 to 12"),
+        ("glm4_moe", 13, "active_experts is 13, .* Choose 1 to 12"),
+        ("mixtral", 6, "export RUN OUT --format mixtral --active-experts 6"),  # k is in its weights
+    ],
+)
+def test_a_k_that_cannot_be_is_refused(target, k, words, exported):
+    folder = exported(format=target).folder
     before = texts(folder)
-    for k in (0, 13):
-        with pytest.raises(UserError, match=rf"active_experts is {k}, .* Choose 1 to 12"):
-            set_active_experts(folder, k)
+    with pytest.raises(UserError, match=words):
+        set_active_experts(folder, k)
     assert texts(folder) == before
-    config = json.loads(before["config.json"])
+
+
+def test_a_config_without_k_is_mended(exported):
+    folder = exported().folder
+    config = json.loads((folder / "config.json").read_text())
     del config["num_experts_per_tok"]
     (folder / "config.json").write_text(json.dumps(config))
     set_active_experts(folder, 6)
     assert json.loads(texts(folder)["config.json"]) == config | {"num_experts_per_tok": 6}
-
-
-def test_a_format_with_k_in_its_weights_is_refused_with_the_command_that_helps(exported):
-    _, folder = exported(target="mixtral")
-    before = texts(folder)
-    with pytest.raises(UserError, match="export RUN OUT --format mixtral --active-experts 6"):
-        set_active_experts(folder, 6)
-    assert texts(folder) == before
 
 
 def test_a_folder_that_dotmoe_did_not_export_is_refused(tmp_path):
@@ -175,7 +176,7 @@ def test_a_folder_that_dotmoe_did_not_export_is_refused(tmp_path):
 def test_after_an_error_or_a_kill_the_model_is_whole_and_the_same_call_finishes(
     exported, tmp_path, monkeypatch
 ):
-    _, folder = exported()
+    folder = exported().folder
     before = texts(folder)
     expected = shutil.copytree(folder, tmp_path / "aside")
     set_active_experts(expected, 6)

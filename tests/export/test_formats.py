@@ -5,11 +5,12 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from dotmoe.errors import UserError
 from dotmoe.export import ExportConfig, export, require_exportable
@@ -18,8 +19,8 @@ from dotmoe.granularity import Granularity
 from dotmoe.layout import DROPPED
 from dotmoe.load import LoadConfig, describe_dense, load_dense
 from dotmoe.models.family import FAMILIES
-from dotmoe.moe.masked import masked_by
-from runs import FORMATS_OF, GRANITE_FACTORS, weights_of
+from export.comparison import logits_of, masked_logits, relative_error, stock_logits
+from runs import FORMATS_OF, GRANITE_FACTORS, rope, weights_of
 
 STOCK = [name for name, form in FORMATS.items() if form.gating.score != "none"]
 PAIRS = [(family, target) for family, targets in FORMATS_OF.items() for target in targets]
@@ -33,25 +34,8 @@ CASES += [(*pair, "float32", {"tied": True}, {}) for pair in PAIRS]
 CASES += [(*pair, *SHARED) for pair in HOLD_SHARED] + [(*pair, *LEADING) for pair in HOLD_DENSE]
 
 
-def logits_of(model, tokens):
-    with torch.no_grad():
-        return model(input_ids=tokens).logits
-
-
-def logits_by_transformers(folder, tokens, **overrides):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **overrides)
-    return logits_of(model, tokens)
-
-
-def masked_logits(dense, layout, tokens):
-    with masked_by(dense, layout):
-        return logits_of(dense.model, tokens)
-
-
-def relative_error(actual, reference):
-    # Of the median token: a near-tie that falls the other way changes all later tokens of its row.
-    per_token = (actual - reference).abs().mean(dim=-1).flatten()
-    return float(per_token.median() / reference.std())
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
 
 
 def test_every_family_has_its_formats_here():
@@ -65,11 +49,11 @@ def test_every_family_has_its_formats_here():
     ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
 )
 def test_stock_transformers_computes_the_masked_model(
-    family, target, dtype, options, split, dense_of, layout_of, tokens_BT, tmp_path
+    family, target, dtype, options, split, dense_of, exported, tokens_BT, tmp_path
 ):
     dense = dense_of(family, dtype=dtype, **SETTINGS[family], **options)
-    layout = layout_of(dense, dtype=getattr(torch, dtype), **split)
-    record = export(dense, layout, tmp_path / "out", ExportConfig(format=target), tokens_BT)
+    made = exported(dense, {"dtype": getattr(torch, dtype), **split}, format=target)
+    record, layout = made.record, made.layout
     module = "granitemoeshared" if family == "granite" and "shared_size" in split else target
     assert record.verification["loaded_class"].startswith(f"transformers.models.{module}.")
     assert (record.verification["dtype"], record.problems) == (dtype, [])
@@ -79,10 +63,10 @@ def test_stock_transformers_computes_the_masked_model(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     reference = masked_logits(dense, layout, tokens_BT)
     most = 3e-3 if dtype == "float32" else 8e-3
-    assert relative_error(logits_by_transformers(tmp_path / "out", tokens_BT), reference) < most
+    assert relative_error(stock_logits(made.folder, tokens_BT), reference) < most
     if record.active_experts_editable:
         all_on = {record.active_experts_key: layout.num_experts}
-        full = logits_by_transformers(tmp_path / "out", tokens_BT, **all_on)
+        full = stock_logits(made.folder, tokens_BT, **all_on)
         assert relative_error(full, logits_of(dense.model, tokens_BT)) < most
 
 
@@ -98,21 +82,15 @@ def test_a_format_that_cannot_hold_a_model_says_why_and_which_can(family, target
         require_exportable(dense, split, ExportConfig(format=target))
 
 
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-IN_A_WINDOW = {"sliding_window": 40, "rope_parameters": DYNAMIC}
+IN_A_WINDOW = {"sliding_window": 40, **rope("dynamic", factor=2.0)}
+GLM, MIXTRAL = {"format": "glm4_moe"}, {"format": "mixtral"}
 
 
 @pytest.mark.parametrize(
     ("family", "options", "split", "config", "words"),
     [
-        (
-            "llama",
-            {},
-            {"expert_size": 6, "shared_size": 24},
-            {"format": "mixtral"},
-            "shared expert",
-        ),
-        ("llama", {}, {"first_dense_layers": 1}, {"format": "mixtral"}, "dense layers"),
+        ("llama", {}, {"expert_size": 6, "shared_size": 24}, MIXTRAL, "shared expert"),
+        ("llama", {}, {"first_dense_layers": 1}, MIXTRAL, "dense layers"),
         ("llama", {}, {"first_dense_layers": 2}, {}, r"first_dense_layers is 2.*Choose 0 to 1"),
         ("llama", {}, {"num_experts": 16, "expert_size": 6}, {}, r"is 6.*multiples of 4"),
         ("llama", {}, {"num_experts": 24, "expert_size": 4}, {"export_dtype": "bfloat16"}, "of 8"),
@@ -120,14 +98,8 @@ IN_A_WINDOW = {"sliding_window": 40, "rope_parameters": DYNAMIC}
         ("llama", {}, {}, {"format": "glm4-moe"}, "Did you mean glm4_moe"),
         ("llama", {"dtype": "float16"}, {}, {}, r"float16.*Set --export-dtype to float32"),
         ("llama", {"dtype": "float16"}, {}, {"export_dtype": "float32"}, None),
-        (
-            "mistral",
-            IN_A_WINDOW,
-            {},
-            {"format": "glm4_moe"},
-            "together with a sliding window.*mixtral",
-        ),
-        ("mistral", IN_A_WINDOW, {}, {"format": "mixtral"}, None),
+        ("mistral", IN_A_WINDOW, {}, GLM, "together with a sliding window.*mixtral"),
+        ("mistral", IN_A_WINDOW, {}, MIXTRAL, None),
     ],
 )
 def test_what_cannot_be_exported_is_refused_in_a_line(
@@ -152,7 +124,7 @@ def test_what_cannot_be_exported_is_refused_in_a_line(
     ],
 )
 def test_neurons_of_dropped_experts_are_gone_and_all_others_are_as_they_were(
-    family, target, beside, dense_of, layout_of, tokens_BT, tmp_path
+    family, target, beside, dense_of, layout_of, exported, tokens_BT
 ):
     """Oracle: the dense model whose W_down has no columns for them, all other experts on."""
     width = 96 + beside.get("shared_size", 0)
@@ -162,43 +134,41 @@ def test_neurons_of_dropped_experts_are_gone_and_all_others_are_as_they_were(
     layout = replace(layout, active_experts=layout.num_experts)
     gone = layout.expert_of_neuron_LN == DROPPED
     assert gone.sum() == 4 * layout.expert_size * len(layout.moe_layers) > 0
-    record = export(dense, layout, tmp_path / "out", ExportConfig(format=target), tokens_BT)
+    made = exported(dense, layout, format=target)
+    record, parameters = made.record, made.record.parameters
     assert (record.num_experts, record.verification["dense_error"]) == (8, None)
     neurons = 3 * dense.widths.model * int(gone.sum())
-    routers = record.parameters["active_with_routers"] - record.parameters["active"]
-    assert record.parameters["stored"] == record.parameters["dense"] + routers - neurons
-    assert record.parameters["active"] == record.parameters["dense"] - neurons
+    routers = parameters["active_with_routers"] - parameters["active"]
+    assert parameters["stored"] == parameters["dense"] + routers - neurons
+    assert parameters["active"] == parameters["dense"] - neurons
     with torch.no_grad():
         for layer, gone_N in zip(dense.family.layers(dense.model), gone, strict=True):
             layer.mlp.down_proj.weight[:, gone_N] = 0
-    found = logits_by_transformers(tmp_path / "out", tokens_BT)
-    assert relative_error(found, logits_of(dense.model, tokens_BT)) < 3e-3
-    assert "are left out" in (tmp_path / "out/README.md").read_text()
+    actual = stock_logits(made.folder, tokens_BT)
+    assert relative_error(actual, logits_of(dense.model, tokens_BT)) < 3e-3
+    assert "are left out" in (made.folder / "README.md").read_text()
 
 
-def test_a_sliding_window_becomes_the_context_limit(dense_of, layout_of, tokens_BT, tmp_path):
-    dense = dense_of("mistral", sliding_window=40)
-    layout = layout_of(dense)
-    record = export(dense, layout, tmp_path / "out", ExportConfig(), tokens_BT)
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    assert config["max_position_embeddings"] == 40
-    assert any("sliding window of 40" in note for note in record.notes)
-    short = tokens_BT[:, :40]
-    reference = masked_logits(dense, layout, short)
-    assert relative_error(logits_by_transformers(tmp_path / "out", short), reference) < 1e-3
-    # The limit is needed: beyond the window the two models differ.
-    longer = masked_logits(dense, layout, tokens_BT)
-    assert relative_error(logits_by_transformers(tmp_path / "out", tokens_BT), longer) > 0.02
+def test_a_sliding_window_becomes_the_context_limit(dense_of, exported, tokens_BT):
+    made = exported(dense_of("mistral", sliding_window=40))
+    assert config_of(made.folder)["max_position_embeddings"] == 40
+    assert any("sliding window of 40" in note for note in made.record.notes)
+
+    def error(tokens_BT):
+        reference = masked_logits(made.dense, made.layout, tokens_BT)
+        return relative_error(stock_logits(made.folder, tokens_BT), reference)
+
+    assert error(tokens_BT[:, :40]) < 1e-3
+    assert error(tokens_BT) > 0.02  # the limit is needed: beyond the window the two models differ
 
 
 def test_the_2_of_glm4_moe_is_in_its_weights_for_servers_that_drop_it_in_float16(
-    dense_of, layout_of, tokens_BT, tmp_path
+    dense_of, exported
 ):
     """vLLM in float16 multiplies by no routed_scaling_factor: it gave perplexity 70 for 25."""
     dense = dense_of("qwen2", tied=True, dtype="bfloat16")
-    layout = layout_of(dense, dtype=torch.bfloat16)
-    record = export(dense, layout, tmp_path / "out", ExportConfig(), tokens_BT)
-    config = json.loads((tmp_path / "out/config.json").read_text())
+    made = exported(dense, {"dtype": torch.bfloat16})
+    config = config_of(made.folder)
     expected = {
         "torch_dtype": "bfloat16",
         "dtype": "bfloat16",
@@ -209,45 +179,59 @@ def test_the_2_of_glm4_moe_is_in_its_weights_for_servers_that_drop_it_in_float16
     }
     assert {key: config[key] for key in expected} == expected
     assert config["rope_parameters"]["rope_theta"] == config["rope_theta"]
-    assert "down projections times two (exact)" in record.exactness
-    before, after = weights_of(dense.folder), weights_of(tmp_path / "out")
-    down, (first, *_) = "model.layers.1.mlp.{}down_proj.weight", layout.neurons_of_expert(1)
+    assert "down projections times two (exact)" in made.record.exactness
+    before, after = weights_of(dense.folder), weights_of(made.folder)
+    down, (first, *_) = "model.layers.1.mlp.{}down_proj.weight", made.layout.neurons_of_expert(1)
     assert torch.equal(after[down.format("experts.0.")], 2 * before[down.format("")][:, first])
     assert all(torch.equal(before[name], after[name]) for name in before if ".mlp." not in name)
     assert torch.equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
 
 
-def test_source_keeps_the_dtype_of_every_tensor(tiny_dense, layout_of, tokens_BT, tmp_path):
-    folder = shutil.copytree(tiny_dense("llama", dtype="bfloat16"), tmp_path / "dense")
-    tensors = load_file(folder / "model.safetensors")
-    fine = {name: 1 + 1e-4 * torch.randn(64) for name in tensors if name.endswith("norm.weight")}
-    save_file(tensors | fine, folder / "model.safetensors", metadata={"format": "pt"})
-    dense = describe_dense(str(folder))
-    layout = layout_of(dense)
-    record = export(dense, layout, tmp_path / "out", ExportConfig(), tokens_BT)
-    after = weights_of(tmp_path / "out")
+def with_tensors(source, folder, change):
+    """The description of a copy of a checkpoint that has further tensors, or others."""
+    shutil.copytree(source, folder)
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | change, path, metadata={"format": "pt"})
+    return describe_dense(str(folder))
+
+
+def test_source_keeps_the_dtype_of_every_tensor(tiny_dense, exported, tmp_path):
+    source = tiny_dense("llama", dtype="bfloat16")
+    norms = [name for name in weights_of(source) if name.endswith("norm.weight")]
+    fine = {name: 1 + 1e-4 * torch.randn(64) for name in norms}
+    made = exported(with_tensors(source, tmp_path / "dense", fine))
+    after = weights_of(made.folder)
     assert all(torch.equal(after[name], tensor) for name, tensor in fine.items())
     assert after["model.embed_tokens.weight"].dtype == torch.bfloat16
     # Routers are rounded to the dtype of the experts.
-    expected = layout.router_LED[1].bfloat16().double() * 2.0 ** -record.routers[1]["exponent"]
+    scale = 2.0 ** -made.record.routers[1]["exponent"]
+    expected = made.layout.router_LED[1].bfloat16().double() * scale
     assert torch.equal(after["model.layers.1.mlp.gate.weight"].double(), expected)
 
 
-def test_the_folder_is_complete_and_small_shards_load(dense_of, layout_of, tokens_BT, tmp_path):
-    folder = shutil.copytree(dense_of("mistral").folder, tmp_path / "dense")
+def test_weights_that_have_no_place_are_refused(tiny_dense, exported, tmp_path):
+    stray = {"model.layers.0.self_attn.o_proj.bias": torch.ones(64)}
+    dense = with_tensors(tiny_dense("llama"), tmp_path / "dense", stray)
+    with pytest.raises(UserError, match=r"o_proj.bias is stored .* no place"):
+        exported(dense)
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_the_folder_is_complete_and_small_shards_load(tiny_dense, exported, tmp_path):
+    folder = shutil.copytree(tiny_dense("mistral"), tmp_path / "dense")
     generation = {"bos_token_id": 0, "eos_token_id": 1, "max_new_tokens": 7}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     dense = load_dense(str(folder), LoadConfig(device="cpu"))
-    out = tmp_path / "made/below/out"
-    config = ExportConfig(max_shard_gib=40_000 / 2**30, export_dtype="bfloat16")
-    record = export(dense, layout_of(dense), out, config, tokens_BT)
+    small = {"max_shard_gib": 40_000 / 2**30, "export_dtype": "bfloat16"}
+    made = exported(dense, out="made/below/out", **small)
+    record, out = made.record, made.folder
     assert "those that were split as bfloat16" in record.exactness
     assert len(record.files) > 3
     assert record.files[0] == f"model-00001-of-{len(record.files):05d}.safetensors"
     index = json.loads((out / "model.safetensors.index.json").read_text())
     tensors = weights_of(out)
     assert set(index["weight_map"]) == set(tensors)
-    assert record.total_bytes == sum(t.numel() * t.element_size() for t in tensors.values())
+    assert record.total_bytes == sum(tensor.nbytes for tensor in tensors.values())
     assert GenerationConfig.from_pretrained(out).max_new_tokens == 7
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer("three crows").input_ids == dense.tokenizer("three crows").input_ids
@@ -265,31 +249,28 @@ print(type(model).__name__, made.shape[1] - prompt.shape[1])
 """
 
 
-def test_the_export_loads_where_dotmoe_cannot_be_imported(dense_of, layout_of, tokens_BT, tmp_path):
-    dense = dense_of("qwen3")
-    export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), tokens_BT)
-    command = [sys.executable, "-I", "-c", RELOAD, str(tmp_path / "out")]
+def test_the_export_loads_where_dotmoe_cannot_be_imported(exported, tmp_path):
+    command = [sys.executable, "-I", "-c", RELOAD, str(exported("qwen3").folder)]
     printed = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path).stdout
     assert printed == "Glm4MoeForCausalLM 5\n"
 
 
-def test_weights_that_have_no_place_are_refused(tiny_dense, layout_of, tokens_BT, tmp_path):
-    folder = shutil.copytree(tiny_dense("llama"), tmp_path / "dense")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.self_attn.o_proj.bias"] = torch.ones(64)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    dense = describe_dense(str(folder))
-    with pytest.raises(UserError, match=r"o_proj.bias is stored .* no place"):
-        export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), tokens_BT)
-    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
-
-
-def test_an_existing_folder_and_no_text_are_refused(dense_of, layout_of, tokens_BT, tmp_path):
-    dense = dense_of("llama")
+def test_an_existing_folder_and_no_text_are_refused(exported, tmp_path):
     (tmp_path / "mine.txt").write_text("keep")
-    with pytest.raises(UserError, match="exists already"):
-        export(dense, layout_of(dense), tmp_path, ExportConfig(), tokens_BT)
-    empty = torch.zeros(0, 16, dtype=torch.long)
+    for out in (".", "mine.txt", "mine.txt/out", "mine.txt/below/out"):
+        with pytest.raises(UserError, match=r"exists already|cannot be made"):
+            exported(out=out)
     with pytest.raises(UserError, match="No tokens are left"):
-        export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), empty)
+        exported(text_BT=torch.zeros(0, 16, dtype=torch.long))
     assert [path.name for path in tmp_path.rglob("*")] == ["mine.txt"]
+
+
+def test_a_link_and_the_current_folder_may_be_written(exported, tokens_BT, tmp_path, monkeypatch):
+    for name in ("there", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    made = exported(out="link")
+    monkeypatch.chdir(tmp_path / "here")
+    export(made.dense, made.layout, Path(), ExportConfig(), tokens_BT)
+    records = (tmp_path / "there/dotmoe.json", tmp_path / "here/dotmoe.json")
+    assert [json.loads(path.read_text())["name"] for path in records] == ["there", "here"]

@@ -2,8 +2,8 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,27 +15,18 @@ pytest.importorskip("gguf")
 from dotmoe import llama_cpp
 from dotmoe.checkpoint.from_gguf import GgufFile
 from dotmoe.errors import UserError, VerificationError
-from dotmoe.export import ExportRecord, GgufConfig, export, gguf_file
+from dotmoe.export import ExportRecord, GgufConfig, gguf_file
 from dotmoe.export.format import TensorSpec
 from dotmoe.export.gguf_file import write_gguf
 from dotmoe.export.gguf_format import GgufFormat, pairwise_order
 from dotmoe.export.record import require_checksums, set_active_experts
 from dotmoe.options import check
 from dotmoe.reexport import ReexportConfig
+from dotmoe.worker import WorkerDiedError
+from runs import LLAMA3_ROPE, rope
 
-LLAMA3_ROPE = {
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
-}
-YARN_ROPE = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}
+YARN_ROPE, DYNAMIC_ROPE = rope("yarn", factor=2.0), rope("dynamic", factor=2.0)
 ROOMY = {"num_experts": 48, "active_experts": 32}  # llama.cpp 0.3.36 runs k = 30 and not 32
-DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
 
 
 @pytest.fixture(autouse=True)
@@ -44,13 +35,12 @@ def _without_llama_cpp(monkeypatch):
 
 
 @pytest.fixture
-def write(tokens_BT, tmp_path):
+def write(exported):
     """Exports to GGUF; gives the record and the file."""
 
-    def make(dense, layout, name="gguf_glm4moe", *, out="out", type="f32"):
-        config = GgufConfig(format=name, gguf_type=type)
-        record = export(dense, layout, tmp_path / out, config, tokens_BT)
-        return record, GgufFile(tmp_path / out / record.files[0])
+    def make(dense="llama", layout=None, name="gguf_glm4moe", *, out="out", type="f32"):
+        made = exported(dense, layout, out=out, format=name, gguf_type=type)
+        return made.record, GgufFile(made.folder / made.record.files[0])
 
     return make
 
@@ -70,16 +60,18 @@ def test_experts_are_the_dense_rows_and_routers_the_scaled_ones(
         mlp = f"model.layers.{layer}.mlp"
         fused = weights.get(f"{mlp}.gate_up_proj.weight")
         gates = weights[f"{mlp}.gate_proj.weight"] if fused is None else fused[:96]
+        downs = weights[f"{mlp}.down_proj.weight"]
         for expert in range(12):
-            neurons = [n for n in range(96) if layout.expert_of_neuron_LN[layer, n] == expert]
-            down = weights[f"{mlp}.down_proj.weight"][:, neurons]
-            gate = file.tensor(f"blk.{layer}.ffn_gate_exps.weight")[expert]
+            neurons = layout.expert_of_neuron_LN[layer] == expert
+            gate, down = (
+                file.tensor(f"blk.{layer}.ffn_{part}_exps.weight")[expert]
+                for part in ("gate", "down")
+            )
             assert torch.equal(gate, gates[neurons])
-            assert torch.equal(file.tensor(f"blk.{layer}.ffn_down_exps.weight")[expert], down)
+            assert torch.equal(down, downs[:, neurons])
         scaled = file.tensor(f"blk.{layer}.ffn_gate_inp.weight")
-        assert torch.equal(
-            scaled * 2.0 ** record.routers[layer]["exponent"], layout.router_LED[layer]
-        )
+        factor = 2.0 ** record.routers[layer]["exponent"]
+        assert torch.equal(scaled * factor, layout.router_LED[layer])
     assert record.verification["storing_error"] == 0
     assert {tensor.tensor_type.name for tensor in file.tensors.values()} == {"F32"}
 
@@ -118,15 +110,12 @@ def test_always_on_neurons_and_dense_layers_have_their_places(dense_of, layout_o
     assert not shared[12:].any()
 
 
-def test_frequency_factors_give_the_frequencies_of_transformers(dense_of, layout_of, write):
+def test_frequency_factors_give_the_frequencies_of_transformers(dense_of, write):
     dense = dense_of("llama", **LLAMA3_ROPE)
-    record, file = write(dense, layout_of(dense), "gguf")
+    record, file = write(dense, name="gguf")
     assert record.format == "gguf_llama"
-    plain = 5e5 ** -(torch.arange(8.0) / 8)
-    expected = dense.model.model.rotary_emb.inv_freq
-    torch.testing.assert_close(
-        plain / file.tensor("rope_freqs.weight"), expected, rtol=1e-6, atol=0
-    )
+    found = 5e5 ** -(torch.arange(8.0) / 8) / file.tensor("rope_freqs.weight")
+    torch.testing.assert_close(found, dense.model.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -144,23 +133,21 @@ def test_frequency_factors_give_the_frequencies_of_transformers(dense_of, layout
         ("granite", {"embedding_multiplier": 12.0}, {}, "gguf", "multipliers"),
         ("olmo2", {}, {}, "gguf_dense", "norms after"),
         ("llama", {"attention_bias": True}, {}, "gguf_glm4moe", "qkvo biases"),
-        ("llama", DYNAMIC, {}, "gguf_llama", "rope_type dynamic"),
+        ("llama", DYNAMIC_ROPE, {}, "gguf_llama", "rope_type dynamic"),
         ("llama", {"num_hidden_layers": 12}, ROOMY, "gguf_glm4moe", "32 experts.*room for 28"),
     ],
 )
 def test_what_llama_cpp_would_compute_wrongly_is_refused(
-    family, arguments, split, name, reason, dense_of, layout_of, write, tmp_path
+    family, arguments, split, name, reason, dense_of, write, tmp_path
 ):
-    dense = dense_of(family, **arguments)
     with pytest.raises(UserError, match=reason) as caught:
-        write(dense, layout_of(dense, **split), name)
+        write(dense_of(family, **arguments), split, name)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
-def test_record_and_card_say_what_was_done(dense_of, layout_of, write, tmp_path):
-    dense = dense_of("mistral", sliding_window=40)
-    record, file = write(dense, layout_of(dense))
+def test_record_and_card_say_what_was_done(dense_of, write, tmp_path):
+    record, file = write(dense_of("mistral", sliding_window=40))
     assert ExportRecord.load(tmp_path / "out") == record
     assert file.size("context_length") == record.details["context"] == 40
     assert all(router["exponent"] == 40 for router in record.routers)
@@ -172,12 +159,10 @@ def test_record_and_card_say_what_was_done(dense_of, layout_of, write, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_the_dense_model_itself_can_be_written(family, dense_of, layout_of, write, tmp_path):
-    dense = dense_of(family)
-    record, file = write(dense, layout_of(dense), "gguf_dense")
-    weights = load_file(dense.folder / "model.safetensors")
-    assert file.arch == ("qwen3" if family == "qwen3" else "llama")
-    assert len(file.tensors) == len(weights)
+def test_the_dense_model_itself_can_be_written(family, tiny_dense, write, tmp_path):
+    record, file = write(family, name="gguf_dense")
+    assert file.arch == family
+    assert len(file.tensors) == len(load_file(tiny_dense(family) / "model.safetensors"))
     assert record.num_experts == record.active_experts == 0
     assert record.parameters.keys() == {"dense", "written"}
     assert ", not split" in (tmp_path / "out/README.md").read_text()
@@ -186,37 +171,44 @@ def test_the_dense_model_itself_can_be_written(family, dense_of, layout_of, writ
 
 
 @pytest.mark.parametrize("broken", ["blk.0.attn_q.bias", "blk.0.ffn_up_exps.weight", "rope_freqs"])
-def test_a_wrong_bit_is_found_when_read_back(
-    broken, dense_of, layout_of, write, tmp_path, monkeypatch
-):
+def test_a_wrong_bit_is_found_when_read_back(broken, dense_of, write, tmp_path, monkeypatch):
     dense = dense_of("qwen2", num_hidden_layers=1, intermediate_size=32, **LLAMA3_ROPE)
     right, calls = gguf_file.encoded, []
 
-    def one_bit_off(spec, made):
-        encoded = right(spec, made)
+    def one_bit_off(spec, tensor):
+        encoded = right(spec, tensor)
         if spec.name.startswith(broken) and not calls:
             calls.append(spec.name)
             encoded.view(np.uint8).reshape(-1)[6] ^= 1
         return encoded
 
     monkeypatch.setattr(gguf_file, "encoded", one_bit_off)
-    with pytest.raises(VerificationError, match=f"{broken}.*not what was written"):
-        write(dense, layout_of(dense, num_experts=4), "gguf_llama")
+    place = r"out_unverified/model-f32.gguf is not what was written"
+    with pytest.raises(VerificationError, match=f"{broken}.* in .*/{place}"):
+        write(dense, {"num_experts": 4}, "gguf_llama")
     assert [path.name for path in tmp_path.iterdir()] == ["out_unverified"]
 
 
-def test_a_wrong_key_is_found_when_read_back(dense_of, layout_of, write, monkeypatch):
-    dense, right, calls = dense_of("llama"), GgufFormat.header, []
+def test_a_wrong_key_is_found_when_read_back(write, monkeypatch):
+    right, calls = GgufFormat.header, []
 
     def written(self, conversion):
         calls.append(conversion)
         return right(self, conversion) | {"llama.expert_used_count": 3 + (len(calls) == 1)}
 
     monkeypatch.setattr(GgufFormat, "header", written)
-    with pytest.raises(
-        VerificationError, match=r"llama.expert_used_count in .* '4' instead of '3'"
-    ):
-        write(dense, layout_of(dense), "gguf_llama")
+    words = r"llama.expert_used_count in .* '4' instead of '3'"
+    with pytest.raises(VerificationError, match=words):
+        write(name="gguf_llama")
+
+
+def test_a_file_that_llama_cpp_dies_of_is_kept_unverified(write, tmp_path, monkeypatch):
+    died = Mock(side_effect=WorkerDiedError("llama.cpp ended with SIGKILL"))
+    monkeypatch.setattr(llama_cpp, "is_installed", lambda: True)
+    monkeypatch.setattr(llama_cpp, "LlamaCppModel", died)
+    with pytest.raises(VerificationError, match=r"SIGKILL The .* kept, unverified, as .*out_"):
+        write()
+    assert (tmp_path / "out_unverified/model-f32.gguf").is_file()
 
 
 # --- number formats -----------------------------------------------------------------------------
@@ -231,11 +223,8 @@ def stored_rows(path, rows, stored):
 @pytest.mark.parametrize(
     ("stored", "bits", "most"),
     [
-        ("F32", 32, 0.0),
-        ("F16", 16, 2**-11),
-        ("BF16", 16, 2**-8),
-        ("Q8_0", 8.5, 0.01),
-        ("Q4_0", 4.5, 0.15),
+        *(("F32", 32, 0.0), ("F16", 16, 2**-11), ("BF16", 16, 2**-8)),
+        *(("Q8_0", 8.5, 0.01), ("Q4_0", 4.5, 0.15)),
     ],
 )
 @pytest.mark.parametrize("scale", [1e-2, 300.0])
@@ -246,17 +235,6 @@ def test_values_come_back_with_the_error_of_their_format(stored, bits, most, sca
     assert file.tensors["x"].data.nbytes == rows.numel() * bits / 8
     error = float((file.tensor("x") - rows).square().mean().sqrt()) / scale
     assert most / 10 <= error <= most
-
-
-def test_what_is_stored_as_what(dense_of, layout_of, write):
-    dense = dense_of("llama")  # experts of 8: rows of down are no blocks
-    _, file = write(dense, layout_of(dense), type="q4_0")
-    kinds = {name: tensor.tensor_type.name for name, tensor in file.tensors.items()}
-    assert kinds["token_embd.weight"] == kinds["output.weight"] == "Q8_0"
-    assert kinds["blk.0.attn_q.weight"] == "Q4_0"
-    assert kinds["blk.0.ffn_gate_inp.weight"] == kinds["output_norm.weight"] == "F32"
-    downs = {f"blk.{n}.ffn_down_{kind}.weight" for n in (0, 1) for kind in ("exps", "shexp")}
-    assert {name for name, kind in kinds.items() if kind == "F16"} == downs
 
 
 def test_what_float16_cannot_hold_is_refused(tmp_path):
@@ -299,20 +277,18 @@ def test_options_that_the_format_does_not_know_are_refused(export_options, optio
 
 @pytest.mark.parametrize(("name", "kind"), [("gguf_llama", "f32"), ("gguf_glm4moe", "q8_0")])
 def test_with_another_k_the_file_becomes_that_of_a_fresh_export_byte_for_byte(
-    name, kind, dense_of, layout_of, write, tmp_path
+    name, kind, write, tmp_path
 ):
-    dense = dense_of("llama")
-    layout = layout_of(dense)
-    record, file = write(dense, layout, name, out="three", type=kind)
+    record, file = write(name=name, out="three", type=kind)
     before = file.path.read_bytes()
     for active_experts in (12, 1):
-        changed = replace(layout, active_experts=active_experts)
-        _, fresh = write(dense, changed, name, out=f"fresh{active_experts}", type=kind)
+        split, out = {"active_experts": active_experts}, f"fresh{active_experts}"
+        _, fresh = write("llama", split, name, out=out, type=kind)
         edited = set_active_experts(tmp_path / "three", active_experts)
         assert file.path.read_bytes() == fresh.path.read_bytes()
-        card, new = ((tmp_path / f / "README.md").read_text() for f in ("three", fresh.path.parent))
+        card, new = ((tmp_path / f / "README.md").read_text() for f in ("three", out))
         assert card.splitlines()[:12] == new.splitlines()[:12]
-        assert edited.parameters == ExportRecord.load(fresh.path.parent).parameters
+        assert edited.parameters == ExportRecord.load(tmp_path / out).parameters
         require_checksums(tmp_path / "three")
     assert set_active_experts(tmp_path / "three", 3) == record
     assert file.path.read_bytes() == before
@@ -320,10 +296,10 @@ def test_with_another_k_the_file_becomes_that_of_a_fresh_export_byte_for_byte(
 
 
 def test_an_edit_that_is_killed_or_that_llama_cpp_has_no_room_for_leaves_the_file_as_it_was(
-    dense_of, layout_of, write, tmp_path, monkeypatch
+    dense_of, write, tmp_path, monkeypatch
 ):
     dense = dense_of("llama", num_hidden_layers=12)
-    _, file = write(dense, layout_of(dense, **ROOMY | {"active_experts": 3}))
+    _, file = write(dense, ROOMY | {"active_experts": 3})
     before = file.path.read_bytes()
     with pytest.raises(UserError, match="has room for 28"):
         set_active_experts(tmp_path / "out", 32)
@@ -340,3 +316,13 @@ def test_an_edit_that_is_killed_or_that_llama_cpp_has_no_room_for_leaves_the_fil
     assert file.path.read_bytes() == before
     assert set_active_experts(tmp_path / "out", 5).active_experts == 5
     require_checksums(tmp_path / "out")
+
+
+def test_an_edit_records_no_damaged_file_as_whole(write, tmp_path):
+    _, file = write()
+    damaged = bytearray(file.path.read_bytes())
+    damaged[-1] ^= 1
+    file.path.write_bytes(damaged)
+    with pytest.raises(UserError, match=r"out/model-f32.gguf has been altered"):
+        set_active_experts(tmp_path / "out", 5)
+    assert file.path.read_bytes() == damaged

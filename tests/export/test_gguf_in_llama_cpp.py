@@ -7,56 +7,42 @@ pytest.importorskip("gguf")
 pytest.importorskip("llama_cpp")
 
 from dotmoe.errors import UserError, VerificationError
-from dotmoe.export import GgufConfig, export, gguf_format
+from dotmoe.export import gguf_format
 from dotmoe.llama_cpp import LlamaCppModel
 from dotmoe.load import LoadConfig, load_dense
-from dotmoe.moe.masked import masked_by
+from export.comparison import logits_of, masked_logits, relative_error
+from runs import LLAMA3_ROPE, rope
 
 LIMITS = {"gguf_llama": 3e-3, "gguf_glm4moe": 1e-5}
 """The gates of the first are those of a softmax of scaled logits; of the other exactly binary."""
 WIDE_HEADS = {"head_dim": 24, "num_key_value_heads": 1}
-
-
-def rope(kind, **values):
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **values}}
-
-
-LLAMA3 = rope(
-    "llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+SIZES = {"factor": 4.0, "original_max_position_embeddings": 64}
+YARN, ODD_YARN = (
+    rope("yarn", **SIZES, **odd) for odd in ({}, {"beta_fast": 16.0, "attention_factor": 1.3})
 )
-YARN = rope("yarn", original_max_position_embeddings=64)
-ODD_YARN = rope("yarn", original_max_position_embeddings=64, beta_fast=16.0, attention_factor=1.3)
-THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+LINEAR, THETA = rope("linear", factor=4.0), rope("default", 1e6)
 
 
 @pytest.fixture
-def write(tokens_BT, tmp_path):
-    """Exports to GGUF; gives the record."""
+def write(exported):
+    """Exports to GGUF, into a folder of the format's name."""
 
-    def make(dense, layout, name="gguf_glm4moe", *, kind="f32", tokens_BT=tokens_BT):
-        config = GgufConfig(format=name, gguf_type=kind)
-        return export(dense, layout, tmp_path / name, config, tokens_BT)
+    def make(dense="llama", layout=None, name="gguf_glm4moe", *, kind="f32", **more):
+        return exported(dense, layout, out=name, format=name, gguf_type=kind, **more)
 
     return make
 
 
-@pytest.fixture
-def error_of(tokens_BT, tmp_path):
-    """How far llama.cpp is from a model, at the median token, by rows of text.
+def logits_in_llama_cpp(made, tokens_BT):
+    (file,) = made.folder.glob("*.gguf")
+    with LlamaCppModel(file, context=tokens_BT.shape[1]) as runtime:
+        return torch.stack([runtime.logits(row) for row in tokens_BT])
 
-    A near-tie that falls the other way changes all later tokens of its row.
-    """
 
-    def measure(name, model, rows_BT=tokens_BT, first=0):
-        with torch.no_grad():
-            expected = model(input_ids=rows_BT).logits
-        (file,) = (tmp_path / name).glob("*.gguf")
-        with LlamaCppModel(file, context=rows_BT.shape[1]) as runtime:
-            found = torch.stack([runtime.logits(row) for row in rows_BT])
-        error = (found - expected).abs().mean(dim=-1)[:, first:] / expected.std()
-        return float(error.median())
-
-    return measure
+def error_of(made, tokens_BT, first=0):
+    """How far llama.cpp is from the masked model, from a token of the rows on."""
+    expected = masked_logits(made.dense, made.layout, tokens_BT)
+    return relative_error(logits_in_llama_cpp(made, tokens_BT)[:, first:], expected[:, first:])
 
 
 @pytest.mark.parametrize(
@@ -66,34 +52,28 @@ def error_of(tokens_BT, tmp_path):
         *(("qwen2", {"tied": True}), ("qwen3", WIDE_HEADS)),
     ],
 )
-def test_every_family_runs_as_the_masked_dense_model(
-    family, shape, dense_of, layout_of, write, error_of
-):
+def test_every_family_runs_as_the_masked_dense_model(family, shape, dense_of, write, tokens_BT):
     dense = dense_of(family, **shape)
-    layout = layout_of(dense)
     for name in list(LIMITS)[family == "qwen3" :]:
-        record = write(dense, layout, name)
-        with masked_by(dense, layout):
-            assert error_of(name, dense.model) < LIMITS[name]
-        assert record.verification["run"]["all_experts_error"] < LIMITS[name]
-    record = write(dense, layout, "gguf_dense")
+        made = write(dense, name=name)
+        assert error_of(made, tokens_BT) < LIMITS[name]
+        assert made.record.verification["run"]["all_experts_error"] < LIMITS[name]
+    record = write(dense, name="gguf_dense").record
     assert record.verification["run"]["logits_error"] < 1e-5
 
 
 @pytest.mark.parametrize(
     ("name", "scaling"),
     [
-        *(("gguf_llama", scaling) for scaling in (LLAMA3, rope("linear"), YARN, ODD_YARN)),
-        *(("gguf_glm4moe", scaling) for scaling in (rope("linear"), THETA)),
+        *(("gguf_llama", scaling) for scaling in (LLAMA3_ROPE, LINEAR, YARN, ODD_YARN)),
+        *(("gguf_glm4moe", scaling) for scaling in (LINEAR, THETA)),
     ],
 )
-def test_scaled_rotary_embeddings_run_as_in_transformers(
-    name, scaling, dense_of, layout_of, tokens_BT, write, error_of
-):
-    dense = dense_of("llama", **scaling)
-    write(dense, layout_of(dense, active_experts=12), name)
-    error = error_of(name, dense.model, tokens_BT.reshape(1, -1)[:, :256])
-    assert error < 2 * LIMITS[name]
+def test_scaled_rotary_embeddings_run_as_in_transformers(name, scaling, dense_of, tokens_BT, write):
+    made = write(dense_of("llama", **scaling), {"active_experts": 12}, name)
+    text_BT = tokens_BT.reshape(1, -1)[:, :256]
+    expected = logits_of(made.dense.model, text_BT)
+    assert relative_error(logits_in_llama_cpp(made, text_BT), expected) < 2 * LIMITS[name]
 
 
 @pytest.mark.parametrize(
@@ -103,60 +83,49 @@ def test_scaled_rotary_embeddings_run_as_in_transformers(
         ("gguf_llama", "pairwise_order", lambda heads, size: torch.arange(heads * size)),
     ],
 )
-def test_a_wrong_rotation_is_found(
-    name, function, wrong, dense_of, layout_of, write, tmp_path, monkeypatch
-):
+def test_a_wrong_rotation_is_found(name, function, wrong, dense_of, write, tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_format, function, wrong)
-    dense = dense_of("llama", **LLAMA3)
     with pytest.raises(VerificationError, match="runs the file otherwise"):
-        write(dense, layout_of(dense), name)
+        write(dense_of("llama", **LLAMA3_ROPE), name=name)
     assert [path.name for path in tmp_path.iterdir()] == [f"{name}_unverified"]
 
 
 @pytest.mark.parametrize("dropped", [0, 3])
-def test_always_on_neurons_and_dense_layers_run(dropped, dense_of, layout_of, write, error_of):
+def test_always_on_neurons_and_dense_layers_run(dropped, dense_of, layout_of, write, tokens_BT):
     dense = dense_of("llama", num_hidden_layers=3, tied=True)
     layout = layout_of(dense, shared_size=12, dense_layers=1)
     layout = layout.without_idlest(torch.arange(12.0).expand(2, -1), dropped)
-    write(dense, layout)
-    with masked_by(dense, layout):
-        assert error_of("gguf_glm4moe", dense.model) < 1e-5
+    assert error_of(write(dense, layout), tokens_BT) < 1e-5
 
 
-def test_a_sliding_window_is_right_up_to_the_context_limit(
-    dense_of, layout_of, tokens_BT, write, error_of
-):
-    dense = dense_of("mistral", sliding_window=40)
-    layout = layout_of(dense)
-    write(dense, layout)
-    with masked_by(dense, layout):
-        assert error_of("gguf_glm4moe", dense.model, tokens_BT[:, :40]) < 1e-5
-        # The limit is needed: beyond the window the two differ.
-        assert error_of("gguf_glm4moe", dense.model, tokens_BT[:, :80], first=60) > 0.02
+def test_a_sliding_window_is_right_up_to_the_context_limit(dense_of, tokens_BT, write):
+    made = write(dense_of("mistral", sliding_window=40))
+    assert error_of(made, tokens_BT[:, :40]) < 1e-5
+    # The limit is needed: beyond the window the two differ.
+    assert error_of(made, tokens_BT[:, :80], first=60) > 0.02
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0"])
-def test_every_number_format_runs(kind, dense_of, layout_of, write):
+def test_every_number_format_runs(kind, dense_of, write):
     dense = dense_of("llama", intermediate_size=384)  # experts of 32: down can be quantised too
     name = "gguf_llama" if kind in ("f16", "q8_0") else "gguf_glm4moe"
-    found = write(dense, layout_of(dense), name, kind=kind).verification
+    found = write(dense, name=name, kind=kind).record.verification
     # bfloat16 of float32 weights loses 2^-9 of a weight at most, 4 bits an eighth of the largest.
     assert 0 < found["storing_error"] < {"q4_0": 0.15, "q8_0": 0.01}.get(kind, 0.003)
     assert found["run"]["all_experts_error"] < {"q4_0": 0.5, "q8_0": 0.05}.get(kind, 0.02)
     assert found["run"]["tokenized_texts"] == 5
 
 
-def test_k_of_all_experts_is_not_checked_where_llama_cpp_would_abort(dense_of, layout_of, write):
+def test_k_of_all_experts_is_not_checked_where_llama_cpp_would_abort(dense_of, write):
     dense = dense_of("llama", num_hidden_layers=12)  # 171 tensors: room for k of 28
-    run = write(dense, layout_of(dense, num_experts=48, active_experts=24)).verification["run"]
+    made = write(dense, {"num_experts": 48, "active_experts": 24})
+    run = made.record.verification["run"]
     assert run["all_experts_error"] is None
     assert run["logits_error"] < 1e-5
 
 
-def test_a_death_of_llama_cpp_is_one_line(dense_of, layout_of, write, tmp_path):
-    dense = dense_of("llama")
-    write(dense, layout_of(dense), "gguf_dense")
-    file = tmp_path / "gguf_dense/model-f32.gguf"
+def test_a_death_of_llama_cpp_is_one_line(write):
+    file = write(name="gguf_dense").folder / "model-f32.gguf"
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match=r"ended with status 1 \(llama_model_load: error") as caught:
@@ -164,14 +133,14 @@ def test_a_death_of_llama_cpp_is_one_line(dense_of, layout_of, write, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_a_real_checkpoint_runs(shared_data, layout_of, write):
+def test_a_real_checkpoint_runs(shared_data, write):
     folder = shared_data / "models/stories260K"
     if not folder.is_dir():
         pytest.skip(f"no checkpoint at {folder}")
     dense = load_dense(str(folder), LoadConfig(device="cpu"))
     text = "Once upon a time, there was a little girl named Lily. She loved to play outside. " * 9
     ids = torch.tensor(dense.tokenizer(text).input_ids[:200])[None]
-    record = write(dense, layout_of(dense, num_experts=43, active_experts=11), tokens_BT=ids)
+    record = write(dense, {"num_experts": 43, "active_experts": 11}, text_BT=ids).record
     assert record.details["tokenizer"] == "llama/default"
     assert record.verification["run"]["tokenized_texts"] == 5
     assert record.verification["run"]["top1_agreement"] > 0.95

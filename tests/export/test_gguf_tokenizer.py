@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 
 pytest.importorskip("gguf")
 
-from dotmoe.export import GgufConfig, export
 from dotmoe.export.tokenizer import RULES, tokenizer_keys, tokenizer_name
 from dotmoe.llama_cpp import LlamaCppModel
 from dotmoe.load import LoadConfig, load_dense
@@ -106,9 +105,7 @@ HELLOS = ["hello hell", "  hello", "hhelllo\n", "é hell", "ab cde"]
 KNOWN = {
     "gpt2/gpt-2": (lambda: trained(GPT2), MARKED),
     "gpt2/smollm": (lambda: trained(cuts.Sequence([cuts.Digits(True), GPT2])), MARKED),
-    "gpt2/llama-bpe": (lambda: trained(split(LLAMA3), ignore_merges=True), MARKED),
     "gpt2/dbrx": (lambda: trained(split(LLAMA3, "removed", True)), MARKED),
-    "gpt2/qwen2": (lambda: trained(split(QWEN2)), MARKED),
     "gpt2/smollm, some bytes": (
         lambda: trained(cuts.Sequence([cuts.Digits(True), GPT2]), alphabet="abc"),
         CORPUS,
@@ -128,27 +125,28 @@ def holding(dense_of):
 
 
 @pytest.fixture
-def written(layout_of, tmp_path):
+def written(exported):
     """The dense model as GGUF, checked on token ids that every vocabulary has."""
 
     def write(dense, tokenizer="auto"):
-        layout = layout_of(dense, num_experts=dense.widths.ffn // 4)
-        config = GgufConfig(format="gguf_dense", gguf_type="f32", gguf_tokenizer=tokenizer)
-        return export(dense, layout, tmp_path / "out", config, torch.arange(3, 99).view(1, 96))
+        split, ids_BT = {"num_experts": dense.widths.ffn // 4}, torch.arange(3, 99).view(1, 96)
+        options = {"format": "gguf_dense", "gguf_type": "f32", "gguf_tokenizer": tokenizer}
+        return exported(dense, split, text_BT=ids_BT, **options)
 
     return write
 
 
 @pytest.fixture
-def require_same_tokens(written, tmp_path):
+def require_same_tokens(written):
     """Fails unless llama.cpp cuts texts as Transformers does."""
 
     def require(dense, texts, name):
         keys, notes = tokenizer_keys(dense, "auto", "models/other")
         assert tokenizer_name(keys) == name
         pytest.importorskip("llama_cpp")
-        assert written(dense).details["tokenizer"] == name
-        with LlamaCppModel(tmp_path / "out/model-f32.gguf", context=8) as model:
+        made = written(dense)
+        assert made.record.details["tokenizer"] == name
+        with LlamaCppModel(made.folder / "model-f32.gguf", context=8) as model:
             found = {text: model.tokenize(text) for text in texts}
         assert found == {text: list(dense.tokenizer(text).input_ids) for text in texts}
         return notes
@@ -227,7 +225,7 @@ def test_an_unknown_tokenizer_is_left_out_and_said_so(tokenizer, reason, holding
 
 def test_a_file_without_tokenizer_runs_token_ids(holding, written):
     pytest.importorskip("llama_cpp")
-    record = written(holding(trained(GPT2)), tokenizer="none")
+    record = written(holding(trained(GPT2)), tokenizer="none").record
     assert record.details["tokenizer"] == "none"
     assert record.verification["run"]["tokenized_texts"] == 0
     assert record.verification["run"]["logits_error"] < 1e-5

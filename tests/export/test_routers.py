@@ -22,14 +22,7 @@ from dotmoe.export.routers import (
 from dotmoe.moe.masked import masked_by
 
 EXPERTS, ACTIVE, WIDTH = 24, 5, 64
-STOCK_ROUTERS = {
-    "glm4_moe": "Glm4MoeTopkRouter",
-    "mixtral": "MixtralTopKRouter",
-    "qwen2_moe": "Qwen2MoeTopKRouter",
-    "qwen3_moe": "Qwen3MoeTopKRouter",
-    "granitemoe": "GraniteMoeTopKRouter",
-    "flex_olmo": "FlexOlmoTopKRouter",
-}
+STOCK_ROUTERS = ("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "flex_olmo")
 
 
 def stock_router(name, rows_ED):
@@ -44,7 +37,8 @@ def stock_router(name, rows_ED):
         topk_group=1,
     )
     module = import_module(f"transformers.models.{name}.modeling_{name}")
-    router = getattr(module, STOCK_ROUTERS[name])(config)
+    (made,) = (each for key, each in vars(module).items() if key.lower().endswith("topkrouter"))
+    router = made(config)
     router.weight = torch.nn.Parameter(rows_ED, requires_grad=False)
     return router
 

@@ -27,15 +27,9 @@ def sound(dense_of, layout_of, tokens_BT, tmp_path_factory):
 
 
 @pytest.fixture
-def exported(sound, tmp_path):
-    """The same, to be damaged."""
+def verified(sound, tokens_BT, tmp_path):
+    """Gives a copy of the same, to be damaged, and what finds out what verification says of it."""
     dense, layout, folder, record = sound
-    return dense, layout, shutil.copytree(folder, tmp_path / "out"), record
-
-
-def verified(exported, tokens):
-    """What verification finds in an export."""
-    dense, layout, folder, record = exported
     conversion = Conversion(
         dense=dense,
         tensors=Tensors.of(dense),
@@ -45,7 +39,8 @@ def verified(exported, tokens):
         config=GgufConfig(),
         origin=dense,
     )
-    return " ".join(FORMATS["glm4_moe"].check(conversion, folder, tokens)[1])
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    return copy, lambda: " ".join(FORMATS["glm4_moe"].check(conversion, copy, tokens_BT)[1])
 
 
 def down(number):
@@ -91,26 +86,28 @@ ROUTER = "model.layers.0.mlp.gate.weight"
         (lambda tensors: tensors.pop(ROUTER), "missing_keys"),
     ],
 )
-def test_a_damaged_weight_fails_with_place_figure_and_limit(change, words, exported, tokens_BT):
-    path = exported[2] / "model.safetensors"
+def test_a_damaged_weight_fails_with_place_figure_and_limit(change, words, verified):
+    folder, problems_found = verified
+    path = folder / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(VerificationError, match=words):
-        raise VerificationError(verified(exported, tokens_BT))
+        raise VerificationError(problems_found())
 
 
-def test_a_config_that_is_not_what_was_written_is_found(exported, tokens_BT):
-    path = exported[2] / "config.json"
+def test_a_config_that_is_not_what_was_written_is_found(verified):
+    folder, problems_found = verified
+    path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": None}))
     with pytest.raises(VerificationError, match=r"config.json in .* is not what was written"):
-        verified(exported, tokens_BT)
+        problems_found()
 
 
-def test_export_leaves_the_dense_model_as_it_was(dense_of, layout_of, tokens_BT, tmp_path):
+def test_export_leaves_the_dense_model_as_it_was(dense_of, exported):
     dense = dense_of("qwen2", dtype="bfloat16", load_dtype="bfloat16")
     before = {name: tensor.clone() for name, tensor in dense.model.state_dict().items()}
-    export(dense, layout_of(dense), tmp_path / "out", ExportConfig(), tokens_BT)
+    exported(dense)
     after = dense.model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
@@ -151,13 +148,15 @@ def test_samples_keep_to_the_limit_and_the_context(limit, context, expected):
 
 
 @pytest.mark.parametrize("target", ["glm4_moe", "mixtral"])
-def test_an_outlier_token_does_not_refuse_a_right_export(target, tiny_dense, layout_of, tmp_path):
+def test_an_outlier_token_does_not_refuse_a_right_export(
+    target, tiny_dense, layout_of, exported, tmp_path
+):
     """Token 0 has a massive activation, which the router amplifies."""
     folder = shutil.copytree(tiny_dense("llama"), tmp_path / "massive")
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.embed_tokens.weight"][:, 0] = 0
-    tensors["model.embed_tokens.weight"][0] = 0
-    tensors["model.embed_tokens.weight"][0, 0] = 400
+    embedding = tensors["model.embed_tokens.weight"]
+    embedding[:, 0] = embedding[0] = 0
+    embedding[0, 0] = 400
     for layer in range(2):
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             tensors[f"model.layers.{layer}.{name}.weight"][0] = 0
@@ -166,9 +165,9 @@ def test_an_outlier_token_does_not_refuse_a_right_export(target, tiny_dense, lay
     layout = layout_of(dense)
     layout.router_LED[:, :, 0] = 0
     layout.router_LED[:, 7, 0] = 14
-    tokens = torch.randint(2, 258, (8, 256))
-    tokens[0, 0] = 0
-    record = export(dense, layout, tmp_path / "out", ExportConfig(format=target), tokens)
+    tokens_BT = torch.randint(2, 258, (8, 256))
+    tokens_BT[0, 0] = 0
+    record = exported(dense, layout, text_BT=tokens_BT, format=target).record
     rows = [row for scale in record.routers for row in scale["runtimes"]]
     assert max(row["gate_deviation"] for row in rows) < 2**-6
     assert record.verification["layers"][0]["outliers"] == 1 / 512

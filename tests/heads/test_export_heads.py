@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from dotmoe.bench import weights_of
-from dotmoe.export import ExportConfig, export
 from dotmoe.export.record import set_active_experts
-from dotmoe.moe.masked import masked_by
+from export.comparison import masked_logits, stock_logits
 from heads.families import FAMILIES, head_layout
 
 pytestmark = pytest.mark.usefixtures("_no_gradients")
@@ -29,24 +27,19 @@ def _no_gradients():
 
 
 @pytest.fixture
-def exported(dense_of, tokens_BT, tmp_path):
+def exported(exported, dense_of):
     """Writes experts of heads: the dense model, the layout, the written model and its record."""
 
     def make(family="llama", layout=None, *, size=1, active=2, dtype="float32", **changes):
         dense = dense_of(family, dtype=dtype, **FAMILIES[family] | changes)
         own = layout or (lambda dense: head_layout(dense, active_experts=active, size=size))
-        layout, out = own(dense), tmp_path / f"out{active}"
-        record = export(dense, layout, out, ExportConfig(verify_tokens=192), tokens_BT)
-        model = AutoModelForCausalLM.from_pretrained(out, dtype=getattr(torch, dtype)).eval()
-        assert type(model).__name__ == "DotMoeForCausalLM"
-        return SimpleNamespace(dense=dense, layout=layout, model=model, record=record, out=out)
+        made = exported(dense, own(dense), out=f"out{active}", verify_tokens=192)
+        stored = getattr(torch, dtype)
+        made.model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=stored).eval()
+        assert type(made.model).__name__ == "DotMoeForCausalLM"
+        return made
 
     return make
-
-
-def masked_logits(dense, layout, tokens_BT):
-    with masked_by(dense, layout):
-        return dense.model(tokens_BT).logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -137,7 +130,7 @@ def test_a_model_without_dotmoe_runs_the_code_in_the_folder(exported, tmp_path):
         "print(m(torch.arange(2, 12)[None]).logits.double().sum().item())"
     )
     place = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": ""}
-    line = [sys.executable, "-c", said, str(made.out)]
+    line = [sys.executable, "-c", said, str(made.folder)]
     done = subprocess.run(line, capture_output=True, text=True, env=os.environ | place, check=False)
     assert done.returncode == 0, done.stderr
     expected = float(made.model(torch.arange(2, 12)[None]).logits.double().sum())
@@ -156,11 +149,7 @@ def test_idle_heads_are_not_multiplied(exported):
 
 def test_the_record_counts_the_heads_that_run_and_names_servers_that_cannot(exported, tokens_BT):
     made = exported(attention_bias=False, head_dim=16)
-    dense, record, config = (
-        made.dense,
-        made.record,
-        json.loads((made.out / "config.json").read_text()),
-    )
+    record, config = made.record, json.loads((made.folder / "config.json").read_text())
     assert "vLLM, SGLang and llama.cpp" in record.notes[0]
     assert config["auto_map"]["AutoConfig"] == "modeling_dotmoe.DotMoeConfig"
     tensors = {name: (p.nbytes, tuple(p.shape)) for name, p in made.model.named_parameters()}
@@ -170,8 +159,8 @@ def test_the_record_counts_the_heads_that_run_and_names_servers_that_cannot(expo
     assert record.parameters["dense"] - record.parameters["active"] == idle
     half = record.with_active_experts(1)
     assert record.parameters["active"] - half.parameters["active"] == idle // 2
-    changed = set_active_experts(made.out, 4)
+    changed = set_active_experts(made.folder, 4)
     assert changed.parameters["active"] == record.parameters["dense"]
-    assert "a learned router runs 4 per token" in (made.out / "README.md").read_text()
-    whole = AutoModelForCausalLM.from_pretrained(made.out, dtype=torch.float32)
-    torch.testing.assert_close(whole(tokens_BT).logits, dense.model(tokens_BT).logits, **CLOSE)
+    assert "a learned router runs 4 per token" in (made.folder / "README.md").read_text()
+    whole, expected = stock_logits(made.folder, tokens_BT), made.dense.model(tokens_BT).logits
+    torch.testing.assert_close(whole, expected, **CLOSE)

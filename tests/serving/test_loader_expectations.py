@@ -10,40 +10,30 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 
-from dotmoe.export import ExportConfig, export
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.transformers_format import limits_met
-from runs import weights_of
+from runs import LLAMA3_ROPE, weights_of
 
 HERE = Path(__file__).parent
 TABLE = tomllib.loads((HERE / "loader_expectations.toml").read_text())
+EXPECTS = [TABLE["usual"] | entry for entry in TABLE["expects"]]
 GUIDE = HERE.parents[1] / "docs" / "serving.md"
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-ROPE = {"rope_parameters": LLAMA3_ROPE}
 BIASED, SHARED, LEADING = {"attention_bias": True}, {"shared_size": 24}, {"dense_layers": 1}
 
 # format, family, how the dense model differs, how the layout does, limits it meets
 VARIANTS = [
     ("glm4_moe", "qwen2", {"tied": True}, {}, set()),
     ("glm4_moe", "qwen3", {"head_dim": 32}, {}, set()),
-    ("glm4_moe", "llama", ROPE, {}, set()),
+    ("glm4_moe", "llama", LLAMA3_ROPE, {}, set()),
     ("glm4_moe", "llama", {}, LEADING, set()),
     ("glm4_moe", "llama", {}, {"shared_size": 8, "num_experts": 11}, set()),
     ("glm4_moe", "llama", {}, {"shared_size": 16, "num_experts": 10}, {"sglang shared_fusion"}),
     ("mixtral", "llama", {}, {}, set()),
     ("mixtral", "mistral", {"sliding_window": 24}, {}, {"sglang sliding_window"}),
     ("mixtral", "llama", {"head_dim": 32}, {}, {"sglang head_dim"}),
-    ("mixtral", "llama", ROPE, {}, {"sglang rope_scaling"}),
+    ("mixtral", "llama", LLAMA3_ROPE, {}, {"sglang rope_scaling"}),
     ("qwen2_moe", "qwen2", {"tied": True}, {}, set()),
     ("qwen2_moe", "qwen2", {}, SHARED | {"num_experts": 9}, set()),
     ("qwen2_moe", "qwen2", {}, LEADING, {"sglang dense_layers"}),
@@ -53,7 +43,7 @@ VARIANTS = [
     ("granitemoe", "granite", {"tied": True}, {}, set()),
     ("granitemoe", "granite", {}, SHARED | {"num_experts": 9}, set()),
     ("granitemoe", "granite", BIASED, {}, {"vllm attention_bias", "sglang attention_bias"}),
-    ("granitemoe", "granite", ROPE, {}, {"sglang rope_scaling"}),
+    ("granitemoe", "granite", LLAMA3_ROPE, {}, {"sglang rope_scaling"}),
     ("flex_olmo", "olmo2", {}, {}, set()),
     ("flex_olmo", "olmo2", BIASED, {}, set()),
 ]
@@ -76,11 +66,11 @@ def expected_tensors(entry, config):
     sizes |= {"D": config["hidden_size"], "V": config["vocab_size"], "": 1}
     sizes["Q"] = config["num_attention_heads"] * sizes["H"]
     sizes["KV"] = config["num_key_value_heads"] * sizes["H"]
-    optional = entry.get("parts_if", {}).items()
+    optional = entry["parts_if"].items()
     always = entry["parts"] + [part for part, when in optional if holds(when, config)]
     tensors = {}
     for layer in range(config["num_hidden_layers"]):
-        is_dense = evaluate(entry.get("is_dense", "False"), config, layer=layer)
+        is_dense = evaluate(entry["is_dense"], config, layer=layer)
         for part in always + entry["dense" if is_dense else "split"]:
             for pattern, shape in TABLE["parts"][part].items():
                 name = pattern.replace("*", str(layer))
@@ -109,26 +99,24 @@ def problems(entry, config, shapes):
 
 
 def all_limits():
-    return [(entry, limit) for entry in TABLE["expects"] for limit in entry.get("limits", [])]
+    return [(entry, limit) for entry in EXPECTS for limit in entry["limits"]]
 
 
 @pytest.mark.parametrize(
     "variant", VARIANTS, ids=lambda each: "-".join([each[0], *each[2], *each[3]])
 )
 def test_a_server_finds_exactly_what_its_loader_wants_but_for_limits_that_the_export_tells(
-    variant, dense_of, layout_of, tmp_path
+    variant, dense_of, exported
 ):
     target, family, differences, split, limits = variant
     dense = dense_of(family, dtype="bfloat16", **differences)
-    config = ExportConfig(format=target, scale_tokens=128, verify_tokens=64)
-    layout = layout_of(dense, **split)
-    export(dense, layout, tmp_path / "out", config, torch.randint(2, 258, (4, 96)))
-    written = json.loads((tmp_path / "out/config.json").read_text())
-    shapes = {name: tuple(weight.shape) for name, weight in weights_of(tmp_path / "out").items()}
+    folder = exported(dense, split, format=target, scale_tokens=128, verify_tokens=64).folder
+    written = json.loads((folder / "config.json").read_text())
+    shapes = {name: tuple(weight.shape) for name, weight in weights_of(folder).items()}
     met, told = set(), set()
-    for entry in TABLE["expects"]:
+    for entry in EXPECTS:
         if [entry["architecture"]] == written["architectures"]:
-            beyond = [each for each in entry.get("limits", []) if not holds(each["holds"], written)]
+            beyond = [each for each in entry["limits"] if not holds(each["holds"], written)]
             met |= {f"{entry['server']} {limit['id']}" for limit in beyond}
             told |= {f"{NAMES[entry['server']]}: {limit['says']}" for limit in beyond}
             if not beyond:

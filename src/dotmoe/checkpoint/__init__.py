@@ -1,7 +1,7 @@
 """A checkpoint folder: found by its name, downloaded if need be, checked, its tensors read."""
 
 import hashlib
-import os
+import os.path
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, HFValidationError
+from huggingface_hub.errors import GatedRepoError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -43,7 +43,7 @@ def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
     """
     if source == EMBEDDED:
         return Path(__file__).parents[1] / "embedded"
-    folder = Path(os.path.expanduser(source))  # which leaves the name of no user as it is
+    folder = Path(os.path.expanduser(source))  # Path.expanduser raises where there is no such user
     if folder.is_dir():
         return folder.resolve()
     if folder.is_file():
@@ -58,17 +58,17 @@ def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
         raise UserError(f"{source} does not exist.{meant} Name a checkpoint folder.")
     wanted = ["config.json"] if config_only else _WANTED
     try:
-        found = snapshot_download(source, allow_patterns=wanted, ignore_patterns=_UNWANTED)
+        snapshot = snapshot_download(source, allow_patterns=wanted, ignore_patterns=_UNWANTED)
     except GatedRepoError as error:
         raise UserError(
             f"{source} is gated on the hub. Accept its terms there, then run `hf auth login`."
         ) from error
-    except (OSError, HFValidationError) as error:
+    except Exception as error:  # its errors, and those of its transports, have no common base
         raise UserError(
             f"{source} is no folder here and cannot be fetched from the hub ({one_line(error)}). "
             f"Check the name and the network.{meant}"
         ) from error
-    return Path(found).resolve()
+    return Path(snapshot).resolve()
 
 
 def is_local(source: str) -> bool:
@@ -102,16 +102,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _tensor_names(path: Path) -> list[str]:
-    try:
-        with path.open("rb") as raw:
-            is_pointer = raw.read(40).startswith(b"version https://git-lfs")
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}). Get it again.") from error
-    except SafetensorError as error:
-        cause = "a Git LFS pointer; git lfs pull gets the file" if is_pointer else one_line(error)
-        raise UserError(f"{path} is no whole safetensors file ({cause}). Get it again.") from error
+    with _opened(path) as file:
+        return list(file.keys())
 
 
 def require_tokenizer(folder: Path) -> list[str]:
@@ -253,7 +245,10 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{path} cannot be read ({one_line(error)}). Fetch the checkpoint again."
-        ) from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({one_line(error)}). Get it again.") from error
+    except SafetensorError as error:
+        with path.open("rb") as raw:
+            is_pointer = raw.read(40).startswith(b"version https://git-lfs")
+        cause = "a Git LFS pointer; git lfs pull gets the file" if is_pointer else one_line(error)
+        raise UserError(f"{path} is no whole safetensors file ({cause}). Get it again.") from error

@@ -7,7 +7,6 @@ read models too, and several runs of one model share it. What follows reads it a
 import json
 import os
 from contextlib import redirect_stderr
-from functools import lru_cache
 from hashlib import sha256
 from io import StringIO
 from pathlib import Path
@@ -67,11 +66,11 @@ class GgufFile:
 
     def size(self, key: str, default: int | None = None) -> int:
         """A whole number of the architecture, by its key without the prefix; there must be one."""
-        found = self.metadata(f"{self.arch}.{key}")
-        found = default if found is None else found
-        if found is None:
+        value = self.metadata(f"{self.arch}.{key}")
+        value = default if value is None else value
+        if value is None:
             raise UserError(f"{self.path} is no decoder: it lacks {key}. Name a model's GGUF file.")
-        return int(found)
+        return int(value)
 
     def tensor(self, name: str) -> Tensor:
         """Values, float32."""
@@ -95,66 +94,66 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
     wanted = config if config_only else whole
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f"{name}.lock"):  # other ranks and processes wait, then find it
+        if wanted.is_dir():
+            return wanted
+        opened = GgufFile(file)
         if not config.is_dir():
             with complete_folder(config) as partial:
-                _config(file).save_pretrained(partial)
-        if not wanted.is_dir():
+                _config(opened).save_pretrained(partial)
+        if not config_only:
             Progress().log(f"{file}: read into {whole}, from where later commands take it")
-            entries = sum(int(each.n_elements) for each in _opened(file).tensors.values())
+            entries = sum(int(each.n_elements) for each in opened.tensors.values())
             require_free(cache, 4 * entries)
             with complete_folder(whole) as partial, quiet_transformers():
-                _tokenizer(file).save_pretrained(partial)
+                _tokenizer(opened).save_pretrained(partial)
                 plain = AutoConfig.from_pretrained(config, local_files_only=True)
-                _weights(file, plain).save_pretrained(partial)
+                _weights(opened, plain).save_pretrained(partial)
     return wanted
 
 
-_opened = lru_cache(maxsize=1)(GgufFile)  # parsing takes seconds
-
-
-def _config(file: Path) -> Any:
-    """Transformers' config; what it would read as something else than it is is refused."""
-    opened = _opened(file)
-    if experts := opened.size("expert_count", 0):
+def _config(file: GgufFile) -> Any:
+    """Transformers' config; a file that it would take for another model is refused."""
+    if experts := file.size("expert_count", 0):
         raise UserError(
-            f"{file} is a mixture of {experts} experts already. Name the dense model that it was "
-            "made of."
+            f"{file.path} is a mixture of {experts} experts already. Name the dense model that it "
+            "was made of."
         )
-    if "tokenizer.ggml.tokens" not in opened.keys:
-        raise UserError(f"{file} holds no tokenizer. {_ANOTHER}")
-    is_scaled = opened.metadata(f"{opened.arch}.rope.scaling.type") not in (None, "none")
-    if is_scaled or any(name.startswith("rope_") for name in opened.tensors):
+    if "tokenizer.ggml.tokens" not in file.keys:
+        raise UserError(f"{file.path} holds no tokenizer. {_ANOTHER}")
+    is_scaled = file.metadata(f"{file.arch}.rope.scaling.type") not in (None, "none")
+    if is_scaled or any(name.startswith("rope_") for name in file.tensors):
         raise UserError(
-            f"{file} has scaled rotary frequencies, which Transformers does not read from a GGUF. "
-            f"{_ANOTHER}"
+            f"{file.path} has scaled rotary frequencies, which Transformers does not read from a "
+            f"GGUF. {_ANOTHER}"
         )
     config = _read(AutoConfig, file)
-    types = {tensor.tensor_type.name for tensor in opened.tensors.values()}
+    types = {tensor.tensor_type.name for tensor in file.tensors.values()}
     # What the weights will be stored in; norms beside bfloat16 matrices are float32 in a GGUF.
     is_narrow = "BF16" in types and types <= {"F32", "BF16"}
     config.dtype = torch.bfloat16 if is_narrow else torch.float32
     return config
 
 
-def _read(reads: Any, file: Path, **options: Any) -> Any:
+def _read(reader: Any, file: GgufFile, **options: Any) -> Any:
+    path = file.path
     try:
         with quiet_transformers(), redirect_stderr(StringIO()):  # a bar that knows no verbosity
-            return reads.from_pretrained(file.parent, gguf_file=file.name, **options)
+            return reader.from_pretrained(path.parent, gguf_file=path.name, **options)
     except Exception as error:
         raise UserError(
-            f"Transformers cannot read {file} ({one_line(error)}). {_ANOTHER}"
+            f"Transformers cannot read {path} ({one_line(error)}). {_ANOTHER}"
         ) from error
 
 
-def _weights(file: Path, config: Any) -> Any:
+def _weights(file: GgufFile, config: Any) -> Any:
     model, loaded = _read(
         AutoModelForCausalLM, file, config=config, dtype=torch.float32, output_loading_info=True
     )
-    found, own = len(_opened(file).tensors), len(list(model.parameters()))
+    stored, own = len(file.tensors), len(list(model.parameters()))
     lacking = sorted(loaded["missing_keys"]) + sorted(map(str, loaded["mismatched_keys"]))
-    if lacking or found != own:
-        what = lacking[0] if lacking else f"{found} tensors, but the model has {own}"
-        raise UserError(f"Transformers reads {file} in part only ({what}). {_ANOTHER}")
+    if lacking or stored != own:
+        what = lacking[0] if lacking else f"{stored} tensors, but the model has {own}"
+        raise UserError(f"Transformers reads {file.path} in part only ({what}). {_ANOTHER}")
     if all(torch.equal(each.bfloat16().float(), each) for each in model.parameters()):
         model = model.bfloat16()
     # Plain numbers from here on; Transformers refuses to save what it takes for quantised.
@@ -163,23 +162,22 @@ def _weights(file: Path, config: Any) -> Any:
     return model
 
 
-def _tokenizer(file: Path) -> PreTrainedTokenizerFast:
+def _tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
     """Transformers' tokenizer without what its classes add to the file, which cuts as this says."""
     read = _read(AutoTokenizer, file)
     parts = json.loads(read.backend_tokenizer.to_str())
-    cut, value = parts["pre_tokenizer"], _opened(file).metadata
-    rule = value("tokenizer.ggml.pre") or "default"
+    cut, rule = parts["pre_tokenizer"], file.metadata("tokenizer.ggml.pre") or "default"
     # Transformers leaves the rule of GPT-2 where it knows none.
-    if value("tokenizer.ggml.model") == "gpt2" and cut["type"] == "ByteLevel":
+    if file.metadata("tokenizer.ggml.model") == "gpt2" and cut["type"] == "ByteLevel":
         if rule in SPLIT_DIGITS:
             cuts = [{"type": "Digits", "individual_digits": True}, cut]
             parts["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cuts}
         elif rule not in SPLIT_AS_GPT2:
             raise UserError(
-                f"The tokenizer in {file} cuts text by the rule {rule!r}, which Transformers does "
-                f"not know. {_ANOTHER}"
+                f"The tokenizer in {file.path} cuts text by the rule {rule!r}, which Transformers "
+                f"does not know. {_ANOTHER}"
             )
-    num_tokens = len(value("tokenizer.ggml.tokens"))
+    num_tokens = len(file.metadata("tokenizer.ggml.tokens"))
     added = [token for token in parts["added_tokens"] if token["id"] < num_tokens]
     special = {
         name: token

@@ -71,21 +71,20 @@ def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     tensors = Tensors(folder, tied=False)
     model = empty_model(config, device, dtype)
+    layer_of = {name: _layer_of(name) for name in tensors.names}
 
     def load(layer: int | None) -> nn.Module:
-        names = {}
-        for name in tensors.names:
-            number = _layer_of(name)
-            if number is not None and number == layer:
-                names[name] = _LAYER.sub("model.layers.0", name)
-            elif number is None or number >= config.num_hidden_layers:
-                names[name] = name
+        names = {
+            name: _LAYER.sub("model.layers.0", name) if number == layer else name
+            for name, number in layer_of.items()
+            if number is None or number == layer or number >= config.num_hidden_layers
+        }
         state = {names[name]: tensor for name, tensor in tensors.read_all(names)}
         options = {"config": type(config).from_dict(_with_one_layer(plain, layer)), "dtype": dtype}
         place = str(folder) if layer is None else f"layer {layer} of {folder}"
         try:
             with quiet_transformers():
-                made, report = cast(Any, type(model)).from_pretrained(
+                loaded, report = cast(Any, type(model)).from_pretrained(
                     None, state_dict=state, output_loading_info=True, **options
                 )
         except RuntimeError as error:
@@ -98,7 +97,7 @@ def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> 
                     f"Transformers reports {problem} in {place}: {sorted(report[problem])[:3]}. "
                     "Update transformers, or choose another export format."
                 )
-        return cast(nn.Module, made)
+        return cast(nn.Module, loaded)
 
     def read(part: str, names: Iterable[str]) -> dict[str, Tensor]:
         layer = _layer_of(part)

@@ -21,6 +21,7 @@ from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.family import DenseModel
 from dotmoe.progress import Update, no_update
+from dotmoe.worker import WorkerDiedError
 
 
 def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
@@ -32,8 +33,9 @@ def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
     stored = Tensors.of(dense).dtype
     if stored not in (torch.float32, torch.bfloat16):
         raise UserError(
-            f"The weights in {dense.folder} are {stored}, whose range cannot hold the scaled "
-            "routers. Set --export-dtype to float32 (exact) or bfloat16 (rounds the weights)."
+            f"The weights in {dense.folder} are {stored}, but an export's are float32 or bfloat16: "
+            "float16 cannot hold the scaled routers. Set --export-dtype to float32 (exact for "
+            "float16) or bfloat16 (rounds the weights)."
         )
     return stored
 
@@ -87,6 +89,7 @@ def export(
     layout = joined(
         replace(part, router_LED=part.router_LED.to(dtype).float()) for part in parts_of(layout)
     )
+    out = out.resolve()  # a link's target, and a name for the current folder
     device = dense.device if dense.device.type != "meta" else torch.device("cpu")
     exact = on_disk(dense, device, torch.float32)
     unverified = out.with_name(out.name + "_unverified")
@@ -115,8 +118,8 @@ def export(
             tokens_BT = sample_tokens(token_ids, config.verify_tokens, form.context(dense))
             verification, beyond = form.check(conversion, folder, tokens_BT)
             problems += beyond
-        except VerificationError as error:
-            problems.append(str(error))
+        except (VerificationError, WorkerDiedError) as error:
+            problems.append(str(error).replace(str(folder), str(unverified)))
         record = record_of(
             conversion,
             form,

@@ -173,13 +173,14 @@ class _GraniteMoe(TransformersFormat):
     def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
         layout = conversion.layout
         constant = self.gating.constant(layout.active_experts, layout.num_experts)
-        names = (f"{prefix}.input_linear.weight", f"{prefix}.output_linear.weight")
-        yield from conversion.linears(layer, layout.neurons_of_expert(layer), names, constant)
-        shared_S = layout.shared_neurons(layer)
-        if shared_S.numel():
-            place = prefix.replace(self.block_name, "shared_mlp")
-            names = (f"{place}.input_linear.weight", f"{place}.output_linear.weight")
-            yield from conversion.linears(layer, shared_S, names)
+        shared = prefix.replace(self.block_name, "shared_mlp")
+        for place, neurons, factor in (
+            (prefix, layout.neurons_of_expert(layer), constant),
+            (shared, layout.shared_neurons(layer), 1.0),
+        ):
+            if neurons.numel():
+                names = (f"{place}.input_linear.weight", f"{place}.output_linear.weight")
+                yield from conversion.linears(layer, neurons, names, factor)
 
 
 class _FlexOlmo(TransformersFormat):
@@ -221,13 +222,12 @@ class _DotMoe(TransformersFormat):
         ]
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
-        dense, heads = conversion.dense, conversion.layout.of_target("attention")
-        assert heads is not None  # `refusal` says otherwise
+        dense, layout = conversion.dense, conversion.layout
+        ffn, heads = layout.of_target("ffn"), parts_of(layout)[-1]
         values: dict[str, Any] = dense.config.to_dict()
         for key in ("transformers_version", "_name_or_path", "id2label", "label2id"):
             values.pop(key, None)
         family = values.pop("model_type")
-        ffn = conversion.layout.of_target("ffn")
         return values | {
             "architectures": ["DotMoeForCausalLM"],
             "model_type": self.name,
@@ -247,7 +247,7 @@ class _DotMoe(TransformersFormat):
             "head_experts": heads.num_experts,
             "ffn_experts": ffn.num_experts if ffn else 0,
             "ffn_expert_size": ffn.expert_size if ffn else 0,
-            self.active_experts_key: conversion.layout.active_experts,
+            self.active_experts_key: layout.active_experts,
             "head_experts_per_tok": heads.active_experts if ffn else 0,
         }
 
@@ -272,8 +272,7 @@ class _DotMoe(TransformersFormat):
         if layer not in layout.moe_layers:
             yield from super().layer_tensors(conversion, layer)
             return
-        ffn, heads = layout.of_target("ffn"), layout.of_target("attention")
-        assert heads is not None  # `refusal` says otherwise
+        ffn, heads = layout.of_target("ffn"), parts_of(layout)[-1]
         width, place = head_dim(dense.config), f"model.layers.{layer}."
         columns_NC = torch.arange(heads.num_neurons * width).view(-1, width)
         columns_EC = columns_NC[heads.neurons_of_expert(layer).cpu()].flatten(1)

@@ -145,10 +145,9 @@ class Conversion:
         return max(1, -(-split.shared_size // split.expert_size))
 
     def spec(
-        self, source: str, name: str = "", change: Callable[[Tensor], Tensor] | None = None
+        self, source: str, name: str = "", change: Callable[[Tensor], Tensor] = lambda whole: whole
     ) -> TensorSpec:
         """A dense tensor as it is, or under another name and changed."""
-        change = change or (lambda whole: whole)
         shape, dtype = self.tensors.describe(source)
         changed = change(torch.empty(shape, dtype=dtype, device="meta"))
         return TensorSpec(
@@ -176,14 +175,14 @@ class Conversion:
         missing = max(0, size - index.numel())
 
         def change(whole: Tensor) -> Tensor:
-            found = whole.index_select(axis, index.flatten().cpu())
+            part = whole.index_select(axis, index.flatten().cpu())
             if times != 1.0:
-                found = found.double() * times
+                part = part.double() * times
             if missing:
-                found = pad(found, (0, missing) if axis else (0, 0, 0, missing))
+                part = pad(part, (0, missing) if axis else (0, 0, 0, missing))
             if index.dim() == 1:
-                return found
-            return torch.unflatten(found, axis, tuple(index.shape)).movedim(axis, 0)
+                return part
+            return torch.unflatten(part, axis, tuple(index.shape)).movedim(axis, 0)
 
         return self.spec(source, name, change)
 
@@ -217,10 +216,9 @@ class Conversion:
 
     def require_no_others(self, format_name: str) -> None:
         """Refuse a checkpoint with weights that would be left behind."""
-        known = {NORM}
-        for layer in range(self.dense.widths.layers):
-            known.update(layer_names(self.dense, layer))
-        reached = {self.tensors.stored_name(name) for name in known} | {EMBEDDING, HEAD}
+        layers = range(self.dense.widths.layers)
+        names = {NORM}.union(*(layer_names(self.dense, layer) for layer in layers))
+        reached = {self.tensors.stored_name(name) for name in names} | {EMBEDDING, HEAD}
         # Old checkpoints store the rotary frequencies, a constant.
         others = sorted(x for x in self.tensors.names - reached if not x.endswith(".inv_freq"))
         if others:
@@ -241,8 +239,8 @@ def layer_names(dense: DenseModel, layer: int, *, ffn: bool = True) -> list[str]
     names += [f"self_attn.{part}_proj.bias" for part in biased]
     if traits.qk_norm != "none":
         names += [f"self_attn.{part}_norm.weight" for part in "qk"]
-    of_ffn = [dense.family.ffn_tensor(layer, projection) for projection in PROJECTIONS * ffn]
-    return [f"model.layers.{layer}.{name}" for name in names] + of_ffn
+    projections = [dense.family.ffn_tensor(layer, part) for part in PROJECTIONS * ffn]
+    return [f"model.layers.{layer}.{name}" for name in names] + projections
 
 
 class Format(ABC):
@@ -272,7 +270,7 @@ class Format(ABC):
         """Why such a split cannot be exported exactly, in one sentence, or None."""
         traits, config = dense.family.traits(dense.config), dense.config
         biases = "qkv" * traits.qkv_bias + "o" * traits.output_bias
-        rope = config.rope_parameters.get("rope_type", "default")
+        rope = config.rope_parameters["rope_type"]
         usual_width = config.hidden_size // config.num_attention_heads
         features = {
             f"{biases} biases": biases,
@@ -285,10 +283,10 @@ class Format(ABC):
             "a shared expert": split.shared_size,
             "dense layers": split.first_dense_layers,
         }
-        found = {name for name, is_there in features.items() if is_there}
-        for name in sorted(found.difference(self.holds, self.demands)):
+        present = {name for name, is_present in features.items() if is_present}
+        for name in sorted(present.difference(self.holds, self.demands)):
             return f"{dense.source} has {name}, for which {self.name} has no place."
-        for name in sorted(set(self.demands) - found):
+        for name in sorted(set(self.demands) - present):
             return f"{dense.source} has no {name}, which {self.name} demands."
         if rope == "dynamic" and self.context(dense) < dense.widths.context:
             return (

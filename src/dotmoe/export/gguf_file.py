@@ -78,9 +78,9 @@ def write_gguf(
             on_progress(done + 1, len(specs), "tensors written")
 
 
-def encoded(spec: TensorSpec, made: Tensor) -> np.ndarray:
+def encoded(spec: TensorSpec, tensor: Tensor) -> np.ndarray:
     """A tensor as it is stored, in its number format."""
-    values = made.float().contiguous().numpy()
+    values = tensor.float().contiguous().numpy()
     assert values.shape == spec.shape, f"{spec.name} is {values.shape}"
     if spec.stored == "F16" and (largest := np.abs(values).max()) > np.finfo(np.float16).max:
         raise UserError(
@@ -132,8 +132,8 @@ def check_gguf(
     for key in sorted((file.keys | header.keys()) - {"general.architecture"}):
         wanted, value = header.get(key), file.metadata(key)
         if value != (float(np.float32(wanted)) if isinstance(wanted, float) else wanted):
-            found = f"{str(value)[:40]!r} instead of {str(wanted)[:40]!r}"
-            raise VerificationError(f"{key} in {path} is {found}. {_REPORT}")
+            difference = f"{str(value)[:40]!r} instead of {str(wanted)[:40]!r}"
+            raise VerificationError(f"{key} in {path} is {difference}. {_REPORT}")
     for name in sorted(file.tensors.keys() ^ specs.keys()):
         raise VerificationError(f"{name} in {path} is missing or too much. {_REPORT}")
     for name, spec in specs.items():
@@ -195,10 +195,10 @@ def _compare_tokens(model: llama_cpp.LlamaCppModel, file: GgufFile, stock: Any) 
     for probe in PROBES:
         # SentencePiece may put a space before a text that begins with one; Transformers may not.
         text = probe.lstrip() if kind == "llama" else probe
-        expected, found = list(stock(text)["input_ids"]), model.tokenize(text)
-        if found != expected:
+        expected, actual = list(stock(text)["input_ids"]), model.tokenize(text)
+        if actual != expected:
             raise VerificationError(
-                f"llama.cpp tokenises {text[:24]!r} into {found[:12]}, but Transformers into "
+                f"llama.cpp tokenises {text[:24]!r} into {actual[:12]}, but Transformers into "
                 f"{expected[:12]}. Export with --gguf-tokenizer none, and report this."
             )
     return len(PROBES)

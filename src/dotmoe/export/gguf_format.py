@@ -60,16 +60,17 @@ class GgufFormat(Format):
         return "qwen3" if dense.family.traits(dense.config).qk_norm == "head" else "llama"
 
     def refusal(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
-        reason = super().refusal(dense, split, dtype)
+        if reason := super().refusal(dense, split, dtype):
+            return reason
         kind = dense.config.rope_parameters["rope_type"]
-        if reason is None and self.arch(dense) != "llama" and kind not in ("default", "linear"):
+        if self.arch(dense) != "llama" and kind not in ("default", "linear"):
             return (
                 f"rope_type is {kind!r}, but llama.cpp reads no frequency factors for {self.name} "
                 "and would silently rotate wrongly. Choose --format gguf_llama, which takes no "
                 "shared expert and no leading dense layers."
             )
-        if reason is not None or not self.splits:
-            return reason
+        if not self.splits:
+            return None
         traits, layers = dense.family.traits(dense.config), dense.widths.layers
         most = most_active_experts_of(traits, split, layers, self.num_moe_tensors)
         if not 2 <= split.num_experts <= MOST_EXPERTS:
@@ -152,14 +153,15 @@ class GgufFormat(Format):
         """A dense tensor; where neighbours are rotated, its heads in that order."""
         dense, config = conversion.dense, conversion.dense.config
         arch = self.arch(dense)
-        found = _names(arch, dense.widths.layers).get_name(name, (".weight", ".bias"))
-        assert found is not None, f"{name} has no place in {arch}"
+        stored_name = _names(arch, dense.widths.layers).get_name(name, (".weight", ".bias"))
+        assert stored_name is not None, f"{name} has no place in {arch}"
         rotated = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         heads = rotated.get(name.split(".")[-2], 0)
         rows: slice | Tensor = slice(None)
         if heads and arch == "llama":
             rows = pairwise_order(heads, dense.family.traits(config).head_dim)
-        return self._stored(conversion, conversion.spec(name, found, lambda whole: whole[rows]))
+        spec = conversion.spec(name, stored_name, lambda whole: whole[rows])
+        return self._stored(conversion, spec)
 
     def _stored(self, conversion: Conversion, spec: TensorSpec) -> TensorSpec:
         """In its number format.
@@ -184,8 +186,8 @@ class GgufFormat(Format):
 
     def write(self, conversion: Conversion, folder: Path) -> list[str]:
         path = folder / f"model-{conversion.config.gguf_type}.gguf"
-        arch, made = self.arch(conversion.dense), list(self.tensors(conversion))
-        write_gguf(path, arch, self.header(conversion), made, conversion.on_progress)
+        arch, specs = self.arch(conversion.dense), list(self.tensors(conversion))
+        write_gguf(path, arch, self.header(conversion), specs, conversion.on_progress)
         conversion.tensors.forget()
         return [path.name]
 

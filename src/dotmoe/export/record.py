@@ -133,15 +133,15 @@ class ExportRecord:
 
     def verification_in_short(self) -> dict[str, Any]:
         """A few numbers of what was measured: the worst layer, and the whole model."""
-        found = self.verification or {}
-        if "layers" not in found:  # of a GGUF
-            run = found.get("run") or {}
-            return {name: value for name, value in found.items() if name != "run"} | run
+        measured = self.verification or {}
+        if "layers" not in measured:  # of a GGUF
+            run = measured.get("run") or {}
+            return {name: value for name, value in measured.items() if name != "run"} | run
         return {
-            **{key: found[key] for key in ("tokens", "dtype", "logits_error", "top1_agreement")},
-            "largest_block_error": max(layer["block_error"] for layer in found["layers"]),
-            "largest_misrouted_share": max(layer["misrouted"] for layer in found["layers"]),
-            "all_experts_logits_error": found["dense_error"],
+            **{key: measured[key] for key in ("tokens", "dtype", "logits_error", "top1_agreement")},
+            "largest_block_error": max(layer["block_error"] for layer in measured["layers"]),
+            "largest_misrouted_share": max(layer["misrouted"] for layer in measured["layers"]),
+            "all_experts_logits_error": measured["dense_error"],
         }
 
     def write(self, folder: Path) -> None:
@@ -150,8 +150,8 @@ class ExportRecord:
         write_model_card(folder, self)
 
 
-def record_of(conversion: Conversion, form: Format, folder: Path, **found: Any) -> ExportRecord:
-    """The record of a written folder; `found` has all that follows from nothing else."""
+def record_of(conversion: Conversion, form: Format, folder: Path, **others: Any) -> ExportRecord:
+    """The record of a written folder; `others` are the fields that nothing here follows from."""
     dense, origin, split = conversion.dense, conversion.origin, conversion.layout.granularity
     if not form.splits:
         split = Granularity(num_experts=1, expert_size=dense.widths.ffn, active_experts=1)
@@ -161,7 +161,7 @@ def record_of(conversion: Conversion, form: Format, folder: Path, **found: Any) 
     has_config = (folder / CONFIG_FILE).is_file()
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != CONFIG_FILE]
     return ExportRecord(
-        **found,
+        **others,
         format=form.name,
         servers=list(form.servers),
         exactness=form.exactness(conversion),
@@ -199,8 +199,7 @@ def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
             raise UserError(f"{folder / RECORD_FILE} is missing. {_REMEDY}")
         return
     record = ExportRecord.load(folder)
-    sums = record.checksums
-    damage = damage_in(folder, sums, unread=() if read_weights else record.files)
+    damage = damage_in(folder, record.checksums, unread=() if read_weights else record.files)
     if damage is not None:
         raise UserError(f"{damage}. {_REMEDY}")
     if record.config_sha256 is None:
@@ -253,6 +252,13 @@ def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
             require_package("gguf", "gguf", f"{folder / name}, a GGUF,")
             from dotmoe.export.gguf_file import write_with_active_experts
 
+            # With the k on record it is the file on record, whatever k an edit may have left in it.
+            write_with_active_experts(folder / name, record.active_experts, made / name)
+            if damage_in(made, {name: record.checksums[name]}):
+                raise UserError(
+                    f"{folder / name} has been altered: its SHA-256 is not that of what was "
+                    f"written. {_REMEDY}"
+                )
             write_with_active_experts(folder / name, active_experts, made / name)
             changed = replace(changed, checksums=record.checksums | checksums(made, [name]))
         else:

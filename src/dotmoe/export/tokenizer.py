@@ -170,9 +170,9 @@ def _byte_level(backend: Any, parts: Values, notes: list[str]) -> Values:
 
 def _rule(cutter: Any, takes_words: bool) -> str:
     """The rule that cuts a sample as the pre-tokenizer does, whatever steps it is made of."""
-    found = None if cutter is None else cutter.pre_tokenize_str(_sample())
+    pieces = None if cutter is None else cutter.pre_tokenize_str(_sample())
     for name, rule in RULES.items():
-        if rule.get("whole_words", False) == takes_words and _cut_by(tuple(rule["cuts"])) == found:
+        if rule.get("whole_words", False) == takes_words and _cut_by(tuple(rule["cuts"])) == pieces:
             return name
     raise UnknownTokenizerError("llama.cpp has no rule known here that cuts text so")
 
@@ -234,16 +234,16 @@ def _puts_space_first(parts: Values) -> bool:
 def _scores(parts: Values, tokens: list[str], types: list[TokenType]) -> list[float]:
     """Minus the rank of a token's first merge; below all of them for tokens that none makes."""
     merges = [(left, right) for left, right in parts["model"]["merges"]]
-    made = [left + right for left, right in merges]
-    for token, runs in Counter(token for token, _ in groupby(made)).items():
+    merged = [left + right for left, right in merges]
+    for token, runs in Counter(token for token, _ in groupby(merged)).items():
         if runs > 1:
             raise UnknownTokenizerError(f"the merges of {token!r} do not stand together")
-    rank_of = {token: rank for rank, token in reversed(list(enumerate(made)))}
-    vocabulary, known = parts["model"]["vocab"], set(merges)
+    rank_of = {token: rank for rank, token in reversed(list(enumerate(merged)))}
+    vocabulary, is_merge = parts["model"]["vocab"], set(merges).__contains__
     for token, number in vocabulary.items():
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         for left, right in pairs if types[number] == TokenType.NORMAL else ():
-            if (left, right) not in known and left in vocabulary and right in vocabulary:
+            if not is_merge((left, right)) and left in vocabulary and right in vocabulary:
                 raise UnknownTokenizerError(f"{left!r} and {right!r} are not merged into {token!r}")
     return [
         -float(rank_of.get(text, len(merges))) if kind == TokenType.NORMAL else 0.0

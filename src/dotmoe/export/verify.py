@@ -93,15 +93,15 @@ def verify(
     rounded_to = None if conversion.keeps_dtypes else conversion.dtype
     exact = on_disk(dense, dense.device, torch.float32, rounded_to=rounded_to)
     # At a near-tie two exact implementations may choose differently, which changes every later
-    # token. With the routes given, all the rest can be compared closely.
-    with ExitStack() as given:
+    # token. With the same routes, all the rest can be compared closely.
+    with ExitStack() as hooks:
         for part in parts:
-            given.enter_context(routed(exact, part, routes[part.target]))
+            hooks.enter_context(routed(exact, part, routes[part.target]))
         same_routes_TV = logits_of(exact.model, tokens_BT)
     error_T = logits_error(logits_TV, same_routes_TV)
     if at_full_TV is not None:
         dense_error = float(logits_error(at_full_TV, logits_of(exact.model, tokens_BT)).median())
-    found = {
+    figures = {
         "loaded_class": loaded_class,
         "dtype": conversion.dtype_name,
         "tokens": tokens_BT.numel(),
@@ -112,7 +112,7 @@ def verify(
         "dense_error": dense_error,
     }
     is_rounded = conversion.dtype != torch.float32 and form.gating.score.startswith("softmax")
-    return found, problems(found, form.block_error, FOLDED if is_rounded else 0.0)
+    return figures, problems(figures, form.block_error, FOLDED if is_rounded else 0.0)
 
 
 def problems(found: Mapping[str, Any], block_error: float, rounding: float) -> list[str]:

@@ -1,0 +1,28 @@
+"""Logits of an export and of its oracle, the masked dense model, and how far they are apart."""
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from dotmoe.moe.masked import masked_by
+
+
+def logits_of(model, tokens_BT):
+    with torch.no_grad():
+        return model(input_ids=tokens_BT, use_cache=False).logits
+
+
+def masked_logits(dense, layout, tokens_BT):
+    with masked_by(dense, layout):
+        return logits_of(dense.model, tokens_BT)
+
+
+def stock_logits(folder, tokens_BT, **overrides):
+    """By plain Transformers in float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **overrides)
+    return logits_of(model, tokens_BT)
+
+
+def relative_error(actual, reference):
+    # Of the median token: a near-tie that falls the other way changes all later tokens of its row.
+    per_token = (actual - reference).abs().mean(dim=-1).flatten()
+    return float(per_token.median() / reference.std())
