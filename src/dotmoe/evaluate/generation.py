@@ -20,8 +20,8 @@ PROMPT_TOKENS = 32
 def measure_generation(config: EvaluateConfig, progress: Progress) -> Values:
     """`prompts` and the `texts` that continue them, of each model.
 
-    Prompts from `config.corpus.text` are cut by the tokenizer of each model; where two tokenizers
-    cut others, that is a `UserError`, as is a prompt without tokens.
+    Prompts from `config.corpus.text` are cut by the tokenizer of each model. Raises a `UserError`:
+    two tokenizers cut different ones, or a prompt has no tokens.
     """
     prompts = list(config.prompts)
 
