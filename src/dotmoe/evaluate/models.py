@@ -251,7 +251,7 @@ def by_side(
 
 def sides_of(result: Values) -> list[Values]:
     """What was measured of each model; the other model first, as in the paper's tables."""
-    return [result[label] for label in ("against", "model") if label in result]
+    return [result[label] for label in ("against", "model") if label in result] or [result]
 
 
 def stock_nats(model: Any) -> TokenNats:
