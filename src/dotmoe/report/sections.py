@@ -177,12 +177,9 @@ def _missing(found: RunResults, results: Values) -> Blocks:
         if name not in there:
             keep = f" > {shlex.quote(f'{run}/6_evaluate/bench.json')}" * (name == "bench")
             blocks += [f"{what}:", Block("command", shlex.join(words) + keep)]
-    note = Block(
-        "note",
-        "Each command adds to the run; then dotmoe report makes this page anew. HELD_OUT.txt "
-        "stands for a text of your own that the model was not trained on.",
-    )
-    return blocks and [*blocks, note]
+    note = "Each command adds to the run; then dotmoe report makes this page anew. HELD_OUT.txt "
+    note += "stands for a text of your own that the model was not trained on."
+    return blocks and [*blocks, Block("note", note)]
 
 
 SECTIONS: list[tuple[str, str, Section]] = [
