@@ -1,6 +1,7 @@
 """`dotmoe bench`: how fast a dense model and its MoE run, in one run, beside what is possible."""
 
 import copy
+import os.path
 import random
 import re
 import resource
@@ -128,7 +129,7 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
     with ExitStack() as stack:
         workers = []
         for name in (config.dense, config.moe):
-            path = Path(name).expanduser() if in_gguf else model_folder(name)
+            path = os.path.expanduser(name) if in_gguf else model_folder(name)
             called = f"{runtime} on {path}"
             worker = Worker(runner, str(path), *options, name=called, remedy=remedy)
             workers.append(stack.enter_context(worker))
@@ -231,11 +232,7 @@ def table(result: Values) -> Table:
 
     def name(row: Values) -> str:
         point = row["point"]
-        is_prefill = point["name"] == "prefill"
-        return f"prefill {point['tokens']}" if is_prefill else f"decode x {point['batch']}"
-
-    def both(row: Values) -> str:
-        return " / ".join(in_bytes(row[side]["peak_bytes"]) for side in ("dense", "moe"))
+        return f"decode x {point['batch']}" if point["steps"] else f"prefill {point['tokens']}"
 
     return table_of(
         result["points"],
@@ -247,7 +244,9 @@ def table(result: Values) -> Table:
             "quartiles": lambda row: "{:.2f}-{:.2f}".format(*row["speed_ratio_quartiles"]),
             "ideal": lambda row: f"{row['ideal_ratio']:.2f}",
             "of ideal": lambda row: percent(row["share_of_ideal"]),
-            "peak memory": both,
+            "peak memory": lambda row: " / ".join(
+                in_bytes(row[side]["peak_bytes"]) for side in ("dense", "moe")
+            ),
         },
         title=f"{result['runtime']} on {result['provenance']['hardware']}, {settings['threads']} "
         f"threads, {settings['rounds']} rounds in turns",

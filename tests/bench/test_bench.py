@@ -161,6 +161,13 @@ def test_what_cannot_be_measured_is_refused(models, changes, expected, pair, tin
         bench(BenchConfig(dense=dense, moe=moe, **{**SMALL, **changes}))
 
 
+def test_a_file_of_an_unknown_user_does_not_exist(monkeypatch):
+    pytest.importorskip("gguf")
+    monkeypatch.setattr("dotmoe.bench.Worker", lambda target, *rest, **names: LlamaRunner(*rest))
+    with pytest.raises(UserError, match=r"~no-such-user/dense\.gguf does not exist"):
+        bench(BenchConfig(dense="~no-such-user/dense.gguf", moe="~no-such-user/moe.gguf"))
+
+
 def test_time_of_the_processor_stands_still_while_a_process_sleeps(pair):
     clocks = [runner_of(pair / "dense", clock)._now for clock in ("cpu", "wall")]
     starts = [now() for now in clocks]

@@ -9,6 +9,7 @@ import shutil
 import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -47,7 +48,8 @@ class FixedChances:
 
 
 def text_of(dense, texts=TEXTS, **options):
-    return packed_text(TextConfig(**options), dense.tokenizer, texts)
+    with patch("dotmoe.evaluate.perplexity.documents", lambda config: iter(texts)):
+        return packed_text(TextConfig(**options), dense.tokenizer)
 
 
 def ids_of(dense, texts=TEXTS):
@@ -219,6 +221,12 @@ def test_a_checkpoint_that_transformers_cannot_load_is_refused(
         evaluate(config)
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory: you tried")])
+def test_memory_that_runs_out_is_not_the_fault_of_the_checkpoint(error, tmp_path):
+    with pytest.raises(type(error)), models.loading(tmp_path):
+        raise error
+
+
 def test_the_embedded_model_is_not_a_folder_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "embedded").mkdir()
@@ -280,8 +288,9 @@ def test_the_window_of_a_gguf_is_bounded_by_the_context_that_its_file_states(
 
     def measured(window=None):
         corpus = TextConfig(text=source, window=window)
-        return evaluate(EvaluateConfig(model=str(tmp_path / "out"), corpus=corpus))
+        return evaluate(EvaluateConfig(model="~/out", corpus=corpus))
 
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("dotmoe.llama_cpp.LlamaCppModel", even_chances)
     assert dense.tokenizer.model_max_length == 256
     found = measured()

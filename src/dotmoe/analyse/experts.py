@@ -33,7 +33,8 @@ def utilisation(run: AnalysedRun) -> Findings:
     Where both targets are split, those of attention besides, as `attention`.
     """
     (values, sentences), *attention = (_load(run, part) for part in parts_of(run.layout))
-    for values["attention"], more in attention:
+    for of_heads, more in attention:
+        values["attention"] = of_heads
         sentences += more
     return values, sentences
 

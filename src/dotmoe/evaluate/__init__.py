@@ -11,16 +11,13 @@ from dotmoe.progress import Progress
 from dotmoe.run_folder import provenance
 from dotmoe.tables import Table
 
-
-def _perplexity_of_sides(result: Values) -> Table:
-    sides = sides_of(result) or [result]
-    return perplexity.perplexity_table({side["name"]: side for side in sides})
-
-
 Measure = Callable[[EvaluateConfig, Progress], Values]
 Show = Callable[[Values], list[Table | str]]
 MEASUREMENTS: dict[str, tuple[Measure, Show]] = {
-    "perplexity": (perplexity.measure_perplexity, lambda result: [_perplexity_of_sides(result)]),
+    "perplexity": (
+        perplexity.measure_perplexity,
+        lambda result: [perplexity.perplexity_table({s["name"]: s for s in sides_of(result)})],
+    ),
     "tasks": (tasks.measure_tasks, tasks.shown_tasks),
     "word_perplexity": (perplexity.measure_words, lambda result: [perplexity.word_table(result)]),
     "fidelity": (fidelity.measure_fidelity, lambda result: [fidelity.fidelity_table(result)]),

@@ -20,31 +20,29 @@ PROMPT_TOKENS = 32
 def measure_generation(config: EvaluateConfig, progress: Progress) -> Values:
     """`prompts` and the `texts` that continue them, of each model.
 
-    Prompts from `config.corpus.text` are cut by the tokenizer of each model; where two tokenizers
-    cut others, that is a `UserError`, as is a prompt without tokens.
+    Prompts from `config.corpus.text` are cut by the tokenizer of each model. Raises a `UserError`:
+    two tokenizers cut different ones, or a prompt has no tokens.
     """
-    prompts = list(config.prompts)
 
     def measured(stock: StockModel, update: Update) -> Values:
         tokenizer = stock.tokenizer
         if config.prompts:
-            encoded = [tokenizer(prompt).input_ids for prompt in prompts]
+            prompts = [tokenizer(prompt).input_ids for prompt in config.prompts]
         else:
             tokens = packed_text(config.corpus, tokenizer).tokens
             size = min(PROMPT_TOKENS, len(tokens))
             starts = range(0, len(tokens) - size + 1, max(size, len(tokens) // config.num_prompts))
-            encoded = [tokens[at : at + size].tolist() for at in starts[: config.num_prompts]]
-            cut = tokenizer.batch_decode(encoded, skip_special_tokens=True)
-            if prompts and prompts != cut:
-                raise UserError(
-                    "the tokenizers of the two models cut --text into different prompts. Give "
-                    "--prompts."
-                )
-            prompts[:] = cut
-        new = continuations(stock.model, tokenizer, encoded, config.generate or 0, update)
-        return {"prompts": list(prompts), "texts": tokenizer.batch_decode(new)}
+            prompts = [tokens[at : at + size].tolist() for at in starts[: config.num_prompts]]
+        shown = config.prompts or tokenizer.batch_decode(prompts, skip_special_tokens=True)
+        new = continuations(stock.model, tokenizer, prompts, config.generate or 0, update)
+        return {"prompts": list(shown), "texts": tokenizer.batch_decode(new)}
 
-    return {**by_side(config, progress, measured), "text": list(config.corpus.text)}
+    sides = by_side(config, progress, measured)
+    if len({tuple(side["prompts"]) for side in sides.values()}) > 1:
+        raise UserError(
+            "the tokenizers of the two models cut --text into different prompts. Give --prompts."
+        )
+    return {**sides, "text": list(config.corpus.text)}
 
 
 @torch.no_grad()

@@ -83,8 +83,8 @@ def loaded_tasks(
             try:
                 found = manager.load([name])
             except Exception as error:  # whatever a definition or its data set makes of the rows
-                why, remedy = one_line(error) or type(error).__name__, "Check the network, or "
-                remedy += "give a folder with --task-data."
+                why = one_line(error) or type(error).__name__
+                remedy = "Check the network, or give a folder with --task-data."
                 if local:
                     remedy = f"Mend {' and '.join(map(str, local[name][1].values()))}."
                 raise UserError(f"the data of {name} cannot be read ({why}). {remedy}") from error
@@ -193,5 +193,4 @@ def chance_of(samples: Sequence[Values]) -> float | None:
 
 def _answers(sample: Values) -> list[tuple[str, str]]:
     """Context and answer of the requests of a question in which an answer is scored."""
-    requests = sample["arguments"]
-    return [pair for pair in requests if len(pair) == 2 and isinstance(pair[1], str)]
+    return [pair for pair in sample["arguments"] if len(pair) == 2 and isinstance(pair[1], str)]

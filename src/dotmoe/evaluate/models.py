@@ -1,5 +1,6 @@
 """What to measure, which model is meant, as stock Transformers loads it, and what scores tokens."""
 
+import os.path
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -125,8 +126,9 @@ class EvaluateConfig:
         }
         chosen = [name for name, option in options.items() if option is not None]
         if len(chosen) > 1:
+            named = " and ".join(f"--{name}" for name in chosen).replace("_", "-")
             raise UserError(
-                f"{' and '.join(map(_option_of, chosen))} are two measurements. "
+                f"{named.replace('generation', 'generate')} are two measurements. "
                 "Ask for one of them at a time."
             )
         return chosen[0] if chosen else "perplexity"
@@ -146,10 +148,6 @@ class EvaluateConfig:
             raise UserError(
                 f"--out {self.out} is a file or in one, but results lie in a folder. Name another."
             )
-
-
-def _option_of(measurement: str) -> str:
-    return "--generate" if measurement == "generation" else f"--{measurement.replace('_', '-')}"
 
 
 def in_context(
@@ -190,9 +188,9 @@ def loading(folder: Path) -> Iterator[None]:
     """Inside, what Transformers finds wrong with a checkpoint becomes a `UserError`."""
     try:
         yield
-    except (UserError, torch.OutOfMemoryError):
-        raise
     except Exception as error:  # its errors are of many types
+        if isinstance(error, UserError | MemoryError) or "memory" in str(error):
+            raise  # the command line tells what to do where memory ran out
         raise UserError(
             f"{folder} cannot be loaded by Transformers ({type(error).__name__}: "
             f"{one_line(error)}). Compare it with the original checkpoint."
@@ -218,6 +216,7 @@ def model_folder(name: str) -> Path:
 
 def gguf_file(path: Path) -> Path | None:
     """The GGUF meant by a path: the file itself, or the only one in a folder; None: none."""
+    path = Path(os.path.expanduser(path))
     is_gguf = path.is_file() and path.suffix == ".gguf"
     files = [path] if is_gguf else list(path.glob("*.gguf"))
     return files[0] if len(files) == 1 else None
@@ -252,7 +251,7 @@ def by_side(
 
 def sides_of(result: Values) -> list[Values]:
     """What was measured of each model; the other model first, as in the paper's tables."""
-    return [result[label] for label in ("against", "model") if label in result]
+    return [result[label] for label in ("against", "model") if label in result] or [result]
 
 
 def stock_nats(model: Any) -> TokenNats:

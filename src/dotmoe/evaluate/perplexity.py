@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,16 +105,14 @@ def perplexity(
     }
 
 
-def packed_text(config: TextConfig, tokenizer: Any, pieces: Iterable[str] | None = None) -> Text:
+def packed_text(config: TextConfig, tokenizer: Any) -> Text:
     r"""Tokens of `config.text`, joined as `config.protocol` says.
 
     packed: see `dotmoe.data.pack`. gptq: `"\n\n".join(lines)` tokenised whole with the tokenizer's
     own special tokens. There a line keeps its line end, and a blank one is empty: these are the
     rows of the data set `wikitext-2-raw-v1`, made again from the file they were cut from.
-
-    `pieces`, as `dotmoe.data.sources.documents` streams them, are read instead of the sources.
     """
-    pieces = documents(DataConfig(data=config.text)) if pieces is None else pieces
+    pieces = documents(DataConfig(data=config.text))
     if config.protocol == "packed":
         joined = f"Documents joined ({separator_of(tokenizer)})"
         return Text(*pack(pieces, tokenizer, config.max_tokens), config.text, joined)

@@ -212,7 +212,7 @@ def shown_tasks(result: Values) -> list[Table | str]:
         for name, task in side["tasks"].items():
             for note in task["notes"]:
                 notes.setdefault(note, {})[name] = None
-    others = scores[0] if len(sides) > 1 else {}
+    others = scores[0]
     columns: dict[str, Callable[[Values], str | None]] = {
         "task": lambda score: score["task"],
         "metric": lambda score: score["metric"],
@@ -220,10 +220,9 @@ def shown_tasks(result: Values) -> list[Table | str]:
         "questions": lambda score: f"{score['questions']:,}",
         "guessing": lambda score: figure(score["chance"] and 100 * score["chance"], ".0f"),
     }
-    if others:
-        columns[sides[0]["name"]] = lambda score: _with_error(others.get(score["task"]))
-    columns[sides[-1]["name"]] = _with_error
-    if others:
+    columns[sides[0]["name"]] = lambda score: _with_error(others.get(score["task"]))
+    if len(sides) > 1:
+        columns[sides[1]["name"]] = _with_error
         columns["difference"] = lambda score: _change(score, others.get(score["task"]))
     table = table_of(
         scores[-1].values(),

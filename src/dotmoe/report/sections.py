@@ -51,11 +51,10 @@ def _tasks(found: RunResults, _: Values) -> Blocks:
 
 
 def _curve(found: RunResults, curve: Values) -> Blocks:
-    edit = shlex.join(["dotmoe", "edit", str(found.run), "--active-experts", "K"])
     return [
         "k is how many experts run for a token. It can be changed in the finished checkpoint "
         "without any training:",
-        Block("command", edit),
+        Block("command", shlex.join(["dotmoe", "edit", str(found.run), "--active-experts", "K"])),
         Block("plot", "Perplexity against the parameters that work on a token.", "active_experts"),
         curve_table(curve),
     ]
@@ -117,11 +116,10 @@ def _training(name: str, found: RunResults) -> Blocks:
 
 def _checks(_: RunResults, results: Values) -> Blocks:
     checks = [[name.replace("_", " "), figure(v)] for name, v in results["verification"].items()]
-    title = "Export against masked dense model"
     return [
         "Before it got its name the checkpoint was loaded with stock Transformers and compared "
         "with the masked dense model, which is what was trained and measured.",
-        Table(title=title, columns=("check", "value"), rows=checks),
+        Table(title="Export against masked dense model", columns=("check", "value"), rows=checks),
     ]
 
 
@@ -179,12 +177,9 @@ def _missing(found: RunResults, results: Values) -> Blocks:
         if name not in there:
             keep = f" > {shlex.quote(f'{run}/6_evaluate/bench.json')}" * (name == "bench")
             blocks += [f"{what}:", Block("command", shlex.join(words) + keep)]
-    note = Block(
-        "note",
-        "Each command adds to the run; then dotmoe report makes this page anew. HELD_OUT.txt "
-        "stands for a text of your own that the model was not trained on.",
-    )
-    return blocks and [*blocks, note]
+    note = "Each command adds to the run; then dotmoe report makes this page anew. HELD_OUT.txt "
+    note += "stands for a text of your own that the model was not trained on."
+    return blocks and [*blocks, Block("note", note)]
 
 
 SECTIONS: list[tuple[str, str, Section]] = [
