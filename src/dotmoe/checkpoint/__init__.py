@@ -74,9 +74,8 @@ def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
 
 def is_local(source: str) -> bool:
     """Whether `source` means something on this machine rather than on the hub."""
-    is_path = source.startswith((".", "/", "~")) or source.endswith(GGUF)
-    is_path = is_path or source == EMBEDDED or os.path.exists(source)
-    return is_path or not _HUB_NAME.fullmatch(source)
+    is_path = source.startswith((".", "/", "~")) or source.endswith(GGUF) or os.path.exists(source)
+    return is_path or source == EMBEDDED or not _HUB_NAME.fullmatch(source)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
