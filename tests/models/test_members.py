@@ -108,7 +108,7 @@ def test_the_parts_compute_what_the_stock_model_does(case, dense_of, tokens_BT):
     [
         ("llama", OF_OTHERS, None),
         ("mistral", {"sliding_window": 16}, 16),
-        ("phi3", {"sliding_window": 16}, 16),
+        ("phi3", {"sliding_window": 16, "layer_types": ["full_attention"] * 2}, 16),
         ("qwen2", {**QWEN_WINDOW, "max_window_layers": 0}, 16),
         ("qwen3", {**QWEN_WINDOW, "max_window_layers": 1}, 16),
         ("qwen2", {**QWEN_WINDOW, "max_window_layers": 2}, None),

@@ -43,17 +43,18 @@ def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
     """
     if source == EMBEDDED:
         return Path(__file__).parents[1] / "embedded"
-    folder = Path(os.path.expanduser(source))  # Path.expanduser raises where there is no such user
-    if folder.is_dir():
+    # Methods of `Path` raise where there is no such user, or the name is too long for a file.
+    folder = Path(os.path.expanduser(source))
+    if os.path.isdir(folder):
         return folder.resolve()
-    if folder.is_file():
+    if os.path.isfile(folder):
         if folder.suffix != GGUF:
             raise UserError(f"{source} is a file. Name the folder with config.json, or a *{GGUF}.")
         from dotmoe.checkpoint.from_gguf import gguf_checkpoint
 
         return gguf_checkpoint(folder, config_only=config_only)
-    beside = [str(item) for item in folder.parent.iterdir()] if folder.parent.is_dir() else []
-    meant = nearest(str(folder), beside)
+    beside = folder.parent.iterdir() if os.path.isdir(folder.parent) else ()
+    meant = nearest(str(folder), map(str, beside))
     if is_local(source):
         raise UserError(f"{source} does not exist.{meant} Name a checkpoint folder.")
     wanted = ["config.json"] if config_only else _WANTED
@@ -73,8 +74,8 @@ def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
 
 def is_local(source: str) -> bool:
     """Whether `source` means something on this machine rather than on the hub."""
-    is_path = source.startswith((".", "/", "~")) or source.endswith(GGUF)
-    return is_path or source == EMBEDDED or not _HUB_NAME.fullmatch(source) or Path(source).exists()
+    is_path = source.startswith((".", "/", "~")) or source.endswith(GGUF) or os.path.exists(source)
+    return is_path or source == EMBEDDED or not _HUB_NAME.fullmatch(source)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

@@ -154,7 +154,7 @@ def opened(source: str, config: DataConfig) -> Iterator[str]:
     seed = int.from_bytes(digest[:4], "little")
     if name in (STDLIB, STDLIB_HELDOUT):
         return shuffled(stdlib_documents("train" if name == STDLIB else "heldout"), size, seed)
-    path = Path(os.path.expanduser(name))  # `Path.expanduser` raises where there is no such user
+    path = Path(os.path.expanduser(name))
     if os.path.isfile(path):
         return shuffled(file_documents(path, text_field), size, seed)
     if os.path.isdir(path):
@@ -185,7 +185,7 @@ def shuffled(stream: Iterable[str], size: int, seed: int) -> Iterator[str]:
 
 
 def _is_there(name: str) -> bool:
-    """`Path.exists` would raise where the name is too long for a file."""
+    """Methods of `Path` would raise where there is no such user, or the name is too long."""
     return os.path.exists(os.path.expanduser(name))
 
 
@@ -226,7 +226,7 @@ def _dolmino(name: str) -> list[tuple[str, float]]:
     for part, percent in DOLMINO_PERCENT.items():
         source = f"{DOLMINO_DATASET}:{part}"
         if ":" in name:
-            folders = [f for f in (root / part, root / "data" / part) if f.is_dir()]
+            folders = [f for f in (root / part, root / "data" / part) if os.path.isdir(f)]
             if not folders:
                 raise UserError(
                     f"{root} has no folder {part} (nor data/{part}). Name a copy of the whole mix."

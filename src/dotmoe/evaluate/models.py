@@ -20,6 +20,7 @@ from dotmoe.errors import UserError, one_line
 from dotmoe.export.record import RECORD_FILE, require_checksums
 from dotmoe.files import Values
 from dotmoe.load import LoadConfig, load_weights, resolved_dtype
+from dotmoe.models.family import stated
 from dotmoe.options import at_least
 from dotmoe.progress import Progress, Update
 from dotmoe.run_folder import export_folder
@@ -299,9 +300,9 @@ def logits_in_parts(model: Any, hidden_TD: Tensor) -> Iterator[tuple[slice, Tens
 
     With what Granite, Cohere and Gemma do to logits.
     """
-    config, head = model.config, model.get_output_embeddings()
-    scale, divisor = getattr(config, "logit_scale", 1), getattr(config, "logits_scaling", 1)
-    cap = getattr(config, "final_logit_softcapping", None)
+    config, head = model.base_model.config, model.get_output_embeddings()
+    scale, divisor = stated(config, "logit_scale", 1), stated(config, "logits_scaling", 1)
+    cap = stated(config, "final_logit_softcapping")
     rows = max(1, CHUNK_LOGITS // int(config.vocab_size))
     for start in range(0, len(hidden_TD), rows):
         part = slice(start, start + rows)

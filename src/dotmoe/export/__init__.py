@@ -16,7 +16,7 @@ from dotmoe.export.format import Conversion, ExportConfig, GgufConfig
 from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of
 from dotmoe.export.routers import routing_notes, routing_problems, scale_routers
 from dotmoe.export.verify import sample_tokens
-from dotmoe.files import complete_folder
+from dotmoe.files import complete_folder, new_folder
 from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.family import DenseModel
@@ -89,7 +89,7 @@ def export(
     layout = joined(
         replace(part, router_LED=part.router_LED.to(dtype).float()) for part in parts_of(layout)
     )
-    out = out.resolve()  # a link's target, and a name for the current folder
+    out = new_folder(out)
     device = dense.device if dense.device.type != "meta" else torch.device("cpu")
     exact = on_disk(dense, device, torch.float32)
     unverified = out.with_name(out.name + "_unverified")

@@ -254,11 +254,9 @@ def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
 
             # With the k on record it is the file on record, whatever k an edit may have left in it.
             write_with_active_experts(folder / name, record.active_experts, made / name)
-            if damage_in(made, {name: record.checksums[name]}):
-                raise UserError(
-                    f"{folder / name} has been altered: its SHA-256 is not that of what was "
-                    f"written. {_REMEDY}"
-                )
+            damage = damage_in(made, {name: record.checksums[name]})
+            if damage is not None:
+                raise UserError(f"{damage.replace(str(made), str(folder))}. {_REMEDY}")
             write_with_active_experts(folder / name, active_experts, made / name)
             changed = replace(changed, checksums=record.checksums | checksums(made, [name]))
         else:

@@ -239,11 +239,11 @@ def _scores(parts: Values, tokens: list[str], types: list[TokenType]) -> list[fl
         if runs > 1:
             raise UnknownTokenizerError(f"the merges of {token!r} do not stand together")
     rank_of = {token: rank for rank, token in reversed(list(enumerate(merged)))}
-    vocabulary, is_merge = parts["model"]["vocab"], set(merges).__contains__
+    vocabulary, merge_set = parts["model"]["vocab"], set(merges)
     for token, number in vocabulary.items():
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         for left, right in pairs if types[number] == TokenType.NORMAL else ():
-            if not is_merge((left, right)) and left in vocabulary and right in vocabulary:
+            if (left, right) not in merge_set and left in vocabulary and right in vocabulary:
                 raise UnknownTokenizerError(f"{left!r} and {right!r} are not merged into {token!r}")
     return [
         -float(rank_of.get(text, len(merges))) if kind == TokenType.NORMAL else 0.0

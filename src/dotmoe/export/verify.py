@@ -84,8 +84,7 @@ def verify(
                 hooks.enter_context(block.register_forward_hook(seeing))
         logits_TV = logits_of(exported, tokens_BT)
     at_full_TV = dense_error = None
-    drops = bool(layout.granularity.dropped_size)
-    if form.active_experts_editable and layout.beside is None and not drops:
+    if form.active_experts_editable and not (layout.beside or layout.granularity.dropped_size):
         form.run_active_experts(exported, layout.moe_layers, layout.num_experts)
         at_full_TV = logits_of(exported, tokens_BT)
     loaded_class = f"{type(exported).__module__}.{type(exported).__qualname__}"

@@ -6,6 +6,7 @@ an FFN neuron one of `down_proj`, a query head those of `o_proj` that read its o
 
 import copy
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, cast
@@ -87,13 +88,10 @@ class GatedFFN(NamedTuple):
 
 
 class Family:
-    """A decoder in LLaMA's form, whose traits its config states.
+    """A decoder in LLaMA's form, whose traits its config states."""
 
-    `keys` are those that its stock model reads: in a config of another family they mean nothing.
-    """
-
-    def __init__(self, model_type: str, *keys: str) -> None:
-        self.model_type, self.keys = model_type, keys
+    def __init__(self, model_type: str) -> None:
+        self.model_type = model_type
 
     def refusal(self, config: Any) -> str | None:
         """Why this config cannot be converted exactly (with the remedy), or None."""
@@ -105,23 +103,23 @@ class Family:
 
     def traits(self, config: Any) -> DecoderTraits:
         """Features of the decoder outside its FFNs."""
-        stated = {key: getattr(config, key) for key in self.keys if hasattr(config, key)}
-        width, has_bias = head_dim(config), bool(stated.get("attention_bias"))
+        width, has_bias = head_dim(config), bool(stated(config, "attention_bias"))
         # Full attention equals that of all layers up to the window.
-        kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
-        attention = stated.get("attention_multiplier")
+        kinds = stated(config, "layer_types") or ("sliding_attention",)
+        window = stated(config, "sliding_window")
+        attention = stated(config, "attention_multiplier")
         return DecoderTraits(
             head_dim=width,
             qkv_bias=has_bias or self.model_type == "qwen2",
             output_bias=has_bias,
             qk_norm=_QK_NORMS.get(self.model_type, "none"),
             norms_after=self.model_type == "olmo2",
-            sliding_window=stated.get("sliding_window") if "sliding_attention" in kinds else None,
+            sliding_window=window if "sliding_attention" in kinds else None,
             multipliers=Multipliers(
-                embedding=float(stated.get("embedding_multiplier", 1.0)),
-                residual=float(stated.get("residual_multiplier", 1.0)),
+                embedding=float(stated(config, "embedding_multiplier", 1.0)),
+                residual=float(stated(config, "residual_multiplier", 1.0)),
                 attention=None if attention == width**-0.5 else attention,
-                logits_divisor=float(stated.get("logits_scaling", 1.0)),
+                logits_divisor=float(stated(config, "logits_scaling", 1.0)),
             ),
         )
 
@@ -189,25 +187,20 @@ class _Phi3(Family):
         return TensorPart(name.replace(projection, fused), rows)
 
 
-_FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        Family("llama", "attention_bias"),
-        Family("mistral", "sliding_window"),
-        Family("qwen2", "sliding_window"),
-        Family("qwen3", "attention_bias", "sliding_window"),
-        Family("granite", "attention_bias", *_FACTORS),
-        Family("olmo2", "attention_bias"),
-        _Phi3("phi3", "sliding_window"),
-    )
-}
+    name: Family(name) for name in ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2")
+} | {"phi3": _Phi3("phi3")}
+
+
+def stated(config: Any, key: str, default: Any = None) -> Any:
+    """What a config says under a key of its own; any config keeps those of others, unread."""
+    return getattr(config, key) if hasattr(type(config), key) else default
 
 
 def head_dim(config: Any) -> int:
     """Width of one attention head: stated in the config, else hidden_size / heads."""
-    stated = getattr(config, "head_dim", None)
-    return int(stated or config.hidden_size // config.num_attention_heads)
+    width = getattr(config, "head_dim", None)  # read by stock models that do not declare it, too
+    return int(width or config.hidden_size // config.num_attention_heads)
 
 
 def family_of(config: Any) -> Family:
@@ -383,17 +376,14 @@ class Stream:
 def _arguments(dense: DenseModel, tokens_1T: Tensor) -> list[dict[str, Any]]:
     """What the trunk gives each decoder layer besides the stream: positions and masks."""
     arguments: list[dict[str, Any]] = []
-    hooks = [
-        layer.register_forward_pre_hook(
-            lambda layer, args, kwargs: arguments.append(kwargs), with_kwargs=True
-        )
-        for layer in dense.family.layers(dense.model)
-    ]
-    try:
+
+    def keep(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        arguments.append(kwargs)
+
+    with ExitStack() as hooks:
+        for layer in dense.family.layers(dense.model):
+            hooks.enter_context(layer.register_forward_pre_hook(keep, with_kwargs=True))
         dense.family.trunk(dense.model)(input_ids=tokens_1T.to(dense.device), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return arguments
 
 
