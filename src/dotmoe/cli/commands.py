@@ -119,8 +119,7 @@ class Line(NamedTuple):
             raise UserError("--recipe and --config both name a start. Give one of them.")
         recipe = recipe_of(command, chosen.recipe)
         if chosen.config:
-            path = chosen.config
-            return from_values(type(recipe), read_json(path), str(path)), rest
+            return from_values(type(recipe), read_json(chosen.config), str(chosen.config)), rest
         source = "model" if command == "convert" else "run"
         name: Any = getattr(recipe, source) or tyro.MISSING
         return replace(recipe, **{source: name, "out": tyro.MISSING}), rest
