@@ -407,8 +407,7 @@ def _points_of(method: str, plain: RunConfig, comparison: CompareConfig) -> Iter
         same = ("model", "data", "sample", "load", "eval_text", "other_text", "eval_tokens")
         is_trained, align = PRUNING[method].is_trained, AlignConfig(steps=0)
         if is_trained:
-            steps, batch_size = comparison.mask_steps, plain.align.batch_size
-            align = replace(align, steps=steps, batch_size=batch_size)
+            align = AlignConfig(steps=comparison.mask_steps, batch_size=plain.align.batch_size)
         config = PruneRunConfig(
             **{name: getattr(plain, name) for name in same},
             out=str(out / (method + suffix * is_trained)),

@@ -118,10 +118,6 @@ class PruneRunConfig(RunConfig):
 
     method: PruningName
 
-    def check_together(self) -> None:
-        """Refuse several ranks."""
-        require_one_process(f"method {self.method}")
-
 
 AnyRunConfig = RunConfig | FinetuneRunConfig
 """A config of a run that lives in a run folder."""

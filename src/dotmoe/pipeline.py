@@ -8,7 +8,6 @@ prune:     tokenise -> prune -> evaluate
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +99,13 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
         if is_divided(dense.model):  # among ranks that have returned
             dense = on_disk(dense, dense.device, next(dense.model.parameters()).dtype)
         extracted = _extract(run, dense, split, state)
+        layout, weights = extracted.layout, dense
         figures: dict[str, Any] = {"steps": 0 if state is None else state.step}
-        weights = dense
         if config.repair:
-            figures["repair"] = run.repair("repair", dense, extracted.layout)
+            figures["repair"] = run.repair("repair", dense, layout)
             weights = run.checkpoint("repair")
-        run.export(dense, weights, extracted.layout)
-        measure = partial(_measure_unexported, run, dense, extracted)
-        run.evaluate(dense, extracted.layout, lambda: figures | measure())
+        run.export(dense, weights, layout)
+        run.evaluate(dense, layout, lambda: figures | _measure_unexported(run, dense, extracted))
         return run.conversion()
 
 
@@ -132,14 +130,15 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             split = layout.granularity
             raise_on_all_ranks(lambda: require_exportable(dense, split, config.export))
             tokens = config.repairing.tokens(split, dense.config) if repairs else 0
-            text = run.tokenise(dense, tokens, beside=source.text)
+            run.tokenise(dense, tokens, beside=source.text)
             if repairs:
                 repaired = run.repair("finetune", dense, layout)
                 figures = {"steps": 0, "tokens": repaired["tokens"], "repair": repaired}
             else:
                 layout = _train(run, dense, source)
-                steps = training.schedule(text.training.num_blocks).steps
-                tokens = steps * training.batch_size * text.training.seq_len
+                blocks = run.text.training
+                steps = training.schedule(blocks.num_blocks).steps
+                tokens = steps * training.batch_size * blocks.seq_len
                 figures = {"steps": steps, "tokens": tokens}
         if not run.is_first:
             return run.conversion()
@@ -167,12 +166,11 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
     config = checked(config)
     run = _Run(config, config, config.align, progress)
     with ExitStack() as work:
-        if run.start(work):
-            return run.results()
-        dense = describe_dense(config.model)
-        run.tokenise(dense, config.calibrate.tokens(dense.widths.model))
-        figures = _prune(run, dense)
-        run.write_results(lambda: _measure_pruned(run, dense, figures))
+        if not run.start(work):
+            dense = describe_dense(config.model)
+            run.tokenise(dense, config.calibrate.tokens(dense.widths.model))
+            figures = _prune(run, dense)
+            run.write_results(lambda: _measure_pruned(run, dense, figures))
         return run.results()
 
 
@@ -208,27 +206,28 @@ class _Run:
         config, folder = self.config, self.folder
         last = "prune" if isinstance(config, PruneRunConfig) else "export"
 
-        def inputs() -> dict[str, str]:
-            if source:
-                return source.fingerprints
-            return {"model": fingerprint(describe_dense(config.model).folder)}
-
         def start() -> bool:
             work.enter_context(folder.at_work(config))
-            if folder.holds(last, "evaluate"):
-                folder.require_inputs(inputs())
-                return True
-            if not folder.holds("data"):
+            is_done = folder.holds(last, "evaluate")
+            if not is_done and not folder.holds("data"):
                 texts = (*config.eval_text, *self.converted.other_text)
                 require_sources(self.converted.data, texts)
-            folder.begin(config, source.model if source else config.model, inputs())
-            return False
+            if source:
+                model, inputs = source.model, source.fingerprints
+            else:
+                model = config.model
+                inputs = {"model": fingerprint(describe_dense(model).folder)}
+            if is_done:
+                folder.require_inputs(inputs)
+            else:
+                folder.begin(config, model, inputs)
+            return is_done
 
         if self.training.steps:
             raise_on_all_ranks(lambda: require_equal_shares(self.training.batch_size))
         return broadcast_from_rank_zero(start)
 
-    def tokenise(self, dense: DenseModel, min_tokens: int, beside: Text | None = None) -> Text:
+    def tokenise(self, dense: DenseModel, min_tokens: int, beside: Text | None = None) -> None:
         """Text to train on and to measure on, written by rank zero alone."""
         config, data = self.config, self.converted.data
 
@@ -257,7 +256,6 @@ class _Run:
         self.texts = {text.heldout_name: text.heldout}
         if other := self.converted.other_text:
             self.texts[other] = TokenBlocks.load(self.folder.stage("data") / OTHER)
-        return text
 
     def state(
         self, stage: str, device: torch.device, make: Callable[[Path], AlignState]

@@ -45,8 +45,7 @@ def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:
         conversions.append(convert(run, progress))
     random, learned = (conversion.results for conversion in conversions)
     model = str(conversions[-1].export)
-    samples = EvaluateConfig(model=model, against=EMBEDDED, generate=60, prompts=(PROMPT,))
-    sides = evaluate(samples)
+    sides = evaluate(EvaluateConfig(model=model, against=EMBEDDED, generate=60, prompts=(PROMPT,)))
     texts = [sides[side]["texts"][0] for side in ("against", "model")]
     summary = {
         "origin": "measured",

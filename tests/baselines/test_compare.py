@@ -35,9 +35,8 @@ def out(tmp_path):
 def compare(tiny_dense, text_file, heldout_file, out, command):
     """Runs `dotmoe compare` with these methods and options."""
 
-    def make(*methods, model="llama", to=out, without=(), **options):
+    def make(*methods, model="llama", to=out, **options):
         options = OPTIONS | {"data": text_file, "eval_text": heldout_file} | options
-        options = {name: value for name, value in options.items() if name not in without}
         return command("compare", tiny_dense(model), to, methods=methods, **options)
 
     return make
@@ -265,8 +264,9 @@ def test_a_share_of_the_parameters_is_the_budget_of_all_rows(compare, rows_of, t
     said = compare("shortgpt", active_params=0.75).refusal()
     assert "active_params is 0.75 and active_experts is 4: two budgets" in said
     assert not out.exists()
-    asked = {"active_params": 0.75, "without": ("active_experts",)}
-    dense, own, _, shortgpt = rows_of("contiguous_split", "shortgpt", **asked)
+    assert "--active-experts None takes back" in said
+    budget = {"active_params": 0.75, "active_experts": None}
+    dense, own, _, shortgpt = rows_of("contiguous_split", "shortgpt", **budget)
     stock = AutoModelForCausalLM.from_pretrained(tiny_dense("llama"))
     total, experts, layers = stock.num_parameters(), 12, len(stock.model.layers)
     expert = 3 * stock.config.hidden_size * 8 * layers

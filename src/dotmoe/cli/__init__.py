@@ -131,11 +131,12 @@ def message_of(error: Exception) -> str | None:
     import torch
     from safetensors import SafetensorError
 
-    on_gpu = isinstance(error, torch.OutOfMemoryError)
-    if on_gpu or isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+    text, on_gpu = str(error) or type(error).__name__, isinstance(error, torch.OutOfMemoryError)
+    refused = re.search(r"can(no|')t allocate memory", text, re.IGNORECASE)
+    if on_gpu or refused or isinstance(error, MemoryError):
         remedy = "Lower --micro-batch-size or --seq-len, give --activation-checkpointing"
         memory, other = ("GPU memory", "choose --device cpu") if on_gpu else ("memory", "get more")
-        return f"out of {memory} ({error}). {remedy}, or {other}."
+        return f"out of {memory} ({text}). {remedy}, or {other}."
     if not isinstance(error, OSError | SafetensorError | RuntimeError):
         return None
     cause: BaseException | None = error

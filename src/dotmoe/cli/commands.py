@@ -81,11 +81,10 @@ class Line(NamedTuple):
             )
         help_option = next((w for w in arguments if w in ("-h", "--help", "--help-all")), None)
         errors, output = io.StringIO(), io.StringIO()
-        columns = {"COLUMNS": str(_HELP_COLUMNS if help_option else _ALL_COLUMNS)}
+        width = patch.dict(os.environ, COLUMNS=str(_HELP_COLUMNS if help_option else _ALL_COLUMNS))
         texts = patch("docstring_parser.parse_from_object", _attributes_in_one_line)
-        to_errors, to_output = redirect_stderr(errors), redirect_stdout(output)
         try:  # to files without an encoding tyro writes plain ASCII
-            with patch.dict(os.environ, columns), texts, to_errors, to_output:
+            with width, texts, redirect_stderr(errors), redirect_stdout(output):
                 config: Config = tyro.cli(
                     cls,
                     prog=f"dotmoe {self.name}",
@@ -119,8 +118,7 @@ class Line(NamedTuple):
             raise UserError("--recipe and --config both name a start. Give one of them.")
         recipe = recipe_of(command, chosen.recipe)
         if chosen.config:
-            path = chosen.config
-            return from_values(type(recipe), read_json(path), str(path)), rest
+            return from_values(type(recipe), read_json(chosen.config), str(chosen.config)), rest
         source = "model" if command == "convert" else "run"
         name: Any = getattr(recipe, source) or tyro.MISSING
         return replace(recipe, **{source: name, "out": tyro.MISSING}), rest
@@ -291,11 +289,9 @@ class ReportConfig:
 def run_report(line: Line) -> None:
     config = line.config(ReportConfig)
     folder, out = Path(config.run), Path(config.out) if config.out else None
-    if not folder.is_dir():
-        raise UserError(f"{folder} is no folder. Name one that dotmoe convert has written.")
-    if not plots.is_installed():
-        _show(plots.NO_PLOTS, to_stderr=True)
     if out and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise UserError(f"--out {out} is no file in a folder that exists. Name one, as a.html.")
     plots_folder = None if out else page.default_page(folder).with_name("plots")
     print(page.html_report(folder, out, plots_folder))
+    if not plots.is_installed():
+        _show(plots.NO_PLOTS, to_stderr=True)
