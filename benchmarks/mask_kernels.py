@@ -32,7 +32,7 @@ def activation_inputs(tokens: int, neurons: int, experts: int, device: torch.dev
 
 def soft_inputs(tokens: int, neurons: int, experts: int, device: torch.device) -> Inputs:
     """Random ones of `soft_top_k`."""
-    return (2.5 * torch.randn(tokens, experts, device=device),), (experts // 4, 1.0)
+    return (2.5 * torch.randn(tokens, experts, device=device),), (experts // 4,)
 
 
 KERNELS: dict[str, tuple[Any, Callable[..., Tensor], Callable[..., Inputs]]] = {

@@ -191,6 +191,22 @@ def test_nothing_has_moved_at_the_first_step_and_a_resumed_run_logs_the_same(
     assert moved("cut") == whole[2:]
 
 
+def test_activation_checkpointing_changes_no_gradient(dense, blocks, tmp_path):
+    ffn = dense.model.model.layers[0].mlp
+
+    def learned(checkpointing):
+        config, runs = replace(CONFIG, activation_checkpointing=checkpointing), []
+        folder = tmp_path / str(checkpointing)
+        folder.mkdir()
+        with ffn.register_forward_pre_hook(lambda *_: runs.append(True)):
+            return align(alignment(dense, blocks, config), folder), len(runs)
+
+    (kept, runs), (recomputed, more_runs) = learned(False), learned(True)
+    assert (runs, more_runs) == (2 * CONFIG.steps, 3 * CONFIG.steps)
+    assert torch.equal(kept.affinity_LNE, recomputed.affinity_LNE)
+    assert torch.equal(kept.router_LED, recomputed.router_LED)
+
+
 @pytest.mark.parametrize("fixed", [{"learn_assignment": False}, {"lr_affinity": 0.0}])
 def test_the_split_stays_while_its_router_learns(fixed, dense, blocks, tmp_path):
     task = alignment(dense, blocks, replace(CONFIG, **fixed))

@@ -41,6 +41,17 @@ def test_planted_experts_are_found_with_the_router_that_runs_them(seed):
     assert torch.equal((x_TD @ router_ED.T).argmax(dim=1), expert_of_topic[topic_T])
 
 
+@pytest.mark.parametrize("rounds", [0, 10])
+def test_the_neurons_of_largest_energy_start_in_the_shared_expert(rounds, monkeypatch):
+    monkeypatch.setattr("dotmoe.calibrate._ROUNDS", rounds)
+    is_strong, generator = torch.arange(32) % 4 == 0, torch.Generator().manual_seed(0)
+    x_TD, energy_TN = (torch.rand(90, width, generator=generator) for width in (6, 32))
+    energy_TN += 5 * is_strong
+    split = Granularity(num_experts=6, expert_size=4, active_experts=2, shared_size=8)
+    expert_N, _ = router_aware_start(x_TD, energy_TN, split, CalibrateConfig(), seed=0)
+    assert torch.equal(expert_N == 6, is_strong)
+
+
 def test_the_shared_expert_takes_what_no_router_can_predict():
     x_TD, topic_T, truth_N, generator = planted(0, 5)
     energy_TN = 5.0 * (topic_T[:, None] == truth_N)  # 1.25 in the mean

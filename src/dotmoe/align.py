@@ -35,8 +35,6 @@ from dotmoe.transport import TransportPlan, greedy_assignment
 class AlignConfig(ObjectiveConfig):
     """The alignment phase."""
 
-    steps: Annotated[int, at_least(0)] = 3500
-    """Optimizer steps; 0 extracts the initial state as it is."""
     lr_affinity: Annotated[float, at_least(0)] | None = None
     """Peak learning rate of the affinities; default: lr."""
     learn_assignment: bool = True

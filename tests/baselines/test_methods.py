@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dotmoe.baselines import (
     METHODS,
@@ -30,6 +31,7 @@ from dotmoe.calibrate import CalibrateConfig, RidgeRouter, block_inputs, contrib
 from dotmoe.errors import UserError
 from dotmoe.granularity import Granularity
 from dotmoe.layout import ALWAYS_ON, AssignmentConfig, extract
+from dotmoe.moe.objective import CPU_CHUNK_ROWS
 from dotmoe.transport import greedy_assignment
 
 S, E, K = 8, 12, 4
@@ -318,6 +320,22 @@ def test_importance_is_the_gradient_of_a_factor_on_each_activation(dense, tokens
             mean = worth[experts[layer] == expert].mean(dim=0)
             torch.testing.assert_close(found[layer][:, expert], mean, rtol=1e-3, atol=1e-6)
     assert all(p.grad is None for p in dense.model.parameters())
+
+
+def test_importance_holds_a_chunk_of_the_logits_at_once(dense, tokens_BT):
+    rows_at_once = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if function is torch.ops.aten.mm.default and out.shape[1] == dense.config.vocab_size:
+                rows_at_once.append(len(out))
+            return out
+
+    with Watch():
+        importance(dense, tokens_BT, [torch.zeros(tokens_BT.numel(), dtype=torch.long)] * 2, 1)
+    assert sum(rows_at_once) == tokens_BT.numel()
+    assert max(rows_at_once) == CPU_CHUNK_ROWS < tokens_BT[:4].numel()
 
 
 @pytest.mark.parametrize("method", ["llama_moe_v2", "llama_moe_v2_residual"])

@@ -32,24 +32,22 @@ def test_the_mask_marks_the_k_largest_logits_of_each_token():
 
 def test_soft_rows_are_the_sigmoids_whose_sum_is_k():
     values = logits()
-    for k, temperature in [(1, 1.0), (4, 0.3), (8, 2.0)]:
-        soft = soft_top_k(values, k, temperature)
-        for row, found in zip(values, soft, strict=True):
-            scaled = row.numpy() / temperature
-            theta = brentq(lambda t, x=scaled, k=k: expit(x - t).sum() - k, -200, 200, xtol=1e-13)
-            assert torch.allclose(found, torch.from_numpy(expit(scaled - theta)), atol=1e-7)
+    for k in (1, 4, 8):
+        for row, found in zip(values.numpy(), soft_top_k(values, k), strict=True):
+            theta = brentq(lambda t, x=row, k=k: expit(x - t).sum() - k, -200, 200, xtol=1e-13)
+            assert torch.allclose(found, torch.from_numpy(expit(row - theta)), atol=1e-7)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 30.0, 1e4])
 def test_soft_rows_sum_to_k_in_float32_at_any_scale(scale):
-    soft = soft_top_k(logits(64, 148, torch.float32, scale), 37, 1.0)
+    soft = soft_top_k(logits(64, 148, torch.float32, scale), 37)
     assert torch.isfinite(soft).all()
     assert torch.allclose(soft.sum(dim=1), torch.full((64,), 37.0), atol=1e-2)
 
 
 def test_all_experts_active_gives_ones_and_no_gradient():
     values = logits().requires_grad_()
-    soft = soft_top_k(values, values.shape[1], 1.0)
+    soft = soft_top_k(values, values.shape[1])
     soft.sum().backward()
     assert bool((soft == 1).all())
     assert not values.grad.any()
@@ -57,7 +55,7 @@ def test_all_experts_active_gives_ones_and_no_gradient():
 
 def test_the_gradient_of_soft_top_k_is_that_of_finite_differences():
     values = logits(3, 6).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: soft_top_k(x, 2, 0.7), (values,), atol=1e-6)
+    assert torch.autograd.gradcheck(lambda x: soft_top_k(x, 2), (values,), atol=1e-6)
 
 
 @pytest.mark.parametrize("surrogate", ["softmax", "soft_top_k"])
@@ -69,7 +67,7 @@ def test_straight_through_is_hard_forward_and_soft_backward(surrogate):
     assert torch.equal(mask, top_k_mask(values, 3))
     (mask * weights).sum().backward()
     other = values.detach().clone().requires_grad_()
-    soft = torch.softmax(other, dim=1) if surrogate == "softmax" else soft_top_k(other, 3, 0.8)
+    soft = torch.softmax(other, dim=1) if surrogate == "softmax" else soft_top_k(other / 0.8, 3)
     (soft * weights).sum().backward()
     assert torch.equal(values.grad, other.grad)
 

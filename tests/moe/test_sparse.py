@@ -40,7 +40,7 @@ def test_gradients_equal_those_of_the_masked_dense_ffn(surrogate, tiny_dense, la
     router = layout.router_LED[0].clone().requires_grad_()
     logits = masked_x @ router.T
     hard = top_k_mask(logits, 2)
-    soft = torch.softmax(logits, 1) if surrogate == "softmax" else soft_top_k(logits, 2, 1.0)
+    soft = torch.softmax(logits, 1) if surrogate == "softmax" else soft_top_k(logits, 2)
     mask = hard + soft - soft.detach()
 
     def fill(grad):

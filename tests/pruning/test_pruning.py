@@ -194,6 +194,22 @@ def test_wanda_and_sparsegpt_agree_with_llm_compressor(columns, monkeypatch):
     assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
+def test_sparsegpt_leaves_less_error_than_wanda_and_wanda_less_than_magnitude(
+    dense_of, pruned_of, tokens_BT
+):
+    read = inputs_of(dense_of("llama"), tokens_BT)
+
+    def error(method):  # of the first layer, whose inputs are the same for all
+        dense, before, *_ = pruned_of(method)
+        now, names = weights_of(dense), [name for name in read if ".layers.0." in name]
+        changes = [(name, before[f"{name}.weight"] - now[f"{name}.weight"]) for name in names]
+        return sum(
+            np.square(read[name] @ change.double().numpy().T).sum() for name, change in changes
+        )
+
+    assert 1.2 * error("sparsegpt_2_4") < error("wanda_2_4") < error("magnitude_2_4")
+
+
 # --- whole layers
 
 

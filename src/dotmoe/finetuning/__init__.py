@@ -211,8 +211,7 @@ class Finetuning(Objective):
         seed: int,
     ) -> None:
         super().__init__(student.dense, [student.routing], blocks, config, seed=seed)
-        self.model = student
-        self.own_teacher = teacher
+        self.model, self.own_teacher = student, teacher
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Routers, and the other weights that are trained, if any."""

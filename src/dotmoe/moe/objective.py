@@ -39,7 +39,7 @@ class ObjectiveConfig:
     """
 
     steps: Annotated[int, at_least(0)] = 3500
-    """Optimizer steps."""
+    """Optimizer steps; 0 extracts the initial state as it is."""
     batch_size: Annotated[int, at_least(1)] = 64
     """Sequences per optimizer step, of all ranks together; they share them equally."""
     micro_batch_size: Annotated[int, at_least(1)] = 4

@@ -97,37 +97,32 @@ def straight_through_top_k(
     if surrogate == "softmax":
         soft = torch.softmax(logits_TE, dim=1)
     else:
-        soft = soft_top_k(logits_TE, active_experts, temperature)
+        soft = soft_top_k(logits_TE / temperature, active_experts)
     # What is added is exactly 0, and has the gradient of the surrogate.
     return mask_TE + (soft - soft.detach()), chosen_TK
 
 
-def soft_top_k(
-    logits_TE: Float[Tensor, "T E"], active_experts: int, temperature: float
-) -> Float[Tensor, "T E"]:
+def soft_top_k(logits_TE: Float[Tensor, "T E"], active_experts: int) -> Float[Tensor, "T E"]:
     """Soft routing mask whose rows sum to k, as the binary mask's do.
 
-        S = sigmoid((L - theta_t) / temperature)   with theta_t such that   sum_e S[t, e] = k
+        S = sigmoid(L - theta_t)   with theta_t such that   sum_e S[t, e] = k
 
     This is entropic transport of k units over E experts of capacity 1. Entries are in (0, 1), all
     ones at k = E; each row sums to k within 1e-4. Logits are float32 or float64.
 
     Gradient:
-        Implicit in theta: with w = S (1 - S), `dL = w * (g - sum(w g) / sum(w)) / temperature`.
+        Implicit in theta: with w = S (1 - S), `dL = w * (g - sum(w g) / sum(w))`.
         A row's gradient sums to zero, so no token pushes all its logits up.
     """
-    result: Tensor = _SoftTopK.apply(  # type: ignore[no-untyped-call]
-        logits_TE, active_experts, temperature
-    )
+    result: Tensor = _SoftTopK.apply(logits_TE, active_experts)  # type: ignore[no-untyped-call]
     return result
 
 
 class _SoftTopK(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, active_experts: int, temperature: float) -> Tensor:
-        soft = _saturated(logits_TE / temperature, active_experts)
+    def forward(ctx: Any, logits_TE: Tensor, active_experts: int) -> Tensor:
+        soft = _saturated(logits_TE, active_experts)
         ctx.save_for_backward(soft)
-        ctx.temperature = temperature
         return soft
 
     @staticmethod
@@ -136,25 +131,25 @@ class _SoftTopK(torch.autograd.Function):
         weight = soft * (1 - soft)
         total = weight.sum(dim=1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
         mean = (weight * grad_TE).sum(dim=1, keepdim=True) / total
-        return weight * (grad_TE - mean) / ctx.temperature, None, None
+        return weight * (grad_TE - mean), None
 
 
-def _saturated(scaled_TE: Tensor, active_experts: int) -> Tensor:
+def _saturated(logits_TE: Tensor, active_experts: int) -> Tensor:
     """sigmoid(x - theta) where sum_e sigmoid(x_e - theta) = k for every token."""
-    num_experts, info = scaled_TE.shape[1], torch.finfo(scaled_TE.dtype)
+    num_experts, info = logits_TE.shape[1], torch.finfo(logits_TE.dtype)
     if active_experts == num_experts:
-        return torch.ones_like(scaled_TE)
+        return torch.ones_like(logits_TE)
     # Newton steps stay inside a bracket. With x sorted descending, k - 1 + (E - k + 1) exp(-a) < k
     # bounds theta from above at x_k + a, (k + 1) (1 - exp(-b)) >= k from below at x_(k+1) - b.
-    *_, kth_T, next_T = scaled_TE.topk(active_experts + 1, dim=1).values.unbind(1)
+    *_, kth_T, next_T = logits_TE.topk(active_experts + 1, dim=1).values.unbind(1)
     low = next_T.unsqueeze(1) - math.log(active_experts + 1)
     high = kth_T.unsqueeze(1) + math.log(num_experts)
-    if (kernels := kernels_for(scaled_TE)) is not None:
-        fused: Tensor = kernels.soft_top_k(scaled_TE, low, high, active_experts, _ITERATIONS)
+    if (kernels := kernels_for(logits_TE)) is not None:
+        fused: Tensor = kernels.soft_top_k(logits_TE, low, high, active_experts, _ITERATIONS)
         return fused
     theta = (low + high) / 2
     for _ in range(_ITERATIONS):
-        soft = torch.sigmoid(scaled_TE - theta)
+        soft = torch.sigmoid(logits_TE - theta)
         excess = soft.sum(dim=1, keepdim=True) - active_experts
         # Elsewhere than on a CPU the question would wait for the device.
         if soft.device.type == "cpu" and excess.abs().max() <= num_experts * info.eps:
@@ -165,7 +160,7 @@ def _saturated(scaled_TE: Tensor, active_experts: int) -> Tensor:
         newton = theta + excess / slope.clamp_min(info.tiny)
         inside = (newton >= low) & (newton <= high)
         theta = torch.where(inside, newton, (low + high) / 2)
-    return torch.sigmoid(scaled_TE - theta)
+    return torch.sigmoid(logits_TE - theta)
 
 
 def kernels_for(tensor: Tensor) -> Any:

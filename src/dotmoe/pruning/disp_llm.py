@@ -73,8 +73,7 @@ def disp_llm(inputs: PruneInputs) -> Pruned:
         for part in (gate, up):
             part.weight.mul_(neurons[:, None] * ffn_reads)
         down.weight.mul_(ffn_writes[:, None] * neurons)
-    plan = {"selected": [int(mask.sum()) for mask in masks]}
-    return Pruned(removed(bound), plan)
+    return Pruned(removed(bound), {"selected": [int(mask.sum()) for mask in masks]})
 
 
 def kept_parameters(dense: DenseModel, selected: Sequence[Any]) -> Any:
