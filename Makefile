@@ -43,8 +43,8 @@ smollm2: $(SMOLLM2)  ## A real model of 135M parameters, fetched and converted (
 		--data $(SMOLLM2_DATA) --sample-batch-size 64 --eval-tokens 4096
 
 # Texts of the table: to fit to, and two held-out ones, named as its columns are to be. The speeds
-# need `pip install -e '.[llama-cpp]'`. The README's rows have SMOLLM2_DTYPE=bfloat16, which
-# halved the time on a CPU that multiplies it (AVX512-BF16; see lscpu) and took six times as long on one with AVX2 alone.
+# need `pip install -e '.[llama-cpp]'`. SMOLLM2_DTYPE=bfloat16 halved the time on a CPU whose AMX
+# multiplies it (see lscpu), and took six times as long on one with AVX2 alone.
 SMOLLM2_DTYPE ?= float32
 SMOLLM2_TASKS := --tasks paper --shots 0 --limit 500 --dtype $(SMOLLM2_DTYPE) $(if $(TASK_DATA),--task-data $(TASK_DATA))
 smollm2-table: $(SMOLLM2)  ## The README's table of it, hours (SMOLLM2_DATA=, WIKI=, BOOKS=, TASK_DATA=)
