@@ -3,6 +3,7 @@
 `Forked` is a command in a real process that needs no second start: a fork of this one.
 """
 
+import gc
 import os
 import shutil
 import signal
@@ -167,6 +168,7 @@ class Forked:
         self.pid = self._process.pid
 
     def _run(self, arguments, writing):
+        gc.freeze()  # Garbage of this process may belong to threads that a fork does not have.
         sys.stdout = sys.stderr = os.fdopen(writing, "w", buffering=1)
         sys.exit(run(arguments))
 
@@ -193,10 +195,9 @@ class Forked:
 
     def kill_when(self, reached):
         """SIGKILL when a condition holds; False if the process ended before."""
-        if not self.is_there_when(reached):
-            return False
+        there = self.is_there_when(reached)
         self._process.kill()
-        return self.wait() == -signal.SIGKILL
+        return there and self.wait() == -signal.SIGKILL
 
 
 def affinity(*shape, std=1.0, seed=0):

@@ -53,7 +53,7 @@ def test_the_written_config_repeats_the_run(finished, command, tmp_path):
 def test_sigterm_says_how_to_go_on(moment, finished, tmp_path):
     made = finished.at(tmp_path / "run", steps=4000, max_epochs=10_000)
     process, sign = Forked(made.command()), made.folder / moment
-    assert process.is_there_when(lambda: sign.exists() and sign.stat().st_size > 0)
+    assert process.is_there_when(lambda: sign.exists() and sign.stat().st_size > 0), process.said()
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait() == 128 + signal.SIGTERM
     said = process.said()
@@ -76,10 +76,8 @@ def test_the_two_runs_train_as_long_from_the_same_kind_of_router():
 def test_the_learned_split_loses_half_of_what_the_random_one_loses(tmp_path):
     made = quickstart(QuickstartConfig(out=str(tmp_path / "quick")), Progress(quiet=True))
     for level, bound in (("", 0.36), ("_repaired", 0.18)):
-        random, learned = (
-            made[name + level]["loss"] - made["dense"]["loss"]
-            for name in ("random_split", "dot_moe")
-        )
+        random = made["random_split" + level]["loss"] - made["dense"]["loss"]
+        learned = made["dot_moe" + level]["loss"] - made["dense"]["loss"]
         assert 0 < learned < bound
         assert learned < 0.75 * random
     assert made["verification"]["top1_agreement"] > 0.95
