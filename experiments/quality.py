@@ -2,12 +2,13 @@
 
     python experiments/quality.py OUT --seed 0
     python experiments/quality.py OUT --model GGUF --data TEXT --eval-text A --other-text B \
-        --expert-size 32 --active 0.5 --shared 0.25 --seq-len 512 --batch-size 2 --steps 24 \
-        --lr 2e-3 --dtype bfloat16
+        --expert-size 32 --active 0.5 --shared 0.25 --first-dense-layers 1 --seq-len 512 \
+        --batch-size 2 --steps 24 --lr 2e-3 --rows "paper's recipe" start repaired
 
 All rows have the same budget, text and batches; the paper's recipe, our alignment and the
 finetuning take as many steps. Measured on held-out text of the domain that was fitted to, and on
-another. Runs lie in OUT and go on where they were stopped. Writes OUT/quality.json.
+another. Runs lie in OUT and go on where they were stopped. Writes OUT/quality.json. A rival whose
+method has a shared expert gets the one of our row with it.
 """
 
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import tyro
 from tyro.conf import Positional
 
 from dotmoe import convert, finetune, finetune_recipe, recipe
+from dotmoe.baselines import METHODS
 from dotmoe.config import RunConfig
 from dotmoe.evaluate import evaluate
 from dotmoe.evaluate.models import EvaluateConfig, TextConfig
@@ -29,7 +31,6 @@ from dotmoe.progress import Progress
 from dotmoe.run_folder import provenance
 
 DOCUMENTS = Path(__file__).resolve().parents[1] / "docs"
-RIVALS = ("random_split", "co_activation", "llama_moe_v2")
 REPAIRS = {"repaired": 0, "repaired, trained": 5}
 """Passes over its text by which a repair trains all projections, of our start and every rival's."""
 
@@ -52,13 +53,21 @@ class Settings:
     shared: float = 0.125
     """Of the row with a shared expert."""
     seq_len: int = 256
+    first_dense_layers: int = 0
     steps: int = 300
     batch_size: int = 4
     lr: float = 1e-2
     """Of our alignment; the paper's recipe has its own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     repair_tokens: int | None = None
+    rivals: tuple[str, ...] = ("random_split", "co_activation", "llama_moe_v2")
+    rows: tuple[str, ...] = ()
+    """Of these alone, the paper's recipe among them. Default: of all."""
     seed: int = 0
+
+    def wants(self, row: str) -> bool:
+        """Whether a row is to be made."""
+        return not self.rows or row in self.rows
 
     @property
     def load(self) -> LoadConfig:
@@ -73,7 +82,11 @@ def conversions(settings: Settings, other: tuple[str, ...]) -> dict[str, RunConf
     start = replace(
         ours,
         model=settings.model,
-        experts=ExpertsConfig(expert_size=settings.expert_size, active=settings.active),
+        experts=ExpertsConfig(
+            expert_size=settings.expert_size,
+            active=settings.active,
+            first_dense_layers=settings.first_dense_layers,
+        ),
         data=replace(ours.data, data=settings.data, seq_len=settings.seq_len),
         align=replace(ours.align, steps=0, lr=settings.lr, lr_router=settings.lr, **size),
         load=settings.load,
@@ -89,6 +102,11 @@ def conversions(settings: Settings, other: tuple[str, ...]) -> dict[str, RunConf
 
     own = replace(start.baseline, split_router="ridge")
     shared = replace(start.experts, shared=settings.shared)
+
+    def split_by(rival: str) -> RunConfig:
+        experts = shared if METHODS[rival].has_shared_expert else start.experts
+        return replace(start, method=rival, baseline=own, experts=experts)
+
     return {
         "paper's recipe": replace(
             start,
@@ -102,8 +120,8 @@ def conversions(settings: Settings, other: tuple[str, ...]) -> dict[str, RunConf
         "repaired, shared expert": repaired(replace(start, experts=shared)),
         **{name: repaired(start, epochs) for name, epochs in REPAIRS.items()},
         **{
-            f"{rival}, {name}": repaired(replace(start, method=rival, baseline=own), epochs)
-            for rival in RIVALS
+            f"{rival}, {name}": repaired(split_by(rival), epochs)
+            for rival in settings.rivals
             for name, epochs in REPAIRS.items()
         },
     }
@@ -148,11 +166,15 @@ def main() -> None:
         return settings.out / row.replace("'", "").replace(", ", "-").replace(" ", "_")
 
     for row, config in conversions(settings, other).items():
+        if not settings.wants(row):
+            continue
         print(f"{row}:", flush=True)
         convert(replace(config, out=str(out(row))), Progress())
         rows[row] = closeness(out(row), settings, texts)
     for source in REPAIRS:
         row = f"{source}, finetuned"
+        if not settings.wants(row):
+            continue
         print(f"{row}:", flush=True)
         tuning = finetune_recipe("small", run=str(out(source)), out=str(out(row)))
         steps = replace(tuning.finetune, steps=settings.steps, batch_size=settings.batch_size)
