@@ -63,9 +63,9 @@ def on_disk(
 def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The exported model in the class that Transformers has for it, weights on disk.
 
-    Transformers gets each layer, when it runs, as a checkpoint of everything outside the layers and
-    the one layer: naming, stacking and checking of tensors are its work. A `VerificationError` says
-    that it misses one or does not know one.
+    Transformers gets each layer, when it runs, as a checkpoint of that layer, and of the rest as
+    tensors without storage: naming, stacking and checking of tensors are its work. A
+    `VerificationError` says that it misses one or does not know one.
     """
     plain = read_json(folder / "config.json")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -79,7 +79,9 @@ def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> 
             for name, number in layer_of.items()
             if number is None or number == layer or number >= config.num_hidden_layers
         }
-        state = {names[name]: tensor for name, tensor in tensors.read_all(names)}
+        beside = [name for name in names if layer is not None and layer_of[name] is None]
+        state = {names[name]: tensor for name, tensor in tensors.read_all(names.keys() - beside)}
+        state |= {names[name]: torch.zeros(()).expand(tensors.describe(name)[0]) for name in beside}
         options = {"config": type(config).from_dict(_with_one_layer(plain, layer)), "dtype": dtype}
         place = str(folder) if layer is None else f"layer {layer} of {folder}"
         try:
@@ -115,8 +117,7 @@ def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _layer_of(name: str) -> int | None:
-    match = _LAYER.match(name)
-    return None if match is None else int(match[1])
+    return int(match[1]) if (match := _LAYER.match(name)) else None
 
 
 def _with_one_layer(plain: dict[str, Any], layer: int | None) -> dict[str, Any]:
@@ -126,8 +127,7 @@ def _with_one_layer(plain: dict[str, Any], layer: int | None) -> dict[str, Any]:
     for key in ("layer_types", "heads_of_experts"):
         if plain.get(key):
             changed[key] = [plain[key][index] for index in kept]
-    leading = plain.get("first_k_dense_replace", 0)
-    if leading:
+    if leading := plain.get("first_k_dense_replace"):
         changed["first_k_dense_replace"] = sum(index < leading for index in kept)
     if plain.get("mlp_only_layers"):
         changed["mlp_only_layers"] = [0] if layer in plain["mlp_only_layers"] else []
