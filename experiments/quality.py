@@ -7,8 +7,7 @@
 
 All rows have the same budget, text and batches; the paper's recipe, our alignment and the
 finetuning take as many steps. Measured on held-out text of the domain that was fitted to, and on
-another. Runs lie in OUT and go on where they were stopped. Writes OUT/quality.json. A rival whose
-method has a shared expert gets the one of our row with it.
+another. Runs lie in OUT and go on where they were stopped. Writes OUT/quality.json.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ import tyro
 from tyro.conf import Positional
 
 from dotmoe import convert, finetune, finetune_recipe, recipe
-from dotmoe.baselines import METHODS
 from dotmoe.config import RunConfig
 from dotmoe.evaluate import evaluate
 from dotmoe.evaluate.models import EvaluateConfig, TextConfig
@@ -102,11 +100,6 @@ def conversions(settings: Settings, other: tuple[str, ...]) -> dict[str, RunConf
 
     own = replace(start.baseline, split_router="ridge")
     shared = replace(start.experts, shared=settings.shared)
-
-    def split_by(rival: str) -> RunConfig:
-        experts = shared if METHODS[rival].has_shared_expert else start.experts
-        return replace(start, method=rival, baseline=own, experts=experts)
-
     return {
         "paper's recipe": replace(
             start,
@@ -120,7 +113,7 @@ def conversions(settings: Settings, other: tuple[str, ...]) -> dict[str, RunConf
         "repaired, shared expert": repaired(replace(start, experts=shared)),
         **{name: repaired(start, epochs) for name, epochs in REPAIRS.items()},
         **{
-            f"{rival}, {name}": repaired(split_by(rival), epochs)
+            f"{rival}, {name}": repaired(replace(start, method=rival, baseline=own), epochs)
             for rival in settings.rivals
             for name, epochs in REPAIRS.items()
         },
