@@ -72,14 +72,8 @@ def random_dense(
     torch.manual_seed(seed)
     with default_dtype(dtype), torch.device(device):
         model = LlamaForCausalLM(config)
-    return DenseModel(
-        model=model.requires_grad_(False).eval(),
-        tokenizer=None,
-        family=family_of(config),
-        folder=Path(),
-        source="random weights",
-        revision=None,
-    )
+    model.requires_grad_(False).eval()
+    return DenseModel(model=model, family=family_of(config), source="random weights")
 
 
 def write_random_dense(shape: Shape, folder: Path, dtype: torch.dtype, seed: int) -> None:

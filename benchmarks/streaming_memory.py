@@ -84,16 +84,16 @@ def main() -> None:
 def bound_of(shape: Shape, tokens: int) -> dict[str, int]:
     """Most bytes in memory at one time: of weights, of what depends on the text, and freed ones.
 
-    Weights are at their most where an exported layer is loaded to be checked: the layer as stored
-    and in float32, and its experts stacked in float32 besides; or where a dense layer is
-    there in float32, and its last projection as stored; or embedding or head as stored and in
-    float32. Of freed memory glibc keeps 64 MiB, and of blocks below 32 MiB, which are the attention
-    matrices and what depends on the text, all that lies under one still in use.
+    Weights are at their most where an exported layer is loaded to be checked: the layer as stored,
+    its experts stacked besides, and all of it in float32; or where a dense layer is there in
+    float32, and its last projection as stored; or embedding or head as stored and in float32. Of
+    freed memory glibc keeps 64 MiB, and of blocks below 32 MiB, which are the attention matrices
+    and what depends on the text, all that lies under one still in use.
     """
     attention = shape.width * shape.width * (2 + 2 * shape.kv_heads // shape.heads)
     projection = shape.width * shape.ffn_width
     ffn = 3 * projection
-    checked_layer = (attention + ffn) * STORED + (attention + 2 * ffn) * COMPUTED
+    checked_layer = (attention + 2 * ffn) * STORED + (attention + ffn) * COMPUTED
     dense_layer = (attention + ffn) * COMPUTED + projection * STORED
     head = shape.vocabulary * shape.width * (STORED + COMPUTED)
     logits = 7 * tokens * shape.vocabulary * COMPUTED

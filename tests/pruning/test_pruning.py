@@ -14,8 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dotmoe.errors import UserError
-from dotmoe.inspection import described
-from dotmoe.models.family import num_parameters
+from dotmoe.models.family import DenseModel, family_of, meta_model, num_parameters
 from dotmoe.pruning import PRUNING, PruneInputs, by_curvature, prune, two_of_four
 from dotmoe.pruning.contract import made_up, threshold
 from dotmoe.pruning.disp_llm import disp_llm, gated, kept_parameters
@@ -351,7 +350,8 @@ def published(*sizes):
     """A model without weights of the sizes of a published one."""
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     keys += ("num_key_value_heads", "vocab_size")
-    return described(AutoConfig.for_model(sizes[-1], **dict(zip(keys, sizes, strict=False))), "")
+    config = AutoConfig.for_model(sizes[-1], **dict(zip(keys, sizes, strict=False)))
+    return DenseModel(model=meta_model(config), family=family_of(config), source="")
 
 
 LLAMA_2_7B = (4096, 11008, 32, 32, 32, 32000, "llama")

@@ -79,10 +79,20 @@ def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> 
             for name, number in layer_of.items()
             if number is None or number == layer or number >= config.num_hidden_layers
         }
-        beside = [name for name in names if layer is not None and layer_of[name] is None]
-        state = {names[name]: tensor for name, tensor in tensors.read_all(names.keys() - beside)}
-        state |= {names[name]: torch.zeros(()).expand(tensors.describe(name)[0]) for name in beside}
-        options = {"config": type(config).from_dict(_with_one_layer(plain, layer)), "dtype": dtype}
+        own = [name for name in names if layer is not None and layer_of[name] == layer]
+        state = {names[name]: tensor for name, tensor in tensors.read_all(own)}
+
+        def keeps(kind: torch.dtype) -> bool:
+            values = (tensor for tensor in state.values() if tensor.dtype != kind)
+            return all(torch.equal(each.to(kind).to(each.dtype), each) for each in values)
+
+        # Transformers holds experts twice over while it stacks them, so not in a wide dtype.
+        kinds = {dtype} | {tensor.dtype for tensor in state.values()}
+        narrow = next(filter(keeps, sorted(kinds, key=lambda kind: kind.itemsize)))
+        nothing = torch.zeros((), dtype=narrow)
+        for name in names.keys() - own:
+            state[names[name]] = nothing.expand(tensors.describe(name)[0])
+        options = {"config": type(config).from_dict(_with_one_layer(plain, layer)), "dtype": narrow}
         place = str(folder) if layer is None else f"layer {layer} of {folder}"
         try:
             with quiet_transformers():
@@ -104,12 +114,12 @@ def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> 
     def read(part: str, names: Iterable[str]) -> dict[str, Tensor]:
         layer = _layer_of(part)
         if layer is None:
-            weights = {name: tensors.read(f"{part}.{name}").to(dtype) for name in names}
+            weights = {name: tensors.read(f"{part}.{name}") for name in names}
         else:
             weights = load(layer).get_submodule("model.layers.0").state_dict()
             assert weights.keys() == set(names), part
         tensors.forget()
-        return {name: tensor.to(device) for name, tensor in weights.items()}
+        return {name: weights.pop(name).to(device, dtype) for name in names}
 
     load(None)
     _read_when_run(model, read, folder, VerificationError)

@@ -202,22 +202,11 @@ def _warnings(config: Any, sizes: Sizes, options: InspectConfig, refusal: str | 
 
 def _refusal(config: Any, split: Granularity, written: torch.dtype, source: str) -> str | None:
     """Why no format can hold such a conversion, as the export says it; raised if none is split."""
+    dense = DenseModel(model=meta_model(config), family=family_of(config), source=source)
     try:
-        format_for(described(config, source), split, "auto", written)
+        format_for(dense, split, "auto", written)
     except UserError as error:
         if split.first_dense_layers >= config.num_hidden_layers:
             raise
         return str(error)
     return None
-
-
-def described(config: Any, source: str) -> DenseModel:
-    """A model of which there is the config alone."""
-    return DenseModel(
-        model=meta_model(config),
-        tokenizer=None,
-        family=family_of(config),
-        folder=Path(),
-        source=source,
-        revision=None,
-    )

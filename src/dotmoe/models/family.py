@@ -305,18 +305,18 @@ TARGETS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseModel:
-    """A dense checkpoint, frozen, in evaluation mode."""
+    """A dense checkpoint, frozen, in evaluation mode; or a model of which there is less."""
 
     model: nn.Module
     """The Transformers causal language model; on the meta device where it is only described."""
-    tokenizer: Any
-    """Its tokenizer (a `PreTrainedTokenizerBase`)."""
     family: Family
-    folder: Path
-    """Local folder that holds config, safetensors and tokenizer files."""
     source: str
     """What the user called it: a folder, a GGUF file or a hub name."""
-    revision: str | None
+    tokenizer: Any = None
+    """Its tokenizer (a `PreTrainedTokenizerBase`)."""
+    folder: Path = Path()
+    """Local folder that holds config, safetensors and tokenizer files."""
+    revision: str | None = None
     """Commit of a hub checkpoint, if it came from there."""
 
     @property
