@@ -54,7 +54,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for: PyTorch takes seconds to load."""
+    """Import a public name when it is first used, because PyTorch takes seconds to load."""
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"dotmoe.{home}"), name)

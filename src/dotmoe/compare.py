@@ -1,8 +1,8 @@
-"""Several conversions of one model on the same text, side by side: of methods, or of one setting.
+"""Compare conversions of one model on the same text: by several methods, or with one setting swept.
 
-A comparison gives every method the same budget, data and seed; a sweep changes one thing of one
-method. Each run is a run folder of its own, so that what was stopped goes on where it was, and one
-with more runs makes only those.
+A comparison gives every method the same budget, data and seed; a sweep changes one setting of one
+method. Each run has its own run folder: an interrupted command resumes, and a command with more
+runs than before makes only the new ones.
 """
 
 import math
@@ -41,84 +41,84 @@ Share = Annotated[float, above(0), at_most(1)]
 _OWN = "own, not exportable"
 
 MATCHED = 0.01
-"""Share of the budget by which active parameters may differ from it and still be called matched."""
+"""Largest relative deviation of active parameters from the budget that is called matched."""
 
 _SWEPT = {"experts": "E", "active": "aligned at", "start": "start"}
-"""What can be swept, and what a table calls it."""
+"""Settings that can be swept, and their column headings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareConfig(RunConfig):
-    """One model, one budget, several methods."""
+    """Comparison of several methods on one model and one budget."""
 
     command: ClassVar[str] = "compare"
 
     methods: tuple[MethodName | PruningName | Literal["all"], ...] = ("dot_moe", *METHODS)
-    """Methods to compare. Each is converted without training, once with its own router and once
-    with a ridge-regressed one, and with `router_steps` also trained: `dot_moe` that many steps of
-    alignment, the others their router as long on the same batches. Those that prune give a dense
-    model, with as many parameters as are active in a conversion where they can choose: 2_4 ones
-    cannot. `all`: all of both kinds that fit the model. Default: all that convert."""
+    """Methods to compare. Each converts without training, once with its own router and once with a
+    ridge-regressed one. With `router_steps` each is trained, too: `dot_moe` is aligned for as many
+    steps, the others train their router for as many on the same batches. Pruning methods give a
+    dense model with as many parameters as a conversion has active; those named 2_4 cannot choose
+    how many. `all`: every method of both kinds that fits the model. Default: all that convert."""
     active_params: Share | None = None
-    """Share of the dense model's parameters that work on a token, above 0 and at most 1: sets k as
-    near to it as whole experts come. Give this, `active` or `active_experts`."""
+    """Share of the dense model's parameters to be active per token, above 0 and at most 1; sets the
+    k that comes nearest to it. Give only one of this, `active` and `active_experts`."""
     mask_steps: Annotated[int, at_least(1)] = 300
-    """Steps of `disp_llm`, which is trained, on the batches of an alignment."""
+    """Training steps of `disp_llm`, on the same batches as an alignment."""
     other_text: tuple[str, ...] = ()
-    """Files of another domain to measure every row on as well, as many tokens of them."""
+    """Files of another domain to measure every row on too, up to `eval_tokens` tokens."""
     trained_only: bool = False
-    """Leave out what is not trained: every method starts from the ridge-regressed router and takes
-    `router_steps`."""
+    """Leave out untrained conversions: every method starts from the ridge-regressed router and is
+    trained for `router_steps` steps."""
     finetune_steps: Annotated[int, at_least(0)] = 0
-    """Steps that every conversion is finetuned, as rows of their own: all weights, the same batches
-    for all, from the repaired weights where there are some; 0: not at all."""
+    """Steps of finetuning all weights after every conversion, on the same batches for all, from the
+    repaired weights if there are any. Finetuned models are rows of their own. 0: no finetuning."""
     finetune_recipe: Literal["sft", "small"] = "sft"
-    """Recipe of `dotmoe finetune` whose other settings these steps have."""
+    """Recipe of `dotmoe finetune` that gives all other settings of this finetuning."""
     seeds: tuple[Annotated[int, at_least(0)], ...] = ()
-    """Seeds to make every conversion with; the table has their mean, least and greatest. Default:
+    """Seeds to make every conversion with; the table shows mean, minimum and maximum. Default:
     `seed` alone."""
     method: Annotated[Literal["dot_moe"], tyro.conf.Suppress] = "dot_moe"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepConfig(RunConfig):
-    """One model, converted once for each value of what is swept: give one of the three `--over`."""
+    """Sweep: one model, converted once for each value of one of the three `--over-` options."""
 
     command: ClassVar[str] = "sweep"
 
     over_experts: tuple[Annotated[int, at_least(2)], ...] = ()
-    """Granularity: numbers of experts a layer (E). The active share stays, so that k grows with
-    E."""
+    """Granularities to try: numbers of experts per layer (E). The active share stays the same, so k
+    grows with E."""
     over_active: tuple[Share, ...] = ()
-    """Shares of the experts that run, while aligning and in the export. `dotmoe evaluate --curve`
-    measures each model at other k."""
+    """Active shares to try (k / E), in alignment and export. `dotmoe evaluate --curve` measures one
+    converted model at other k."""
     over_start: tuple[Start, ...] = ()
-    """Starts of the alignment: what they are worth."""
+    """Starts of the alignment to try: `data`, `random`."""
 
 
 class Point(NamedTuple):
-    """One run of a comparison or of a sweep: the method or what is swept, and the run's config."""
+    """One run of a comparison or a sweep: its method or swept value, and its config."""
 
     value: int | float | str
     config: RunConfig
 
     @property
     def name(self) -> str:
-        """Its subfolder."""
+        """Name of the subfolder of this run."""
         return Path(self.config.out).name
 
 
 def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     """Make every run that is not finished yet, and write `compare.json`, `.md`, `.html` and `.tex`.
 
-    Where matplotlib is installed, `compare.svg` shows perplexity against active parameters. Raises
-    a `UserError`: as `convert`; or no text to measure on, two budgets, one that cannot be met, an
-    option that is not built for heads. Runs that were finished before are kept.
+    If matplotlib is installed, `compare.svg` shows perplexity against active parameters. Raises a
+    `UserError` as `convert` does; or if there is no text to measure on, two budgets are given, one
+    cannot be met, or an option does not support heads. Runs finished before an error are kept.
     """
     for name in ("active_params", "finetune_steps"):
         if config.experts.targets != "ffn" and (value := getattr(config, name)):
             raise UserError(
-                f"{name} is {value:g}, which is for experts of neurons alone, but targets is "
+                f"{name} is {value:g}, which supports experts of neurons only, but targets is "
                 f"{config.experts.targets}. Leave one of the two out."
             )
     dense = describe_dense(config.model)
@@ -137,8 +137,8 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
 def sweep(config: SweepConfig, progress: Progress) -> dict[str, Any]:
     """Make every run that is not finished yet, and write `sweep.json`, `.md`, `.html` and `.tex`.
 
-    Returns the contents of `sweep.json`: `axis`, and `rows`, the dense model's first. Raises a
-    `UserError`: as `convert`; or, before anything is run, options that do not go together.
+    Returns the contents of `sweep.json`: `axis`, and `rows` with the dense model first. Raises a
+    `UserError` as `convert` does; or, before any run, if options contradict each other.
     """
     axis, points = swept(config)
     summary = _measure(config, points, describe_dense(config.model), progress) | {"axis": axis}
@@ -149,12 +149,12 @@ def sweep(config: SweepConfig, progress: Progress) -> dict[str, Any]:
 def _budgeted(
     config: CompareConfig, share: float, dense: DenseModel, progress: Progress
 ) -> CompareConfig:
-    """The same with k for a share of the parameters."""
+    """The config with k set for an active share of the parameters."""
     for name in ("active", "active_experts"):
         if (value := getattr(config.experts, name)) is not None:
             raise UserError(
                 f"active_params is {share:g} and {name} is {value:g}: two budgets. Give one of the "
-                f"two; --{name.replace('_', '-')} None takes back what a recipe gives."
+                f"two; --{name.replace('_', '-')} None unsets what a recipe sets."
             )
     split = resolve(replace(config.experts, shared=0.0), dense.widths.ffn)
     active = nearest_active_experts(share, dense.config, dense.family, split)
@@ -162,13 +162,13 @@ def _budgeted(
     met = budget_of(config, dense) / num_parameters(dense.model)
     off = _budget(met / share - 1)
     progress.log(
-        f"active_params {share:g}: {active} of {split.num_experts} experts make {met:.4f} ({off})"
+        f"active_params {share:g}: {active} of {split.num_experts} experts give {met:.4f} ({off})"
     )
     return config
 
 
 def table(summary: dict[str, Any]) -> Table:
-    """The rows of a comparison or a sweep, the seeds of a conversion as one."""
+    """The table of a comparison or a sweep, the seeds of a conversion merged into one row."""
     rows, axis = over_seeds(summary["rows"]), summary.get("axis")
     columns: dict[str, Callable[[Row], str | None]] = {
         _SWEPT[axis] if axis else "method": lambda row: (
@@ -203,28 +203,28 @@ def table(summary: dict[str, Any]) -> Table:
     other = summary.get("other_text")
     note = f"Other text, perplexity: {', '.join(other)}." if other else ""
     if left_out := summary.get("left_out"):
-        note += f" Left out, since their export was not verified: {', '.join(left_out)}."
+        note += f" Left out because their export failed verification: {', '.join(left_out)}."
     return table_of(rows, columns, words=[*columns].index("active"), note=note.strip())
 
 
 def _cell(key: str, form: Callable[[Any], str] = str) -> Callable[[Row], str | None]:
-    """A column that shows the value of a key, None in rows that have none."""
+    """A function that formats the value of a key in a row; None if the row has none."""
     return lambda row: None if row.get(key) is None else form(row[key])
 
 
 def _active(row: Row) -> str | None:
-    """The share of the neurons that run, and its standard deviation over tokens if there is one."""
+    """The active share of the neurons, with its standard deviation over tokens if there is one."""
     share = percent(row["active_fraction"]) if "active_fraction" in row else None
     return f"{share} ± {percent(row['active_std'])}" if "active_std" in row else share
 
 
 def _budget(over: float) -> str:
-    """How far the active parameters are from the budget, given as a share of it."""
+    """Format how far active parameters are over the budget, `over` being a share of it."""
     return "matched" if abs(over) <= MATCHED else f"{100 * over:+.0f} %"
 
 
 def over_seeds(rows: Iterable[Row]) -> list[Row]:
-    """Rows with the seeds of a run as one: mean loss, perplexity of that, and all `losses`."""
+    """Rows with the seeds of a run merged: mean loss, its perplexity, and every seed's `losses`."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         kind = (row["value"], row.get("router"), row.get("trained"), row.get("weights"))
@@ -238,7 +238,7 @@ def over_seeds(rows: Iterable[Row]) -> list[Row]:
 
 
 def spread(row: Row) -> str | None:
-    """Least and greatest nats above dense of a row's seeds."""
+    """Range of a row's loss above the dense model over its seeds; None for one seed."""
     losses = row["losses"]
     return f"{min(losses):.3f} to {max(losses):.3f}" if losses[1:] else None
 
@@ -247,10 +247,10 @@ def points_of(config: CompareConfig) -> list[Point]:
     """The runs of a comparison, in the order of its table."""
     plain, methods = _plain(config), config.methods
     if not methods:
-        raise UserError("methods names none. Name at least one, or leave it out for the default.")
+        raise UserError("methods names none. Name at least one, or omit it for the default.")
     if "all" in methods:
         methods = ("dot_moe", *METHODS, *PRUNING)
-    points = {  # what has no seed comes once
+    points = {  # a dict: runs that have no seed come once
         point: None
         for method in methods
         for seed in config.seeds or (config.seed,)
@@ -260,26 +260,26 @@ def points_of(config: CompareConfig) -> list[Point]:
     if not points:
         raise UserError(
             f"trained_only is set, but router_steps is {config.baseline.router_steps} and methods "
-            f"are {', '.join(config.methods)}, of which nothing is trained. Set router_steps."
+            f"are {', '.join(config.methods)}, so nothing is trained. Set router_steps."
         )
     return list(points)
 
 
 def swept(config: SweepConfig) -> tuple[str, list[Point]]:
-    """What a sweep changes, and its runs."""
+    """The setting that a sweep changes, and the runs of the sweep."""
     axes = [axis for axis in _SWEPT if getattr(config, f"over_{axis}")]
     if len(axes) != 1:
         options = ", ".join(f"--over-{axis}" for axis in _SWEPT)
         raise UserError(
-            f"{len(axes)} things are to be swept, but it must be 1. Give one of {options}."
+            f"{len(axes)} settings are to be swept, but it must be 1. Give one of {options}."
         )
     if (targets := config.experts.targets) != "ffn":
-        raise UserError(f"targets is {targets}, but a sweep is of FFNs. Use dotmoe compare.")
+        raise UserError(f"targets is {targets}, but a sweep supports only ffn. Use dotmoe compare.")
     (axis,), k = axes, config.experts.active_experts
     if axis in ("experts", "active") and k is not None:
         raise UserError(
-            f"active_experts is {k} for all, but k must change with over_{axis}. Give --active, a "
-            "share, or leave it out."
+            f"active_experts is {k} for all, but k must change with over_{axis}. Give a share as "
+            "--active instead, or leave both out."
         )
     plain, points = _plain(config), list[Point]()
     for value in dict.fromkeys(getattr(config, f"over_{axis}")):
@@ -296,11 +296,11 @@ def swept(config: SweepConfig) -> tuple[str, list[Point]]:
 
 
 def _plain(config: RunConfig) -> RunConfig:
-    """The config of a conversion that the config of a comparison or of a sweep holds."""
+    """The options of a conversion in the config of a comparison or a sweep."""
     if not config.eval_text:
         raise UserError(
-            "eval_text names no text. Runs are compared on one that none of them is trained on, "
-            "the same for all: give --eval-text."
+            "eval_text names no text. All runs are compared on the same text, which no run trains "
+            "on: give --eval-text."
         )
     return RunConfig(**{field.name: getattr(config, field.name) for field in fields(RunConfig)})
 
@@ -308,7 +308,7 @@ def _plain(config: RunConfig) -> RunConfig:
 def _fitting(
     config: CompareConfig | SweepConfig, points: list[Point], dense: DenseModel, progress: Progress
 ) -> Iterator[Point]:
-    """Runs that fit the model; any other is refused, or dropped where all methods are asked for."""
+    """Yield the runs that fit the model; others are refused, or left out if methods is `all`."""
     for point in points:
         try:
             if isinstance(point.config, PruneRunConfig):
@@ -327,10 +327,10 @@ def _fitting(
 def _measure(
     config: CompareConfig | SweepConfig, points: list[Point], model: DenseModel, progress: Progress
 ) -> dict[str, Any]:
-    """What a comparison and a sweep record, after making every run that is not finished yet.
+    """Make every run that is not finished yet; returns the record of a comparison or a sweep.
 
-    Where an export fails its verification, that run is `left_out`, with why, and the others are
-    made. Raises a `VerificationError`: all failed.
+    A run whose export fails verification is listed in `left_out` with the reason, and the others
+    are made. Raises a `VerificationError` if all fail.
     """
     require_one_process(f"dotmoe {config.command}")
     rows, left_out = list[Row](), dict[str, str]()
@@ -383,7 +383,7 @@ def _write(config: CompareConfig | SweepConfig, summary: dict[str, Any], plot: A
     write_text(path.with_suffix(".tex"), to_latex(rows))
     shown, figures = list[Any]([rows, protocol]), {}
     if plot is not None:
-        caption = "Perplexity against the parameters that work on a token."
+        caption = "Perplexity against active parameters per token."
         shown, figures = [Block("plot", caption, name), *shown], {name: plot}
         path.with_suffix(".svg").write_bytes(plots.as_svg(plot))
     title = f"{Path(summary['model']).name}: {name}"
@@ -392,7 +392,7 @@ def _write(config: CompareConfig | SweepConfig, summary: dict[str, Any], plot: A
 
 
 def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:
-    """A perplexity, and how far it is from the dense model's."""
+    """Columns of a perplexity result, with its loss above the dense model's."""
     names = ("perplexity", "loss", "bits_per_byte", "tokens", "window")
     row = {name: result[name] for name in names}
     if "other" in result:
@@ -401,9 +401,9 @@ def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:
 
 
 def _points_of(method: str, plain: RunConfig, comparison: CompareConfig) -> Iterator[Point]:
-    """The runs of one method with one seed, `plain` being what all methods have in common."""
+    """Yield the runs of one method with one seed; `plain` is the config that all methods share."""
     suffix, out = f"-seed{plain.seed}" * bool(comparison.seeds), Path(plain.out)
-    if method in PRUNING:  # what it does not read must not make it another run
+    if method in PRUNING:  # an option that it does not read must not change its identity
         same = ("model", "data", "sample", "load", "eval_text", "other_text", "eval_tokens")
         is_trained, align = PRUNING[method].is_trained, AlignConfig(steps=0)
         if is_trained:
@@ -438,7 +438,7 @@ def _points_of(method: str, plain: RunConfig, comparison: CompareConfig) -> Iter
 
 
 def _trained(config: RunConfig) -> str | None:
-    """What a run trains."""
+    """What a run trains, None if nothing."""
     if isinstance(config, PruneRunConfig):
         return "masks" if config.align.steps else None
     if config.method != "dot_moe":
@@ -449,9 +449,9 @@ def _trained(config: RunConfig) -> str | None:
 
 
 def _rows(point: Point, results: dict[str, Any], model: DenseModel) -> Iterator[Row]:
-    """Rows of a run: what was exported, and what its method's own router would be worth.
+    """Yield the rows of a run: frozen, repaired, and with a router that no export can hold.
 
-    `text_tokens` are those it was given, what a stage reads several times once.
+    `text_tokens` is how many tokens the run was given; what a stage reads repeatedly counts once.
     """
     config, trained, dense = point.config, _trained(point.config), results["dense"]
     if isinstance(config, PruneRunConfig):
@@ -490,19 +490,19 @@ def _rows(point: Point, results: dict[str, Any], model: DenseModel) -> Iterator[
 
 
 def text_tokens(config: RunConfig, steps: int, model: DenseModel) -> int:
-    """Tokens of text that the calibration of a conversion, and so many `steps`, were given."""
+    """Number of tokens that a conversion's calibration and `steps` of training were given."""
     block = min(config.data.seq_len, model.widths.context)
     return calibration_tokens(config, model.widths.model) + steps * config.align.batch_size * block
 
 
 def _is_finetuned(config: CompareConfig, row: Row) -> bool:
-    """Whether a comparison finetunes a row: one with the weights and the router of an export."""
+    """Whether a comparison finetunes a row; only one whose weights and router are an export's."""
     exported = "repaired" if config.repair else "frozen"
     return config.finetune_steps > 0 and row.get("weights") == exported and row["router"] != _OWN
 
 
 def _finetune(config: CompareConfig, row: Row, name: str, progress: Progress) -> Row:
-    """What becomes of a row by the finetuning of its export, made where it is not finished."""
+    """The row of an export after finetuning, which runs unless it is already finished."""
     settings, out = finetune_recipe(config.finetune_recipe), Path(config.out)
     run = replace(
         settings,
@@ -523,7 +523,7 @@ def _finetune(config: CompareConfig, row: Row, name: str, progress: Progress) ->
 
 
 def _as_active(active: dict[str, Any], row: Row, dense: int) -> Row:
-    """Share and parameters of a router that runs another number of experts for each token."""
+    """Active share and parameters if the number of experts that run varies between tokens."""
     share, rest = active["mean"], 1 - row["active_fraction"]
     if active["std"] == 0 or rest == 0:
         return {}

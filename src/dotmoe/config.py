@@ -1,4 +1,4 @@
-"""Configs of whole runs: the stages' own configs together, rules across stages, and recipes."""
+"""Configs of whole runs, made up of the configs of their stages; rules across stages; recipes."""
 
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Self, cast
@@ -35,8 +35,8 @@ class RunConfig:
     out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT"), HOW]
     """Run folder to write; the checkpoint will be in its `5_export`."""
     method: MethodName = "dot_moe"
-    """How neurons come to experts: `dot_moe` learns it; the others are published methods without
-    training, on the same budget."""
+    """How neurons are assigned to experts: `dot_moe` learns it; the others are published methods
+    without training, on the same budget."""
     baseline: BaselineConfig = field(default_factory=BaselineConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -45,8 +45,8 @@ class RunConfig:
     assignment: AssignmentConfig = field(default_factory=AssignmentConfig)
     align: AlignConfig = field(default_factory=AlignConfig)
     repair: bool = False
-    """Bring each layer's output back to the dense model's once experts are chosen: W_down refitted
-    in closed form, then all projections of the FFN trained (`--repair-epochs`)."""
+    """After experts are chosen, fit each layer's output to the dense model's: refit W_down in
+    closed form, then train all projections of the FFN (`--repair-epochs`)."""
     repairing: RepairConfig = field(default_factory=RepairConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     training: Annotated[TrainingConfig, HOW] = field(default_factory=TrainingConfig)
@@ -54,16 +54,16 @@ class RunConfig:
     eval_text: tuple[str, ...] = ()
     """Files to measure perplexity on. Default: blocks of the data kept out of training."""
     other_text: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
-    """Files to measure perplexity on besides."""
+    """More files to measure perplexity on, as a text of its own."""
     eval_tokens: Annotated[int, at_least(2)] = 65536
-    """Tokens of text to measure perplexity on, at most."""
+    """Maximum number of tokens to measure perplexity on."""
     seed: Annotated[int, at_least(0)] = 0
-    """Of initial values and data order. Same seed, machine and thread count: same result."""
+    """Seed of initial values and data order. Same seed, machine and thread count: same result."""
 
     def settled(self) -> Self:
-        """This config, for a method other than DOT-MoE with the alignment that the method takes.
+        """This config; for a method other than DOT-MoE, `align` is set as that method needs it.
 
-        That trains its router for `router_steps` and keeps its experts. Refuses several ranks.
+        Such a method trains its router for `router_steps`, keeps its experts, and runs on one rank.
         """
         if self.method == "dot_moe":
             return self
@@ -74,7 +74,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneRunConfig:
-    """Training of a finished conversion, to an exported and measured MoE."""
+    """One finetuning, from a finished conversion to an exported and measured MoE."""
 
     command: ClassVar[str] = "finetune"
 
@@ -90,28 +90,28 @@ class FinetuneRunConfig:
     training: Annotated[TrainingConfig, HOW] = field(default_factory=TrainingConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
     eval_text: tuple[str, ...] = ()
-    """Files to measure perplexity on. Default: the held-out text of RUN, so that figures compare.
-    Blocks of the training text that are part of it are left out."""
+    """Files to measure perplexity on. Default: the held-out text of RUN, so that results are
+    comparable. Training blocks that are part of it are left out."""
     eval_tokens: Annotated[int, at_least(2)] = 65536
-    """Tokens of `eval_text` to measure perplexity on, at most."""
+    """Maximum number of tokens of `eval_text` to measure perplexity on."""
     seed: Annotated[int, at_least(0)] = 0
-    """Of the data order, and of adapters."""
+    """Seed of the data order and of the initial adapters."""
 
     def check_together(self) -> None:
-        """Refuse options of a text that is not named."""
+        """Refuse options for reading a text if no text is named."""
         if not self.data.data and self.data != DataConfig(seq_len=self.data.seq_len):
             raise UserError(
-                "data names no source, and the text of RUN is read as RUN did: only seq_len can be "
-                "another. Give data, or leave its other options out."
+                "data names no source, so the text of RUN is read as RUN did, and only seq_len can "
+                "differ. Give data, or leave its other options out."
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PruneRunConfig(RunConfig):
-    """A dense checkpoint pruned and measured: a row of a comparison.
+    """One pruned and measured dense checkpoint: a row of a comparison.
 
-    Its budget is as many parameters as are active in a conversion with `experts`. It reads the
-    tokens of `calibrate`, and the steps and batches of `align` if the method is trained.
+    The budget is the number of active parameters of a conversion with `experts`. `calibrate` sets
+    how many tokens are read; `align` sets steps and batches if the method is trained.
     """
 
     command: ClassVar[str] = "compare"
@@ -131,14 +131,14 @@ PAPER = RunConfig(
     assignment=AssignmentConfig(solver="sinkhorn"),
     align=AlignConfig(surrogate="softmax"),
 )
-"""The paper to the letter, on Dolmino-mix, streamed from the hub, unless given other `data`."""
+"""The paper's settings exactly, on Dolmino-mix streamed from the hub unless `data` is given."""
 SMALL = RunConfig(
     model="",
     out="",
     data=DataConfig(seq_len=256),
     align=AlignConfig(steps=300, batch_size=4, lr=1e-2, lr_router=1e-2, max_epochs=100.0),
 )
-"""Alignment of models of some million parameters: higher rates, small batches, no repair."""
+"""Alignment for a few million parameters: higher learning rates, small batches, no repair."""
 
 
 def _of_the_paper(model: str, active_experts: int) -> RunConfig:
@@ -148,10 +148,10 @@ def _of_the_paper(model: str, active_experts: int) -> RunConfig:
 
 RECIPES: dict[str, dict[str, AnyRunConfig]] = {
     "convert": {
-        # Our start and a repair, no alignment: what kept most where both were measured, in minutes.
+        # Start from data and repair, no alignment: lost least where both were measured, in minutes.
         "default": RunConfig(model="", out="", align=AlignConfig(steps=0), repair=True),
         "paper": PAPER,
-        # Of E = 86, 112 and 148.
+        # These have E = 86, 112, 148 and 148 experts per layer.
         "llama2_7b": _of_the_paper("meta-llama/Llama-2-7b-hf", active_experts=22),
         "llama3_8b": _of_the_paper("meta-llama/Meta-Llama-3-8B", active_experts=28),
         "qwen25_7b": _of_the_paper("Qwen/Qwen2.5-7B", active_experts=37),
@@ -163,7 +163,7 @@ RECIPES: dict[str, dict[str, AnyRunConfig]] = {
             experts=ExpertsConfig(targets="attention", heads_per_expert=2, active_attention=0.5),
         ),
         "small": SMALL,
-        # The bundled model on this machine's own standard library, in minutes on two CPU cores.
+        # The bundled model on the local Python standard library, in minutes on two CPU cores.
         "quickstart": replace(
             SMALL,
             model="embedded",
@@ -175,7 +175,7 @@ RECIPES: dict[str, dict[str, AnyRunConfig]] = {
     "finetune": {
         # tab:hyperparams_sft, 1.2B tokens.
         "sft": FinetuneRunConfig(run="", out=""),
-        # Models of some million parameters, in minutes on two CPU cores.
+        # Models of a few million parameters, in minutes on two CPU cores.
         "small": FinetuneRunConfig(
             run="",
             out="",
@@ -186,11 +186,11 @@ RECIPES: dict[str, dict[str, AnyRunConfig]] = {
         ),
     },
 }
-"""By command and name; the first of a command is taken where none is named."""
+"""Recipes by command and name; the first recipe of a command is its default."""
 
 
 def recipe_of(command: str, name: str | None = None) -> AnyRunConfig:
-    """The recipe of that name for a command, which leaves `model` or `run`, and `out`, empty."""
+    """A recipe of a command, by default its first; `out` is empty, and mostly `model` or `run`."""
     recipes = RECIPES[command]
     name = name or next(iter(recipes))
     if name not in recipes:

@@ -1,4 +1,4 @@
-"""The device, and the ranks that torchrun started; without it there is one, which costs nothing."""
+"""The device, and communication between torchrun's ranks; without torchrun there is one rank."""
 
 import logging
 import os
@@ -44,7 +44,7 @@ def resolved_device(name: str) -> torch.device:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of a GPU's memory, or of this machine's."""
+    """Bytes of memory: of the GPU, or of this machine for the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -61,7 +61,7 @@ def num_ranks() -> int:
 
 
 def is_rank_zero() -> bool:
-    """Whether this is the rank that writes files and talks to the user."""
+    """Whether this is the rank that writes files and prints."""
     return rank() == 0
 
 
@@ -71,19 +71,19 @@ def started_by_torchrun() -> bool:
 
 
 def require_one_process(what: str) -> None:
-    """Refuse to go on where torchrun started several ranks."""
+    """Raise a `UserError` for `what` if torchrun started several ranks."""
     if started_by_torchrun():
         raise UserError(
-            f"{what} runs in one process, and torchrun started several. Start without torchrun."
+            f"{what} runs in one process, but torchrun started several. Start without torchrun."
         )
 
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """Inside, the ranks that torchrun started form one group; alone, nothing happens.
+    """Within this context, torchrun's ranks form one group; without torchrun nothing happens.
 
-    On CUDA each takes the GPU of its local rank. A `UserError` says that another rank has gone; one
-    in the block that rank 0 does not know of becomes a `RankError`.
+    On CUDA each rank takes the GPU of its local rank. Raises a `UserError` if another rank has
+    gone; a `UserError` in the block that rank 0 does not know of becomes a `RankError`.
     """
     if not started_by_torchrun() or dist.is_initialized():
         yield
@@ -96,7 +96,7 @@ def process_group(device: torch.device) -> Iterator[None]:
                 f"torchrun with --nproc-per-node {num_gpus}."
             )
         torch.cuda.set_device(local_rank)
-    # Rank 0 tokenises alone, which can take hours; where a rank has died, torchrun ends the others.
+    # Rank 0 tokenises alone, which can take hours; if a rank has died, torchrun ends the others.
     dist.init_process_group(_BACKENDS[device.type], timeout=timedelta(days=1))
     if not is_rank_zero():
         logging.disable(logging.WARNING)  # rank 0 warns of the same
@@ -110,22 +110,22 @@ def process_group(device: torch.device) -> Iterator[None]:
         # NCCL and the store have error types of their own; gloo's are known by their source file.
         if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
             raise
-        raise UserError("another rank has gone; its own message says why. Fix that.") from error
+        raise UserError("another rank has gone; its own message gives the cause to fix.") from error
     finally:
         logging.disable(logging.NOTSET)
         dist.destroy_process_group()
 
 
 def mesh(device: torch.device) -> DeviceMesh | None:
-    """All ranks in one line, for sharding over them; None where there is one rank."""
+    """One-dimensional mesh of all ranks, to shard over; None if there is one rank."""
     return init_device_mesh(device.type, (num_ranks(),)) if num_ranks() > 1 else None
 
 
 @contextmanager
 def fsdp_mesh(device: torch.device, *, shard: bool) -> Iterator[DeviceMesh]:
-    """All ranks as FSDP2 wants them, each with its rows of every tensor (`shard`), or with all.
+    """Within this context, the mesh for FSDP2: ranks hold shards (`shard`) or whole tensors.
 
-    Alone, a group of this process while the block lasts.
+    A process without a group gets one of its own while the block lasts.
     """
     is_alone = not dist.is_initialized()
     if is_alone:
@@ -149,7 +149,7 @@ def require_equal_shares(batch_size: int) -> None:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Sum in place, and return it: the same bits on every rank."""
+    """Sum a tensor over ranks in place and return it, with the same bits on every rank."""
     if num_ranks() > 1:
         dist.all_reduce(values)
     return values
@@ -158,7 +158,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 def raise_on_all_ranks(make: Callable[[], Result]) -> Result:
     """Run `make` on every rank; if it fails on one, every rank raises, with that rank's message.
 
-    It must not communicate: a rank that fails would leave the others waiting.
+    `make` must not communicate: a rank that fails would leave the others waiting.
     """
     if num_ranks() == 1:
         return make()
@@ -186,17 +186,17 @@ def broadcast_from_rank_zero(make: Callable[[], Result]) -> Result:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: the same memory."""
+    """This rank's part of a tensor that may be sharded, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be divided; every rank must ask at the same point."""
+    """The whole of a tensor that may be sharded; all ranks must call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def own_rows(tensor: Tensor) -> slice:
-    """Which rows this rank holds of a tensor that may be divided."""
+    """Rows that this rank holds of a tensor that may be sharded."""
     if not isinstance(tensor, DTensor):
         return slice(0, len(tensor))
     layout = tensor.shape, tensor.device_mesh, tensor.placements
@@ -205,14 +205,14 @@ def own_rows(tensor: Tensor) -> slice:
 
 
 def divided(whole: Tensor, ranks: DeviceMesh | None) -> Tensor:
-    """A copy of what is equal on all ranks, its rows divided over them as `torch.chunk` cuts."""
+    """A copy of a tensor that is equal on all ranks, its rows sharded as `torch.chunk` cuts."""
     if ranks is None:
         return whole.clone()
     return distribute_tensor(whole.clone(), ranks, [Shard(0)], src_data_rank=None)
 
 
 def as_divided(part: Tensor, length: int, ranks: DeviceMesh | None) -> Tensor:
-    """This rank's rows as part of a tensor of `length` rows; alone, `part` itself."""
+    """A sharded tensor of `length` rows from the `part` of each rank; with one rank, `part`."""
     if ranks is None:
         return part
     whole = torch.empty(length, *part.shape[1:], device="meta")
@@ -222,7 +222,7 @@ def as_divided(part: Tensor, length: int, ranks: DeviceMesh | None) -> Tensor:
 
 
 def summed_rows(whole: Tensor, ranks: DeviceMesh | None) -> Tensor:
-    """This rank's rows of the sum over ranks of tensors of one shape; alone, `whole` itself."""
+    """This rank's rows of the sum of `whole` over ranks; with one rank, `whole` itself."""
     if ranks is None:
         return whole
     partial = DTensor.from_local(whole, ranks, [Partial()], run_check=False)

@@ -1,4 +1,4 @@
-"""Errors that a user can cause and fix, and the words they are told in."""
+"""Errors that a user can cause and fix, and helpers for their messages."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -9,7 +9,7 @@ class UserError(ValueError):
     """Bad input: one line with the value, the rule, the place and the remedy.
 
     The command line prints the message alone and exits with status 2; from Python it is an
-    ordinary `ValueError`. Anything else that escapes is a defect of ours and keeps its traceback.
+    ordinary `ValueError`. Any other exception that escapes is a bug and keeps its traceback.
     """
 
     exit_code = 2
@@ -17,17 +17,17 @@ class UserError(ValueError):
 
 
 class VerificationError(UserError):
-    """An export does not compute what it should; it is kept, and named unverified."""
+    """An export does not compute what it should; it is kept as `OUT_unverified`."""
 
     exit_code = 3
 
 
 class RankError(UserError):
-    """A `UserError` of one rank alone, which prints it; rank zero prints those of all ranks."""
+    """A `UserError` on one rank only, which prints it; rank zero prints those that all raise."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Training was asked by a signal to stop, saved a checkpoint, and stopped."""
+    """A signal stopped the command; a training saves a checkpoint before it raises this."""
 
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def require_package(name: str, extra: str, what: str) -> None:
-    """Refuse to go on without a package of one of our extras, which `what` needs."""
+    """Raise a `UserError` if package `name` of dotmoe's `extra`, which `what` needs, is missing."""
     if find_spec(name) is None:
         raise UserError(
             f"{what} needs the {name} package, which is not installed. "
@@ -44,7 +44,7 @@ def require_package(name: str, extra: str, what: str) -> None:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """` Did you mean X?` with the name that is most like `name`, or nothing if none is close."""
+    """` Did you mean X?` with the name most similar to `name`; empty if none is close."""
     near = get_close_matches(name, list(names), n=1)
     return f" Did you mean {near[0]}?" if near else ""
 

@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all, and whose damage is noticed."""
+"""Atomic writes of files and folders, checksums that detect damage, and locks."""
 
 import errno
 import hashlib
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 Values = dict[str, Any]
 """A JSON object."""
 Checksum = dict[str, Any]
-"""What is recorded of one file: its size in `bytes` and its `sha256`."""
+"""Record of one file: its size in `bytes` and its `sha256`."""
 
 
 class DamagedError(UserError):
-    """A file is missing, truncated or altered; the text names it."""
+    """A file is missing, truncated or altered; the message names it."""
 
 
 def sync(path: Path) -> None:
@@ -38,7 +38,7 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file or nothing: temporary name, sync, rename, sync of the folder."""
+    """Write a file atomically: temporary name, sync, rename, sync of the folder."""
     temporary = path.with_name(f".{path.name}.partial")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -51,7 +51,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON object, whole or not at all."""
+    """Write a JSON object atomically."""
     write_text(path, json.dumps(values, indent=2) + "\n")
 
 
@@ -69,16 +69,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def with_checksum(values: Mapping[str, Any]) -> str:
-    """JSON text of an object and the SHA-256 of its content, to be read by `read_with_checksum`."""
+    """JSON text of an object with the SHA-256 of its content, for `read_with_checksum`."""
     plain = json.loads(json.dumps(values))  # as it will be read: keys are text, tuples are lists
     return json.dumps({**plain, "sha256": _content_sha256(plain)}, indent=2) + "\n"
 
 
 def read_with_checksum(path: Path) -> dict[str, Any]:
-    """The object that `with_checksum` wrote, without its checksum; else a `DamagedError`."""
+    """The object that `with_checksum` wrote, without its checksum; `DamagedError` if altered."""
     values = read_json(path)
     if values.pop("sha256", None) != _content_sha256(values):
-        raise DamagedError(f"{path} has been altered: its checksum is not that of its content")
+        raise DamagedError(f"{path} has been altered: its checksum does not match its content")
     return values
 
 
@@ -107,10 +107,10 @@ def checksums(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
 def damage_in(
     folder: Path, expected: Mapping[str, Checksum], unread: Container[str] = ()
 ) -> str | None:
-    """What is wrong with the files that `checksums` recorded, in one line; None if nothing is.
+    """One line about the first damaged file of those that `checksums` recorded; None if none is.
 
-    Sizes are compared first, so that a truncated file is found without reading the others; of
-    those `unread` nothing else is.
+    Sizes are compared first, so that a truncated file is found without reading the others; for
+    the files in `unread` only the size is compared.
     """
     for name, checksum in expected.items():
         path = folder / name
@@ -120,13 +120,13 @@ def damage_in(
             return f"{path} is damaged: {size} of {checksum['bytes']} bytes"
     for name, checksum in checksums(folder, (n for n in expected if n not in unread)).items():
         if checksum != expected[name]:
-            return f"{folder / name} has been altered: its SHA-256 is not the recorded one"
+            return f"{folder / name} has been altered: its SHA-256 differs from the recorded one"
     return None
 
 
 @contextmanager
 def locked(file: Path, refusal: str) -> Iterator[None]:
-    """Keep other processes out until the block, or the process, ends; they get the `refusal`."""
+    """Within this context, hold a lock; another process gets a `UserError` with `refusal`."""
     lock = FileLock(file, timeout=0)
     try:
         lock.acquire()
@@ -135,7 +135,7 @@ def locked(file: Path, refusal: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
             raise
-        logger.warning("%s cannot be locked: start no second process there", file.parent)
+        logger.warning("%s cannot be locked: do not start a second process there", file.parent)
     try:
         yield
     finally:
@@ -143,11 +143,11 @@ def locked(file: Path, refusal: str) -> Iterator[None]:
 
 
 def new_folder(out: Path) -> Path:
-    """Where a folder is to be made, links followed, in a folder that is there.
+    """Resolved path for a new folder; its parent is created if it does not exist.
 
-    A `UserError`: there is something already that is not an empty folder.
+    Raises a `UserError` if the path exists and is not an empty folder.
     """
-    out = out.resolve()  # a link to an empty folder of another disk stays, and is written through
+    out = out.resolve()  # a link to an empty folder on another disk stays; its target is used
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already. Remove it, or choose another folder.")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -156,10 +156,10 @@ def new_folder(out: Path) -> Path:
 
 @contextmanager
 def complete_folder(out: Path) -> Iterator[Path]:
-    """A sibling `.OUT.partial` to write into; it becomes `out` when the block ends without error.
+    """Within this context, write to a sibling `.OUT.partial`; without error it becomes `out`.
 
-    So `out` is never half-written, even after a power cut. A `UserError`: as of `new_folder`, or
-    another process writes it.
+    So `out` is never half-written, even after a power cut. Raises a `UserError` as `new_folder`
+    does, or if another process writes `out`.
     """
     out = new_folder(out)
     partial, lock = (out.with_name(f".{out.name}.{end}") for end in ("partial", "lock"))
@@ -188,7 +188,7 @@ def remove(path: Path) -> None:
 
 
 def require_free(folder: Path, needed_bytes: int) -> None:
-    """Refuse to start writing what cannot fit where `folder` lies."""
+    """Refuse to write `needed_bytes` to the disk of `folder` if they do not fit."""
     if (free := shutil.disk_usage(folder).free) < needed_bytes:
         raise UserError(
             f"{needed_bytes:,} bytes are needed, but {free:,} are free in {folder}. "

@@ -1,8 +1,8 @@
-"""Config dataclasses: the range of a number stands on its field; here it is checked.
+"""Checks and JSON form of config dataclasses, whose fields are annotated with their ranges:
 
     checkpoint_every: Annotated[int, at_least(1), HOW] = 100
 
-A rule across fields goes into a method `check_together()` that raises `UserError`.
+Rules across fields go into a method `check_together()` that raises `UserError`.
 """
 
 import dataclasses
@@ -16,16 +16,16 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 from dotmoe.errors import UserError, nearest
 
 COMMAND = "command"
-"""Key of a config's values that names its command, for classes with a `command` of their own."""
+"""Key in a config's JSON values that holds its command, for classes that define `command`."""
 
 HOW = object()
-"""Marks a field that says how a result is made and not what it is: it may change on resume."""
+"""Marks a field that affects how a result is made, not what it is; it may change on resume."""
 
 Config = TypeVar("Config")
 
 
 class Range(NamedTuple):
-    """Numbers that a field may have, those of a tuple each."""
+    """Numbers that a field may have, or each number if the field is a tuple."""
 
     words: str
     holds: Callable[[float], bool]
@@ -52,9 +52,9 @@ def between(low: float, high: float) -> Range:
 
 
 def check(config: Any) -> None:
-    """Refuse a config, or one in it, with a number out of its range, before anything is loaded.
+    """Raise a `UserError` if a number in a config, or in a config nested in it, is out of range.
 
-    None is in every range, infinity in none. `check_together` refuses what does not go together.
+    None is in every range, infinity in none. `check_together` then checks rules across fields.
     """
     for name, kind, marks in _fields(type(config)):
         value = getattr(config, name)
@@ -74,7 +74,7 @@ def check(config: Any) -> None:
 
 
 def checked(config: Config) -> Config:
-    """A config made in Python, checked, its types too, with tuples for lists."""
+    """A copy of a config made in Python, with types and ranges checked, and lists as tuples."""
     config = from_values(type(config), values_of(config), "the config")
     check(config)
     return config
@@ -97,8 +97,8 @@ def identity(config: Any) -> dict[str, Any]:
 def from_values(cls: type[Config], values: Any, place: str) -> Config:
     """A config from plain JSON values; missing fields take their defaults.
 
-    Refused are unknown fields, values of another type, missing ones without a default, and the
-    config of another command; `place`, such as a file, is where the values come from.
+    Raises a `UserError` for unknown fields, values of a wrong type, missing ones without a default,
+    and the config of another command. `place`, such as a file, is where the values come from.
     """
     if not isinstance(values, dict):
         raise UserError(f"{place} is {values!r}, but it must be a JSON object with its options.")
@@ -106,7 +106,7 @@ def from_values(cls: type[Config], values: Any, place: str) -> Config:
     if expected is not None and (command := values.pop(COMMAND, expected)) != expected:
         raise UserError(
             f"{place} is the config of a dotmoe {command}, not of a dotmoe {expected}. "
-            "Give it to the command it is for, or choose another folder."
+            "Use it with the command that wrote it, or choose another folder."
         )
     kinds = {name: kind for name, kind, _ in _fields(cls)}
     for name, value in values.items():
@@ -121,7 +121,7 @@ def from_values(cls: type[Config], values: Any, place: str) -> Config:
 
 
 def _fields(cls: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Name, type and marks of the fields of a dataclass; marks of parts of a type count, too."""
+    """Yield name, type and marks of each dataclass field, with marks on parts of the type."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         hint, marks = hints[field.name], ()

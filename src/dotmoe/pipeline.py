@@ -59,27 +59,27 @@ _STATE = "state.safetensors"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """What `convert` and `finetune` leave behind."""
+    """Result of `convert` or `finetune`: where the files are, and what was measured."""
 
     folder: Path
     """The run folder."""
     export: Path
     """The checkpoint, loadable by stock Transformers."""
     report: Path
-    """What was lost and gained, as one HTML page; `report.md` beside it says it in short."""
+    """HTML page on what the conversion lost and gained; `report.md` is the same without plots."""
     results: dict[str, Any]
     """Contents of `6_evaluate/results.json`; empty on ranks other than rank zero."""
 
 
 def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
-    """Convert a dense model; stages that the run folder holds finished are not run again.
+    """Convert a dense model; stages that are finished in the run folder are not run again.
 
-    Under torchrun all ranks call it, with a run folder that all of them see. Rank zero alone writes
-    and prints, and goes on alone after the alignment, when the others return.
+    Under torchrun every rank calls it, and all must see the same run folder. Only rank zero writes
+    and prints. After the alignment the other ranks return, and rank zero continues alone.
 
     Raises:
-        UserError: Bad input, or another process at work in the run folder. If nothing was finished,
-            the folder does not exist then, nor after any other exception.
+        UserError: The input is bad, or another process uses the run folder. After any exception a
+            new run folder is removed, unless there is a finished stage or progress to resume.
     """
     with ExitStack() as work:
         with process_group(resolved_device(config.load.device)):
@@ -96,7 +96,7 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
                 state = _align(run, dense, split, start)
         if not run.is_first:
             return run.conversion()
-        if is_divided(dense.model):  # among ranks that have returned
+        if is_divided(dense.model):  # its shards are on ranks that have returned
             dense = on_disk(dense, dense.device, next(dense.model.parameters()).dtype)
         extracted = _extract(run, dense, split, state)
         layout, weights = extracted.layout, dense
@@ -110,12 +110,12 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
 
 
 def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Conversion:
-    """Train the model of a finished run, and export and measure what came out.
+    """Train the model of a finished run, then export and measure the result.
 
-    Otherwise as `convert`; rank zero goes on alone after the training.
+    Everything else is as for `convert`; rank zero continues alone after the training.
 
     Raises:
-        UserError: As `convert`; or RUN is not finished, or is finetuned itself.
+        UserError: As for `convert`; or RUN is not finished, or is itself the result of `finetune`.
     """
     with ExitStack() as work:
         with process_group(resolved_device(config.load.device)):
@@ -144,7 +144,7 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             return run.conversion()
         if source.has_own_weights and not config.eval_text and source.folder.holds("evaluate"):
             measured = read_json(source.folder.verified("evaluate") / RESULTS)
-            figures["frozen"] = measured["frozen"]  # of the same text, before the repair
+            figures["frozen"] = measured["frozen"]  # on the same text, before the repair
         before = "repaired" if source.has_own_weights else "frozen" if repairs else "converted"
         earlier = {before: source.folder.stage("export")} if source.folder.holds("export") else {}
         dense = left_on_disk(dense, config.load)
@@ -154,14 +154,14 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
 
 
 def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str, Any]:
-    """Prune a dense model by a published method, write a stock checkpoint of it, and measure that.
+    """Prune a dense model by a published method, write it as a checkpoint, and measure it.
 
     Returns:
-        Contents of `6_evaluate/results.json`: perplexity of `dense` and of what is `pruned`,
-        `parameters` of the first, and `pruning`, see `dotmoe.pruning.prune`.
+        Contents of `6_evaluate/results.json`: perplexity of the `dense` and the `pruned` model,
+        `parameters` of the dense one, and `pruning`, which `dotmoe.pruning.prune` describes.
 
     Raises:
-        UserError: As `convert`; or the method does not fit the model.
+        UserError: As for `convert`; or the method does not fit the model.
     """
     config = checked(config)
     run = _Run(config, config, config.align, progress)
@@ -175,12 +175,12 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
 
 
 class _Run:
-    """A run under way, and the stages that several commands have."""
+    """A run in progress, with the stages that several commands share."""
 
     text: Text
-    """What `tokenise` has made."""
+    """Training and held-out text, set by `tokenise`."""
     texts: dict[tuple[str, ...], TokenBlocks]
-    """What perplexity is measured on, by name: held-out text, and another if one is asked for."""
+    """Texts to measure perplexity on, by name: the held-out text, and `other_text` if given."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class _Run:
     ) -> None:
         self.config = config
         self.converted = converted
-        """The config of the conversion, whose sources of text are read."""
+        """Config of the conversion, which names the text sources."""
         self.training = training
         self.is_first = is_rank_zero()
         self.progress = progress if progress and self.is_first else Progress(quiet=True)
@@ -199,9 +199,9 @@ class _Run:
         self.stage = self.folder.run_stage
 
     def start(self, work: ExitStack, source: FinishedRun | None = None) -> bool:
-        """Take the run folder while `work` is open; whether there is nothing more to do.
+        """Lock the run folder while `work` is open; returns whether the run is already finished.
 
-        `source` is the run that is finetuned, None where the run begins with a dense model.
+        `source` is the run to finetune, None if the run begins with a dense model.
         """
         config, folder = self.config, self.folder
         last = "prune" if isinstance(config, PruneRunConfig) else "export"
@@ -228,7 +228,7 @@ class _Run:
         return broadcast_from_rank_zero(start)
 
     def tokenise(self, dense: DenseModel, min_tokens: int, beside: Text | None = None) -> None:
-        """Text to train on and to measure on, written by rank zero alone."""
+        """Run the tokenise stage; rank zero alone writes the training and the held-out text."""
         config, data = self.config, self.converted.data
 
         def write(folder: Path) -> None:
@@ -260,7 +260,7 @@ class _Run:
     def state(
         self, stage: str, device: torch.device, make: Callable[[Path], AlignState]
     ) -> AlignState:
-        """The affinities and routers of a stage."""
+        """Affinities and routers of a stage: loaded if it is finished, else made and saved."""
         return self.stage(
             stage,
             lambda folder: AlignState.load(folder / _STATE, device),
@@ -270,7 +270,7 @@ class _Run:
 
     @contextmanager
     def training_bar(self, title: str) -> Iterator[OnStep]:
-        """A progress bar of a training: steps, tokens a second, and the losses that count."""
+        """Within this context, a bar shows training steps, tokens per second and active losses."""
         losses = [name for name in ("kl", "ce") if getattr(self.training, f"{name}_weight")]
         blocks = self.text.training
         steps = self.training.schedule(blocks.num_blocks, self.progress.log).steps
@@ -280,7 +280,7 @@ class _Run:
             )
 
     def repair(self, stage: str, dense: DenseModel, layout: ExpertLayout) -> dict[str, Any]:
-        """A stage that repairs the dense model's weights under the masks of the layout."""
+        """Run a stage that repairs the dense weights under the layout's masks; its metrics."""
 
         def make(folder: Path) -> dict[str, Any]:
             whole, blocks = load_here(dense, self.config.load), self.text.training
@@ -291,11 +291,11 @@ class _Run:
         return self.stage(stage, lambda folder: read_json(folder / FIGURES), make)
 
     def checkpoint(self, stage: str) -> DenseModel:
-        """The dense checkpoint that a stage has written."""
+        """The dense checkpoint that a stage wrote, its weights left on disk."""
         return left_on_disk(describe_dense(str(self.folder.stage(stage) / MODEL)), self.config.load)
 
     def export(self, dense: DenseModel, weights: DenseModel, layout: ExpertLayout) -> None:
-        """The checkpoint, verified; `weights` is the dense model, or what a stage made of it."""
+        """Write and verify the export of `weights`: `dense`, or its repaired or finetuned form."""
 
         def make(folder: Path) -> None:
             tokens_BT, how = self.text.heldout.tokens_BT, self.config.export
@@ -311,9 +311,9 @@ class _Run:
         measure: Callable[[], dict[str, Any]],
         earlier: dict[str, Path] | None = None,
     ) -> None:
-        """Perplexity of the dense model, the export, and `earlier` exports by their names.
+        """Measure perplexity of the dense model, the export, and `earlier` exports by name.
 
-        What else is known or to `measure` stands beside it.
+        The results also have what `measure` returns and what the export's record contains.
         """
         exported = self.folder.stage("export")
 
@@ -334,7 +334,7 @@ class _Run:
         self.write_results(measured)
 
     def write_results(self, measure: Callable[[], dict[str, Any]]) -> None:
-        """The evaluate stage: what is measured, and where it comes from."""
+        """Run the evaluate stage: write what `measure` returns, with config and provenance."""
 
         def make(folder: Path) -> None:
             origin = {"origin": "measured", "config": values_of(self.config)}
@@ -344,7 +344,7 @@ class _Run:
         self.stage("evaluate", lambda folder: None, make)
 
     def results(self) -> dict[str, Any]:
-        """What the evaluate stage has written."""
+        """The results that the evaluate stage wrote."""
         return read_json(self.folder.verified("evaluate") / RESULTS)
 
     def perplexities(self, dense: DenseModel, exports: dict[str, Path]) -> dict[str, Any]:
@@ -355,13 +355,13 @@ class _Run:
     def perplexity_within(
         self, change: AbstractContextManager[None], name: str, dense: DenseModel
     ) -> dict[str, Any]:
-        """Perplexity of a dense model in memory while it is changed."""
+        """Perplexity of a dense model in memory while the context `change` alters it."""
         with self.progress.bar(f"evaluate {name}", tokens=1) as update, change:
             model, tokenizer = dense.model, dense.tokenizer
             return perplexity.heldout_perplexity(model, tokenizer, self.texts, update)
 
     def conversion(self) -> Conversion:
-        """What is left behind; the report is made anew each time, from result files alone."""
+        """The result of the run; the report is made anew each time, from result files alone."""
         path, exported = self.folder.path, self.folder.stage("export")
         page, results = self.folder.stage("report") / "report.html", {}
         if self.is_first:
@@ -371,11 +371,11 @@ class _Run:
         return Conversion(folder=path, export=exported, report=page, results=results)
 
 
-# --- what is checked and known before anything is run ------------------------------------------
+# --- checks and numbers that are needed before any stage ---------------------------------------
 
 
 def split_of(config: RunConfig, dense: DenseModel) -> Granularity:
-    """Experts of a conversion; refused if the model, all exports or the repair cannot have them."""
+    """The split of a conversion; refused if it does not suit the model, export or repair."""
     split = baselines.granularity_of(config.method, _requested_split(config, dense))
     require_exportable(dense, split, config.export)
     if config.repair:
@@ -384,30 +384,30 @@ def split_of(config: RunConfig, dense: DenseModel) -> Granularity:
 
 
 def budget_of(config: RunConfig, dense: DenseModel) -> int:
-    """Parameters that work on one token of a conversion with these experts, without routers."""
+    """Active parameters per token of a conversion with these experts, without routers."""
     return count_parameters(dense.config, dense.family, _requested_split(config, dense)).active
 
 
 def calibration_tokens(config: RunConfig, width: int) -> int:
-    """Tokens that the calibration of a model of that width reads; 0 for a start at random."""
+    """Number of tokens that calibration reads for a model of this width; 0 for a random start."""
     at_random = config.method == "dot_moe" and config.calibrate.start == "random"
     return 0 if at_random else config.calibrate.tokens(width)
 
 
 def _requested_split(config: RunConfig, dense: DenseModel) -> Granularity:
-    """The split that was asked for, before a method has its say."""
+    """The split that the config requests, before the method adapts it."""
     return splits_of(config.experts, dense.widths.ffn, dense.config.num_attention_heads)
 
 
 def _tokens_read(config: RunConfig, dense: DenseModel) -> int:
-    """Tokens of training text that calibration and repair ask for, at least."""
+    """Minimum number of tokens of training text that calibration and repair need."""
     split = _requested_split(config, dense)
     repair = config.repairing.tokens(split, dense.config) if config.repair else 0
     return max(calibration_tokens(config, dense.widths.model), repair)
 
 
 def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
-    """The run that is finetuned, and its config with the text of the finetune."""
+    """The run to finetune, and its config with the text sources of the finetuning."""
     repairs = config.finetune.train == "repair"
     if config.finetune.train == "lora":
         require_package("peft", "lora", "train lora")
@@ -416,7 +416,7 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
     source = FinishedRun(Path(config.run))
     if not isinstance(source.config, RunConfig):
         raise UserError(
-            f"{config.run} is finetuned already. Name the run of dotmoe convert before it."
+            f"{config.run} is finetuned already. Name the dotmoe convert run it was made from."
         )
     if source.has_own_weights and repairs:
         raise UserError(f"{config.run} is repaired already. Name a run converted without --repair.")
@@ -425,7 +425,7 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
     elif source.layout.of_target("attention"):
         raise UserError(
             f"train is {config.finetune.train}, but {config.run} has experts made of heads, which "
-            "can be repaired and not yet trained further. Set --train repair."
+            "can be repaired but not trained further yet. Set --train repair."
         )
     data = replace(source.config.data, seq_len=config.data.seq_len)
     return source, replace(source.config, data=config.data if config.data.data else data)
@@ -435,7 +435,7 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
 
 
 def _calibrate(run: _Run, dense: DenseModel, split: Granularity) -> AlignState:
-    """Initial affinities and routers; those of another method are its experts and router."""
+    """Initial affinities and routers; for a method other than DOT-MoE from its own split."""
     config = run.config
 
     def make(folder: Path) -> AlignState:
@@ -450,7 +450,7 @@ def _calibrate(run: _Run, dense: DenseModel, split: Granularity) -> AlignState:
 
 
 def _align(run: _Run, dense: DenseModel, split: Granularity, start: AlignState) -> AlignState:
-    """Learned affinities and routers; without steps those of the start."""
+    """Learned affinities and routers; those of the start if there are no steps."""
     config = run.config
 
     def make(folder: Path) -> AlignState:
@@ -467,7 +467,7 @@ def _align(run: _Run, dense: DenseModel, split: Granularity, start: AlignState) 
 def _extract(
     run: _Run, dense: DenseModel, split: Granularity, state: AlignState | None
 ) -> Baseline:
-    """The layout: rounded from an aligned state, or at once by a method without training."""
+    """The layout: rounded from an aligned state, or made directly by a method without training."""
 
     def make(folder: Path) -> Baseline:
         if state is None:
@@ -493,11 +493,11 @@ def _split_by_baseline(run: _Run, dense: DenseModel, split: Granularity) -> Base
 
 
 def _measure_unexported(run: _Run, dense: DenseModel, extracted: Baseline) -> dict[str, Any]:
-    """Perplexity before a repair, and under the method's own router if no export can have it."""
+    """Perplexity before the repair, and with the method's own router if no export can hold it."""
     results, layout = {}, extracted.layout
     if run.config.repair:
         frozen = masked_by(dense, layout)
-        results["frozen"] = run.perplexity_within(frozen, "what was repaired", dense)
+        results["frozen"] = run.perplexity_within(frozen, "before repair", dense)
     if extracted.own and run.config.baseline.split_router == "own":
         shares = list[Tensor]()
         routed = baselines.routed_by_own(run.config.method, dense, extracted, shares)
@@ -508,7 +508,7 @@ def _measure_unexported(run: _Run, dense: DenseModel, extracted: Baseline) -> di
 
 
 def _train(run: _Run, dense: DenseModel, source: FinishedRun) -> ExpertLayout:
-    """The experts of a finished run with trained weights or routers, written by the stage."""
+    """Run the finetune stage on a finished run; returns its layout with the trained routers."""
     config, start, origin = run.config, dense, None
     if source.has_own_weights:
         start, origin = raise_on_all_ranks(source.described), dense
@@ -532,7 +532,7 @@ def _train(run: _Run, dense: DenseModel, source: FinishedRun) -> ExpertLayout:
 
 
 def _prune(run: _Run, dense: DenseModel) -> dict[str, Any]:
-    """What was removed; the checkpoint lies in the stage's folder."""
+    """Run the prune stage, which writes a checkpoint; returns the record of what was removed."""
     config = run.config
 
     def make(folder: Path) -> dict[str, Any]:
@@ -554,7 +554,7 @@ def _prune(run: _Run, dense: DenseModel) -> dict[str, Any]:
 
 
 def _measure_pruned(run: _Run, dense: DenseModel, figures: dict[str, Any]) -> dict[str, Any]:
-    """Perplexity of the dense model and of what is pruned, a checkpoint or a change in memory."""
+    """Perplexity of the dense and the pruned model: a checkpoint, or a change made in memory."""
     folder, method = run.folder.stage("prune"), run.config.method
     runnable, applied = left_on_disk(dense, run.config.load), pruning.PRUNING[method].applied
     results = run.perplexities(runnable, {} if applied else {"pruned": folder / pruning.MODEL})

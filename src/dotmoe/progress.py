@@ -1,4 +1,4 @@
-"""What a person sees while a command runs: lines and progress bars, on standard error."""
+"""Lines and progress bars on standard error while a command runs."""
 
 import math
 import time
@@ -13,10 +13,10 @@ from rich.text import Text
 
 
 class Update(Protocol):
-    """Moves a progress bar."""
+    """A function that moves a progress bar."""
 
     def __call__(self, done: int, total: int, note: str = "") -> None:
-        """Show `done` of `total`, and a note behind the bar."""
+        """Show `done` of `total`, and a note after the bar."""
         ...
 
 
@@ -25,7 +25,7 @@ def no_update(done: int, total: int, note: str = "") -> None:
 
 
 class Progress:
-    """Prints lines and bars; `Progress(quiet=True)` prints nothing. Text is printed as it is."""
+    """Prints lines and bars; `Progress(quiet=True)` prints nothing. Text is printed literally."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
@@ -36,11 +36,11 @@ class Progress:
 
     @contextmanager
     def bar(self, title: str, tokens: int = 0) -> Iterator[Update]:
-        """A progress bar, or where the output is no terminal a line now and then.
+        """Within this context, show a progress bar; if output is no terminal, occasional lines.
 
-        Lines come with the first and the last update, and between them after 10 s, later when a
-        tenth more time has passed, at most 5 minutes. `tokens` is how many each of the things that
-        are counted has, to state tokens a second.
+        Lines come with the first and the last update, and between them after a tenth of the elapsed
+        time, but at least 10 s and at most 5 minutes. `tokens` is the number of tokens per counted
+        item, for the rate in tokens per second; 0: no rate.
         """
         columns = (
             progress.TextColumn("{task.description:<28}", markup=False),
@@ -63,7 +63,7 @@ class Progress:
 
             def update(done: int, total: int, note: str = "") -> None:
                 nonlocal next_line
-                if done < task.completed:  # another count begins, such as that of the next model
+                if done < task.completed:  # a new count begins, such as that of the next model
                     bars.reset(number)
                     next_line = -math.inf
                 bars.update(number, completed=done, total=total)

@@ -1,4 +1,4 @@
-"""The whole method on the embedded model and this machine's own standard library, in minutes."""
+"""The whole method on the embedded model and the local Python standard library, in minutes."""
 
 import time
 from dataclasses import dataclass, replace
@@ -24,18 +24,18 @@ class QuickstartConfig:
     """The quickstart: dense, random split and DOT-MoE side by side."""
 
     out: str = "quickstart-run"
-    """Folder to write; run again to go on where it stopped."""
+    """Folder to write; the same command resumes there if it was stopped."""
     steps: Annotated[int, at_least(1)] = 300
     """Alignment steps, the same for the random split and for DOT-MoE."""
     seed: Annotated[int, at_least(0)] = 0
-    """Of initial values and data order."""
+    """Seed of initial values and data order."""
 
 
 def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:
     """Convert the embedded model twice, measure both, and write `quickstart.json`.
 
-    The random split has the same experts, k, data, start of the router, steps, rates and repair;
-    only its assignment stays as it was drawn.
+    The random split has the same E, expert size, k, data, router start, steps, learning rates and
+    repair; only its assignment stays as it was drawn.
     """
     started = time.monotonic()
     out = Path(config.out)
@@ -68,7 +68,7 @@ def quickstart(config: QuickstartConfig, progress: Progress) -> dict[str, Any]:
 
 
 def run_configs(config: QuickstartConfig) -> dict[str, RunConfig]:
-    """The two runs, equal but for the split and repaired alike."""
+    """Configs of the two runs, which differ only in the split; both are repaired."""
     out, base = Path(config.out), recipe("quickstart", seed=config.seed)
     align = replace(base.align, steps=config.steps)
     learned = replace(base, out=str(out / "dot_moe"), align=align, repair=True)

@@ -1,8 +1,8 @@
-"""Where a run lives: a folder for each stage, and `manifest.json`, which says what is finished.
+"""The folder of a run: a subfolder for each stage, and `manifest.json`, which records progress.
 
-The manifest is the authority for resume and for every command that reads a run: command, config,
-fingerprints of what the run is made of, and of each finished stage the size and SHA-256 of its
-files. It is replaced in one step, so its records are always those of the first stages, in order.
+Resume, and every command that reads a run, trust the manifest alone. It contains command, config,
+fingerprints of the inputs, and for each finished stage the size and SHA-256 of its files. Writes
+of it are atomic, so the stages that it records are always the first ones, in order.
 `config.json` is a plain copy of the config, for `--config`.
 """
 
@@ -51,22 +51,22 @@ STAGES = {
     "evaluate": "6_evaluate",
     "report": "7_report",
 }
-"""Folders of the stages, in their order."""
+"""Folder of each stage, in the order in which stages run."""
 
 RESULTS = "results.json"
-"""The file of the evaluate stage; what else lies in its folder is of other commands."""
+"""The file that the evaluate stage writes; others in its folder come from other commands."""
 
 _MANIFEST, _CONFIG, _LOCK, _CHECKPOINTS = "manifest.json", "config.json", ".lock", "checkpoints"
 _UNCHECKED = (_CHECKPOINTS, "tensorboard", "wandb")
 _PROGRESS = ("metrics.jsonl", *_UNCHECKED)
-"""What an unfinished stage goes on from; `*.parts` besides."""
+"""Names that an unfinished stage resumes from, together with `*.parts`."""
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")
 
 
 class RunFolder:
-    """A run on disk."""
+    """A run on disk: its manifest, its lock and the folders of its stages."""
 
     def __init__(self, path: Path, log: Callable[[str], None] = lambda text: None) -> None:
         self.path = path
@@ -80,19 +80,19 @@ class RunFolder:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """`command`, `model` (its name), `config`, `inputs` (fingerprints) and `stages`."""
+        """The contents: `command`, `model` (name), `config`, `inputs` (fingerprints), `stages`."""
         if self._manifest is None:
             try:
                 self._manifest = read_with_checksum(self.path / _MANIFEST)
             except DamagedError as error:
                 raise UserError(
-                    f"{error}. It says what the run in {self.path} is: restore it, or choose "
+                    f"{error}. It describes the run in {self.path}: restore it, or choose "
                     "another folder."
                 ) from error
         return self._manifest
 
     def config(self, cls: type[Config]) -> Config:
-        """The config of the run, refused if it is of another command."""
+        """The config of the run; refused if another command made the run."""
         return from_values(cls, self.manifest["config"], str(self.path / _MANIFEST))
 
     def stage(self, name: str) -> Path:
@@ -100,13 +100,13 @@ class RunFolder:
         return self.path / STAGES[name]
 
     def holds(self, *names: str) -> bool:
-        """Whether these stages are finished, and what they made is still there."""
+        """Whether these stages are finished and their results still exist."""
         return self.exists and all(
             name in self.manifest["stages"] and _is_filled(self._result_of(name)) for name in names
         )
 
     def verified(self, name: str, *only: str) -> Path:
-        """Folder of a finished stage whose files, or `only` these, are as they were recorded.
+        """Folder of a finished stage; a `UserError` if its files, or `only` these, are damaged.
 
         An export has checksums of its own, see `dotmoe.export.record.require_checksums`.
         """
@@ -120,22 +120,22 @@ class RunFolder:
         return folder
 
     def seconds(self, *names: str) -> float | None:
-        """Time that finished stages took, without what an interrupted process had done before."""
+        """Total seconds of the finished stages, without interrupted attempts; None if none is."""
         stages = self.manifest["stages"]
         times: list[float] = [stages[name]["seconds"] for name in names if name in stages]
         return sum(times) if times else None
 
     def alone(self) -> AbstractContextManager[None]:
-        """Keep other processes out of the folder; the system takes the lock back after any end."""
+        """A lock against other processes; the system releases it however this process ends."""
         return locked(
             self.path / _LOCK,
-            f"{self.path} is being worked on by another dotmoe process. Wait for it, or choose "
+            f"{self.path} is in use by another dotmoe process. Wait for it, or choose "
             "another folder.",
         )
 
     @contextmanager
     def at_work(self, config: Any) -> Iterator[None]:
-        """Make the folder and keep other processes out; leave nothing if nothing was finished."""
+        """Within this context, the folder is locked; after an error a new, empty run is removed."""
         self._require_usable(config)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -155,10 +155,10 @@ class RunFolder:
                 raise
 
     def begin(self, config: Any, model: str, inputs: Mapping[str, str]) -> None:
-        """Record what the run is made of, or refuse to go on with anything else.
+        """Record the config and inputs of the run, or refuse inputs other than the recorded ones.
 
-        `model` is what the user calls the dense model; `inputs` are fingerprints of it, and of the
-        `layout` that is finetuned.
+        `model` is the user's name for the dense model; `inputs` are the fingerprints of `model`,
+        and of the `layout` if one is finetuned.
         """
         if self.exists:
             self.require_inputs(inputs)
@@ -168,7 +168,7 @@ class RunFolder:
         write_json(self.path / _CONFIG, values)
 
     def require_inputs(self, inputs: Mapping[str, str]) -> None:
-        """Refuse to go on with another model or layout than the run was started with."""
+        """Refuse a model or layout other than the one that the run was started with."""
         recorded = self.manifest["inputs"]
         if recorded["model"] != inputs["model"]:
             raise UserError(
@@ -191,8 +191,8 @@ class RunFolder:
         """The result of a stage: loaded if the stage is finished, else made and recorded.
 
         A finished stage whose folder is gone is made again, and so is everything after it. All
-        ranks call `make` together; the folder may hold checkpoints and parts of a process that was
-        stopped. Rank zero alone calls `save`, for what `make` has not written itself.
+        ranks call `make` together; the folder may hold checkpoints and partial files of a stopped
+        process. Only rank zero calls `save`, which writes what `make` has not written itself.
         """
         folder = self.stage(name)
         if broadcast_from_rank_zero(lambda: self._is_ready(name)):
@@ -208,14 +208,14 @@ class RunFolder:
         return result
 
     def _is_ready(self, name: str) -> bool:
-        """Whether a stage is finished; if not, its folder is prepared, and what came after goes."""
+        """Whether a stage is finished; if not, prepares its folder and removes later results."""
         if self.holds(name):
             self.verified(name)
             return True
         folder, stages = self.stage(name), self.manifest["stages"]
         later = list(STAGES)[list(STAGES).index(name) :]
         if name in stages:
-            self._log(f"{folder} is gone: it is made again, and all that follows it")
+            self._log(f"{folder} is gone: it is made again, and so are all later stages")
         kept = {stage: record for stage, record in stages.items() if stage not in later}
         self._write({**self.manifest, "stages": kept})
         for path in folder.glob("*"):
@@ -256,7 +256,7 @@ class RunFolder:
             )
 
     def _result_of(self, name: str) -> Path:
-        """What a stage leaves: its folder, or of the evaluate stage the one file in it."""
+        """Path of a stage's result: its folder, or for the evaluate stage one file in it."""
         return self.stage(name) / RESULTS if name == "evaluate" else self.stage(name)
 
     def _write(self, manifest: dict[str, Any]) -> None:
@@ -264,7 +264,7 @@ class RunFolder:
         self._manifest = manifest
 
     def _remove_unless_progress(self) -> None:
-        """Remove what this process made, unless a stage is finished or has begun something."""
+        """Remove what this process made, unless a stage is finished or has progress to resume."""
         folders = [self.stage(name) for name in STAGES]
         items = (item for folder in folders for item in folder.glob("*"))
         if (self.exists and self.manifest["stages"]) or any(map(_is_progress, items)):
@@ -276,7 +276,7 @@ class RunFolder:
 
 
 def export_folder(path: Path) -> Path:
-    """The model folder meant by a path: what a run folder exported or pruned, or the path."""
+    """The model folder for a path: of a run folder its export or pruned model, else the path."""
     of_a_run = path / STAGES["export"], path / STAGES["prune"] / "model"
     return next((folder for folder in of_a_run if _is_filled(folder)), path)
 
@@ -286,12 +286,12 @@ def _is_filled(path: Path) -> bool:
 
 
 def _is_progress(path: Path) -> bool:
-    """Whether a stage can go on from this in its folder."""
+    """Whether a stage can resume from this file or folder."""
     return path.name in _PROGRESS or path.suffix == ".parts"
 
 
 def provenance(seed: int) -> dict[str, Any]:
-    """Command, versions, commit, machine, seed and time, to be written beside a result."""
+    """Command, versions, commit, hardware, seed and time, to write beside a result."""
     program = Path(sys.argv[0])
     name = "dotmoe" if program.stem == "__main__" else program.name
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -310,7 +310,7 @@ def provenance(seed: int) -> dict[str, Any]:
 
 @lru_cache
 def commit() -> str | None:
-    """Commit of our source tree, with `+changes` where it is not clean; None outside git."""
+    """Commit of dotmoe's source tree, with `+changes` if it is not clean; None outside git."""
     root = Path(__file__).parents[2]
     command = ["git", "-C", str(root), "describe", "--always", "--dirty=+changes", "--abbrev=12"]
     try:

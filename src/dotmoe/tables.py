@@ -1,4 +1,4 @@
-"""A table of formatted text, computed once: for a terminal, Markdown, LaTeX, the report's page."""
+"""Tables of formatted text for a terminal, Markdown, LaTeX and the report; number formats."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,21 +18,21 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str | None]]
     note: str = ""
-    """Stands below the table."""
+    """Text below the table."""
     words: int = 1
-    """Leading columns of text; those after them hold numbers and are aligned to the right."""
+    """Number of leading text columns; the others hold numbers and are aligned to the right."""
 
 
 def table_of(
     items: Iterable[Any], columns: Mapping[str, Callable[[Any], str | None]], **options: Any
 ) -> Table:
-    """A table with a row for each item; each column says how it shows one."""
+    """A table with a row for each item; `columns` maps headings to functions that format a cell."""
     rows = [[show(item) for show in columns.values()] for item in items]
     return Table(columns=tuple(columns), rows=rows, **options)
 
 
 def to_rich(table: Table) -> RichTable:
-    """The table for a terminal. Cells are plain text: brackets in them are no markup."""
+    """The table for a terminal. Cells are plain text: brackets in them are not markup."""
     rich = RichTable(
         title=Text(table.title, style="bold") if table.title else None,
         title_justify="left",
@@ -63,7 +63,7 @@ def to_markdown(table: Table) -> str:
 
 
 def to_latex(table: Table) -> str:
-    """A LaTeX tabular of the cells, which needs no package; what LaTeX reads as code is escaped."""
+    """A LaTeX tabular that needs no package; characters that are special in LaTeX are escaped."""
     code = {sign: f"\\{sign}" for sign in "&%$#_{}"}
     escaped = str.maketrans(code | {"\\": r"\textbackslash{}", "~": r"\~{}", "^": r"\^{}"})
     right = len(table.columns) - table.words
@@ -77,7 +77,7 @@ def to_latex(table: Table) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in percent, with one decimal where it is small: 25 %, 3.1 %."""
+    """A share in percent, with one decimal below 10 %: 25 %, 3.1 %."""
     return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
 
 
@@ -107,7 +107,7 @@ def in_time(hours: float) -> str:
 
 
 def figure(value: Any, form: str = ".4g") -> str:
-    """A number such as 0.1235 or 1,200, a dash where there is none, other values as text."""
+    """Text of a value: a number such as 0.1235 or 1,200, a dash if there is none, or the text."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "-"
     if isinstance(value, bool | str):

@@ -253,7 +253,7 @@ def test_a_run_whose_export_fails_its_verification_is_left_out_and_the_others_ar
         "by_energy-own": "layer 2 routes otherwise.",
         "by_energy-ridge-finetuned": "layer 3 computes otherwise.",
     }
-    left_out = "not verified: by_energy-own, by_energy-ridge-finetuned."
+    left_out = "failed verification: by_energy-own, by_energy-ridge-finetuned."
     assert left_out in (out / "compare.md").read_text()
     failing.add("ridge")
     said = compare("by_energy", to=out / "none")
@@ -264,7 +264,7 @@ def test_a_share_of_the_parameters_is_the_budget_of_all_rows(compare, rows_of, t
     said = compare("shortgpt", active_params=0.75).refusal()
     assert "active_params is 0.75 and active_experts is 4: two budgets" in said
     assert not out.exists()
-    assert "--active-experts None takes back" in said
+    assert "--active-experts None unsets" in said
     budget = {"active_params": 0.75, "active_experts": None}
     dense, own, _, shortgpt = rows_of("contiguous_split", "shortgpt", **budget)
     stock = AutoModelForCausalLM.from_pretrained(tiny_dense("llama"))

@@ -63,8 +63,8 @@ def test_shares_and_starts_reach_their_runs():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "0 things are to be swept"),
-        ({"over_experts": 4, "over_start": "data"}, "2 things"),
+        ({}, "0 settings are to be swept"),
+        ({"over_experts": 4, "over_start": "data"}, "2 settings"),
         ({"over_experts": [4, 5]}, "does not divide"),
         ({"over_experts": 4, "active_experts": 2}, "k must change"),
         ({"over_active": [0.5, 1.5]}, "1.5"),

@@ -1,7 +1,7 @@
-"""`dotmoe COMMAND ...`: find the command, run it, and turn every foreseeable failure into a line.
+"""`dotmoe COMMAND ...`: find and run the command, and turn every foreseeable error into one line.
 
-Nothing heavy is imported before a command is known, so that help comes at once and an interrupt is
-caught from the first moment.
+Heavy modules are imported only after the command is known, so that help appears at once and an
+interrupt is caught from the start.
 """
 
 import errno
@@ -19,11 +19,11 @@ from dotmoe.errors import Interrupted, RankError, UserError, nearest, one_line
 
 
 class Command(NamedTuple):
-    """A row of `COMMANDS`."""
+    """Help text and options of one command in `COMMANDS`."""
 
     help: str
     common: tuple[str, ...] = ()
-    """Options that `--help` shows; the others are in `--help-all`. None: it shows all."""
+    """Options that `--help` shows; `--help-all` shows the others too. Empty: both show all."""
     recipes: str | None = None
     """The command whose recipes and config files this one starts from."""
 
@@ -33,8 +33,8 @@ _TRAINING = ("steps", "batch-size", "micro-batch-size", "lr")
 _CONVERSION = ("experts", "expert-size", "active", "active-experts", *_TEXT, *_TRAINING, "device")
 
 COMMANDS = {
-    "quickstart": Command("Convert the small bundled model, on this machine's own text."),
-    "inspect": Command("Show experts, parameters, memory, time and warnings before any cost."),
+    "quickstart": Command("Convert the bundled model on Python's standard library, in minutes."),
+    "inspect": Command("Show experts, parameters, memory, time and warnings before a conversion."),
     "convert": Command(
         "Turn a dense checkpoint into an MoE checkpoint.",
         common=("method", *_CONVERSION, "repair", "format"),
@@ -46,7 +46,7 @@ COMMANDS = {
         recipes="convert",
     ),
     "sweep": Command(
-        "Convert one model several times with one thing changed: E, k or the start.",
+        "Convert one model several times with one setting changed: E, k or the start.",
         common=("over-experts", "over-active", "over-start", *_CONVERSION),
         recipes="convert",
     ),
@@ -58,24 +58,24 @@ COMMANDS = {
     "export": Command("Write the experts of a finished run in another format, or with another k."),
     "edit": Command("Change how many experts an exported model runs per token, in place."),
     "evaluate": Command(
-        "Measure a model: perplexity, benchmark tasks, fidelity to the dense one, samples."
+        "Measure a model: perplexity, benchmark tasks, fidelity to the dense model, samples."
     ),
-    "analyse": Command("Look into a finished run: load and overlap of experts, outputs, costs."),
+    "analyse": Command("Analyse a finished run: load and overlap of experts, outputs, costs."),
     "bench": Command("Compare the speed and memory of a dense model and its MoE."),
-    "report": Command("Put all that was measured of a run into one page with plots."),
+    "report": Command("Write one page with plots of everything that was measured on a run."),
 }
-"""Each is a function `run_NAME` in `dotmoe.cli.commands`."""
+"""Commands by name; function `run_NAME` in `dotmoe.cli.commands` runs each."""
 
 
 def main() -> None:
     """Entry point of the `dotmoe` command."""
     status = run(sys.argv[1:])
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, to ranks that are leaving anyway
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to exiting ranks
     sys.exit(status)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line; returns the exit status instead of leaving."""
+    """Run one command line; returns the exit status instead of exiting."""
     signal.signal(signal.SIGTERM, _stop)
     name = arguments[0] if arguments else "--help"
     try:
@@ -87,7 +87,7 @@ def run(arguments: Sequence[str]) -> int:
         event = str(stop) or "interrupted. What is finished is kept"
         _fail(f"{event}; the same command goes on from there.")
         return 128 + (stop.signum if isinstance(stop, Interrupted) else signal.SIGINT)
-    except BrokenPipeError:  # whoever read our output has read enough
+    except BrokenPipeError:  # the reader closed the pipe: it has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         message = message_of(error)
@@ -117,7 +117,7 @@ def _dispatch(name: str, arguments: Sequence[str]) -> None:
 
 
 def _fail(message: str, *, only_here: bool = False) -> None:
-    """Print a failure; one that all ranks of torchrun know of is printed by rank zero alone."""
+    """Print an error; only rank zero prints one that all ranks of torchrun know of."""
     if only_here or os.environ.get("RANK", "0") == "0":
         print(f"dotmoe: error: {one_line(message)}", file=sys.stderr, flush=True)
 
@@ -134,14 +134,14 @@ def message_of(error: Exception) -> str | None:
     text, on_gpu = str(error) or type(error).__name__, isinstance(error, torch.OutOfMemoryError)
     refused = re.search(r"can(no|')t allocate memory", text, re.IGNORECASE)
     if on_gpu or refused or isinstance(error, MemoryError):
-        remedy = "Lower --micro-batch-size or --seq-len, give --activation-checkpointing"
+        remedy = "Lower --micro-batch-size or --seq-len, set --activation-checkpointing"
         memory, other = ("GPU memory", "choose --device cpu") if on_gpu else ("memory", "get more")
         return f"out of {memory} ({text}). {remedy}, or {other}."
     if not isinstance(error, OSError | SafetensorError | RuntimeError):
         return None
     cause: BaseException | None = error
     while cause is not None:
-        # safetensors reports the number of the system's error only within its text
+        # safetensors gives the number of the system's error only in its message
         in_text = re.search(r"os error (\d+)", str(cause))
         number = int(in_text[1]) if in_text else getattr(cause, "errno", None)
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

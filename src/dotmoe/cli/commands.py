@@ -1,4 +1,4 @@
-"""The commands: `run_NAME` makes its config of the line, calls one function, prints the result."""
+"""The commands: `run_NAME` parses the line into a config, calls one function, prints the result."""
 
 import argparse
 import io
@@ -46,15 +46,15 @@ from dotmoe.tables import Table, to_rich
 Config = TypeVar("Config")
 
 _HELP_COLUMNS, _ALL_COLUMNS = 100, 10_000
-"""Width of a help text; and more than any error or table has, so that none is wrapped."""
+"""Width of help texts; and a width that no error or table exceeds, so that none is wrapped."""
 _GGUF = (
-    "gguf: for llama.cpp, as gguf_glm4moe (gates exactly 1) or gguf_llama, whichever holds the "
-    "model; k can be edited; gguf_dense: the dense model, to compare with."
+    "gguf: for llama.cpp, as gguf_glm4moe (gates exactly 1) or gguf_llama, whichever can "
+    "hold the model; k can be edited. gguf_dense: the dense model, to compare with."
 )
 
 
 class Line(NamedTuple):
-    """What was typed after `dotmoe`."""
+    """A command line: the name of the command and its arguments."""
 
     name: str
     arguments: tuple[str, ...]
@@ -63,27 +63,27 @@ class Line(NamedTuple):
         return shlex.join(["dotmoe", self.name, *self.arguments])
 
     def config(self, cls: type[Config], notes: str = "") -> Config:
-        """The options as a config that is in range; `notes` are for the help.
+        """The arguments as a checked config; `notes` are appended to the help.
 
-        Names of nested fields must differ, since prefixes are left out. Raises SystemExit after the
-        help, and a UserError with the nearest option or choice if there is one.
+        Names of nested fields must differ because prefixes are omitted. Raises SystemExit after
+        help; for a wrong argument a UserError, with the nearest option or choice if there is one.
         """
         command, arguments, start = COMMANDS[self.name], list(self.arguments), None
         if command.recipes:
             start, arguments = self._start(command.recipes)
             values = {field.name: getattr(start, field.name) for field in fields(start)}
-            if type(start) is not cls:  # a comparison or a sweep, of what is said for all runs
+            if type(start) is not cls:  # a comparison or a sweep, from the options of its runs
                 values["method"] = "dot_moe"
             start = cls(**values)
             notes = (
                 f"Start from --recipe NAME ({', '.join(RECIPES[command.recipes])}) or from "
-                "--config FILE, the config.json of an earlier run; options given besides change it."
+                "--config FILE, the config.json of an earlier run; other options override it."
             )
         help_option = next((w for w in arguments if w in ("-h", "--help", "--help-all")), None)
         errors, output = io.StringIO(), io.StringIO()
         width = patch.dict(os.environ, COLUMNS=str(_HELP_COLUMNS if help_option else _ALL_COLUMNS))
         texts = patch("docstring_parser.parse_from_object", _attributes_in_one_line)
-        try:  # to files without an encoding tyro writes plain ASCII
+        try:  # tyro writes plain ASCII to files without an encoding
             with width, texts, redirect_stderr(errors), redirect_stdout(output):
                 config: Config = tyro.cli(
                     cls,
@@ -97,7 +97,7 @@ class Line(NamedTuple):
             if not help_option:
                 line = _in_one_line(errors.getvalue())
                 raise UserError(f"{line} See dotmoe {self.name} --help.") from stop
-            # tyro wraps what it says of options, and leaves the description one line.
+            # tyro wraps the help of options, but leaves the description on one line.
             lines = (fill(line, _HELP_COLUMNS) for line in output.getvalue().splitlines())
             text, is_short = "\n".join(lines), help_option != "--help-all" and command.common
             print(_short_help(text, command.common) if is_short else text)
@@ -115,7 +115,7 @@ class Line(NamedTuple):
         except argparse.ArgumentError as error:
             raise UserError(f"{error}. See dotmoe {self.name} --help.") from error
         if chosen.recipe and chosen.config:
-            raise UserError("--recipe and --config both name a start. Give one of them.")
+            raise UserError("--recipe and --config both name a starting config. Give one of them.")
         recipe = recipe_of(command, chosen.recipe)
         if chosen.config:
             return from_values(type(recipe), read_json(chosen.config), str(chosen.config)), rest
@@ -127,7 +127,7 @@ class Line(NamedTuple):
 def _attributes_in_one_line(
     obj: Any, parse: Callable[..., Any] = docstring_parser.parse_from_object
 ) -> Any:
-    """Docstrings of attributes as tyro wraps them well: it keeps line ends before an indent."""
+    """Docstrings with each attribute on one line, because tyro keeps breaks before an indent."""
     parsed = parse(obj)
     for attribute in parsed.params:
         attribute.description = " ".join((attribute.description or "").split()) or None
@@ -135,7 +135,7 @@ def _attributes_in_one_line(
 
 
 def _short_help(text: str, common: Sequence[str]) -> str:
-    """Usage, description and the common options of a command, from its whole help."""
+    """Usage, description and common options of a command, cut out of its full help."""
     head, _, rest = text.partition(" positional arguments")
     starts = r"  (--[\w-]+|[A-Z]+(?= |$))"
     matches = re.finditer(rf"^{starts}.*(?:\n(?!{starts}|\s*$).+)*", rest, re.MULTILINE)
@@ -165,11 +165,11 @@ def _in_one_line(output: str) -> str:
 
 class _Output(Console):
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # which is no failure to `run`; Rich would exit with 1
+        raise BrokenPipeError  # `run` does not count it as a failure; Rich exits with 1
 
 
 def _show(*parts: Any, to_stderr: bool = False) -> None:
-    """Print text as it is, tables with frames, and in a file or pipe as wide as they are."""
+    """Print text literally and tables with frames; in a file or pipe nothing is wrapped."""
     console = _Output(stderr=to_stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _ALL_COLUMNS
@@ -198,7 +198,7 @@ def run_finetune(line: Line) -> None:
 
 
 def _show_conversion(conversion: Conversion) -> None:
-    if conversion.results:  # rank zero's alone
+    if conversion.results:  # on rank zero only
         _show(page.summary(conversion.folder))
 
 
@@ -232,12 +232,12 @@ def run_export(line: Line) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EditConfig:
-    """What to change of an export; its weights stay as they are."""
+    """What to change in an export; its weights stay the same."""
 
     export: Annotated[Positional[str], tyro.conf.arg(metavar="EXPORT")]
     """Exported folder, run folder, or GGUF file."""
     active_experts: Annotated[int, at_least(1)]
-    """Experts that are to run per token (k), 1 to E."""
+    """Number of experts to run per token (k), 1 to E."""
 
 
 def run_edit(line: Line) -> None:
@@ -277,20 +277,20 @@ def run_bench(line: Line) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportConfig:
-    """One page that says what was lost and what was gained."""
+    """One page on what a conversion lost and gained."""
 
     run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
     """Folder of a finished `dotmoe convert`, `finetune` or `quickstart`."""
     out: str | None = None
-    """Write the page here, and the page alone. Default: `7_report/report.html` of RUN, and every
-    plot as SVG and PNG in `7_report/plots`; of a quickstart `report.html` and `plots` in it."""
+    """File to write the page to, and no plots. Default: `7_report/report.html` in RUN, and plots as
+    SVG and PNG in `7_report/plots`; for a quickstart `report.html` and `plots` in RUN itself."""
 
 
 def run_report(line: Line) -> None:
     config = line.config(ReportConfig)
     folder, out = Path(config.run), Path(config.out) if config.out else None
     if out and (out.is_dir() or not out.absolute().parent.is_dir()):
-        raise UserError(f"--out {out} is no file in a folder that exists. Name one, as a.html.")
+        raise UserError(f"--out {out} is not a file in an existing folder. Name one, as a.html.")
     plots_folder = None if out else page.default_page(folder).with_name("plots")
     print(page.html_report(folder, out, plots_folder))
     if not plots.is_installed():
