@@ -188,7 +188,7 @@ def test_an_edited_export_is_told_from_what_was_measured(bare):
     assert "now runs" not in read_page(html_report(bare)).text
     assert run(["edit", str(bare), "--active-experts", "4"]) == 0
     text = read_page(html_report(bare)).text
-    assert "The export now runs k = 4; the figures of this page were measured at k = 3." in text
+    assert "The export now runs k = 4; the numbers on this page were measured at k = 3." in text
 
 
 def test_the_same_files_give_the_same_page(measured, found):

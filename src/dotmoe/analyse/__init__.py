@@ -1,4 +1,4 @@
-"""Stage analyse: what became of the experts of a finished run, `6_evaluate/analysis/NAME.json`."""
+"""Stage analyse: examine the experts of a finished run; writes `6_evaluate/analysis/NAME.json`."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +14,7 @@ from dotmoe.progress import Progress
 from dotmoe.run_folder import provenance
 
 FORM = 4
-"""Of the result files. To be raised where their content changes, so that they are made anew."""
+"""Version of the result files. Raise it when their content changes, so that they are remade."""
 
 
 class Analysis(NamedTuple):
@@ -23,11 +23,11 @@ class Analysis(NamedTuple):
     title: str
     make: Callable[[AnalysedRun], Findings]
     package: str | None = None
-    """Of the extra that it needs."""
+    """Import name of the optional package that it needs, if any."""
     of_text: bool = True
-    """Whether it is about the held-out text; else about the alignment."""
+    """Whether it analyses the held-out text; otherwise it analyses the alignment."""
     targets: tuple[str, ...] = ("ffn", "both", "attention")
-    """Splits that it can look at."""
+    """Values of `--targets` that it supports."""
 
 
 ANALYSES = {
@@ -39,30 +39,30 @@ ANALYSES = {
         "sklearn",
         targets=("ffn", "both"),
     ),
-    "layer_sensitivity": Analysis("What the split of each layer costs by itself", sensitivity),
+    "layer_sensitivity": Analysis("Loss added by splitting each layer alone", sensitivity),
     "overhead_profile": Analysis(
-        "Parts of the time of an alignment step", profile, of_text=False, targets=("ffn",)
+        "Time of an alignment step, by part", profile, of_text=False, targets=("ffn",)
     ),
 }
-"""By name, in the order in which they are made."""
+"""All analyses by name, in the order in which they run."""
 
 
 def analyse(
     config: AnalyseConfig, progress: Progress | None = None, command: str | None = None
 ) -> dict[str, Values]:
-    """Make the analyses that the run does not hold yet, for the same inputs, and write each.
+    """Run each analysis that has no stored result for the same inputs, and write its result file.
 
-    `command` is what was typed, for the record.
-
-    Returns the contents of the result files, by name; those the run has nothing for are left out.
-    Raises a `UserError`: no finished run, a number out of range, another process at work in the run
-    folder, or an analysis that was asked for by name cannot be made.
+    `command` is the command line as typed, to be recorded in the result.
+    Returns the contents of the result files by name, without analyses that do not apply to the run.
+    Raises a `UserError` if the run is not finished, a number is out of range, another process works
+    in the run folder, or an analysis that was requested by name cannot be made.
     """
     check(config)
     for name in config.only:
         if name not in ANALYSES:
             raise UserError(
-                f"{name} is none of the analyses {', '.join(ANALYSES)}.{nearest(name, ANALYSES)}"
+                f"{name} is not an analysis. Choose from {', '.join(ANALYSES)}."
+                f"{nearest(name, ANALYSES)}"
             )
     run = AnalysedRun(config, progress or Progress(quiet=True))
     results: dict[str, Values] = {}
@@ -87,27 +87,27 @@ def analyse(
 
 
 def _require(run: AnalysedRun, name: str) -> None:
-    """Refuse an analysis of what the run does not have, or without the package that it needs."""
+    """Raise a `UserError` if the run or the installed packages lack what the analysis needs."""
     analysis, targets = ANALYSES[name], run.layout.granularity.targets
     if analysis.package:
         require_package(analysis.package, "analysis", name)
     if targets not in analysis.targets:
         raise UserError(
-            f"{name} looks at {analysis.targets[0]}, but {run.asked.run} has targets {targets}. "
+            f"{name} needs targets {analysis.targets[0]}, but {run.asked.run} has {targets}. "
             "Leave it out."
         )
     if not analysis.of_text and run.aligned is None:
         raise UserError(
-            f"{name} looks at alignment steps, and {run.asked.run} has none, or its own run is not "
-            "there. Leave it out."
+            f"{name} times alignment steps, but {run.asked.run} has none, or the run that it was "
+            "finetuned from is missing. Leave it out."
         )
 
 
 def _result(run: AnalysedRun, name: str, inputs: Values, command: str | None) -> Values:
-    """The result file of an analysis: from disk where it was made of the same inputs."""
+    """Contents of an analysis's result file: read from disk if it was made from the same inputs."""
     analysis = ANALYSES[name]
     file = run.folder.stage("evaluate") / "analysis" / f"{name}.json"
-    with suppress(UserError):  # missing or damaged: it is made anew
+    with suppress(UserError):  # missing or damaged: the analysis runs again
         stored = read_json(file)
         if stored.get("inputs") == inputs:
             run.progress.log(f"{name} is there already")

@@ -1,4 +1,4 @@
-"""What became of the experts: their load, layers that route alike, outputs, cost of each layer."""
+"""Analyses of the experts: load, routing overlap of layers, outputs, loss added by each layer."""
 
 import math
 from itertools import combinations
@@ -21,16 +21,16 @@ from dotmoe.moe.masked import masked, maskings_of
 from dotmoe.tables import figure
 
 UNEVEN_SHARE_OF_LIMIT = 0.5
-"""A load is uneven where its coefficient of variation is above this share of the largest one."""
+"""A load is uneven if its coefficient of variation exceeds this share of the maximum possible."""
 POINTS, EXPERTS_SHOWN, SEED = 1000, 16, 0
-"""Expert outputs that t-SNE shows, about, of at most so many experts; seed of what is drawn."""
+"""Approximate number of outputs for t-SNE, maximum number of experts, and seed of the sampling."""
 
 
 def utilisation(run: AnalysedRun) -> Findings:
-    """How evenly tokens use the experts of a layer (fig:expert_utilization).
+    """How evenly tokens use the experts of each layer (fig:expert_utilization).
 
-    Shares of the tokens that run each expert, which sum to k; figures of each layer; warnings.
-    Where both targets are split, those of attention besides, as `attention`.
+    Values: share of the tokens that run each expert (sums to k), statistics by layer, warnings.
+    If FFNs and attention are split, `attention` holds the same values for attention.
     """
     (values, sentences), *attention = (_load(run, part) for part in parts_of(run.layout))
     for of_heads, more in attention:
@@ -48,12 +48,12 @@ def _load(run: AnalysedRun, layout: ExpertLayout) -> Findings:
     warnings = [line for layer, share_E in loads.items() for line in warnings_of(layer, share_E)]
     spread = [layer["coefficient_of_variation"] for layer in statistics]
     summary = (
-        f"coefficient of variation of the load {min(spread):.2f} to {max(spread):.2f} by layer; "
-        f"busiest expert {max(layer['max_over_mean'] for layer in statistics):.2f} times its "
-        f"layer's mean, idlest {min(layer['min_over_mean'] for layer in statistics):.2f}; "
-        f"{sum(len(layer['dead_experts']) for layer in statistics)} dead"
+        f"coefficient of variation of a layer's load: {min(spread):.2f} to {max(spread):.2f}; "
+        f"busiest expert: {max(layer['max_over_mean'] for layer in statistics):.2f} times its "
+        f"layer's mean load, idlest: {min(layer['min_over_mean'] for layer in statistics):.2f}; "
+        f"dead experts: {sum(len(layer['dead_experts']) for layer in statistics)}"
     )
-    heads = "of heads: " * (layout.target == "attention")
+    heads = "query heads: " * (layout.target == "attention")
     return {
         "layers": list(loads),
         "share_LE": [share_E.tolist() for share_E in loads.values()],
@@ -66,13 +66,13 @@ def _load(run: AnalysedRun, layout: ExpertLayout) -> Findings:
 
 
 def load_statistics(share_E: Float[Tensor, " E"]) -> dict[str, Any]:
-    """The load of one layer in a few figures, from the share of the tokens that run each expert.
+    """Statistics of the load of one layer, from the share of the tokens that run each expert.
 
     Returns:
-        `coefficient_of_variation`: standard deviation over experts / mean; 0 is even, and
-        `sqrt(E / k - 1)`, the largest, means the same k experts for every token. `dead_experts`:
-        below 1 % of the mean. `always_on_experts`: above 95 % of the tokens, where the mean is
-        below 75 %; at k / E near 1 it is what must happen. `entropy_normalised`: 1 is even.
+        `coefficient_of_variation`: standard deviation over experts / mean; 0 is even, and the
+        maximum, `sqrt(E / k - 1)`, means the same k experts for every token. `dead_experts`: load
+        below 1 % of the mean. `always_on_experts`: load above 95 %, only if the mean is below 75 %
+        (with k / E near 1 such loads are unavoidable). `entropy_normalised`: 1 is even.
     """
     average = float(share_E.mean())
     portion_E = share_E / share_E.sum()
@@ -89,11 +89,11 @@ def load_statistics(share_E: Float[Tensor, " E"]) -> dict[str, Any]:
 
 
 def warnings_of(layer: int, share_E: Float[Tensor, " E"]) -> list[str]:
-    """A line for each rule that a layer breaks: dead, always on, variation above half its limit."""
+    """One line for each rule that a layer breaks: dead experts, always-on experts, uneven load."""
     statistics, lines = load_statistics(share_E), []
     rules = {
-        "dead_experts": "are dead, run for less than 1 % of the mean load",
-        "always_on_experts": "run for more than 95 % of the tokens, so they route nothing",
+        "dead_experts": "are dead (less than 1 % of the mean load)",
+        "always_on_experts": "run for more than 95 % of the tokens, so routing barely affects them",
     }
     for name, wrong in rules.items():
         if experts := statistics[name]:
@@ -104,8 +104,8 @@ def warnings_of(layer: int, share_E: Float[Tensor, " E"]) -> list[str]:
     limit = math.sqrt(max(0.0, 1 / float(share_E.mean()) - 1))
     if variation > UNEVEN_SHARE_OF_LIMIT * limit > 0:
         lines.append(
-            f"layer {layer}: the load is uneven, with a coefficient of variation of "
-            f"{variation:.2f}; the same experts for every token would have {limit:.2f}"
+            f"layer {layer}: the load is uneven: its coefficient of variation is {variation:.2f} "
+            f"({limit:.2f} would mean the same experts for every token)"
         )
     return lines
 
@@ -113,7 +113,7 @@ def warnings_of(layer: int, share_E: Float[Tensor, " E"]) -> list[str]:
 def overlap(run: AnalysedRun) -> Findings:
     """`matched_overlap` of each pair of split layers, 1 on the diagonal; needs SciPy.
 
-    Where both targets are split, of FFNs.
+    If FFNs and attention are split, it compares the routing of FFNs.
     """
     chosen_LTK, layers = run.routes[run.layout.target], list(run.layers)
     similarity_LL, pairs = np.eye(len(layers)), list[tuple[float, str]]()
@@ -123,10 +123,10 @@ def overlap(run: AnalysedRun) -> Findings:
         pairs.append((shared, f"layers {layers[a]} and {layers[b]}"))
     values = {"layers": layers, "similarity_LL": similarity_LL.tolist()}
     if not pairs:
-        return values, ["one split layer, so there is nothing to compare"]
+        return values, ["only one layer is split, so there is nothing to compare"]
     most, where = max(pairs)
     return values, [
-        "routing above chance shared by two layers: mean "
+        "routing overlap of two layers (0: chance, 1: the same routing): mean "
         f"{mean(shared for shared, _ in pairs):.3f}, most {most:.3f} ({where})"
     ]
 
@@ -134,17 +134,17 @@ def overlap(run: AnalysedRun) -> Findings:
 def matched_overlap(a_TK: Int[Tensor, "T K"], b_TK: Int[Tensor, "T K"], num_experts: int) -> float:
     """Share of a token's experts in one layer whose partners run in the other, above chance.
 
-    Expert numbers of two layers have nothing to do with each other, so experts are first paired:
-    one to one, such that partners run for the same tokens as often as possible. Pairs are found on
-    one half of the text and the share is measured on the other, and again the other way round;
-    otherwise the pairing would find likeness in noise. With `o` the share and `c` what layers with
-    these loads would share if each routed on its own,
+    Expert numbers of two layers are unrelated, so experts are first paired one to one such that
+    partners run for the same tokens as often as possible. Pairs are found on one half of the text
+    and the share is measured on the other half, and vice versa: on the same tokens, pairs would
+    find similarity in noise. If `o` is the measured share and `c` the share that independent
+    layers with the same loads would have, then
 
         overlap = (o - c) / (1 - c)
 
     Returns:
-        1: the same routing under other names, or k = E. 0: layers that know nothing of each other;
-        noise goes a little below. Symmetric in the layers.
+        1: the same routing with experts numbered differently, or k = E. 0: independent routing;
+        noise can make it slightly negative. Symmetric in the layers.
     """
     from scipy.optimize import linear_sum_assignment  # an extra
 
@@ -165,11 +165,11 @@ def matched_overlap(a_TK: Int[Tensor, "T K"], b_TK: Int[Tensor, "T K"], num_expe
 
 @torch.no_grad()
 def outputs_tsne(run: AnalysedRun) -> Findings:
-    """Outputs of experts in two dimensions, and how well the experts are told apart (scikit-learn).
+    """Expert outputs in two dimensions by t-SNE, and how well they separate; needs scikit-learn.
 
-    Experts write through different rows of W_down, so that their outputs lie apart whatever the
-    experts are. The same figures for a random split of the same neurons, on the same tokens and
-    expert numbers, say how much of it that is (fig:tsne_appendix).
+    Experts write through different rows of W_down, so outputs of any split separate to some degree.
+    The control is a random split of the same neurons, with the same metrics on the same tokens and
+    expert numbers (fig:tsne_appendix).
     """
     from sklearn.decomposition import PCA  # an extra
     from sklearn.manifold import TSNE
@@ -187,7 +187,7 @@ def outputs_tsne(run: AnalysedRun) -> Findings:
     outputs, random_outputs = (
         sampled_outputs(x_PD, ffn, split_N, expert_P).numpy() for split_N in (own_N, random_N)
     )
-    # More dimensions are noise to t-SNE, and slow.
+    # More dimensions add noise to t-SNE and make it slow.
     reduced = PCA(min(50, *outputs.shape), random_state=SEED).fit_transform(outputs)
     perplexity = min(30.0, (len(outputs) - 1) / 3)
     tsne = TSNE(n_components=2, perplexity=perplexity, init="pca", random_state=SEED)
@@ -204,7 +204,7 @@ def outputs_tsne(run: AnalysedRun) -> Findings:
         "random_split": random_split,
     }, [
         f"layer {layer}, {len(outputs)} outputs of {shown} experts: silhouette "
-        f"{figure(own['silhouette'], '.3f')}, nearest neighbour of the same expert "
+        f"{figure(own['silhouette'], '.3f')}, nearest neighbour from the same expert "
         f"{100 * own['neighbour_agreement']:.0f} %; a random split of the same neurons: "
         f"{figure(random_split['silhouette'], '.3f')}, "
         f"{100 * random_split['neighbour_agreement']:.0f} %"
@@ -214,10 +214,10 @@ def outputs_tsne(run: AnalysedRun) -> Findings:
 def sampled_pairs(
     chosen_TK: Int[Tensor, "T K"], points: int, shown: int, generator: torch.Generator
 ) -> tuple[Int[Tensor, " P"], Int[Tensor, " P"]]:
-    """About `points` places of tokens at random, and the expert that runs for each.
+    """About `points` random token positions, and an expert that runs for each of them.
 
-    There are as many of every expert that is shown: at most `shown`, evenly spaced among those with
-    two tokens or more; with one, an output has no neighbour of its own.
+    Positions are divided equally over at most `shown` experts, evenly spaced among those with two
+    or more tokens; with one token, an output would have no neighbour from its own expert.
     """
     used = (torch.bincount(chosen_TK.flatten().long()) >= 2).nonzero().flatten()
     places = torch.linspace(0, len(used) - 1, min(shown, len(used))).round().long()
@@ -243,13 +243,13 @@ def sampled_outputs(
 
 
 def separation(outputs: NDArray[Any], experts: NDArray[Any]) -> dict[str, Any]:
-    """How well points are told apart by expert, in all their dimensions.
+    """How well outputs separate by expert, in all their dimensions.
 
     Returns:
-        `silhouette`: mean silhouette, -1 to 1; above 0 where points are nearer to those of their
-        own expert than to any other's. None where there is one expert.
-        `neighbour_agreement`: share of points whose nearest neighbour is of the same expert.
-        `neighbour_chance`: the same for neighbours at random.
+        `silhouette`: mean silhouette, -1 to 1; above 0 if outputs are nearer to those of their
+        own expert than to any other's. None if there is only one expert.
+        `neighbour_agreement`: share of outputs whose nearest neighbour is from the same expert.
+        `neighbour_chance`: the same share for random neighbours.
     """
     from sklearn.metrics import silhouette_score  # an extra
     from sklearn.neighbors import NearestNeighbors
@@ -265,11 +265,11 @@ def separation(outputs: NDArray[Any], experts: NDArray[Any]) -> dict[str, Any]:
 
 
 def sensitivity(run: AnalysedRun) -> Findings:
-    """What the split of each layer costs by itself: whether layers should have stayed dense.
+    """Loss added by splitting each layer alone, which shows the layers that should stay dense.
 
-    Nats a token above the dense model with one layer split, `alone_L`, and with all, `at_once`, on
-    one forward pass of the text. Weights are the dense model's: a repair, which follows the layers
-    before, is left out. A layer of which FFN and attention are split is split in both.
+    Nats per token above the dense model with one layer split (`alone_L`) and with all layers split
+    (`at_once`), on one forward pass. Weights are the dense model's without repair, because the
+    repair of a layer depends on the layers before it. FFN and attention are split together.
     """
     dense = run.original
     rows_BT = run.tokens[: max(1, FORWARD_TOKENS // run.tokens.shape[1])]
@@ -290,13 +290,13 @@ def sensitivity(run: AnalysedRun) -> Findings:
 
 
 def costs_said(layers: list[int], alone_L: list[float], at_once: float) -> str:
-    """Which layers cost most, beside all at once; and whether the first may better stay dense."""
+    """Sentence on the layers that add most loss, and whether the first should stay dense."""
     costs = sorted(zip(alone_L, layers, strict=True), reverse=True)
     most = ", ".join(f"{cost:.3f} (layer {layer})" for cost, layer in costs[:3])
     said = (
-        f"nats a token above dense with one layer split and nothing repaired, the most: {most}; "
-        f"the median layer {costs[len(costs) // 2][0]:.3f}; all layers at once {at_once:.3f}"
+        f"nats per token above dense with one layer split, without repair; largest: {most}; "
+        f"median layer: {costs[len(costs) // 2][0]:.3f}; all layers at once: {at_once:.3f}"
     )
     if costs[0][1] == layers[0] and costs[0][0] * len(costs) > 4 * at_once:
-        said += f": convert with --first-dense-layers {layers[0] + 1} and compare"
+        said += f". Convert with --first-dense-layers {layers[0] + 1} and compare"
     return said

@@ -31,16 +31,16 @@ OF_ASSIGNMENT = {
 }
 STRAIGHT_THROUGH = "straight-through"
 OF_THE_METHOD = (*OF_ASSIGNMENT.values(), STRAIGHT_THROUGH, "optimizer")
-"""Parts that a distillation step of the dense model with frozen weights would not have."""
+"""Parts of a step that distillation without this method would not have."""
 
 
 def profile(run: AnalysedRun) -> Findings:
     """Mean seconds and shares of the parts of a step, from a few steps of the run's own config.
 
-    Steps start from what the run has learned; one more is taken first and not counted.
-    `straight-through` is what masks, routers and estimators add to the FFNs, measured on one layer
-    alone and taken out of `student forward` and `backward`; all parts and `other` make up the step.
-    `overhead` is the time of `OF_THE_METHOD` over that of everything else.
+    Steps start from the run's learned affinities and routers; a first step is not counted.
+    `straight-through` is the time that masks, routers and estimators add to all FFNs, estimated
+    from one layer and subtracted from `student forward` and `backward`. With `other`, the parts sum
+    to the step. `overhead`: time of the parts in `OF_THE_METHOD` / time of the other parts.
     """
     folder, num_steps = run.aligned, run.asked.profile_steps
     assert folder is not None  # else this analysis is left out
@@ -96,16 +96,16 @@ def profile(run: AnalysedRun) -> Findings:
         "tokens_a_step": tokens,
         "clock": clock.kind,
     }, [
-        f"{step_s:.3f} s a step of {tokens:,} tokens ({clock.kind}): "
+        f"{step_s:.3f} s for a step of {tokens:,} tokens ({clock.kind} time): "
         + ", ".join(f"{part} {100 * share:.1f} %" for part, share in largest_first),
-        f"{', '.join(of_method)} add {100 * overhead:.1f} % to the rest",
+        f"{', '.join(of_method)} add {100 * overhead:.1f} % to the time of the rest",
     ]
 
 
 def mask_cost(task: Alignment, clock: "Clock") -> tuple[float, float]:
     """Seconds that routing, masks and their estimators add to one FFN, forward and backward.
 
-    A masked FFN is run with routing on and off, on random numbers, which cost what others do.
+    It runs a masked FFN with routing on and off, on random inputs: values do not affect the time.
     """
     dense, routing = task.dense, task.parts[0].masking
     ffn = dense.family.layers(dense.model)[routing.first_layer].get_submodule("mlp")
@@ -133,10 +133,10 @@ def mask_cost(task: Alignment, clock: "Clock") -> tuple[float, float]:
 
 
 class Clock:
-    """Seconds of named parts, after waiting for the device.
+    """Stopwatch for named parts of a step; waits for the device before each reading.
 
-    Of one CPU thread, the processor's seconds: what other processes do meanwhile is not counted.
-    Otherwise the wall's.
+    On a CPU with one thread it counts processor time, which excludes other processes. Otherwise
+    it counts wall time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -148,7 +148,7 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What happens inside belongs to `name`."""
+        """Within this context, time counts towards the part `name`."""
         self._wait()
         start = self._now()
         yield
@@ -156,12 +156,12 @@ class Clock:
         self._seconds[name] += self._now() - start
 
     def seconds(self) -> dict[str, float]:
-        """Of each part since the last call."""
+        """Seconds of each part since the last call; starts again from zero."""
         seconds, self._seconds = self._seconds, defaultdict(float)
         return dict(seconds)
 
 
 def time_methods(owner: Any, parts: Mapping[str, str], clock: Clock) -> None:
-    """From here on calls of methods of this one object belong to `parts` of the clock, by name."""
+    """Time all later calls of these methods of `owner`; `parts` maps a method to a clock part."""
     for method, part in parts.items():
         setattr(owner, method, clock.part(part)(getattr(owner, method)))

@@ -1,4 +1,4 @@
-"""A finished run that is analysed: its text, routed by the masked model, and its alignment."""
+"""Inputs of the analyses: held-out text, its routing by the masked model, and the alignment."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,40 +28,40 @@ from dotmoe.progress import Progress, Update, no_update
 from dotmoe.run_folder import RunFolder
 
 FORWARD_TOKENS = 4096
-"""Tokens of one forward pass at most, unless one block has more."""
+"""Maximum tokens of one forward pass; a single block may have more."""
 
 Findings = tuple[Values, list[str]]
-"""Values of an analysis, and what they say in a few sentences."""
+"""Values of an analysis, and a few sentences that summarise them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnalyseConfig:
-    """What to analyse of a finished run."""
+    """Options of `dotmoe analyse`."""
 
     run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
     """Folder of a finished `dotmoe convert` or `dotmoe finetune`."""
     only: tuple[str, ...] = ()
-    """Make these of expert_utilisation, routing_overlap, expert_outputs_tsne, layer_sensitivity,
-    overhead_profile. Default: all that the run has something for."""
+    """Analyses to run: expert_utilisation, routing_overlap, expert_outputs_tsne,
+    layer_sensitivity, overhead_profile. Default: all that apply to the run."""
     tokens: Annotated[int, at_least(1)] = 32768
-    """Tokens of the held-out text to route, at most; at least one block."""
+    """Maximum number of held-out tokens to route, in whole blocks; at least one block is routed."""
     layer: Annotated[int | None, at_least(0)] = None
-    """Layer whose expert outputs are shown, a split one. Default: the one at a third of the depth,
-    as the paper's."""
+    """Split layer whose expert outputs are shown. Default: a third of the way through the split
+    layers, as in the paper."""
     profile_steps: Annotated[int, at_least(1)] = 5
-    """Alignment steps that are timed."""
+    """Number of alignment steps to time."""
     load: LoadConfig = field(default_factory=LoadConfig)
 
 
 class AnalysedRun(FinishedRun):
-    """A finished run; what takes time is made when it is first asked for."""
+    """A finished run to analyse; models and routing are loaded or computed on first access."""
 
     def __init__(self, asked: AnalyseConfig, progress: Progress) -> None:
         super().__init__(Path(asked.run))
         self.asked, self.progress = asked, progress
         heldout = self.text.heldout
         self.tokens: Tensor = heldout.tokens_BT[: max(1, asked.tokens // heldout.seq_len)]
-        """The text that is routed: the first blocks kept out of training."""
+        """Text to route: the first blocks of the held-out text."""
         self.layers = layers = self.layout.moe_layers
         self.layer = layers[len(layers) // 3] if asked.layer is None else asked.layer
         """Layer whose expert outputs are shown."""
@@ -73,25 +73,25 @@ class AnalysedRun(FinishedRun):
 
     @cached_property
     def dense(self) -> DenseModel:
-        """The weights that the experts are made of."""
+        """The dense checkpoint with the experts' weights (repaired or finetuned, if the run is)."""
         return load_dense(self.described().source, self.asked.load)
 
     @cached_property
     def original(self) -> DenseModel:
-        """The dense model that the run began with."""
+        """The dense model that the run started from, with its original weights."""
         if not self.has_own_weights:
             return self.dense
         return load_dense(self.origin().source, self.asked.load)
 
     @cached_property
     def routes(self) -> dict[str, Int[Tensor, "L T K"]]:
-        """See `captured_routes`."""
+        """Experts that run for each token of the text; see `captured_routes`."""
         with self.progress.bar("route held-out text") as update:
             return captured_routes(self.dense, self.layout, self.tokens, update)
 
     @cached_property
     def aligned(self) -> RunFolder | None:
-        """The run that was aligned: this one, or that which was finetuned, if it is there."""
+        """The run with the alignment: this one, or the one that it was finetuned from, if any."""
         config, folder = self.config, self.folder
         if isinstance(config, FinetuneRunConfig):
             folder = RunFolder(Path(config.run))
@@ -107,7 +107,7 @@ def captured_routes(
 ) -> dict[str, Int[Tensor, "L T K"]]:
     """Experts that run for each token in each split layer, by target; int16, on the CPU.
 
-    The largest logit is first (eq:router_topk). Rows of the text do not see each other.
+    The expert with the largest logit is first (eq:router_topk). Rows are independent sequences.
     """
 
     def routes(part: ExpertLayout) -> Int[Tensor, "L T K"]:
@@ -128,10 +128,10 @@ def expert_energies(
     tokens_BT: Int[Tensor, "B T"],
     on_progress: Update = no_update,
 ) -> Float[Tensor, "L E"]:
-    """What the text gets of each expert of neurons, by split layer, on the CPU.
+    """Energy that each expert of neurons contributes on a text, by split layer, on the CPU.
 
-    The squared terms of its neurons in the FFN's output, summed over the tokens that run it; their
-    number alone says little: few tokens with massive activations can be most of a layer.
+    It is the sum of its neurons' squared terms in the FFN output over the tokens that run it. A
+    token count alone says little: few tokens with massive activations can dominate a layer.
     """
     layers = dense.family.layers(dense.model)
     ffns = {layer: dense.family.ffn(layers[layer]) for layer in layout.moe_layers}  # not masked
@@ -151,7 +151,7 @@ def expert_energies(
 def router_inputs(
     dense: DenseModel, layout: ExpertLayout, tokens_BT: Int[Tensor, "B T"], layer: int
 ) -> Float[Tensor, "T D"]:
-    """What the router and the FFN of a split layer see of the whole text, on the CPU."""
+    """Input of the router and the FFN of one split layer for the whole text, on the CPU."""
     kept: list[Tensor] = []
 
     def look(index: int, x_TD: Tensor) -> None:
@@ -175,7 +175,7 @@ def _look_at_text(
     on_progress: Update = no_update,
     target: str = "ffn",
 ) -> None:
-    """`at_routers` of a whole text; `on_progress` is told blocks."""
+    """Run `at_routers` on the whole text; `on_progress` receives the number of blocks."""
     done = 0
     for rows in torch.split(tokens_BT, max(1, FORWARD_TOKENS // tokens_BT.shape[1])):
         at_routers(dense, layout, rows, look, target)

@@ -1,6 +1,6 @@
-"""Report: result files in, tables, plots and words out. Nothing is computed again.
+"""Report: shows result files as tables, plots and sentences. It computes no result again.
 
-Here the result files of a run are read, once for its report. What was not measured is absent.
+This module reads the result files of a run, once per report. What was not measured is absent.
 """
 
 import json
@@ -17,50 +17,50 @@ from dotmoe.run_folder import STAGES
 class RunResults:
     """Contents of the result files of a finished run, or of a quickstart with both of its splits.
 
-    Raises a `UserError`: no run, not finished, or a damaged file.
+    Raises a `UserError` if the folder holds no finished run, or if a file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
         self.quickstart: Values = {}
-        """`quickstart.json` of the folder that holds the run, where the report is of that."""
+        """Contents of `quickstart.json`; empty unless the report is about a quickstart."""
         if (folder / "quickstart.json").is_file():
             self.quickstart, folder = _object(folder / "quickstart.json"), folder / "dot_moe"
         for file in ("config.json", "6_evaluate/results.json"):
             if not (folder / file).is_file():
                 raise UserError(
                     f"{folder} is no finished run: it has no {file}. Name a folder in which dotmoe "
-                    "convert, finetune or quickstart has come to its end."
+                    "convert, finetune or quickstart has finished."
                 )
         if (folder / STAGES["prune"]).is_dir():
             raise UserError(
-                f"{folder} was pruned, of which there is no report. See compare.md beside."
+                f"{folder} was pruned; such a run has no report. See compare.md one folder up."
             )
         self.run = folder
         self.config = _object(folder / "config.json")
         record, evaluated = folder / "5_export" / "dotmoe.json", folder / "6_evaluate"
         self.export = _object(record) if record.is_file() else {}
-        """`5_export/dotmoe.json`; empty where there is none."""
+        """Contents of `5_export/dotmoe.json`; empty if there is no such file."""
         self.files = {
             path.relative_to(evaluated).with_suffix("").as_posix(): _object(path)
             for path in sorted(evaluated.rglob("*.json"))
         }
-        """Every file of `6_evaluate`, by its path there without `.json`, as `tasks/piqa`."""
+        """Contents of each JSON file in `6_evaluate`, by path without `.json`: `tasks/piqa`."""
         self.results = self.files["results"]
         stages = {"alignment": "2_align", "finetune": "4_finetune"}
         self.steps = {name: _steps(folder / at / "metrics.jsonl") for name, at in stages.items()}
-        """Metrics of each step of the trainings in the run."""
+        """Metrics of each step of the alignment and of the finetuning, by name."""
         self.is_finetuned = "finetune" in self.config
         with self.reading("config.json"):
             train = self.config.get("finetune", {}).get("train")
             self.source = str(self.config["run" if self.is_finetuned else "model"])
-            """What was converted or finetuned, as the user named it."""
+            """The model that was converted or the run that was finetuned, as the user named it."""
         self.is_repaired = bool(train == "repair" or self.config.get("repair"))
-        """Whether the exported model was repaired, and nothing changed afterwards."""
+        """Whether the exported model was repaired and not finetuned afterwards."""
         self.dense_model = str(self.export.get("source", self.source))
-        """Name of the dense model that all comparisons are with."""
+        """Name of the dense model that every comparison refers to."""
         method = str(self.config.get("method", "dot_moe")).replace("dot_moe", "DOT-MoE")
         self.name = "repaired" if self.is_repaired else "finetuned" if self.is_finetuned else method
-        """What the report calls the exported model."""
+        """Name of the exported model in the report."""
 
     @property
     def models(self) -> dict[str, Values]:
@@ -76,7 +76,7 @@ class RunResults:
         return {name: result for name, result in results.items() if result}
 
     def named(self, result: Values) -> Values:
-        """A measurement of this model and perhaps another, by what the report calls them."""
+        """A measurement with its one or two models named as the report names them."""
         named = result | {"name": self.name}
         if isinstance(other := result.get("against"), dict):
             name = "dense" if other["name"] == self.dense_model else other["name"]
@@ -87,7 +87,7 @@ class RunResults:
 
     @property
     def tasks(self) -> Values:
-        """The benchmark tasks, as `dotmoe evaluate` gives them."""
+        """Results of the benchmark tasks, in the form that `dotmoe evaluate` uses."""
         sides = Values()
         for side, folder in (("against", "against/"), ("model", "tasks/")):
             files = [file for name, file in self.files.items() if name.startswith(folder)]
@@ -98,13 +98,13 @@ class RunResults:
 
     @contextmanager
     def reading(self, file: str) -> Iterator[None]:
-        """Raise a `UserError` where what is read of `file` is not in it, or of another type."""
+        """Within this context, a missing or mistyped value of `file` raises a `UserError`."""
         try:
             yield
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{self.run / file} lacks what the report shows of it ({type(error).__name__}: "
-                f"{error}): it is damaged, or of another version. {_remedy(self.run / file)}"
+                f"{self.run / file} lacks a value that the report shows ({type(error).__name__}: "
+                f"{error}): it is damaged or from another version. {_remedy(self.run / file)}"
             ) from error
 
 
@@ -118,7 +118,7 @@ def _object(path: Path) -> Values:
 
 def _remedy(path: Path) -> str:
     is_of_run = "6_evaluate" not in path.parts or path.name == "results.json"
-    return f"Delete it, and {'repeat the command of the run' if is_of_run else 'measure it again'}."
+    return f"Delete it and {'repeat the command of the run' if is_of_run else 'measure it again'}."
 
 
 def _steps(path: Path) -> list[Values]:

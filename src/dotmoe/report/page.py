@@ -1,4 +1,4 @@
-"""The report in three forms: an HTML page, Markdown, and the end of a command on a terminal."""
+"""The report in three forms: an HTML page, Markdown, and the summary at the end of a command."""
 
 import base64
 import re
@@ -34,10 +34,10 @@ _TEMPLATES.filters |= {
 
 
 def html_report(run: Path, page: Path | None = None, plots_folder: Path | None = None) -> Path:
-    """Write the page of a run, or of a quickstart with both of its splits, and give its path.
+    """Write the HTML page of a run, or of a quickstart with both of its splits; return its path.
 
-    Without `page` it is `default_page`, and Markdown lies beside it. `plots_folder` receives each
-    plot as SVG and PNG. Raises a `UserError`: no finished run, or a damaged result file.
+    Without `page` it writes `default_page`, and Markdown next to it. `plots_folder` receives each
+    plot as SVG and PNG. Raises a `UserError` for an unfinished run or a damaged result file.
     """
     found, file = RunResults(run), page or default_page(run)
     figures = draw_all(found) if is_installed() else {}
@@ -52,15 +52,15 @@ def html_report(run: Path, page: Path | None = None, plots_folder: Path | None =
 
 
 def default_page(run: Path) -> Path:
-    """`7_report/report.html` of a run, `report.html` of a quickstart."""
+    """Path of the page: `7_report/report.html` of a run, `report.html` of a quickstart."""
     is_quickstart = (run / "quickstart.json").is_file()
     return (run if is_quickstart else run / "7_report") / "report.html"
 
 
 def html(found: RunResults, figures: dict[str, Any]) -> str:
-    """One page without scripts that loads nothing, with `figures` from `draw_all`.
+    """The report as one HTML page that loads nothing; `figures` are the plots of `draw_all`.
 
-    Raises a `UserError` for a result file that lacks what the page shows of it.
+    Raises a `UserError` if a result file lacks a value that the page shows.
     """
     return html_page(**_shown(found), figures=figures)
 
@@ -72,7 +72,7 @@ def html_page(
     figures: Mapping[str, Any],
     verdict: Sequence[str] = (),
 ) -> str:
-    """The page of any sections; blocks of plots name `figures`."""
+    """An HTML page of the given sections; a plot block refers to one of `figures` by name."""
     return _TEMPLATES.get_template("page.html.jinja").render(
         title=title,
         verdict=verdict,
@@ -84,7 +84,7 @@ def html_page(
 
 
 def markdown(found: RunResults) -> str:
-    """The same sections in Markdown, without plots."""
+    """The report in Markdown: the same sections without plots."""
     return _TEMPLATES.get_template("page.md.jinja").render(_shown(found))
 
 
@@ -99,7 +99,7 @@ def _shown(found: RunResults) -> dict[str, Any]:
 
 
 def summary(run: Path) -> RenderableType:
-    """The end of `dotmoe convert` or `finetune` on a terminal."""
+    """What `dotmoe convert` and `dotmoe finetune` print when they finish."""
     found = RunResults(run)
     where = f"checkpoint  {run / '5_export'}\nreport      {default_page(run)}"
     text = "\n" + "\n\n".join([*verdict(found), where])
@@ -107,7 +107,7 @@ def summary(run: Path) -> RenderableType:
 
 
 def quickstart_summary(result: Values) -> RenderableType:
-    """The end of `dotmoe quickstart` on a terminal, from `quickstart.json`."""
+    """What `dotmoe quickstart` prints when it finishes, from `quickstart.json`."""
     models = {
         "dense": result["dense"],
         "random split, router trained": result["random_split"],
@@ -118,8 +118,8 @@ def quickstart_summary(result: Values) -> RenderableType:
     samples, checks = result["samples"], result["verification"].items()
     checked = ", ".join(f"{name.replace('_', ' ')} {figure(value)}" for name, value in checks)
     paragraphs = [
-        "Both splits start from a router fitted to their experts and take "
-        f"{result['steps']} steps; both are then repaired alike. Nats are what was lost.",
+        "Both splits start from a router fitted to their experts, train for "
+        f"{result['steps']} steps and are then repaired alike. Above dense: nats that were lost.",
         f"Gained: {gained(result)}",
         f"export against masked dense model: {checked}",
     ]

@@ -1,7 +1,7 @@
-"""Every plot of results; drawn by matplotlib, an extra. The same results give the same file.
+"""Plots of results, drawn with matplotlib (an extra). The same results give the same file.
 
-Plots are as wide as a phone, so that their text stays readable there. Everybody tells the colours
-apart (Okabe and Ito's); lines differ in dash, points in shape.
+Plots are as wide as a phone screen, so that their text stays readable there. The colours (Okabe and
+Ito's) suit colour-blind readers; lines also differ in dash, points in shape.
 """
 
 import io
@@ -19,7 +19,7 @@ NO_PLOTS = (
     "matplotlib is not installed, so there are no plots: pip install -e '.[plots]' in the checkout."
 )
 WIDTH = 4.8
-"""Inches, of every plot."""
+"""Width of every plot in inches."""
 INK, GRID, QUIET = "#1f2328", "#d3d8de", "#808890"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 
@@ -46,14 +46,14 @@ def is_installed() -> bool:
 
 
 def _styled() -> AbstractContextManager[None]:
-    """Inside, figures look as the page wants them."""
+    """Within this context, plots have the style of the page."""
     from matplotlib import rc_context
 
     return rc_context(_STYLE)
 
 
 def draw_all(found: RunResults) -> dict[str, Any]:
-    """Every figure that the results of a run allow, by name."""
+    """Every plot that the results of a run allow, by name."""
     with _styled():
         figures = {name: training_plot(steps) for name, steps in found.steps.items() if steps}
         for name, (file, draw) in PLOTS.items():
@@ -64,7 +64,7 @@ def draw_all(found: RunResults) -> dict[str, Any]:
 
 
 def as_svg(figure: Any) -> bytes:
-    """The figure as an SVG file, its text as outlines: it looks the same everywhere."""
+    """The figure as an SVG file with text as outlines, so that it looks the same everywhere."""
     svg = io.BytesIO()
     with _styled():
         figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
@@ -80,10 +80,10 @@ def save(figures: dict[str, Any], folder: Path) -> None:
 
 
 def training_plot(steps: list[Values]) -> Any:
-    """Losses against steps; below them a panel each for temperature, moves and soft-hard gap."""
+    """Losses by step; below them a panel each for temperature, moved neurons and soft-hard gap."""
     losses = {"loss": "loss", "ce": "CE, next token", "kl": "KL to dense"}
     losses = {key: name for key, name in losses.items() if key in steps[0]}
-    if len(losses) == 2:  # a loss of one term is that term
+    if len(losses) == 2:  # with one term, the loss equals that term
         losses.pop("loss", None)
     below = {"tau": "tau", "moved_fraction": "moved, %", "soft_hard_gap": "soft-hard\ngap, %"}
     below = {key: name for key, name in below.items() if key in steps[0]}
@@ -113,7 +113,7 @@ def curve_plot(curve: Values) -> Any:
     axes, points = figure.subplots(), curve["points"]
     shares = [100 * point["active_parameters"] / curve["dense_parameters"] for point in points]
     perplexities = [point["perplexity"] for point in points]
-    axes.plot(shares, perplexities, marker="o", color=COLOURS[0], label="bold: k as it is now")
+    axes.plot(shares, perplexities, marker="o", color=COLOURS[0], label="bold: the current k")
     everything = f"{curve['all_experts']['model']}: all experts run"
     axes.axhline(perplexities[-1], linestyle="--", color=QUIET, label=everything)
     for point, *place in zip(points, shares, perplexities, strict=True):
@@ -129,7 +129,7 @@ def curve_plot(curve: Values) -> Any:
 
 
 def draw_comparison(rows: list[Values]) -> Any:
-    """Perplexity against the parameters that work on a token, of each row of a comparison."""
+    """Perplexity against the parameters that work on a token, a point for each row."""
     by_method, looks = dict[str, list[Any]](), [(m, c) for m in "os^DvPX*" for c in COLOURS]
     for row in rows:
         by_method.setdefault(row["value"], []).append((row["parameters"] / 1e6, row["perplexity"]))
@@ -150,12 +150,12 @@ def utilisation_plot(analysis: Values) -> Any:
     figure = _figure(max(2.2, min(4.5, 1.2 + 0.16 * len(shares))))
     axes = _map(figure, shares, "tokens that run it, %", aspect="auto")
     _layers(axes.yaxis, values["layers"])
-    axes.set(xlabel="expert of its layer, busiest first (rank)", ylabel="layer")
+    axes.set(xlabel="expert rank in its layer, busiest first", ylabel="layer")
     return figure
 
 
 def overlap_plot(analysis: Values) -> Any:
-    """How alike the layers route, each with each other; the diagonal, which is 1, is left blank."""
+    """Routing overlap of each pair of layers; the diagonal, which is always 1, is left blank."""
     import numpy as np
 
     values, figure = analysis["values"], _figure(3.8)
@@ -198,7 +198,7 @@ PLOTS: dict[str, tuple[str, Callable[[Values], Any]]] = {
     "routing_overlap": ("analysis/routing_overlap", overlap_plot),
     "expert_outputs_tsne": ("analysis/expert_outputs_tsne", scatter_plot),
 }
-"""Plots of one file of `6_evaluate`: its path there without `.json`, and what draws it."""
+"""Plots by name: the file in `6_evaluate` that each shows, without `.json`, and its function."""
 
 
 def _figure(height: float) -> Any:
@@ -208,7 +208,7 @@ def _figure(height: float) -> Any:
 
 
 def _with_legend(figure: Any, axes: Any, columns: int = 3) -> Any:
-    """The legend above all axes, where it takes height and never width."""
+    """Add the legend above all axes, where it takes height but no width."""
     spacing = {"columnspacing": 1.2, "handlelength": 1.6, "handletextpad": 0.5}
     drawn = axes.get_legend_handles_labels()
     figure.legend(*drawn, loc="outside upper left", ncols=columns, **spacing)
@@ -216,7 +216,7 @@ def _with_legend(figure: Any, axes: Any, columns: int = 3) -> Any:
 
 
 def _log_axis(axis: Any) -> None:
-    """Plain numbers on a logarithmic axis, also where it spans less than a decade."""
+    """Make an axis logarithmic with plain numbers, even if it spans less than a decade."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axis.axes.set_yscale("log")
@@ -226,7 +226,7 @@ def _log_axis(axis: Any) -> None:
 
 
 def _map(figure: Any, rows: Any, label: str, **options: Any) -> Any:
-    """Axes with a colour a cell, and a bar that says what it means."""
+    """Draw each value as a coloured cell, with a colour bar; returns the axes."""
     axes = figure.subplots()
     image = axes.imshow(rows, cmap="cividis", vmin=0, interpolation="none", **options)
     bar = figure.colorbar(image, ax=axes, label=label)
@@ -237,6 +237,6 @@ def _map(figure: Any, rows: Any, label: str, **options: Any) -> Any:
 
 
 def _layers(axis: Any, layers: list[Any]) -> None:
-    """Numbers of the layers, as many as fit."""
+    """Label an axis with the numbers of the layers, as many as fit."""
     step = -(-len(layers) // 12)
     axis.set_ticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])

@@ -1,4 +1,4 @@
-"""What the report says, as data: its verdict, and sections of sentences, tables and plots."""
+"""Content of the report as data: the verdict, and sections of sentences, tables and plots."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from dotmoe.report import RunResults
 from dotmoe.tables import Table, figure, in_bytes, millions, percent
 
 UNITS = {"ffn": "neurons", "attention": "query heads"}
-"""Of each target."""
+"""Name of the units of each target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class Block:
     kind: str
     """`note`, `warning`, `command`, `plot`, `sample` or `folded`."""
     text: str
-    """What is said; of a plot its caption, of a sample its prompt, of a folded text its title."""
+    """Text of the block: a plot's caption, a sample's prompt, a folded text's title."""
     content: Any = None
-    """The name of a plot, continuations by model, or the folded text."""
+    """Name of the plot, the sample's continuations by model, or the folded text."""
 
 
 Blocks = list[str | Table | Block]
@@ -40,7 +40,7 @@ Section = Callable[[RunResults, Values], Blocks]
 
 
 def _measurement(name: str) -> Section:
-    """What `dotmoe evaluate` shows of a measurement."""
+    """Section that shows a measurement as `dotmoe evaluate` does."""
     _, show = MEASUREMENTS[name]
     return lambda found, result: [*show(found.named(result))]
 
@@ -52,8 +52,8 @@ def _tasks(found: RunResults, _: Values) -> Blocks:
 
 def _curve(found: RunResults, curve: Values) -> Blocks:
     return [
-        "k is how many experts run for a token. It can be changed in the finished checkpoint "
-        "without any training:",
+        "k is the number of experts that run for a token. It can be changed in the finished "
+        "checkpoint without any training:",
         Block("command", shlex.join(["dotmoe", "edit", str(found.run), "--active-experts", "K"])),
         Block("plot", "Perplexity against the parameters that work on a token.", "active_experts"),
         curve_table(curve),
@@ -73,7 +73,7 @@ def _generation(found: RunResults, _: Values) -> Blocks:
             for index, prompt in enumerate(result["model"]["prompts"][:3]):
                 texts = {side["name"]: side["texts"][index] for side in sides}
                 blocks.append(Block("sample", prompt, texts))
-    return blocks and ["The most likely token each time.", *blocks]
+    return blocks and ["Each continuation takes the most likely token at every step.", *blocks]
 
 
 def _size(found: RunResults, results: Values) -> Blocks:
@@ -107,18 +107,18 @@ def _analysis(_: RunResults, analysis: Values) -> Blocks:
 def _training(name: str, found: RunResults) -> Blocks:
     if not (steps := found.steps[name]):
         is_start = name == "alignment" and not found.is_finetuned
-        return ["None: the start was extracted as it is."] * is_start
+        return ["None: the start was extracted without alignment."] * is_start
     seconds = sum(step.get("seconds") or 0.0 for step in steps)
     first, last = (figure(step.get("loss")) for step in (steps[0], steps[-1]))
-    said = f"{len(steps):,} steps, {seconds:,.0f} s in all; loss {first} at first, {last} at last."
-    return [said, Block("plot", "Each step has other text, so losses scatter.", name)]
+    said = f"{len(steps):,} steps, {seconds:,.0f} s in total; the loss goes from {first} to {last}."
+    return [said, Block("plot", "Each step uses different text, so the losses scatter.", name)]
 
 
 def _checks(_: RunResults, results: Values) -> Blocks:
     checks = [[name.replace("_", " "), figure(v)] for name, v in results["verification"].items()]
     return [
-        "Before it got its name the checkpoint was loaded with stock Transformers and compared "
-        "with the masked dense model, which is what was trained and measured.",
+        "Before the checkpoint got its final name, stock Transformers loaded it and its output was "
+        "compared with that of the masked dense model, which was trained and measured.",
         Table(title="Export against masked dense model", columns=("check", "value"), rows=checks),
     ]
 
@@ -127,7 +127,7 @@ def _configuration(found: RunResults, _: Values) -> Blocks:
     command, config = "finetune" if found.is_finetuned else "convert", found.run / "config.json"
     again = ["dotmoe", command, found.source, "AGAIN", "--config", str(config)]
     return [
-        "This repeats it (the config holds every option, defaults too):",
+        "This command repeats the run (its config holds every option, including defaults):",
         Block("command", shlex.join(again)),
         Block("folded", "config.json", json.dumps(found.config, indent=2)),
     ]
@@ -142,34 +142,34 @@ def _origins(found: RunResults, results: Values) -> Blocks:
     ]
     columns = ("file", "origin", "time (UTC)", *made[1:])
     return [
-        "Every figure here is read from one of these files and computed nowhere else. measured: "
-        "by running the model here; quoted: from a paper or data sheet; estimated: from sizes.",
+        "Every number on this page is read from one of these files. Origin measured: by running "
+        "the model here; quoted: from a paper or data sheet; estimated: from sizes.",
         Table(title="Result files", columns=columns, rows=rows, words=6),
         Block("folded", "Versions of the run", json.dumps(results["provenance"], indent=2)),
     ]
 
 
 def _missing(found: RunResults, results: Values) -> Blocks:
-    """What was not measured, with the command that measures it."""
+    """Measurements that are missing, each with the command that makes it."""
     run, dense, split = str(found.run), found.dense_model, Granularity.of(results["granularity"])
     text = ["--text", "HELD_OUT.txt", "--out", f"{run}/6_evaluate"]
     evaluate = ["dotmoe", "evaluate", run]
     beside = [*evaluate, "--against", dense]
     wanted = {
-        "against": ("benchmark tasks, dense model beside this one", [*beside, "--tasks", "paper"]),
+        "against": ("benchmark tasks, this model and the dense one", [*beside, "--tasks", "paper"]),
         "curve": ("perplexity at other k", [*evaluate, "--curve", *text]),
         "fidelity": ("closeness to the dense model", [*beside, "--fidelity", *text]),
-        "generation": ("what both write after prompts", [*beside, "--generate", "64", *text]),
-        "analysis": ("what became of the experts", ["dotmoe", "analyse", run]),
-        "bench": ("speed and memory beside dense", ["dotmoe", "bench", dense, run, "--json"]),
+        "generation": ("what both write after a prompt", [*beside, "--generate", "64", *text]),
+        "analysis": ("load, routing and outputs of experts", ["dotmoe", "analyse", run]),
+        "bench": ("speed and memory, MoE and dense", ["dotmoe", "bench", dense, run, "--json"]),
     }
     if not found.is_finetuned:
         again = ["dotmoe", "finetune", run, f"{run}-finetuned"]
-        again += ["--train", "repair"] * (split.targets != "ffn")  # no more is possible
-        wanted["finetune"] = ("finetuning, which makes up for a part of the loss", again)
+        again += ["--train", "repair"] * (split.targets != "ffn")  # all else is refused
+        wanted["finetune"] = ("finetuning, which recovers part of what was lost", again)
     if not found.export.get("active_experts_editable", True):
         del wanted["curve"]
-    if split.beside:  # of two k
+    if split.beside:  # two different k
         del wanted["bench"]
     there = {name.partition("/")[0] for name in found.files}
     blocks: Blocks = []
@@ -177,8 +177,8 @@ def _missing(found: RunResults, results: Values) -> Blocks:
         if name not in there:
             keep = f" > {shlex.quote(f'{run}/6_evaluate/bench.json')}" * (name == "bench")
             blocks += [f"{what}:", Block("command", shlex.join(words) + keep)]
-    note = "Each command adds to the run; then dotmoe report makes this page anew. HELD_OUT.txt "
-    note += "stands for a text of your own that the model was not trained on."
+    note = "Each command adds its result to the run; dotmoe report then updates this page. Replace "
+    note += "HELD_OUT.txt with a text of your own that the model was not trained on."
     return blocks and [*blocks, Block("note", note)]
 
 
@@ -194,17 +194,17 @@ SECTIONS: list[tuple[str, str, Section]] = [
     ("Speed", "bench", lambda _, bench: [bench_table(bench)]),
     ("Load of the experts", "analysis/expert_utilisation", _analysis),
     ("Which layers route alike", "analysis/routing_overlap", _analysis),
-    ("What the experts write", "analysis/expert_outputs_tsne", _analysis),
+    ("Outputs of the experts", "analysis/expert_outputs_tsne", _analysis),
     ("Which layers cost most", "analysis/layer_sensitivity", _analysis),
     ("Alignment", "", lambda found, _: _training("alignment", found)),
     ("Finetuning", "", lambda found, _: _training("finetune", found)),
     ("Where a step's time goes", "analysis/overhead_profile", _analysis),
     ("Is the checkpoint what was measured?", "results", _checks),
     ("How it was made", "", _configuration),
-    ("Where the figures come from", "results", _origins),
+    ("Where the numbers come from", "results", _origins),
     ("Not measured yet", "results", _missing),
 ]
-"""Title, the file of `6_evaluate` that a section is of (empty: several), and what makes it."""
+"""Title, the one file of `6_evaluate` that the section needs (or empty), and its function."""
 
 
 def sections(found: RunResults) -> dict[str, Blocks]:
@@ -218,7 +218,7 @@ def sections(found: RunResults) -> dict[str, Blocks]:
 
 
 def verdict(found: RunResults) -> list[str]:
-    """Sentences that can be read alone: lost, gained, what is in the weights."""
+    """Sentences that stand alone: what was lost, what was gained, what the weights are."""
     results, export = found.results, found.export
     measured = results["granularity"]["active_experts"]
     sentences = [
@@ -228,14 +228,14 @@ def verdict(found: RunResults) -> list[str]:
     ]
     if export and export["active_experts"] != measured:  # by a later `dotmoe edit`
         sentences.append(
-            f"The export now runs k = {export['active_experts']}; the figures of this page were "
+            f"The export now runs k = {export['active_experts']}; the numbers on this page were "
             f"measured at k = {measured}."
         )
     return [*sentences, *export.get("notes", [])]
 
 
 def gained(results: Values) -> str:
-    """What works on a token, in a sentence, from `parameters` and `granularity`."""
+    """Sentence on the parameters that work on a token, from `parameters` and `granularity`."""
     counts, split = results["parameters"], Granularity.of(results["granularity"])
     runs = " and ".join(
         f"{part.active_experts} of {part.num_experts} experts"
@@ -261,7 +261,7 @@ def _lost(found: RunResults) -> str:
     others = {
         "Before repair it was": found.results.get("frozen"),
         "Before finetuning it was": found.results.get("converted", found.results.get("repaired")),
-        "A random split, its router trained as long and repaired alike, has": (
+        "A random split with its router trained as long and the same repair has": (
             found.quickstart.get("random_split_repaired")
         ),
     }
@@ -273,7 +273,7 @@ def _lost(found: RunResults) -> str:
 
 
 def _accuracy(found: RunResults) -> str:
-    """Of the paper's tasks; without any, of all whose main score is a share of right answers."""
+    """Mean accuracy over the paper's tasks, or if none ran, over all tasks that score accuracy."""
     sides = found.tasks
     ran, others = (sides.get(side, {"tasks": {}})["tasks"] for side in ("model", "against"))
     shares = {task: score for task, score in main_scores(ran).items() if is_share(score)}
@@ -310,7 +310,7 @@ def _speed(bench: Values | None) -> str:
         for each in bench["points"]
     )
     return (
-        f"Measured speed over that of the dense model, by {bench['runtime']} on "
+        f"Measured speed relative to the dense model, with {bench['runtime']} on "
         f"{bench['provenance']['hardware']}: {', '.join(ratios)}."
     )
 
@@ -322,7 +322,7 @@ def _weights(found: RunResults) -> str:
         origin = "repair refitted the output projections of the experts"
         if target != "attention" and found.config["repairing"].get("repair_epochs"):
             origin += " and trained all weights of the FFNs"
-        origin += "; all else is the dense model's"
+        origin += "; everything else is the dense model's"
     elif found.is_finetuned:
         trained = {"router": "the routers alone", "lora": "low-rank adapters and routers"}
         train = found.config["finetune"]["train"]
