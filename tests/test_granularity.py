@@ -47,7 +47,7 @@ def test_the_default_leaves_sixteen_experts_and_prefers_sizes_that_can_be_export
         (11_008, {"expert_size": 11_008}, "2 or more equal experts. Choose 5504."),
         (173, {"expert_size": 4}, "Choose 1."),
         (11_008, {"experts": 100}, "experts is 100, .*width 11008.*Choose 86 or 128."),
-        (11_008, {"experts": 86, "expert_size": 64}, "is 64 and experts is 86, .*Give one"),
+        (11_008, {"experts": 86, "expert_size": 64}, "is 64 and experts is 86, .*Give only one"),
         (11_008, {"active_experts": 87}, "active_experts is 87, .*has 86 .*Choose 1 to 86"),
         (11_008, {"active": 0.25, "active_experts": 20}, "is 0.25 and active_experts is 20, "),
         (12, {}, "The FFN width is 12.*Set experts or expert_size."),

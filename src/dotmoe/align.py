@@ -33,18 +33,18 @@ from dotmoe.transport import TransportPlan, greedy_assignment
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlignConfig(ObjectiveConfig):
-    """The alignment phase."""
+    """Options of the alignment stage."""
 
     lr_affinity: Annotated[float, at_least(0)] | None = None
     """Peak learning rate of the affinities; default: lr."""
     learn_assignment: bool = True
-    """False keeps the initial split and trains routers only (as the random-split baseline does)."""
+    """If false, keep the initial split and train only routers (as the random-split baseline)."""
 
 
 class LearnedAssignment:
-    """Affinities and routers of one target's split layers, their plans, and the masks that follow.
+    """Affinities and routers of one target's split layers, with their plans and masks.
 
-    All ranks start from the same state; each solves its own layers, of which there may be none.
+    All ranks start from the same state; each rank solves its own layers, possibly none.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class LearnedAssignment:
         self.router_LED = nn.Parameter(divided(router_LED, self.ranks))
         zeros_LE = affinity_LNE.new_zeros(affinity_LNE.shape[::2], dtype=torch.float64)
         self.potential_LE = divided(zeros_LE, self.ranks)
-        """Where the solver starts next: column potentials in units of affinity, where a change of
+        """Warm start of the solver: column potentials in units of affinity, in which a change of
         temperature hardly moves them."""
         self.solved: TransportPlan | None = None
-        """This rank's part of the plan of the running step."""
+        """This rank's part of the plan of the current step."""
         self.plan_LNE: Tensor | None = None
-        """Stands for that of all layers where only its gradient is wanted."""
+        """Stand-in for the plan of all layers, used only to collect its gradient."""
         self.masking = Masking(
             active_experts=split.active_experts,
             expert_of_neuron_LN=torch.full(affinity_LNE.shape[:2], -1, device=dense.device),
@@ -96,7 +96,7 @@ class LearnedAssignment:
         ]
 
     def plan(self, tau: float) -> TransportPlan:
-        """Soft plan of this rank's layers."""
+        """Solve the soft plan of this rank's layers."""
         start_lE, affinity_lNE = local_part(self.potential_LE) / tau, local_part(self.affinity_LNE)
         plan = self.assignment.solve(affinity_lNE, self.capacity, tau, start_lE)
         self.potential_LE = self._divided(plan.potential.detach().double() * tau)
@@ -107,21 +107,21 @@ class LearnedAssignment:
         return full_tensor(self._divided(greedy_assignment(plan.plan, capacity=self.capacity)))
 
     def begin(self, tau: float) -> dict[str, Tensor]:
-        """Solve and round the plan of a step, which the masks follow from here on.
+        """Solve and round the plan of a step, set the masks from it, and return metrics.
 
         `soft_hard_gap`, the mean over neurons of 1 - the plan's entry for the assigned expert, is
-        half the mean L1 distance of soft and hard rows (eq:assignment_ste).
+        half the mean L1 distance between soft and hard rows (eq:assignment_ste).
         """
         masking = self.masking
         self.routers_LED = full_tensor(self.router_LED.detach()).detach().requires_grad_()
-        # Indexed layer by layer, each layer's gradient would be as large as that of all layers.
+        # With indexing, the gradient of each layer would be as large as that of all layers.
         masking.router_LED = self.routers_LED.unbind()
         if not self.config.learn_assignment:
             return {}
         self.solved = plan = self.plan(tau)
         before, assigned = masking.expert_of_neuron_LN, self.rounded(plan)
         masking.expert_of_neuron_LN = assigned
-        nothing = torch.zeros((), device=assigned.device)  # expanded it takes no memory
+        nothing = torch.zeros((), device=assigned.device)  # expanding takes no memory
         self.plan_LNE = nothing.expand(self.affinity_LNE.shape).requires_grad_()
         masking.plan_LNE = self.plan_LNE.unbind()
         moved = (assigned != before) & (before >= 0)  # the first assignment has none before it
@@ -135,7 +135,7 @@ class LearnedAssignment:
         return {self.prefix + name: value for name, value in metrics.items()}
 
     def end(self) -> None:
-        """Backward from the masks' gradients, summed over ranks, to affinities and routers."""
+        """Propagate the masks' gradients, summed over ranks, to affinities and routers."""
         if self.plan_LNE is not None and self.plan_LNE.grad is not None:
             self.backward_plan(self.plan_LNE.grad)
         if self.routers_LED.grad is not None:
@@ -148,7 +148,7 @@ class LearnedAssignment:
         self.solved = self.plan_LNE = self.masking.plan_LNE = None
 
     def backward_plan(self, gradient_LNE: Tensor) -> None:
-        """From the gradient of this rank's tokens through its own plan to its affinities."""
+        """Sum the plan's gradient over ranks and propagate it to this rank's affinities."""
         assert self.solved is not None
         torch.autograd.backward(self.solved.plan, summed_rows(gradient_LNE, self.ranks))
 
@@ -160,7 +160,7 @@ class LearnedAssignment:
         }
 
     def learned(self, steps: int) -> AlignState:
-        """The state now; leading dense layers as at the start. Every rank must call it."""
+        """The current state; leading dense layers as at the start. Every rank must call it."""
         initial, first = self.initial, self.masking.first_layer
         affinity_LNE = full_tensor(self.affinity_LNE.detach())
         router_LED = full_tensor(self.router_LED.detach())
@@ -179,7 +179,7 @@ class Alignment(Objective):
     """The masked model as a student of the dense one; its micro-batches share a step's plan.
 
     Teacher and student share the frozen weights of `dense`. Under torchrun each rank takes an equal
-    part of every batch and solves the assignment of some layers. `seed` is that of the data order.
+    part of every batch and solves the assignment of some layers. `seed` sets the data order.
     """
 
     config: AlignConfig
@@ -201,7 +201,7 @@ class Alignment(Objective):
             LearnedAssignment(dense, state, part, config, assignment, prefix)
             for state, part, prefix in targets
         ]
-        """What is learned of each target; of a second one by names of its own."""
+        """One per target; names of a second target start with `attention_`."""
         self.tau = assignment.tau
         super().__init__(dense, [part.masking for part in self.parts], blocks, config, seed=seed)
 
@@ -210,19 +210,19 @@ class Alignment(Objective):
         return [group for part in self.parts for group in part.parameter_groups()]
 
     def begin(self, step: int) -> dict[str, Tensor]:
-        """Solve and round the plans of a step, which the masks follow from here on."""
+        """Solve and round the plans of a step, set the masks from them, and return metrics."""
         tau, metrics = self.tau(step, self.schedule.warmup_steps), dict[str, Tensor]()
         for part in self.parts:
             metrics |= part.begin(tau)
         return metrics | {"tau": torch.tensor(tau, device=self.dense.device)} if metrics else {}
 
     def end(self) -> None:
-        """Backward from the masks' gradients to affinities and routers."""
+        """Propagate the masks' gradients to affinities and routers."""
         for part in self.parts:
             part.end()
 
     def forget_step(self) -> None:
-        """See `Objective`; releases the plans, too."""
+        """See `Objective`; also releases the plans."""
         super().forget_step()
         for part in self.parts:
             part.forget_plan()
@@ -232,7 +232,7 @@ class Alignment(Objective):
         return {name: tensor for part in self.parts for name, tensor in part.state().items()}
 
     def learned(self) -> AlignState:
-        """The state now, as that of the last step. Every rank must call it."""
+        """The current state, recorded as that of the last step. Every rank must call it."""
         return joined(part.learned(self.schedule.steps) for part in self.parts)
 
 
@@ -244,9 +244,9 @@ def align(
 ) -> AlignState:
     """Train A and W_r so that the masked model follows the dense one (eq:total_loss).
 
-    All ranks call this together, and return the same state, in which leading dense layers are the
-    initial ones; see `train` of the other arguments. Raises a `UserError`: as `train`; or the model
-    was loaded in float16.
+    All ranks must call this together. They return the same state, in which leading dense layers are
+    as in the initial state. See `train` for the other arguments. Raises a `UserError` as `train`
+    does, or if the model was loaded in float16.
     """
     dense, config = task.dense, task.config
     raise_on_all_ranks(lambda: require_trainable(next(dense.model.parameters()).dtype))

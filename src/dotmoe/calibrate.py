@@ -31,24 +31,24 @@ _AFFINITY_STD, _ROUTER_STD = 0.03, 0.02
 """Standard deviations of initial affinities, and of the random start's router entries; the start
 from data instead scales its logits to standard deviation 1."""
 _ROUNDS = 10
-"""In which router and experts of the start from data take turns."""
+"""Rounds of the start from data; each updates the router and then the experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrateConfig:
-    """Where affinities and routers start."""
+    """Options of the initial affinities and routers."""
 
     start: Start = "data"
-    """`data`: experts by when a ridge-regressed router runs them, and that router. `random`: the
-    paper's."""
+    """`data`: fit routers by ridge regression on text, and give each expert the neurons that are
+    needed when its router runs it. `random`: the paper's random start."""
     calibration_tokens: Annotated[int, at_least(1)] | None = None
-    """Tokens whose activations are looked at, drawn evenly over the text. Default: 40 for each
-    dimension of the model. Only for the start from data."""
+    """Number of tokens whose activations are used, drawn evenly over the text. Default: 40 times
+    the model width. Only for the start from data."""
     ridge: Annotated[float, above(0)] = 0.01
     """Ridge penalty of the router regression, as a share of the mean input power."""
 
     def tokens(self, width: int) -> int:
-        """`calibration_tokens`, or what a ridge regression needs to hold on other text."""
+        """`calibration_tokens`, or as many as ridge regression needs to hold on other text."""
         return self.calibration_tokens or 40 * width
 
 
@@ -81,7 +81,7 @@ def calibrate(
         return (affinity * _AFFINITY_STD).to(dense.device), (router * _ROUTER_STD).to(dense.device)
 
     def from_data(index: int, x_TD: Tensor, share_TN: Tensor) -> tuple[Tensor, Tensor]:
-        if not bool(share_TN.any()):  # a block that does nothing, such as a zeroed one
+        if not bool(share_TN.any()):  # a block without output, such as a zeroed one
             return at_random(seed + index)
         share_TN /= share_TN.sum(dim=1, keepdim=True).clamp_min(_TINY)
         expert_N, router_ED = router_aware_start(x_TD, share_TN, split, config, seed=seed + index)
@@ -109,13 +109,13 @@ def block_inputs(
     target: str = "ffn",
     converted: Callable[[int], AbstractContextManager[None]] | None = None,
 ) -> Iterator[tuple[Tensor, Callable[[], Float[Tensor, "T N"]]]]:
-    """Input of the FFN or attention of each layer in turn, [T, D] in the model's dtype.
+    """Yield the input of each layer's FFN or attention in turn, [T, D] in the model's dtype.
 
-    With it a function that gives the square of each unit's contribution to the output, float32; it
-    may be called before the next layer is asked for. The input of one layer is in memory at a time,
-    and the residual stream of the text. The next layer reads what this one gives inside
-    `converted`, which is entered with its number after its input is yielded. Every rank must run a
-    model that is sharded.
+    Each input comes with a function that returns the square of each unit's contribution to the
+    output, in float32; call it before asking for the next layer. Memory holds one layer's input and
+    the residual stream of the text. If `converted` is given, the next layer reads what this layer
+    computes within `converted(index)`, which is entered after the layer's input is yielded. If the
+    model is sharded, every rank must call this.
     """
     stream, part = Stream(dense, tokens_BT), TARGETS[target]
     for index, layer in enumerate(dense.family.layers(dense.model)):
@@ -139,7 +139,7 @@ def block_inputs(
 def _energy(
     dense: DenseModel, layer: nn.Module, x_TD: Tensor, heads: list[Tensor]
 ) -> Float[Tensor, "T N"]:
-    """Square of each unit's contribution: of query heads, if their outputs are given."""
+    """Square of each unit's contribution; units are query heads if their outputs are given."""
     attention = TARGETS["attention"]
     with whole_weights(layer):
         if not heads:
@@ -155,7 +155,7 @@ def _energy(
 
 
 def activations(ffn: GatedFFN, x_TD: Tensor) -> Float[Tensor, "T N"]:
-    """H of eq:ffn_intermediate for FFN inputs in the model's dtype, float32."""
+    """H of eq:ffn_intermediate, in float32, for FFN inputs in the model's dtype."""
     hidden: Tensor = F.silu(ffn.gate(x_TD)) * ffn.up(x_TD)
     return hidden.float()
 
@@ -185,12 +185,12 @@ def router_aware_start(
 ) -> tuple[Int[Tensor, " N"], Float[Tensor, "E D"]]:
     """Experts and router of a layer, from its inputs and each unit's share P of a token's energy.
 
-    From a random split, in turn: the ridge router of the experts there are, and balanced transport
-    of A = P^T R, where R is the hard top-k mask of that router (eq:router_topk). So a neuron is
-    worth to an expert the shares that are kept where the two run together, which is the gradient of
-    eq:assignment_ste if the loss is the mean share left out. A shared expert, number E, is one more
-    column, of ones in R: it starts with the neurons of largest mean share, and comes to hold those
-    of which routing would lose most.
+    Two steps alternate from a random split: fit the ridge router of the current experts, and solve
+    balanced transport of A = P^T R, where R is the hard top-k mask of that router (eq:router_topk).
+    A neuron's score for an expert is the sum of its shares over the tokens that run the expert: the
+    gradient of eq:assignment_ste if the loss is the mean share left out. A shared expert, number E,
+    is one more column, of ones in R: it starts with the neurons of largest mean share, and ends
+    with the neurons whose energy routing would lose most.
     """
     order_N = share_TN.mean(dim=0).argsort(descending=True, stable=True)
     routed_M = order_N[split.shared_size :].sort().values
@@ -211,14 +211,14 @@ def router_aware_start(
 
 
 def affinity_of(expert_of_neuron_LN: Int[Tensor, "*L N"], columns: int) -> Float[Tensor, "*L N E"]:
-    """Affinities that every solver rounds to these experts, a shared one included: one-hot."""
+    """One-hot affinities that every solver rounds to these experts, a shared one included."""
     return F.one_hot(expert_of_neuron_LN, columns).float()
 
 
 def harden(
     affinity_NE: Tensor, capacity: Capacity | None = None, relative_tau: float = 0.1
 ) -> Int[Tensor, " N"]:
-    """Assignment of affinities of any scale; experts are of one size if no `capacity` is given."""
+    """Assignment from affinities of any scale; without `capacity`, experts have the same size."""
     capacity = capacity or affinity_NE.shape[0] // affinity_NE.shape[1]
     tau = float(affinity_NE.std()) * relative_tau
     if tau > 0:
@@ -227,16 +227,16 @@ def harden(
 
 
 def log_energy(energy_TE: Float[Tensor, "T E"]) -> Float[Tensor, "T E"]:
-    """Half the logarithm of each expert's share of a token's energy, at least 1e-9; float64."""
+    """Half the log of each expert's share (at least 1e-9) of a token's energy, in float64."""
     share_TE = energy_TE.double() / energy_TE.double().sum(dim=1, keepdim=True).clamp_min(_TINY)
     return 0.5 * share_TE.clamp_min(1e-9).log()
 
 
 class RidgeRouter:
-    """Router rows that predict how the targets of a token differ from their mean.
+    """Fits router rows that predict how the targets of a token differ from their mean.
 
     Ridge regression by normal equations in float64, factorised once for any number of targets.
-    Raises a `UserError`: the equations have no solution.
+    Raises a `UserError` if the equations have no solution.
     """
 
     def __init__(self, x_TD: Float[Tensor, "T D"], ridge: float) -> None:
@@ -252,13 +252,13 @@ class RidgeRouter:
             )
 
     def __call__(self, target_TE: Float[Tensor, "T E"]) -> Float[Tensor, "E D"]:
-        """Rows as of `unit_logits`."""
+        """Fit router rows to the targets; `unit_logits` centres and scales them."""
         target_TE = target_TE.double() - target_TE.double().mean(dim=1, keepdim=True)
         router_DE = torch.cholesky_solve(self._x_TD.T @ target_TE, self._factor_DD)
         return unit_logits(router_DE.T, self._x_TD)
 
 
 def unit_logits(router_ED: Float[Tensor, "E D"], x_TD: Float[Tensor, "T D"]) -> Tensor:
-    """Rows centred over experts and scaled to logits of standard deviation 1; routing stays."""
+    """Rows centred over experts and scaled to logits of standard deviation 1; routing is kept."""
     centred_ED = router_ED - router_ED.mean(dim=0)
     return (centred_ED / (x_TD @ centred_ED.T).std().clamp_min(_TINY)).float()

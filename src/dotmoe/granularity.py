@@ -1,7 +1,7 @@
-"""How finely a layer is split: expert size s, experts E and active experts k of so many units.
+"""How finely a layer is split: expert size s, number of experts E, and active experts k.
 
-And what that makes of the parameters, exactly, from the Hugging Face config alone. Every layer has
-as many units: one `Granularity` holds for all.
+Also the exact parameter counts of a split, from the Hugging Face config alone. All layers have the
+same number of units, so one `Granularity` holds for all.
 """
 
 import math
@@ -18,9 +18,9 @@ from dotmoe.options import above, at_least, at_most
 PAPER_EXPERT_SIZE, PAPER_ACTIVE = 128, 0.25
 """Neurons in one expert (tab:hyperparams_moefication); share of experts that run (main tables)."""
 PAPER_HEADS, PAPER_ACTIVE_ATTENTION = 2, 0.5
-"""The same of query heads (sec:attention_moe, tab:attention_moe_results)."""
+"""The same for experts of query heads (sec:attention_moe, tab:attention_moe_results)."""
 FEWEST_DEFAULT_EXPERTS = 16
-"""The default never splits more coarsely than this: few experts leave the router little choice."""
+"""Minimum number of experts of the default split: few experts leave the router little choice."""
 GROUPED_MATMUL_BYTES = 16
 """Stock Transformers runs experts by a grouped matrix product whose strides are multiples of this:
 experts and model width in multiples of 8 in bfloat16, of 4 in float32."""
@@ -28,75 +28,75 @@ experts and model width in multiples of 8 in bfloat16, of 4 in float32."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsConfig:
-    """Size of the experts and how many of them run per token, a shared expert's parts included."""
+    """Size of the experts and how many run per token, including those merged into a shared one."""
 
     expert_size: Annotated[int | None, at_least(1)] = None
-    """Neurons in one expert (s), a divisor of the FFN width. Left out: 128, or less if need be."""
+    """Neurons in one expert (s), a divisor of the FFN width. Default: 128 or a smaller divisor."""
     experts: Annotated[int | None, at_least(2)] = None
-    """Experts a layer (E), at least 2. Give this or `expert_size`."""
+    """Number of experts per layer (E), at least 2. Give this or `expert_size`."""
     active: Annotated[float | None, above(0), at_most(1)] = None
-    """Share of the experts that run per token, above 0 and at most 1. Left out: 0.25 (paper)."""
+    """Share of the experts that run per token, above 0 and at most 1. Default: 0.25 (paper)."""
     active_experts: Annotated[int | None, at_least(1)] = None
-    """Experts that run per token (k), 1 to E. Give this or `active`."""
+    """Number of experts that run per token (k), 1 to E. Give this or `active`."""
     shared: Annotated[float, at_least(0), at_most(1)] = 0.0
-    """Share of the FFN that runs for every token, as one shared expert: so many of the active
-    experts are merged into it, fewer than run."""
+    """Share of the FFN that runs for every token, as one shared expert. That share of the experts
+    is taken from the active ones and merged; at least one active expert must remain."""
     first_dense_layers: Annotated[int, at_least(0)] = 0
     """Leading layers that are not split, below the number of layers."""
     targets: Literal["ffn", "attention", "both"] = "ffn"
     """What is split: FFNs into experts of neurons, attention into experts of query heads, or both.
-    What is said above of experts is said of those of neurons."""
+    The expert options above are for experts of neurons."""
     heads_per_expert: Annotated[int | None, at_least(1)] = None
-    """Query heads in one expert (s_h), a divisor of their number. Left out: 2 (paper), or 1."""
+    """Query heads in one expert (s_h), a divisor of their number. Default: 2 (paper), or 1."""
     active_attention: Annotated[float | None, above(0), at_most(1)] = None
-    """Share of the experts made of heads that run per token. Left out: 0.5 (paper)."""
+    """Share of the experts made of heads that run per token. Default: 0.5 (paper)."""
 
     def check_together(self) -> None:
-        """Refuse what says nothing of the targets, or twice the same."""
+        """Refuse options that do not apply to the targets, or that set the same value twice."""
         for name, other in (("expert_size", "experts"), ("active", "active_experts")):
             value, beside = getattr(self, name), getattr(self, other)
             if None not in (value, beside):
                 raise UserError(
-                    f"{name} is {value:g} and {other} is {beside:g}, but one of them says it all. "
-                    "Give one of the two."
+                    f"{name} is {value:g} and {other} is {beside:g}, but each determines the "
+                    "other. Give only one of the two."
                 )
         for name in ("heads_per_expert", "active_attention"):
             if self.targets == "ffn" and getattr(self, name) is not None:
                 raise UserError(
                     f"{name} is {getattr(self, name):g}, but targets is ffn: no heads become "
-                    "experts. Set targets to attention or both, or leave it out."
+                    "experts. Set targets to attention or both, or leave this option out."
                 )
         if self.targets != "ffn" and self.shared:
             raise UserError(
-                f"shared is {self.shared:g}, but a shared expert is for targets ffn alone. Leave "
-                "one of the two out."
+                f"shared is {self.shared:g}, but only targets ffn can have a shared expert. Set "
+                "shared to 0, or targets to ffn."
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Granularity:
-    """A split that fits: E * s and the shared units make up all of a layer's, 1 <= k <= E."""
+    """A valid split: expert, shared and dropped units are all units of a layer, and 1 <= k <= E."""
 
     num_experts: int
-    """Experts a layer (E)."""
+    """Number of experts per layer (E)."""
     expert_size: int
     """Units of one expert (s): FFN neurons or query heads."""
     active_experts: int
-    """Experts that run per token (k)."""
+    """Number of experts that run per token (k)."""
     shared_size: int = 0
     """Neurons of a layer's shared expert, which runs for every token."""
     dropped_size: int = 0
-    """Units of a split layer that belong to no expert, and are left out."""
+    """Units of a split layer that belong to no expert and are left out."""
     first_dense_layers: int = 0
     """Leading layers that are not split."""
     target: str = "ffn"
     """What is split, a name of `dotmoe.models.family.TARGETS`."""
     beside: "Granularity | None" = None
-    """The split of attention, where that of FFNs is not all."""
+    """The split of attention, if both FFNs and attention are split."""
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "Granularity":
-        """Inverse of `dataclasses.asdict`."""
+        """Build from a dict: the inverse of `dataclasses.asdict`."""
         beside = values.get("beside")
         return cls(**values | {"beside": cls.of(beside) if beside else None})
 
@@ -113,17 +113,17 @@ class Granularity:
 
     @property
     def columns(self) -> int:
-        """Columns of the transport problem, E or E + 1."""
+        """Number of columns of the transport problem: E, or E + 1 with a shared expert."""
         return len(self.capacity)
 
     @property
     def units(self) -> int:
-        """Units of one layer (N), those that are left out too."""
+        """Number of units of one layer (N), including dropped ones."""
         return sum(self.capacity) + self.dropped_size
 
     @property
     def active_units(self) -> int:
-        """Units of a split layer that run per token."""
+        """Number of units of a split layer that run per token."""
         return self.active_experts * self.expert_size + self.shared_size
 
     @property
@@ -132,7 +132,7 @@ class Granularity:
         return self.active_units / self.units
 
     def with_shared(self, shared_experts: int) -> "Granularity":
-        """So many of the active experts merged into the shared expert; as many neurons run."""
+        """A copy with some active experts merged into the shared one; as many neurons run."""
         return replace(
             self,
             num_experts=self.num_experts - shared_experts,
@@ -142,11 +142,11 @@ class Granularity:
 
 
 Whole = TypeVar("Whole", bound=Any)
-"""A dataclass that says something of FFNs, and of attention as `beside`; or of either alone."""
+"""A dataclass that describes FFNs, and attention in its field `beside`; or only one of the two."""
 
 
 def parts_of(whole: Whole) -> list[Whole]:
-    """What is said of each target, apart; of one without a second itself."""
+    """Split `whole` into one object per target; with only one target this is `whole` itself."""
     return [whole] if whole.beside is None else [replace(whole, beside=None), whole.beside]
 
 
@@ -157,16 +157,16 @@ def joined(parts: Iterable[Whole]) -> Whole:
 
 
 def splits_of(config: ExpertsConfig, ffn_width: int, heads: int) -> Granularity:
-    """The split of each target of a model, see `resolve`; of heads by `resolve_heads`."""
+    """The split of each target of a model: FFNs by `resolve`, heads by `resolve_heads`."""
     of_ffns = [resolve(config, ffn_width)] if config.targets != "attention" else []
     of_heads = [resolve_heads(config, heads)] if config.targets != "ffn" else []
     return joined(of_ffns + of_heads)
 
 
 def resolve_heads(config: ExpertsConfig, heads: int) -> Granularity:
-    """E_attn = N_h / s_h experts of query heads, and k_attn (sec:attention_moe).
+    """The split into E_attn = N_h / s_h experts of query heads, with k_attn (sec:attention_moe).
 
-    Raises a `UserError`: experts that do not fit the number of heads.
+    Raises a `UserError` if the experts do not fit the number of heads.
     """
     sizes = fitting_sizes(heads)
     size = config.heads_per_expert or (PAPER_HEADS if PAPER_HEADS in sizes else 1)
@@ -181,11 +181,11 @@ def resolve_heads(config: ExpertsConfig, heads: int) -> Granularity:
 
 
 def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
-    """Turn what was asked for into E, s and k for one FFN width.
+    """Turn the options into E, s and k for one FFN width.
 
-    What is not given: s is `default_expert_size`, and k is a quarter of E. A share of E is rounded
-    half up, to at least 1. Raises a `UserError`: experts that do not fit the width (the nearest
-    that do are named), k above E, or a shared expert of all that is active.
+    By default, s is `default_expert_size` and k is a quarter of E. A share of E is rounded half up,
+    to at least 1. Raises a `UserError` if the experts do not fit the width (it names the nearest
+    that do), if k is above E, or if all active experts would be shared.
 
     Example:
         >>> resolve(ExpertsConfig(), 11_008)
@@ -209,7 +209,7 @@ def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
     if shared >= active:
         raise UserError(
             f"shared {config.shared:g} of {experts} experts is {shared}, but only {active} are "
-            "active, of which one must be routed. Set a smaller shared, or a larger active."
+            "active, and at least one must be routed. Set a smaller shared, or a larger active."
         )
     return Granularity(
         num_experts=experts,
@@ -220,11 +220,11 @@ def resolve(config: ExpertsConfig, ffn_width: int) -> Granularity:
 
 
 def default_expert_size(ffn_width: int) -> int:
-    """Size of the experts where none is asked for.
+    """Size of the experts if none is given.
 
     Among the divisors of the width up to 128 (tab:hyperparams_moefication) that leave at least 16
-    experts: the largest multiple of 8, else of 4, else the largest; `GROUPED_MATMUL_BYTES` says
-    why. Raises a `UserError`: the width has fewer than 16 neurons.
+    experts: the largest multiple of 8, else of 4, else the largest; `GROUPED_MATMUL_BYTES` explains
+    why. Raises a `UserError` if the width is below 16 neurons.
     """
     largest = min(PAPER_EXPERT_SIZE, ffn_width // FEWEST_DEFAULT_EXPERTS)
     if not largest:
@@ -237,14 +237,14 @@ def default_expert_size(ffn_width: int) -> int:
 
 
 def fitting_sizes(units: int) -> list[int]:
-    """Sizes that divide the units and leave two experts or more, ascending."""
+    """Expert sizes that divide the units into two or more experts, ascending."""
     return [size for size in range(1, units // 2 + 1) if units % size == 0]
 
 
 def _part_of(experts: int, share: float) -> int:
-    """A share in whole experts, at least 1, rounded half up.
+    """A share of the experts as a whole number, rounded half up, at least 1.
 
-    Of the decimal the user wrote, not its binary neighbour: 0.29 of 50 is 14.5 and rounds to 15.
+    It uses the decimal the user wrote, not its binary neighbour: 0.29 of 50 is 14.5, rounded to 15.
     """
     return max(1, math.floor(Fraction(str(float(share))) * experts + Fraction(1, 2)))
 
@@ -264,19 +264,19 @@ def _require(name: str, value: int, ascending: list[int], whole: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterCounts:
-    """Counts of whole parameters; a tied output head is counted once."""
+    """Exact parameter counts of a split model; a tied output head is counted once."""
 
     dense_total: int
     stored: int
-    """The dense model's and the routers', less what is dropped: what files must hold."""
+    """Parameters of the dense model and the routers, less dropped ones: what files must hold."""
     active: int
-    """Parameters that work on one token, without routers: the figure that papers print."""
+    """Parameters that work on one token, without routers: the number that papers report."""
     active_with_routers: int
-    """The same with the router rows, all of which are read for every token."""
+    """`active` plus the router rows, all of which are read for every token."""
     active_without_embeddings: int
     """`active` without the input embedding and the output head."""
     floor: int
-    """Everything outside what is split."""
+    """Parameters outside the units of the split targets."""
     attention_and_norms: int
     input_embedding: int
     """The token embedding (and the head, if tied to it)."""
@@ -284,15 +284,15 @@ class ParameterCounts:
     """The output projection; 0 if tied to the embedding."""
     ffn_total: int
     ffn_active: int
-    """Those that work on one token."""
+    """FFN parameters that work on one token."""
     heads_total: int
-    """Those that belong to one query head each, in W_Q and W_O; 0 where attention is not split."""
+    """Parameters of single query heads, in W_Q and W_O; 0 if attention is not split."""
     routers: int
-    """Router rows of all split layers."""
+    """Parameters of the router rows of all split layers."""
 
     @property
     def active_fraction(self) -> float:
-        """`active / dense_total`: what is left of the model, unlike the share of FFN neurons."""
+        """`active / dense_total`: a share of all parameters, unlike the share of FFN neurons."""
         return self.active / self.dense_total
 
 
@@ -302,9 +302,9 @@ def count_parameters(config: Any, family: Family, granularity: Granularity) -> P
         active = all - (1 - k / E) * FFN        (FFN = 3 * d * d_ffn * L)
         stored = all + L * E * d - 3 * d * dropped * L
 
-    where L counts the split layers only, and a shared expert is active. Of attention, 1 - k / E of
-    W_Q and W_O (2 * d * d_h * N_h * L, and a bias of queries) is idle; of W_O alone where all
-    queries are normed at once, since that needs them all. The split must be of the model's units.
+    where L counts only the split layers, and a shared expert is active. In attention, 1 - k / E of
+    W_Q and W_O (2 * d * d_h * N_h * L, and a bias of queries) is idle; only of W_O if all queries
+    are normed at once, which needs all of them. The split must be one of the model's own units.
     """
     model, traits = meta_model(config), family.traits(config)
     total, width = num_parameters(model), config.hidden_size
@@ -345,8 +345,8 @@ def nearest_active_experts(
 ) -> int:
     """The k at which about that share of the dense model's parameters works on one token.
 
-    Of a split of FFNs without a shared expert, whose own k does not matter; shared experts that are
-    to be are counted in k. A `UserError`: one expert a layer is more than that.
+    `granularity` splits FFNs without a shared expert, and its own k does not matter; experts to be
+    merged into a shared one count in k. Raises a `UserError` if one expert per layer is too many.
     """
     experts, one = granularity.num_experts, replace(granularity, active_experts=1)
     least = count_parameters(config, family, one)
@@ -355,6 +355,6 @@ def nearest_active_experts(
     if active < 1:
         raise UserError(
             f"active_params is {share:g}, but {least.active_fraction:.3f} of the parameters work "
-            "on a token where one expert a layer runs. Choose at least that."
+            "on a token even if one expert per layer runs. Choose at least that."
         )
     return active

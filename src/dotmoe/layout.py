@@ -1,6 +1,6 @@
-"""How units come to experts: affinities, their plans and rounding, and the layout that they become.
+"""Assignment of units to experts: affinities, their plans and rounding, and the resulting layout.
 
-`ExpertLayout`, in which every method ends, is all that export, evaluation and report know.
+Every method ends in an `ExpertLayout`, which is all that export, evaluation and report know of it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,9 +22,9 @@ from dotmoe.options import above
 from dotmoe.transport import Capacity, TransportPlan, balanced_plan, greedy_assignment, sinkhorn
 
 ALWAYS_ON = -1
-"""In place of an expert's number: the neuron runs for every token."""
+"""Stands in place of an expert number: the neuron runs for every token."""
 DROPPED = -2
-"""In place of an expert's number: the neuron is left out, and runs for no token."""
+"""Stands in place of an expert number: the neuron is left out, and runs for no token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +33,12 @@ class ExpertLayout:
 
     Token x runs the `active_experts` experts with the largest `router_LED[layer] @ x`, computed in
     float32; their outputs are summed with weight exactly 1 (eq:moe_output). Units may also be
-    always on, those of a shared expert or all of a leading layer, which is then dense, or dropped.
-    Split layers have as many of each kind.
+    dropped, or always on: those of a shared expert, or all units of a leading layer, which is then
+    dense. All split layers have the same number of each kind.
     """
 
     expert_of_neuron_LN: Int[Tensor, "L N"]
-    """Expert of each neuron, 0 to E - 1, `ALWAYS_ON` or `DROPPED`; all experts have one size."""
+    """Expert of each neuron, 0 to E - 1, `ALWAYS_ON` or `DROPPED`; experts have the same size."""
     router_LED: Float[Tensor, "L E D"]
     """Router rows, float32."""
     active_experts: int
@@ -46,20 +46,20 @@ class ExpertLayout:
     target: str = "ffn"
     """What is split, a name of `TARGETS`."""
     beside: "ExpertLayout | None" = None
-    """The layout of attention, where that of FFNs is not all."""
+    """The layout of attention, if both FFNs and attention are split."""
 
     def __post_init__(self) -> None:
         """Refuse a layout that is unbalanced, out of range or not finite."""
         num_layers, num_experts, _ = self.router_LED.shape
         expert_LN = self.expert_of_neuron_LN.cpu().long()
         if len(expert_LN) != num_layers:
-            raise ValueError(f"{len(expert_LN)} assigned layers, {num_layers} routers")
+            raise ValueError(f"{len(expert_LN)} layers are assigned, but {num_layers} have routers")
         if expert_LN.min() < DROPPED or expert_LN.max() >= num_experts:
             raise ValueError(f"expert numbers must lie in 0 to {num_experts - 1}, or be -1 or -2")
         split_LN = expert_LN[self.moe_layers.start :]
         if not len(split_LN) or bool((split_LN == ALWAYS_ON).all(dim=1).any()):
             raise ValueError("only leading layers can be dense, and not all of them")
-        # Of each split layer how many are dropped, always on, and of expert 0, 1 and so on.
+        # For each split layer the counts of units dropped, always on, and of expert 0, 1, ...
         rows = [torch.bincount(row - DROPPED, minlength=num_experts + 2) for row in split_LN]
         counts = torch.stack(rows)
         sizes_LE = counts[:, 2:]
@@ -71,27 +71,27 @@ class ExpertLayout:
         if not 1 <= self.active_experts <= num_experts:
             raise UserError(
                 f"active_experts is {self.active_experts}, but the layout has {num_experts} "
-                f"experts a layer. Choose 1 to {num_experts}."
+                f"experts per layer. Choose 1 to {num_experts}."
             )
 
     @property
     def num_layers(self) -> int:
-        """Layers (L)."""
+        """Number of layers (L)."""
         return self.router_LED.shape[0]
 
     @property
     def num_experts(self) -> int:
-        """Experts a layer (E)."""
+        """Number of experts per layer (E)."""
         return self.router_LED.shape[1]
 
     @property
     def num_neurons(self) -> int:
-        """Units of a layer (N)."""
+        """Number of units per layer (N)."""
         return self.expert_of_neuron_LN.shape[1]
 
     @property
     def expert_size(self) -> int:
-        """Units of one expert (S)."""
+        """Number of units per expert (S)."""
         return int((self.expert_of_neuron_LN[-1] >= 0).sum()) // self.num_experts
 
     @property
@@ -102,7 +102,7 @@ class ExpertLayout:
 
     @property
     def granularity(self) -> Granularity:
-        """Its split, as the records on disk hold it."""
+        """The split of this layout, in the form that files on disk record."""
         return Granularity(
             num_experts=self.num_experts,
             expert_size=self.expert_size,
@@ -121,7 +121,7 @@ class ExpertLayout:
         return order[int((expert_N < 0).sum()) :].view(self.num_experts, -1)
 
     def shared_neurons(self, layer: int) -> Int[Tensor, " N"]:
-        """Neuron numbers of the shared expert of a layer, ascending; all of a dense layer's."""
+        """Neuron numbers of a layer's shared expert, ascending; all neurons in a dense layer."""
         return (self.expert_of_neuron_LN[layer] == ALWAYS_ON).nonzero().squeeze(1)
 
     def of_target(self, target: str) -> "ExpertLayout | None":
@@ -129,7 +129,7 @@ class ExpertLayout:
         return next((part for part in parts_of(self) if part.target == target), None)
 
     def without_idlest(self, work_LE: Float[Tensor, "L E"], num_dropped: int) -> "ExpertLayout":
-        """The same without so many experts of each split layer, those of least `work_LE`."""
+        """A copy without the `num_dropped` experts of least `work_LE` in each split layer."""
         experts, expert_LN = self.num_experts, self.expert_of_neuron_LN.clone()
         router_LED = self.router_LED[:, : experts - num_dropped].clone()
         for layer, work_E in zip(self.moe_layers, work_LE, strict=True):
@@ -152,7 +152,7 @@ class ExpertLayout:
 
     @classmethod
     def load(cls, path: Path) -> "ExpertLayout":
-        """Read a file written by `save`. A `UserError`: it is missing, truncated or no layout."""
+        """Read a file written by `save`; a `UserError` if it is missing, truncated or no layout."""
         with _opened(path, "layout", "Extract again.") as (file, metadata, targets):
             return joined(
                 cls(
@@ -166,7 +166,7 @@ class ExpertLayout:
 
 
 def in_file(target: str, name: str) -> str:
-    """Name of a tensor or value of a target in the files of a run: that of FFNs is plain."""
+    """Name of a target's tensor or value in the files of a run; for FFNs it has no prefix."""
     return name if target == "ffn" else f"{target}.{name}"
 
 
@@ -174,30 +174,30 @@ def in_file(target: str, name: str) -> str:
 def _opened(
     path: Path, what: str, remedy: str, device: str = "cpu"
 ) -> Iterator[tuple[Any, dict[str, str], Sequence[str]]]:
-    """A file of the run, its values, and the targets that it has routers of; else a `UserError`."""
+    """Open a run's file; yield it, its metadata and its targets. A `UserError` if it is invalid."""
     try:
         with safe_open(path, framework="pt", device=device) as file:
             names = set(file.keys())
             targets = [target for target in TARGETS if in_file(target, "router") in names]
             yield file, file.metadata() or {}, targets
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise UserError(f"{path} is no {what} ({one_line(error)}). {remedy}") from error
+        raise UserError(f"{path} is not a valid {what} ({one_line(error)}). {remedy}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssignmentConfig:
-    """How affinities become experts."""
+    """Options of the transport problem that assigns units to experts by their affinities."""
 
     tau_start: Annotated[float, above(0)] = 1.0
     """Transport temperature at the first step, in units of affinity (paper: 1.0)."""
     tau_end: Annotated[float, above(0)] = 0.1
-    """Transport temperature after the warm-up, and of every extraction (paper: 0.1)."""
+    """Transport temperature after the warm-up and in every extraction (paper: 0.1)."""
     solver: Literal["newton", "sinkhorn"] = "newton"
     """`newton`: semi-dual Newton with implicit gradient, to convergence. `sinkhorn`: the paper's 50
     unrolled sweeps."""
 
     def tau(self, step: int, warmup_steps: int) -> float:
-        """Of a step: linear over the warm-up, then constant (app:log_domain_sinkhorn)."""
+        """Temperature of a step: linear in the warm-up, then constant (app:log_domain_sinkhorn)."""
         if step >= warmup_steps:
             return self.tau_end
         return self.tau_start + (self.tau_end - self.tau_start) * (step / warmup_steps)
@@ -209,10 +209,10 @@ class AssignmentConfig:
         tau: float,
         start_LE: Float[Tensor, "L E"] | None = None,
     ) -> TransportPlan:
-        """Balanced soft plan of every layer, of which there may be none (eq:entropic_ot).
+        """Balanced soft plan of every layer (eq:entropic_ot); there may be no layers.
 
-        `start_LE` has column potentials of an earlier plan: a warm start, `newton` only. Gradient:
-        to the affinities, implicit for `newton`, unrolled for `sinkhorn`.
+        `start_LE` holds column potentials of an earlier plan as a warm start, for `newton` only.
+        The gradient flows to the affinities: implicit for `newton`, unrolled for `sinkhorn`.
         """
         if self.solver == "sinkhorn":
             return sinkhorn(affinity_LNE, capacity=capacity, tau=tau)
@@ -221,19 +221,19 @@ class AssignmentConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlignState:
-    """What the alignment phase learns, always float32."""
+    """The affinities and routers that alignment learns, always float32."""
 
     affinity_LNE: Float[Tensor, "L N F"]
-    """Score of unit n for expert e in each layer (A; "assignment logits" in the paper), and where
-    there is a shared expert its score for that in a last column."""
+    """Score of unit n for expert e in each layer (A; "assignment logits" in the paper). If there is
+    a shared expert, the last column is the score for it."""
     router_LED: Float[Tensor, "L E D"]
     """Router rows."""
     step: int
     """Optimizer steps taken; 0 for an initial state."""
     target: str = "ffn"
-    """What is split."""
+    """What is split, a name of `TARGETS`."""
     beside: "AlignState | None" = None
-    """That of attention, where FFNs are not all."""
+    """The state of attention, if both FFNs and attention are split."""
 
     def save(self, path: Path) -> None:
         """Write as one safetensors file."""
@@ -245,7 +245,7 @@ class AlignState:
 
     @classmethod
     def load(cls, path: Path, device: torch.device) -> "AlignState":
-        """Read a file written by `save`; a `UserError` says what is wrong with it."""
+        """Read a file written by `save`; a `UserError` if it is missing, truncated or no state."""
         remedy = "Delete its folder to run the stage again."
         with _opened(path, "alignment state", remedy, str(device)) as (file, metadata, targets):
             return joined(
@@ -263,7 +263,7 @@ class AlignState:
 def extract(state: AlignState, split: Granularity, config: AssignmentConfig) -> ExpertLayout:
     """STAGE extract: round the plan at the final temperature to the layout that is exported.
 
-    Router rows are centred over experts first: that changes no routing, and keeps the gates of the
+    Router rows are centred over experts first: this changes no routing, and keeps the gates of the
     exported architecture closest to 1. All neurons of leading dense layers are always on.
     """
     if split.beside:

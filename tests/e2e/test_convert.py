@@ -60,7 +60,7 @@ def test_sigterm_says_how_to_go_on(moment, finished, tmp_path):
     assert "the same command goes on" in said
     assert "Traceback" not in said
     if moment:
-        assert "SIGTERM stopped it after step" in said
+        assert "SIGTERM stopped the run after step" in said
         assert list((made.folder / "2_align/checkpoints").glob("step_*"))
 
 

@@ -33,7 +33,7 @@ def stopped_by(*signals):
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_step_and_the_run_goes_on_bit_identical(signum, tmp_path):
     handler = signal.getsignal(signum)
-    said = f"^{signum.name} stopped it after step 7, now saved$"
+    said = f"^{signum.name} stopped the run after step 7, now saved$"
     with pytest.raises(Interrupted, match=said) as stopped:
         trained(tmp_path, {6: stopped_by(signum)})
     assert stopped.value.signum == signum

@@ -31,7 +31,7 @@ def exploded(task, metrics):
 PATTERNS = {
     not_a_number: "loss is nan at step 12; the largest gradient is that of weight",
     spoil_gradient: "grad_norm is (inf|nan) at step 12; the first gradient that is not finite",
-    exploded: r"loss is 1e\+06, where the median of the last 11 is [\d.]+, at step 12",
+    exploded: r"loss is 1e\+06, but the median of the last 11 is [\d.]+, at step 12",
 }
 
 
@@ -40,7 +40,7 @@ def test_a_bad_loss_stops_and_names_the_last_checkpoint(event, tmp_path):
     with pytest.raises(UserError, match=PATTERNS[event]) as error:
         trained(tmp_path, {11: event})
     assert "\n" not in str(error.value)
-    assert f"last good one is {tmp_path / 'checkpoints' / 'step_00000010'}" in str(error.value)
+    assert f"good checkpoint is {tmp_path / 'checkpoints' / 'step_00000010'}" in str(error.value)
     assert "--on-bad-loss skip" in str(error.value)
     assert [line["step"] for line in metrics_in(tmp_path)] == list(range(1, 12))
 

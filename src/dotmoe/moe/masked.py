@@ -22,7 +22,7 @@ from dotmoe.moe.router import Routing, kernels_for, router_logits
 def watched(
     modules: Mapping[int, nn.Module], look: Callable[[int, Tensor], Tensor | None]
 ) -> Iterator[None]:
-    """Inside, each module first calls `look` with its number and input, and may get another."""
+    """Within this context, `look` gets each module's number and input and may replace the input."""
 
     def before_forward(number: int, _: nn.Module, args: Any, kwargs: Any) -> Any:
         replaced = look(number, args[0] if args else kwargs["hidden_states"])
@@ -37,7 +37,7 @@ def watched(
 
 @contextmanager
 def computing(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, each module runs the function given for it in place of its `forward`."""
+    """Within this context, each module runs the given function in place of its `forward`."""
     before = {module: vars(module).get("forward") for module in forwards}
     try:
         for module, forward in forwards.items():
@@ -52,7 +52,7 @@ def computing(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
 
 
 def recomputing(dense: DenseModel, enabled: bool = True) -> AbstractContextManager[None]:
-    """Inside, if `enabled`, each layer keeps its input only and runs again in the backward pass."""
+    """Within this context, layers keep only their input and recompute the rest, if `enabled`."""
     layers = list(dense.family.layers(dense.model)) if enabled else []
     return computing(
         {layer: partial(checkpoint, layer.forward, use_reentrant=False) for layer in layers}
@@ -61,23 +61,23 @@ def recomputing(dense: DenseModel, enabled: bool = True) -> AbstractContextManag
 
 @dataclass(kw_only=True)
 class Masking(Routing):
-    """What every masked layer of one target reads; tensors cover the split layers alone."""
+    """The state that all masked layers of one target read; tensors cover only the split layers."""
 
     expert_of_neuron_LN: Int[Tensor, "L N"]
-    """Hard assignment, M as expert numbers; from E on columns of `fixed`."""
+    """Hard assignment M as expert numbers; numbers from E on are columns of `fixed`."""
     router_LED: Float[Tensor, "L E D"] | tuple[Float[Tensor, "E D"], ...]
-    """Router rows, or those of each layer apart."""
+    """Router rows of all layers, as one tensor or as one tensor per layer."""
     plan_LNE: Float[Tensor, "L N E"] | tuple[Float[Tensor, "N E"], ...] | None = None
-    """Soft plan, likewise; receives the assignment's gradient, if any (eq:assignment_ste)."""
+    """Soft plan in the same form, or None; takes the assignment's gradient (eq:assignment_ste)."""
     fixed: tuple[float, ...] = ()
     """Further columns of R, the same for all tokens: 1 for neurons that always run and belong to no
-    routed expert, 0 for those that never do."""
+    routed expert, 0 for neurons that never run."""
     first_layer: int = 0
     """Layers before this one stay dense."""
     target: str = "ffn"
 
     def of_layer(self, index: int, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """R with the columns of `fixed`, assignment and plan of a layer, counted from the first."""
+        """R (with the columns of `fixed`), assignment and plan of split layer number `index`."""
         mask_TE, _ = self.route(router_logits(x_TD, self.router_LED[index]))
         for value in self.fixed:
             mask_TE = F.pad(mask_TE, (0, 1), value=value)
@@ -88,9 +88,9 @@ class Masking(Routing):
 def masked_ffn(
     dense: Callable[..., Tensor], projections: GatedFFN, masking: Masking, index: int, x: Tensor
 ) -> Tensor:
-    """Map [..., D] to [..., D]: (H * (R M^T)) W_down, only k experts' neurons contribute.
+    """Map [..., D] to [..., D]: (H * (R M^T)) W_down, so only k experts' neurons contribute.
 
-    `dense` computes where masking is off; `index` is that of the layer, from the first split one.
+    If masking is off, `dense` computes the output. `index` counts the split layers.
     """
     if not masking.enabled:
         return dense(x)
@@ -109,9 +109,9 @@ def masked_attention(
     hidden_states: Tensor,
     **kwargs: Any,
 ) -> Any:
-    """Attention in which all heads compute, and W_O reads those of k experts alone.
+    """Attention in which all heads compute, but W_O reads only the heads of k experts.
 
-    That is eq:moe_output with the concatenated outputs of the heads as H (sec:attention_moe).
+    This is eq:moe_output with the concatenated outputs of the heads as H (sec:attention_moe).
     """
     if not masking.enabled:
         return dense(hidden_states=hidden_states, **kwargs)
@@ -126,7 +126,7 @@ def masked_attention(
 
 
 def unit_mask(mask_TE: Tensor, expert_of_unit_N: Tensor, plan_NE: Tensor | None) -> Tensor:
-    """R M^T for few units, [T, N], with straight-through gradients (eq:assignment_ste)."""
+    """R M^T, [T, N], with straight-through gradients (eq:assignment_ste); for few units."""
     member_NE = F.one_hot(expert_of_unit_N, mask_TE.shape[1]).to(mask_TE.dtype)
     if plan_NE is not None:
         member_NE = member_NE + (plan_NE - plan_NE.detach())
@@ -136,7 +136,7 @@ def unit_mask(mask_TE: Tensor, expert_of_unit_N: Tensor, plan_NE: Tensor | None)
 def masked(
     dense: DenseModel, maskings: Iterable[Masking], only: Container[int] | None = None
 ) -> AbstractContextManager[None]:
-    """Inside, split layers of `dense.model`, all or `only` some, obey their target's masking."""
+    """Within this context, `maskings` apply to the split layers of the model, or `only` to some."""
     forwards = dict[nn.Module, Callable[..., Any]]()
     for masking in maskings:
         target, first = TARGETS[masking.target], masking.first_layer
@@ -153,19 +153,19 @@ def masked(
 
 
 def masked_by(dense: DenseModel, layout: ExpertLayout) -> AbstractContextManager[None]:
-    """Inside, `dense.model` computes exactly the MoE of the layout, every export's reference."""
+    """Within this context, `dense` computes exactly the layout's MoE, the reference of exports."""
     return masked(dense, maskings_of(dense, layout))
 
 
 def maskings_of(dense: DenseModel, layout: ExpertLayout) -> list[Masking]:
-    """What the masks of each target of a layout read, on the device of a model."""
+    """One `Masking` for each target of a layout, on the device of the model."""
     return [
         Masking(
             active_experts=part.active_experts,
             expert_of_neuron_LN=part.expert_of_neuron_LN[part.moe_layers.start :].to(dense.device)
             % (part.num_experts + 2),
             router_LED=part.router_LED[part.moe_layers.start :].to(dense.device, torch.float32),
-            fixed=(0.0, 1.0),  # of DROPPED and ALWAYS_ON, -2 and -1
+            fixed=(0.0, 1.0),  # for DROPPED (-2) and ALWAYS_ON (-1)
             first_layer=part.moe_layers.start,
             target=part.target,
         )
@@ -176,7 +176,7 @@ def maskings_of(dense: DenseModel, layout: ExpertLayout) -> list[Masking]:
 def routed(
     dense: DenseModel, layout: ExpertLayout, chosen: Mapping[int, Int[Tensor, "T K"]]
 ) -> AbstractContextManager[None]:
-    """Inside, `dense.model` runs the experts `chosen` in each split layer of a target's layout."""
+    """Within this context, each split layer of the layout's target runs the experts `chosen`."""
     target, layers = TARGETS[layout.target], dense.family.layers(dense.model)
 
     def mask(layer: int, hidden: Tensor) -> Tensor:
@@ -192,9 +192,9 @@ def gated(
     experts: Mapping[int, Int[Tensor, " N"]],
     gate: Callable[[int, Tensor, Tensor], Tensor],
 ) -> Iterator[None]:
-    """Inside, `dense.model` multiplies each neuron by the gate of its expert; no router is asked.
+    """Within this context, each neuron is multiplied by its expert's gate, and no router runs.
 
-    `experts` has the expert of each neuron of the split layers. `gate` takes the number of a layer,
+    `experts` maps each split layer to the experts of its neurons. `gate` takes a layer's number,
     the input [T, D] of its FFN and the hidden activations [T, N], and returns the gates, [T, E].
     """
     layers, inputs = dense.family.layers(dense.model), dict[int, Tensor]()
@@ -214,8 +214,8 @@ def gated(
 def neuron_mask(
     chosen_TK: Int[Tensor, "T K"], layout: ExpertLayout, layer: int
 ) -> Bool[Tensor, "T N"]:
-    """Which units of a layer run for each token: R M^T as true and false (eq:moe_output)."""
-    # The last two columns of R stand for neurons that are dropped, and always on.
+    """Which units of a layer run for each token: R M^T as booleans (eq:moe_output)."""
+    # The last two columns of R stand for dropped neurons and for neurons that are always on.
     shape = (len(chosen_TK), layout.num_experts + 2)
     runs_TE = torch.zeros(shape, dtype=torch.bool, device=chosen_TK.device)
     runs_TE.scatter_(1, chosen_TK, True)
@@ -237,8 +237,8 @@ def masked_activation(
     read: it only receives M's gradient.
 
     Gradient:
-        With G = dL/d(mask) = dL/d(out) * H: to R, the sum of G over each expert's neurons; to the
-        plan, G^T R, both accumulated in float32. H is computed again from gate and up.
+        With G = dL/d(mask) = dL/d(out) * H, R receives the sum of G over each expert's neurons, and
+        the plan receives G^T R, both accumulated in float32. H is recomputed from gate and up.
     """
     result: Tensor = _MaskedActivation.apply(  # type: ignore[no-untyped-call]
         gate_TN, up_TN, routing_TE, expert_of_neuron_N, plan_NE
@@ -283,7 +283,7 @@ class _MaskedActivation(torch.autograd.Function):
 
 
 def _expert_sums(values_TN: Tensor, expert_of_neuron_N: Tensor, num_experts: int) -> Tensor:
-    """Sum over the neurons of each expert, [T, E], in float32 at least."""
+    """Sum over the neurons of each expert, [T, E], accumulated in at least float32."""
     dtype = torch.promote_types(values_TN.dtype, torch.float32)
     if num_experts == 1:
         return values_TN.sum(dim=1, keepdim=True, dtype=dtype)
@@ -295,7 +295,7 @@ def _expert_sums(values_TN: Tensor, expert_of_neuron_N: Tensor, num_experts: int
 
 
 def product_in_float32(left: Tensor, right: Tensor) -> Tensor:
-    """Matrix product; that of 16-bit factors is accumulated and returned in float32."""
+    """Matrix product; for 16-bit factors it is accumulated and returned in float32."""
     if left.dtype not in (torch.bfloat16, torch.float16):
         return left @ right
     if left.is_cuda:

@@ -22,52 +22,52 @@ from dotmoe.training.loop import Schedule
 IGNORED = -100
 """Label of a position that has no next token."""
 MAX_CHUNK_ELEMENTS = 1 << 25
-"""Logits of one chunk, per model: 128 MiB in float32."""
+"""Maximum number of logits in one chunk, per model: 128 MiB in float32."""
 CPU_CHUNK_ROWS = 128
-"""Tokens of one chunk on a CPU at most: its logits stay near the cache."""
+"""Maximum number of tokens in one chunk on a CPU, so that its logits stay near the cache."""
 
 Losses = tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""]]
 Taught = tuple[Tensor, Tensor | None]
-"""A teacher's final hidden states, [T, D], and the matrix of its head; None: the student's."""
+"""A teacher's final hidden states, [T, D], and its head's matrix (None: the student's head)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveConfig:
-    """What alignment and finetuning have in common, with the defaults of alignment.
+    """Options that alignment and finetuning share, with the defaults of alignment.
 
-    These are the paper's (tab:hyperparams_moefication) unless said.
+    The defaults are the paper's (tab:hyperparams_moefication) unless noted otherwise.
     """
 
     steps: Annotated[int, at_least(0)] = 3500
-    """Optimizer steps; 0 extracts the initial state as it is."""
+    """Number of optimizer steps; 0 extracts the initial state unchanged."""
     batch_size: Annotated[int, at_least(1)] = 64
-    """Sequences per optimizer step, of all ranks together; they share them equally."""
+    """Sequences per optimizer step, over all ranks, which share them equally."""
     micro_batch_size: Annotated[int, at_least(1)] = 4
-    """Sequences per forward pass; gradients add up to the batch. Changes memory, and of the losses
-    load balancing alone, which counts the tokens of a micro-batch: a run goes on with its own."""
+    """Sequences per forward pass; gradients accumulate over the batch. It affects memory and, of
+    the losses, only load balancing, which counts tokens per micro-batch. Fixed when resuming."""
     max_epochs: Annotated[float, above(0)] = 4.0
-    """Passes over the data at most; fewer steps are taken where the data would be repeated more."""
+    """Maximum passes over the data; the number of steps is lowered if it would exceed them."""
     lr: Annotated[float, above(0)] = 5e-4
-    """Peak learning rate, for whatever has no rate of its own."""
+    """Peak learning rate of all parameters that have no learning rate of their own."""
     lr_router: Annotated[float, at_least(0)] | None = None
     """Peak learning rate of the routers; default: lr."""
     weight_decay: Annotated[float, at_least(0)] = 1e-4
     """AdamW weight decay."""
     warmup_ratio: Annotated[float, between(0, 1)] = 0.2
-    """Share of the steps in which the rate rises linearly, and in alignment the temperature falls;
-    then the rate falls as a cosine."""
+    """Share of the steps in which the learning rate rises linearly and, in alignment, the
+    temperature falls; afterwards the learning rate falls as a cosine."""
     max_grad_norm: Annotated[float, above(0)] = 1.0
-    """Gradients are scaled down to this norm."""
+    """Maximum norm of the gradients; larger ones are scaled down to it."""
     kl_weight: Annotated[float, at_least(0)] = 2.0
-    """Weight of KL(dense || MoE)."""
+    """Weight of the distillation loss KL(dense || MoE)."""
     ce_weight: Annotated[float, at_least(0)] = 1.0
-    """Weight of next-token cross-entropy."""
+    """Weight of the next-token cross-entropy loss."""
     z_loss_weight: Annotated[float, at_least(0)] = 1e-3
     """Weight of the router z-loss (eq:z_loss), averaged over layers."""
     balance_weight: Annotated[float, at_least(0)] = 1e-2
-    """Weight of load balancing (eq:balance_loss), averaged over layers."""
+    """Weight of the load-balancing loss (eq:balance_loss), averaged over layers."""
     surrogate: Surrogate = "soft_top_k"
-    """Soft mask of the router's gradient: `softmax` is the paper's, `soft_top_k` sums to k."""
+    """Soft mask for the router's gradient: `softmax` (paper) or `soft_top_k` (rows sum to k)."""
     surrogate_temperature: Annotated[float, above(0)] = 1.0
     """Temperature of `soft_top_k`, in units of router logits."""
     activation_checkpointing: Annotated[bool, HOW] = False
@@ -79,14 +79,14 @@ class ObjectiveConfig:
         return self.lr if self.lr_router is None else self.lr_router
 
     def check_together(self) -> None:
-        """Refuse weights that leave nothing to learn from."""
+        """Refuse loss weights that leave nothing to learn from."""
         if self.kl_weight == self.ce_weight == 0:
             raise UserError(
                 "kl_weight and ce_weight are both 0, which leaves nothing to learn from. Raise one."
             )
 
     def schedule(self, num_blocks: int, log: Callable[[str], None] = lambda text: None) -> Schedule:
-        """Rates, and `steps`, or fewer, as `log` is told, where `max_epochs` would be exceeded."""
+        """Training schedule; if `max_epochs` requires fewer steps, this is reported to `log`."""
         steps = min(self.steps, max(1, int(self.max_epochs * num_blocks / self.batch_size)))
         if steps < self.steps:
             log(
@@ -103,7 +103,7 @@ class ObjectiveConfig:
 
 
 def require_trainable(dtype: torch.dtype) -> None:
-    """Refuse to compute in float16."""
+    """Refuse to train in float16."""
     if dtype == torch.float16:
         raise UserError(
             "dtype is float16, in which gradients underflow. "
@@ -114,8 +114,8 @@ def require_trainable(dtype: torch.dtype) -> None:
 class Objective:
     """The task that the training loop runs: the gradient of eq:total_loss over a batch.
 
-    `dense` is the model that is trained, or whose frozen weights the student uses; `routings` say
-    how each target routes. A subclass says what the student is: `begin`, `end` and `teacher`.
+    `dense` is the model that is trained, or whose frozen weights the student uses; `routings` set
+    how each target routes. A subclass defines the student by `begin`, `end` and `teacher`.
     """
 
     def __init__(
@@ -133,17 +133,17 @@ class Objective:
         self.micro_batch_size = min(config.micro_batch_size, config.batch_size)
 
     def begin(self, step: int) -> dict[str, Tensor]:
-        """Prepare a step; metrics that are not losses, equal on all ranks."""
+        """Prepare a step; return metrics that are not losses, equal on all ranks."""
         return {}
 
     def end(self) -> None:
         """Complete the gradients after the last micro-batch."""
 
     def accumulate_gradients(self, step: int) -> Metrics:
-        """Gradient of eq:total_loss over one batch, and its losses.
+        """Compute the gradient of eq:total_loss over one batch; return its losses and metrics.
 
-        Each is the mean over the micro-batches of all ranks, weighted by their sequences: the same
-        on any number of ranks with the same micro-batches, up to the order of summation.
+        Gradient and losses are means over the micro-batches of all ranks, weighted by sequences:
+        equal on any number of ranks with the same micro-batches, up to the order of summation.
         """
         size = self.config.batch_size
         metrics = self.begin(step)
@@ -158,12 +158,12 @@ class Objective:
                 sums[name] = sums.get(name, 0.0) + share * value.detach()
         self.end()
         summed = sum_over_ranks(torch.stack([value.float() for value in sums.values()]))
-        # One copy to the host a step: until here nothing has waited for the device.
+        # One copy to the host per step: nothing before this waits for the device.
         figures = torch.cat([*(value.float().view(1) for value in metrics.values()), summed])
         return dict(zip([*metrics, *sums], figures.tolist(), strict=True))
 
     def teacher(self, tokens_BT: Tensor) -> Taught | None:
-        """Output of the dense model where the student has its weights: that with routing off."""
+        """Output of the teacher: of the student with routing off, if both share the weights."""
         self._route(False)
         with torch.no_grad():
             hidden_TD = hidden_states(self.dense, tokens_BT)
@@ -171,7 +171,7 @@ class Objective:
         return hidden_TD, None
 
     def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
-        """eq:total_loss of a micro-batch as `loss`, and its parts; those of targets add up."""
+        """eq:total_loss of a micro-batch (`loss`) and its terms; z and balance sum over targets."""
         config = self.config
         for routing in self.routings:
             routing.losses = []
@@ -182,7 +182,7 @@ class Objective:
         return {"loss": total, "kl": kl, "ce": ce, "z": z, "balance": balance}
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
-        """What the head's matrix turns into the student's logits, [T, D]."""
+        """The student's final hidden states, [T, D]; the head's matrix maps them to logits."""
         return hidden_states(self.dense, tokens_BT)
 
     def distil(self, hidden_TD: Tensor, taught: Taught | None, tokens_BT: Tensor) -> Losses:
@@ -197,15 +197,15 @@ class Objective:
         )
 
     def differentiate(self, loss: Tensor, *, is_last: bool) -> None:
-        """Backward of a micro-batch, the last of the step or not."""
+        """Run the backward pass of a micro-batch; `is_last` marks the last one of the step."""
         torch.autograd.backward(loss)
 
     def state(self) -> dict[str, Tensor]:
-        """What a resumed run needs besides what is trained."""
+        """Tensors that a resumed run needs in addition to the trained parameters."""
         return {}
 
     def forget_step(self) -> None:
-        """Let go of the activations of a forward pass that was cut off."""
+        """Release the activations of a forward pass that was interrupted."""
         for routing in self.routings:
             routing.losses = None
 
@@ -215,7 +215,7 @@ class Objective:
 
 
 def hidden_states(dense: DenseModel, tokens_BT: Tensor) -> Tensor:
-    """What the head's matrix turns into logits, [T, D]."""
+    """Final hidden states, [T, D], scaled so that the head's matrix maps them to logits."""
     trunk = dense.family.trunk(dense.model)
     hidden: Tensor = trunk(input_ids=tokens_BT, use_cache=False).last_hidden_state
     multipliers = dense.family.traits(dense.config).multipliers
@@ -223,7 +223,7 @@ def hidden_states(dense: DenseModel, tokens_BT: Tensor) -> Tensor:
 
 
 def head_of(dense: DenseModel) -> Tensor:
-    """The head's matrix, [V, D], whole on every rank."""
+    """The matrix of the output head, [V, D], whole on every rank."""
     return full_tensor(dense.family.head(dense.model).weight)
 
 
@@ -243,16 +243,16 @@ def distillation_loss(
 ) -> Losses:
     """w_kl * KL(dense || MoE) + w_ce * CE(labels) from the hidden states below the head.
 
-    The first two terms of eq:total_loss. KL is averaged over all T positions, cross-entropy over
-    those whose label is not `IGNORED`. Softmax runs in float32. Without a teacher there is no KL.
+    These are the first two terms of eq:total_loss. KL is averaged over all T positions (and is 0
+    without a teacher), cross-entropy over those whose label is not `IGNORED`. Softmax is float32.
 
     Returns:
         The weighted sum, which alone has a gradient; KL; cross-entropy. In nats per token.
 
     Gradient:
-        To `student_TD`, and to `head_VD` if it wants one; formed chunk by chunk during the forward
-        pass, so memory is one chunk of logits for each model (`MAX_CHUNK_ELEMENTS`) plus one
-        gradient of the size of each of the two. That of the head adds up in float32.
+        Flows to `student_TD`, and to `head_VD` if it requires one. It is formed chunk by chunk in
+        the forward pass, so memory is one chunk of logits per model (`MAX_CHUNK_ELEMENTS`) plus the
+        gradients of these two inputs. The head's gradient is accumulated in float32.
     """
     losses: Losses = _Distillation.apply(  # type: ignore[no-untyped-call]
         student_TD, head_VD, taught, labels_T, kl_weight, ce_weight
@@ -293,9 +293,9 @@ class _Distillation(torch.autograd.Function):
             if grad_VD is not None:
                 if grad_VD.is_cuda:
                     grad_VD += product_in_float32(grad_CV.T, student_TD[chunk])
-                else:  # makes and frees nothing of the head's size
+                else:  # allocates nothing of the head's size
                     grad_VD.addmm_(grad_CV.T.to(wide), student_TD[chunk].to(wide))
-            del grad_CV  # or it would live beside the next chunk's
+            del grad_CV  # otherwise it would stay in memory with the next chunk's
         kl, ce = kl / num_tokens, ce / num_labels
         ctx.save_for_backward(grad_TD, grad_VD)
         ctx.mark_non_differentiable(kl, ce)
@@ -316,7 +316,7 @@ def _chunk(
     shares: tuple[float, Tensor],
 ) -> tuple[Tensor | float, Tensor, Tensor]:
     """Sums of KL and cross-entropy over some tokens, and the gradient of the logits."""
-    # Three tensors of tokens x vocabulary are alive at most, besides 16-bit logits.
+    # At most three tensors of tokens x vocabulary are in memory, not counting 16-bit logits.
     kl_sum: Tensor | float = 0.0
     student_CV = _log_softmax(*student)
     if teacher is not None:
@@ -342,6 +342,6 @@ def _log_softmax(hidden_CD: Tensor, head_VD: Tensor) -> Tensor:
 
 
 def chunk_rows(vocabulary: int, *, on_cpu: bool) -> int:
-    """Tokens whose logits are formed at once, at most."""
+    """Maximum number of tokens whose logits are formed at once."""
     rows = max(1, MAX_CHUNK_ELEMENTS // vocabulary)
     return min(rows, CPU_CHUNK_ROWS) if on_cpu else rows

@@ -11,26 +11,26 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 Surrogate = Literal["softmax", "soft_top_k"]
-"""`softmax` is the paper's; `soft_top_k` has rows of the mask's own sum."""
+"""`softmax` is the paper's; the rows of `soft_top_k` sum to k, as those of the mask do."""
 Routed = tuple[Float[Tensor, "T E"], Int[Tensor, "T K"]]
-"""Mask, float32, and experts of each token, largest logit first."""
+"""The float32 mask, and the chosen experts of each token, largest logit first."""
 
 _ITERATIONS = 16
-"""Newton or bisection steps of the soft top-k at most."""
+"""Maximum number of Newton or bisection steps of the soft top-k."""
 
 
 @dataclass(kw_only=True)
 class Routing:
-    """How the split layers of one model route, and the losses that they leave."""
+    """How split layers route tokens, and the router losses that they record."""
 
     active_experts: int
     surrogate: Surrogate | None = None
-    """Soft stand-in for the mask's gradient; None: the mask is not differentiated."""
+    """Soft mask that provides the mask's gradient; None: the mask has no gradient."""
     surrogate_temperature: float = 1.0
     enabled: bool = True
-    """False: the model is dense; all neurons run for every token, and no router does."""
+    """False: the model is dense; all neurons run for every token, and no router runs."""
     losses: list[tuple[Tensor, Tensor]] | None = None
-    """z-loss and balance loss of each layer of the running forward pass; None: not wanted."""
+    """z-loss and balance loss of each layer in the current forward pass; None: not recorded."""
 
     def route(self, logits_TE: Float[Tensor, "T E"]) -> Routed:
         """Route the tokens of one layer (eq:router_topk, eq:router_ste)."""
@@ -38,7 +38,7 @@ class Routing:
             logits_TE, self.active_experts, self.surrogate, self.surrogate_temperature
         )
         if self.surrogate is not None:
-            # Also where they are not wanted: a layer that runs again must do the same again.
+            # Computed even if not recorded: a recomputed layer must repeat the same operations.
             losses = z_loss(logits_TE), balance_loss(logits_TE, routed[0])
             if self.losses is not None:
                 self.losses.append(losses)
@@ -47,7 +47,7 @@ class Routing:
     def pop_losses(self) -> tuple[Tensor, Tensor]:
         """z-loss and balance loss of the last forward pass, averaged over layers."""
         z, balance = zip(*(self.losses or []), strict=True)
-        self.losses = None  # layers that run again would leave all their activations
+        self.losses = None  # otherwise recomputed layers would keep all their activations in it
         return torch.stack(z).mean(), torch.stack(balance).mean()
 
 
@@ -61,9 +61,9 @@ def balance_loss(
 ) -> Float[Tensor, ""]:
     """Load balancing E * sum_e f_e * p_e (eq:balance_loss).
 
-    f_e is the share of tokens routed to expert e, a count without a gradient, p_e its mean softmax
-    probability over all tokens and experts (over the chosen ones it would be a constant). From k,
-    all experts used evenly, to E, the same k experts for every token.
+    f_e is the share of tokens routed to expert e, a count without a gradient. p_e is its mean
+    softmax probability over all tokens and experts (over the chosen ones it would be a constant).
+    The loss ranges from k (all experts used evenly) to E (the same k experts for every token).
     """
     share_E = mask_TE.detach().mean(dim=0)
     probability_E = torch.softmax(logits_TE, dim=1).mean(dim=0)
@@ -73,7 +73,7 @@ def balance_loss(
 def router_logits(x_TD: Float[Tensor, "T D"], router_ED: Float[Tensor, "E D"]) -> Tensor:
     """Router logits L = X W_r^T in float32 (eq:router_logits), whatever the model's dtype.
 
-    With bfloat16 about 7 % of tokens tie at the k-th place, where every server chooses differently.
+    In bfloat16 about 7 % of tokens tie at the k-th place, and every server breaks ties differently.
     """
     return x_TD.float() @ router_ED.float().T
 
@@ -89,7 +89,7 @@ def straight_through_top_k(
     surrogate: Surrogate | None,
     temperature: float = 1.0,
 ) -> Routed:
-    """The binary mask forward, the gradient of a soft one backward, or none (eq:router_ste)."""
+    """The binary top-k mask, with the gradient of a soft mask or with none (eq:router_ste)."""
     chosen_TK = logits_TE.detach().topk(active_experts, dim=1).indices
     mask_TE = torch.zeros_like(logits_TE).detach().scatter_(1, chosen_TK, 1.0)
     if surrogate is None:
@@ -98,7 +98,7 @@ def straight_through_top_k(
         soft = torch.softmax(logits_TE, dim=1)
     else:
         soft = soft_top_k(logits_TE / temperature, active_experts)
-    # What is added is exactly 0, and has the gradient of the surrogate.
+    # The added term is exactly 0 and carries the gradient of the surrogate.
     return mask_TE + (soft - soft.detach()), chosen_TK
 
 
@@ -140,7 +140,7 @@ def _saturated(logits_TE: Tensor, active_experts: int) -> Tensor:
     if active_experts == num_experts:
         return torch.ones_like(logits_TE)
     # Newton steps stay inside a bracket. With x sorted descending, k - 1 + (E - k + 1) exp(-a) < k
-    # bounds theta from above at x_k + a, (k + 1) (1 - exp(-b)) >= k from below at x_(k+1) - b.
+    # bounds theta from above by x_k + a; (k + 1) (1 - exp(-b)) >= k from below by x_(k+1) - b.
     *_, kth_T, next_T = logits_TE.topk(active_experts + 1, dim=1).values.unbind(1)
     low = next_T.unsqueeze(1) - math.log(active_experts + 1)
     high = kth_T.unsqueeze(1) + math.log(num_experts)
@@ -151,7 +151,7 @@ def _saturated(logits_TE: Tensor, active_experts: int) -> Tensor:
     for _ in range(_ITERATIONS):
         soft = torch.sigmoid(logits_TE - theta)
         excess = soft.sum(dim=1, keepdim=True) - active_experts
-        # Elsewhere than on a CPU the question would wait for the device.
+        # On other devices this check would wait for the device.
         if soft.device.type == "cpu" and excess.abs().max() <= num_experts * info.eps:
             return soft
         low = torch.where(excess > 0, theta, low)
@@ -164,7 +164,7 @@ def _saturated(logits_TE: Tensor, active_experts: int) -> Tensor:
 
 
 def kernels_for(tensor: Tensor) -> Any:
-    """`dotmoe.moe.triton_kernels` where a tensor's device and dtype suit it, else None."""
+    """`dotmoe.moe.triton_kernels` if it supports the tensor's device and dtype, else None."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     if not tensor.is_cuda or tensor.dtype not in dtypes or not importlib.util.find_spec("triton"):
         return None

@@ -1,4 +1,4 @@
-"""The trainable form of an MoE layer: experts as weights of their own, of which only k compute."""
+"""The trainable form of an MoE layer: experts have weights of their own, and only k compute."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ from dotmoe.moe.router import Routing, router_logits
 
 
 class Router(nn.Module):
-    """Router rows of one layer, always float32. A module, so that FSDP can treat it apart."""
+    """Router rows of one layer, always float32; a module so that FSDP can treat it separately."""
 
     def __init__(self, rows_ED: Float[Tensor, "E D"]) -> None:
         super().__init__()
@@ -27,10 +27,10 @@ class Router(nn.Module):
 
 
 class SparseFFN(nn.Module):
-    """Takes the place of a dense FFN; its weights are parameters in the order of the experts.
+    """Replacement of a dense FFN, whose weights are parameters in the order of the experts.
 
-    Neuron s of expert e is row [e, s] of the gate, up and down weights, each [E, S, D]. Made of a
-    dense FFN on the meta device, only its routers are there.
+    Neuron s of expert e is row [e, s] of the gate, up and down weights, each [E, S, D]. If the
+    dense FFN is on the meta device, so are these weights, and only the router has values.
     """
 
     def __init__(self, dense: GatedFFN, layout: ExpertLayout, layer: int, routing: Routing) -> None:
@@ -51,7 +51,7 @@ class SparseFFN(nn.Module):
             self.shared = nn.ParameterList(rows_ND[self.shared_M] for rows_ND in rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., D] to [..., D]: the k experts of each token, and the shared one if any."""
+        """Map [..., D] to [..., D] by the k experts of each token, plus the shared one if any."""
         x_TD = x.reshape(-1, x.shape[-1])
         experts = (self.gate_ESD, self.up_ESD, self.down_ESD)
         if self.routing.enabled:
@@ -65,7 +65,7 @@ class SparseFFN(nn.Module):
         return output_TD.view(x.shape)
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter | None]]:
-        """Name of each projection, its rows of the experts, and of the shared one if any."""
+        """Each projection's name, the experts' rows, and the shared expert's rows if any."""
         experts = (self.gate_ESD, self.up_ESD, self.down_ESD)
         shared = [None] * 3 if self.shared is None else list(self.shared)
         return zip(("gate", "up", "down"), experts, shared, strict=True)
@@ -83,7 +83,7 @@ class SparseFFN(nn.Module):
 
 
 def make_sparse(dense: DenseModel, layout: ExpertLayout, routing: Routing) -> list[SparseFFN]:
-    """Replace every split FFN of `dense.model` by its experts, for good: the new FFNs in order."""
+    """Replace every split FFN of `dense.model` for good; return the new FFNs in layer order."""
     layers, ffns = dense.family.layers(dense.model), list[SparseFFN]()
     for index in layout.moe_layers:
         ffns.append(SparseFFN(dense.family.ffn(layers[index]), layout, index, routing))
@@ -92,11 +92,11 @@ def make_sparse(dense: DenseModel, layout: ExpertLayout, routing: Routing) -> li
 
 
 def mean_where_unknown(mask_TE: Float[Tensor, "T E"]) -> None:
-    """Set the mask's gradient where the mask is 0 to the mean gradient over where it is 1.
+    """Where a token's mask is 0, set its gradient to the mean gradient over where the mask is 1.
 
-    The output of an expert that did not run is unknown. With a gradient of 0 the chosen ones would
-    rise for ever, since running an expert lowers the loss more often than not, and routing would
-    collapse. With the mean a chosen one rises or falls by how it compares with the other chosen.
+    The output of an expert that did not run is unknown. With a gradient of 0, logits of chosen
+    experts would rise for ever, because running an expert usually lowers the loss, and routing
+    would collapse. With the mean, a logit rises or falls by comparison with other chosen experts.
     """
     if not mask_TE.requires_grad:
         return
@@ -125,14 +125,14 @@ def expert_sums(
 ) -> Float[Tensor, "T D"]:
     """Sum of the chosen experts' outputs, each with weight exactly 1 (eq:moe_output).
 
-    Tokens are sorted by expert, and each expert multiplies its own tokens only: 6 T k S D
-    multiplications and additions, whatever E is, but where `whole_is_faster`. No token is dropped.
-    The mask has exactly k ones a row, at `chosen`; down columns are rows here.
+    Tokens are sorted by expert, and each expert multiplies only its own tokens: 6 T k S D
+    multiplications and additions for any E, except if `whole_is_faster`. No token is dropped. Each
+    row of the mask has exactly k ones, at `chosen_TK`. Columns of W_down are rows of `down_ESD`.
 
     Gradient:
-        To x and the weights, what autograd gives the masked dense FFN. To the mask, <g_t, y_te> for
-        the chosen experts (eq:router_ste), where y_te is the expert's output, and 0 for others,
-        whose output is not computed: the mask scales what enters W_down, so no output is kept.
+        x and the weights receive what autograd gives for the masked dense FFN. The mask receives
+        <g_t, y_te> for chosen experts (eq:router_ste), where y_te is the expert's output, and 0 for
+        others, whose output is not computed. The mask scales W_down's input: no output is kept.
     """
     num_experts, num_chosen = mask_TE.shape[1], chosen_TK.shape[1]
     if whole_is_faster(x_TD.device, num_chosen / num_experts, gate_ESD.shape[1]):
@@ -142,7 +142,7 @@ def expert_sums(
     order_R = chosen_TK.flatten().argsort(stable=True)
     counts_E = torch.bincount(chosen_TK.flatten(), minlength=num_experts)
     x_RD = x_TD[order_R // num_chosen]
-    # In one row there is one expert: its entry of the mask is that of all its neurons.
+    # Each row belongs to one expert, whose entry of the mask applies to all its neurons.
     one_S = torch.zeros(gate_ESD.shape[1], dtype=torch.long, device=x_TD.device)
     hidden_RS = masked_activation(
         _grouped(x_RD, gate_ESD.transpose(1, 2), counts_E),
@@ -151,24 +151,24 @@ def expert_sums(
         one_S,
     )
     output_RD = _grouped(hidden_RS, down_ESD, counts_E)
-    # Gathered and added up, not scattered: the sum has the same bits every time.
+    # A gather and a sum instead of a scatter: the result has the same bits every time.
     return output_RD[order_R.argsort()].view(len(x_TD), num_chosen, -1).sum(dim=1)
 
 
 def whole_is_faster(device: torch.device, active: float, expert_size: int) -> bool:
-    """Whether products with all experts, masked, take less time than with the active ones alone."""
-    # Measured: with 16 or 32 neurons from three tenths on, with 128 not at a half.
+    """Whether computing all experts under a mask is faster than computing only the active ones."""
+    # Measured: faster from an active share of 0.3 with 16 or 32 neurons, not at 0.5 with 128.
     return device.type == "cpu" and expert_size < 64 and active >= 0.3
 
 
 def runs_grouped(dtype: torch.dtype, *widths: int) -> bool:
-    """Whether `F.grouped_mm` takes matrices: of 16 or 32 bits, with rows of whole 16 bytes."""
+    """Whether `F.grouped_mm` takes such matrices: 16 or 32 bits, rows of multiples of 16 bytes."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     return dtype in dtypes and all(width * dtype.itemsize % 16 == 0 for width in widths)
 
 
 def _grouped(rows_RA: Tensor, weight_EAB: Tensor, counts_E: Tensor) -> Tensor:
-    """Rows times the matrix of their group; rows are in the order of groups of those sizes."""
+    """Each row times its group's matrix; rows are sorted by group, with `counts_E` per group."""
     if runs_grouped(rows_RA.dtype, *weight_EAB.shape[1:]):
         ends_E = counts_E.cumsum(0).to(torch.int32)
         return F.grouped_mm(rows_RA, weight_EAB, offs=ends_E)

@@ -1,6 +1,6 @@
-"""Triton kernels of the masked FFN and of the soft top-k; `router.kernels_for` says where they run.
+"""Triton kernels of the masked FFN and the soft top-k; `router.kernels_for` decides on their use.
 
-Arithmetic is float32. A program works on one token.
+Arithmetic is float32. Each program handles one token.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 _COLUMNS = 1_024
-"""Neurons of one program."""
+"""Neurons that one program handles."""
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def masked_activation(
 ):
     """SiLU(gate) * up * R[:, expert_of_neuron] for `COLUMNS` neurons of a token.
 
-    Rounded where PyTorch's operations would round.
+    Values are rounded where PyTorch's operations would round them.
     """
     token = tl.program_id(0).to(tl.int64)
     neuron = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -31,7 +31,7 @@ def masked_activation(
     expert = tl.load(expert_of + neuron, mask=inside, other=0)
     mask = tl.load(routing + token * num_experts + expert, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    # The teacher's FFN rounds here too; where all experts run, student and teacher agree.
+    # The teacher's FFN rounds here too, so student and teacher agree if all experts run.
     silu = (x * tl.sigmoid(x)).to(masked.dtype.element_ty).to(tl.float32)
     hidden = silu * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(masked + at, (hidden * mask).to(masked.dtype.element_ty), mask=inside)
@@ -41,7 +41,7 @@ def masked_activation(
 def masked_activation_gradient(
     grad, gate, up, routing, expert_of, grads, num_neurons, num_experts, COLUMNS: tl.constexpr
 ):
-    """Gradients of gate, up and the mask's entries, in this order in `grads`; rounded once."""
+    """Write to `grads`, in this order, the gradients of gate, up and mask entries; rounded once."""
     token = tl.program_id(0).to(tl.int64)
     neuron = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = neuron < num_neurons
@@ -64,7 +64,7 @@ def masked_activation_gradient(
 def _soft_top_k(
     scaled, lower, upper, soft, num_experts, k, tiny, STEPS: tl.constexpr, EXPERTS: tl.constexpr
 ):
-    """The row of a token; the same steps as `dotmoe.moe.router` takes with PyTorch."""
+    """Compute a token's row, by the same steps as `dotmoe.moe.router` takes with PyTorch."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     inside = expert < num_experts
@@ -84,7 +84,7 @@ def _soft_top_k(
 
 
 def over_neurons(kernel: Any, num_results: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """What one of the first two kernels makes of its arguments, each result [T, N]."""
+    """Run `masked_activation` or its gradient kernel; each of the results is [T, N]."""
     (num_tokens, num_neurons), num_experts = tensors[0].shape, tensors[-2].shape[1]
     with torch.cuda.device(tensors[0].get_device()):
         results = tensors[0].new_empty(num_results, num_tokens, num_neurons)
@@ -101,7 +101,7 @@ def over_neurons(kernel: Any, num_results: int, *tensors: Tensor) -> tuple[Tenso
 def soft_top_k(
     scaled_TE: Tensor, low_T1: Tensor, high_T1: Tensor, active_experts: int, iterations: int
 ) -> Tensor:
-    """sigmoid(x - theta_t) with rows that sum to k; theta_t by Newton steps inside its bracket."""
+    """sigmoid(x - theta_t) with rows that sum to k; Newton steps find theta_t in its bracket."""
     num_tokens, num_experts = scaled_TE.shape
     soft_TE = torch.empty_like(scaled_TE, memory_format=torch.contiguous_format)
     with torch.cuda.device(scaled_TE.get_device()):

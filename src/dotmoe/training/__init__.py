@@ -1,1 +1,1 @@
-"""A small training loop that knows nothing of experts: step, clip, log, save, resume."""
+"""A small training loop, independent of experts: step, clip, log, save, resume."""

@@ -1,8 +1,8 @@
-"""What a training leaves in its stage's folder: checkpoints, and the metrics of each step.
+"""Files of a training stage in its folder: checkpoints, and the metrics of each step.
 
-A checkpoint is whole or not there, verified before it is read: a folder `step_00000100` with the
-files of `torch.distributed.checkpoint`, and `manifest.json` with their checksums and plain values.
-Every rank must see the same folder.
+A checkpoint is written atomically and verified before it is read. It is a folder `step_00000100`
+with the files of `torch.distributed.checkpoint`, and `manifest.json` with their checksums and plain
+values. Every rank must see the same folder.
 """
 
 import errno
@@ -40,27 +40,27 @@ from dotmoe.files import (
 )
 
 logger = logging.getLogger(__name__)
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is no mistake
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is fine
 
 _MANIFEST, _KEPT = "manifest.json", 2
 
 Metrics = dict[str, float]
 Destination = Literal["tensorboard", "wandb"]
 OnStep = Callable[[int, Metrics], None]
-"""Takes the number of a step, which is counted from 1, and its metrics."""
+"""Callback that takes the number of a step, counted from 1, and its metrics."""
 
 
 class Checkpoints:
-    """The checkpoints in a stage's folder, of which the two newest stay."""
+    """The checkpoints in a stage's folder; only the two newest are kept."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "checkpoints"
 
     def save(self, step: int, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Write one checkpoint; all ranks together. Older ones go when it is whole on disk.
+        """Write a checkpoint atomically, then delete older ones. All ranks must call it.
 
-        Plain tensors and values are equal on all ranks; of a DTensor each rank writes its part.
-        Where that fails (`OSError`: the disk is full) nothing is left of it, and the others stay.
+        Plain tensors and values are equal on all ranks; each rank writes its part of a DTensor.
+        If this fails (`OSError`: the disk is full), nothing is left of it, and older ones stay.
         """
         with ExitStack() as writing:
 
@@ -88,8 +88,8 @@ class Checkpoints:
     def load(self, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
         """Fill tensors in place from the newest whole checkpoint, and return its plain values.
 
-        All ranks, in any number; None where there is no checkpoint. A `UserError` says that all are
-        damaged, or hold other tensors.
+        All ranks must call it; their number may have changed. Returns None if there is no
+        checkpoint. Raises a `UserError` if all are damaged, or hold other tensors.
         """
         if (newest := broadcast_from_rank_zero(self.newest)) is None:
             return None
@@ -98,14 +98,14 @@ class Checkpoints:
                 load(dict(tensors), storage_reader=FileSystemReader(newest))
         except CheckpointException as error:
             raise UserError(
-                f"{newest} does not fit: {one_line(_cause_of(error))}. Delete {self.folder} to "
-                "start the stage again."
+                f"{newest} does not fit this run: {one_line(_cause_of(error))}. Delete "
+                f"{self.folder} to start the stage again."
             ) from error
         values: dict[str, Any] = read_with_checksum(newest / _MANIFEST)["values"]
         return values
 
     def newest(self) -> Path | None:
-        """The newest that is whole; damaged ones above it, whose steps are taken again, go."""
+        """The newest whole checkpoint; newer damaged ones are deleted and their steps repeated."""
         damaged = dict[Path, str]()
         for path in self._newest_first():
             try:
@@ -114,7 +114,7 @@ class Checkpoints:
                 damage = str(error)
             if damage is None:
                 for bad, why in damaged.items():
-                    logger.warning("%s. Going on from %s, the one before.", why, path)
+                    logger.warning("%s. Resuming from %s, the checkpoint before it.", why, path)
                     shutil.rmtree(bad, ignore_errors=True)
                 return path
             damaged[path] = damage
@@ -130,10 +130,10 @@ class Checkpoints:
 
 
 def _cause_of(error: CheckpointException) -> BaseException:
-    """The error of the first rank that has one."""
+    """The underlying error of the first rank that failed."""
     cause, _ = next(iter(error.failures.values()))
-    if "inline_container" in str(cause):  # torch's file writer, which keeps what the system said
-        return OSError(errno.ENOSPC, "a file of the checkpoint was cut short")
+    if "inline_container" in str(cause):  # torch's file writer, which hides the system's error
+        return OSError(errno.ENOSPC, "a file of the checkpoint was truncated")
     return cause
 
 
@@ -141,10 +141,10 @@ def _cause_of(error: CheckpointException) -> BaseException:
 def loggers(
     folder: Path, destinations: Sequence[Destination], steps_taken: int
 ) -> Iterator[list[OnStep]]:
-    """What writes into each log of a stage; on ranks other than 0 nothing does.
+    """Within this context, one callback for each log of a stage; none on ranks other than 0.
 
-    What was logged after the steps that a checkpoint had taken is removed, except from Weights &
-    Biases, which ignores a step that it has.
+    Entries after the checkpoint's steps (`steps_taken`) are removed, except from Weights & Biases,
+    which ignores steps that it already has.
     """
     kinds = {"file": _json_lines, "tensorboard": _tensorboard, "wandb": _weights_and_biases}
     wanted = ("file", *dict.fromkeys(destinations)) if is_rank_zero() else ()
@@ -154,12 +154,12 @@ def loggers(
 
 @contextmanager
 def _json_lines(folder: Path, steps_taken: int) -> Iterator[OnStep]:
-    """One JSON object a step. What is not finite is null, which JSON has a word for."""
+    """Write one JSON object per step; null stands for NaN and infinity, which JSON lacks."""
     path = folder / "metrics.jsonl"
     path.touch()
     with path.open("rb") as lines:
         kept = sum(map(len, takewhile(lambda line: _is_of(line, steps_taken), lines)))
-    os.truncate(path, kept)  # needs no room, so that a full disk loses nothing
+    os.truncate(path, kept)  # needs no disk space, so a full disk loses nothing
     with path.open("a", encoding="utf-8") as file:
 
         def log(step: int, metrics: Metrics) -> None:
@@ -171,7 +171,7 @@ def _json_lines(folder: Path, steps_taken: int) -> Iterator[OnStep]:
 
 
 def _is_of(line: bytes, steps_taken: int) -> bool:
-    """Whether a line is whole and of the first steps."""
+    """Whether a line is complete and belongs to the first `steps_taken` steps."""
     try:
         return line.endswith(b"\n") and bool(json.loads(line)["step"] <= steps_taken)
     except (ValueError, KeyError):
@@ -194,10 +194,10 @@ def _tensorboard(folder: Path, steps_taken: int) -> Iterator[OnStep]:
 
 @contextmanager
 def _weights_and_biases(folder: Path, steps_taken: int) -> Iterator[OnStep]:
-    """A run that a resumed stage goes on with; `WANDB_MODE=offline` and the like are obeyed."""
+    """Log to a run that a resumed stage continues; `WANDB_MODE=offline` and the like apply."""
     import wandb
 
-    id_file = folder / "wandb" / "id"  # what a stage goes on from has that folder's name
+    id_file = folder / "wandb" / "id"  # a resumed stage keeps a folder of this name
     id_file.parent.mkdir(exist_ok=True)
     if not id_file.exists():
         id_file.write_text(uuid.uuid4().hex, encoding="utf-8")

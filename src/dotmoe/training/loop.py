@@ -1,4 +1,4 @@
-"""The loop: rate, gradient, clip, step, log, save; bad losses, too little memory, and signals."""
+"""The training loop: rate, gradient, clip, step, log, save; bad losses, low memory, signals."""
 
 import gc
 import logging
@@ -33,11 +33,11 @@ from dotmoe.training.folder import Checkpoints, Destination, Metrics, OnStep, lo
 logger = logging.getLogger(__name__)
 
 ParameterGroup = dict[str, Any]
-"""As torch's optimizers take it: `params`, pairs of name and parameter, and their peak `lr`.
+"""A parameter group of torch's optimizers: `params`, pairs of name and parameter, and peak `lr`.
 
-Names are those of checkpoints. Either all parameters are plain tensors, equal on all ranks, or
-DTensors, of which a rank may hold no part. Where their first dimension counts layers, `first_layer`
-is the number of its first."""
+Checkpoints use the same names. Either all parameters are plain tensors, equal on all ranks, or
+DTensors, of which a rank may hold no part. If their first dimension counts layers, `first_layer`
+is the number of its first layer."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CHECKPOINT_SECONDS = 1800
@@ -46,17 +46,17 @@ _MAX_LOSS_RATIO = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """Checkpoints, bad values and logs of every training stage; nothing changes what is learned."""
+    """Checkpoints, bad losses and logs of every training stage; none changes what is learned."""
 
     checkpoint_every: Annotated[int, at_least(1)] = 100
-    """Steps between checkpoints; after half an hour one is written in any case."""
+    """Steps between checkpoints; one is also written half an hour after the last."""
     on_bad_loss: Literal["stop", "skip"] = "stop"
-    """Where a loss or gradient is not finite, or a loss explodes: `stop`, naming the layer and the
-    last checkpoint, or `skip` the batch."""
+    """What to do if a loss or gradient is not finite, or a loss explodes: `stop` with an error that
+    names the layer and the last checkpoint, or `skip` the batch."""
     max_skipped: Annotated[int, at_least(0)] = 10
-    """Batches skipped in a row at most; one more stops the run."""
+    """Maximum number of batches skipped in a row; one more stops the run."""
     log_to: tuple[Destination, ...] = ()
-    """Besides `metrics.jsonl`: `tensorboard`, `wandb`, or both."""
+    """Logs to write in addition to `metrics.jsonl`: `tensorboard`, `wandb`, or both."""
 
     def check_together(self) -> None:
         """Refuse logs whose package is not installed."""
@@ -69,7 +69,7 @@ DEFAULT_TRAINING = TrainingConfig()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """How long and how hard to train."""
+    """Number of steps, warm-up, weight decay and gradient clipping of a training run."""
 
     steps: int
     warmup_steps: int
@@ -78,27 +78,27 @@ class Schedule:
 
 
 class Task(Protocol):
-    """What the loop trains."""
+    """The interface of what the loop trains."""
 
     schedule: Schedule
     micro_batch_size: int
-    """Sequences per forward pass, which the loop halves where they do not fit into memory."""
+    """Sequences per forward pass; the loop halves this if they do not fit into memory."""
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        """What is trained."""
+        """The trained parameters and their peak learning rates."""
 
     def accumulate_gradients(self, step: int) -> Metrics:
-        """Forward and backward of one optimizer step, a function of parameters, step and state.
+        """Run forward and backward of one step; depends only on parameters, step and state.
 
-        On return every parameter's `.grad` is the gradient of the whole batch, over all ranks; that
-        of a DTensor is a DTensor. The metrics are equal on all ranks; one is called `loss`.
+        On return every parameter's `.grad` is the gradient of the whole batch, over all ranks; for
+        a DTensor it is a DTensor. The metrics are equal on all ranks; one is called `loss`.
         """
 
     def state(self) -> dict[str, Tensor]:
-        """Further tensors that a resumed run needs; their shapes stay, and the loop fills them."""
+        """Further tensors that a resumed run needs; the loop fills them, in their fixed shapes."""
 
     def forget_step(self) -> None:
-        """Release what a step that was cut off has left behind, except gradients and `state`."""
+        """Release the memory of an interrupted step, except gradients and `state`."""
 
 
 def train(
@@ -109,13 +109,13 @@ def train(
 ) -> None:
     """Train to the end of the schedule, from the newest whole checkpoint in `folder`, if any.
 
-    All ranks call it together, with a folder that all of them see: it receives `checkpoints/`, and
-    `metrics.jsonl` with one object a step. `on_step` is called on every rank. On one rank of one
-    CPU thread count, a run that was killed and resumed ends bit-identical to one that was not.
+    All ranks must call it, with a folder that all of them see: it receives `checkpoints/`, and
+    `metrics.jsonl` with one object per step. `on_step` is called on every rank. On one rank with
+    a fixed CPU thread count, a killed and resumed run ends bit-identical to an uninterrupted one.
 
     Raises:
         UserError: Every checkpoint is damaged, or a loss or gradient is not finite or explodes.
-        Interrupted: SIGTERM or SIGINT came; the step it came in has been saved.
+        Interrupted: SIGTERM or SIGINT was received; the step that was running has been saved.
     """
     schedule, optimizer, watch = task.schedule, adamw(task), LossWatch()
     checkpoints = Checkpoints(folder)
@@ -135,7 +135,7 @@ def train(
             norm = global_norm(optimizer)
             metrics |= {"grad_norm": float(norm), "lr_factor": rate}
             trouble = watch.trouble_in(metrics)
-            # Ranks whose numbers differ in the last bit must still decide alike.
+            # Ranks whose metrics differ in the last bit must still decide alike.
             if sum_over_ranks(torch.tensor(int(trouble is not None))).item():
                 place = _worst_place(optimizer)  # all ranks together
                 what = f"{trouble or 'a loss is bad'} at step {step + 1}; {place}."
@@ -151,7 +151,7 @@ def train(
                 log(step + 1, metrics)
             is_due = (step + 1) % training.checkpoint_every == 0
             is_due |= time.monotonic() - last_save >= _CHECKPOINT_SECONDS
-            # Whether any rank has had a signal, and whether rank 0 wants a checkpoint.
+            # Whether any rank has received a signal, and whether rank 0 wants a checkpoint.
             reasons = [*(number in signals for number in _SIGNALS), is_due and is_rank_zero()]
             *stops, save = sum_over_ranks(torch.tensor(reasons).long()).tolist()
             if any(stops) or save or step + 1 == schedule.steps:
@@ -161,12 +161,12 @@ def train(
                 last_save = time.monotonic()
             for number, num_ranks_stopped in zip(_SIGNALS, stops, strict=True):
                 if num_ranks_stopped:
-                    text = f"{number.name} stopped it after step {step + 1}, now saved"
+                    text = f"{number.name} stopped the run after step {step + 1}, now saved"
                     raise Interrupted(number, text)
 
 
 def _tensors(task: Task, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All that a resumed run needs, by name."""
+    """All tensors that a resumed run needs, by name."""
     tensors = {f"task.{name}": tensor for name, tensor in task.state().items()}
     for name, parameter in parameters_of(optimizer).items():
         tensors[f"parameter.{name}"] = parameter.detach()
@@ -177,21 +177,21 @@ def _tensors(task: Task, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 @dataclass
 class LossWatch:
-    """Judges the metrics of each step by those of the steps before it; plain values.
+    """Checks the metrics of each step against those of earlier steps; holds only plain values.
 
-    A loss explodes where it is above every loss accepted so far and above ten times the median of
-    the last 64; the first 8 need only be finite. The first condition keeps the ordinary spikes of a
-    loss near 0 from counting, and single ones hardly move a median.
+    A loss explodes if it is above every loss accepted so far and above ten times the median of the
+    last 64; the first 8 need only be finite. The first condition keeps the ordinary spikes of a
+    loss near 0 from counting, and single spikes hardly move a median.
     """
 
     recent: list[float] = field(default_factory=list)
     largest: float = -math.inf
     skipped: int = 0
-    """Batches that were not applied so far."""
+    """Number of batches skipped so far."""
     skipped_in_a_row: int = 0
 
     def trouble_in(self, metrics: Metrics) -> str | None:
-        """What is wrong with a step's metrics; None where nothing is."""
+        """Description of what is wrong with a step's metrics; None if nothing is."""
         for name, value in metrics.items():
             if not math.isfinite(value):
                 return f"{name} is {value}"
@@ -201,7 +201,7 @@ class LossWatch:
         usual = median(self.recent)
         if loss - usual <= (_MAX_LOSS_RATIO - 1) * abs(usual):
             return None
-        return f"loss is {loss:.4g}, where the median of the last {count} is {usual:.4g},"
+        return f"loss is {loss:.4g}, but the median of the last {count} is {usual:.4g},"
 
     def accept(self, loss: float) -> None:
         """Remember the loss of a step that was applied."""
@@ -213,12 +213,12 @@ class LossWatch:
 def _gradients(
     task: Task, optimizer: torch.optim.Optimizer, step: int, before: dict[str, Tensor]
 ) -> Metrics:
-    """`accumulate_gradients`, with the largest halved micro-batch that fits into memory."""
+    """Call `accumulate_gradients`; halve the micro-batch until it fits into memory."""
     while True:
         try:
             return task.accumulate_gradients(step)
         except torch.OutOfMemoryError:
-            # On one of several ranks the others wait in the middle of the step.
+            # With several ranks, the others wait in the middle of the step.
             if task.micro_batch_size == 1 or num_ranks() > 1:
                 raise
         task.micro_batch_size = size = task.micro_batch_size // 2
@@ -227,19 +227,19 @@ def _gradients(
         )
         task.forget_step()
         _undo(task, optimizer, before)
-        gc.collect()  # here, where the error's frames hold none of the step's tensors
+        gc.collect()  # here the error's frames no longer hold tensors of the step
         torch.cuda.empty_cache()
 
 
 def _undo(task: Task, optimizer: torch.optim.Optimizer, before: dict[str, Tensor]) -> None:
-    """Discard the gradients of a batch, and what it did to the task's state."""
+    """Discard the gradients of a batch, and restore the task's state from `before`."""
     optimizer.zero_grad()
     for name, tensor in task.state().items():
         tensor.copy_(before[name])
 
 
 def _worst_place(optimizer: torch.optim.Optimizer) -> str:
-    """The first gradient of the backward pass that is not finite, or the largest, in words."""
+    """The backward pass's first gradient that is not finite, or else the largest, in words."""
     places: list[tuple[str, int, float]] = []
     for group in optimizer.param_groups:
         first = group.get("first_layer")
@@ -273,12 +273,12 @@ def _skip_or_stop(
         logger.warning("%s The batch is skipped.", what)
         return
     last = max(checkpoints.folder.glob("step_*"), default=None)
-    saved = "There is no checkpoint yet" if last is None else f"The last good one is {last}"
+    saved = "There is no checkpoint yet" if last is None else f"The last good checkpoint is {last}"
     raise UserError(f"{what} {saved}. {remedy} again with a lower lr or max_grad_norm.")
 
 
 def adamw(task: Task) -> torch.optim.AdamW:
-    """AdamW over groups, which remember their `peak_lr`, with moments to read a checkpoint into."""
+    """AdamW whose groups store their `peak_lr`, with moments allocated for a checkpoint to fill."""
     groups = [group | {"peak_lr": group["lr"]} for group in task.parameter_groups()]
     optimizer = torch.optim.AdamW(groups, weight_decay=task.schedule.weight_decay)
     for parameter in parameters_of(optimizer).values():
@@ -299,7 +299,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def cosine_with_warmup(step: int, *, total_steps: int, warmup_steps: int) -> float:
-    """Factor on the peak rate of a step: linear from 1/warmup to 1, then half a cosine to 0.
+    """Factor on the peak learning rate: linear from 1/warmup_steps to 1, then half a cosine to 0.
 
     Example:
         >>> [round(cosine_with_warmup(s, total_steps=4, warmup_steps=2), 2) for s in range(4)]
@@ -328,10 +328,10 @@ def update(optimizer: torch.optim.Optimizer, max_norm: float, norm: Tensor, fact
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """Inside, signals that ask to stop are recorded instead of interrupting; ignored ones stay so.
+    """Within this context, SIGTERM and SIGINT are recorded, not raised; ignored ones stay ignored.
 
-    A second SIGINT interrupts at once, except on ranks: one Ctrl-C reaches them twice, from the
-    terminal and from torchrun. Handlers belong to the main thread: in others nothing is recorded.
+    A second SIGINT interrupts at once, except under torchrun: one Ctrl-C reaches its ranks twice,
+    from the terminal and from torchrun. Only the main thread has handlers; others record nothing.
     """
     received: list[int] = []
 

@@ -1,7 +1,7 @@
 """Balanced transport of neurons to experts: pure functions of tensors, torch only.
 
-`balanced_plan` and `sinkhorn` solve the same problem (eq:entropic_ot), `greedy_assignment` rounds
-a plan to one expert a neuron.
+`balanced_plan` and `sinkhorn` solve the same problem (eq:entropic_ot); `greedy_assignment` rounds
+a plan to one expert per neuron.
 """
 
 from dotmoe.transport.newton import balanced_plan

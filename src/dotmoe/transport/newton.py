@@ -11,26 +11,26 @@ from torch.autograd.function import once_differentiable
 from dotmoe.transport.plan import Capacity, TransportPlan, checked_problem
 
 STAGE_TOLERANCE = 0.25
-"""Neurons too many or too few at which a stage above the wanted temperature is left; below 1, as a
-plan that is nearly 0/1 and gives an expert one neuron too many is not solved."""
+"""Column error, in neurons, at which a stage above the final temperature ends. It is below 1, as a
+nearly 0/1 plan that gives an expert one neuron too many is not solved."""
 FIRST_FACTOR, SMALLEST_FACTOR, LARGEST_FACTOR = 4.0, 1.01, 1e3
-"""Ratio of the temperatures of two stages: the first, the last one tried, the boldest."""
+"""Ratios of the temperatures of successive stages: the first, the smallest and the largest."""
 LARGEST_MOVE = 4.0
-"""Largest change of a log-potential in one Newton step; the quadratic model is void beyond."""
+"""Largest change of a log-potential in one Newton step; the quadratic model fails beyond it."""
 MAX_PASSES = 300
-"""Over all N x E entries of a problem; a near start needs 2 to 4."""
+"""Maximum number of passes over all N x E entries of a problem; a near start needs 2 to 4."""
 STALE_PASSES = 8
-"""Passes in a row, none of which takes a third off the best error, that end a stage."""
+"""A stage ends after this many passes in a row that do not reduce the best error by a third."""
 ROUNDING_ERROR = 5e-6
-"""Relative error of a column below which only rounding can be in the way of a smaller one."""
+"""Relative error of a column below which only rounding can prevent a smaller one."""
 NARROW_LOGITS = 20.0
-"""|A| / tau + |v| up to which exponentials can neither overflow nor lose a row."""
+"""|A| / tau + |v| up to which exponentials can neither overflow nor make a whole row 0."""
 WIDE_LOGITS = 512.0
-"""|A| / tau + |v| above which float32 would round logits too much: they are formed in float64."""
+"""|A| / tau + |v| above which float32 would round logits too much, so that float64 is used."""
 REFINEMENTS = 4
-"""Solutions with the matrix from near the plan before that of the plan itself is formed."""
+"""Maximum number of solves with the matrix of a nearby plan before the plan's own is formed."""
 CACHED_ELEMENTS = 2**17
-"""Elements of a block on the CPU: half a MiB in float32, so that a few of them share a cache."""
+"""Elements of a block on the CPU: half a MiB in float32, so that a few blocks share a cache."""
 
 
 def balanced_plan(
@@ -43,24 +43,24 @@ def balanced_plan(
 ) -> TransportPlan:
     """Soft balanced assignment of N neurons to E experts, solved to a stated accuracy.
 
-    The plan of eq:entropic_ot, as alg:sinkhorn would give it after enough sweeps. Row potentials
-    are eliminated: M = softmax_e(A / tau + v), and v maximises the concave
+    This is the plan of eq:entropic_ot that alg:sinkhorn would reach after enough sweeps. Row
+    potentials are eliminated: M = softmax_e(A / tau + v), and v maximises the concave function
 
         F(v) = sum_e s_e v_e - sum_n logsumexp_e(A_ne / tau + v_e)
 
     Args:
-        affinity: Score A of neuron n for expert e, larger is closer. Leading indices are problems.
-        capacity: Neurons of every expert (s), or of each.
+        affinity: Score A of neuron n for expert e, larger is closer. Leading indices: problems.
+        capacity: Number of neurons of every expert (s), or one number per expert.
         tau: Temperature > 0, in units of affinity. Small is sharp.
-        start: `potential` of a plan for nearby affinities, which saves passes; any does no harm.
-        tolerance: Largest |column sum - s| / s to stop at.
+        start: `potential` of a plan for nearby affinities: saves passes; a bad one does no harm.
+        tolerance: The solver stops when no |column sum - s| / s is larger than this.
 
     Returns:
         The plan, whose gradient is implicit (see `_ImplicitPlan`); `marginal_error` exceeds
-        `tolerance` only where rounding or `MAX_PASSES` stopped the solver. Never NaN.
+        `tolerance` only if rounding or `MAX_PASSES` stopped the solver. It is never NaN.
 
     Raises:
-        ValueError: As `checked_problem`.
+        ValueError: See `checked_problem`.
 
     Example:
         >>> balanced_plan(torch.tensor([[9.0, 0], [9, 0]]), capacity=1, tau=1.0).plan
@@ -94,7 +94,7 @@ def balanced_plan(
 
 
 class _SemiDual:
-    """One problem, with the plan that its last pass left."""
+    """The semi-dual of one transport problem, and the plan from its last pass."""
 
     def __init__(
         self, affinity_NE: Tensor, plan_NE: Tensor, capacity_E: Tensor, tau: float
@@ -105,16 +105,16 @@ class _SemiDual:
         self.spread, self.widest = max(high - low, tau), max(abs(low), abs(high))
         tiny, num_experts = torch.finfo(plan_NE.dtype).tiny, affinity_NE.shape[1]
         self.lowest_logit = 0.5 * math.log(tiny) + math.log(num_experts)
-        """Keeps products of two entries of the plan normal: a CPU is a hundred times slower at
-        arithmetic on denormals."""
+        """Lower bound of the logits. It keeps products of two entries of the plan from becoming
+        denormal: CPU arithmetic on denormals is a hundred times slower."""
         self.factor_EE: Tensor | None = None
-        """Of the Laplacian behind the last Newton step."""
+        """Cholesky factor of the Laplacian that the last Newton step used."""
         self.num_passes, self.formed_tau = 0, 0.0
         self.formed_E = self.potential_E = torch.zeros_like(capacity_E, dtype=torch.float64)
-        """Potentials at which the plan's exponentials were taken, and of the plan."""
+        """Potentials at the last computation of exponentials, and of the current plan."""
 
     def solve(self, start_E: Tensor, tolerance: float) -> tuple[Tensor, float]:
-        """Potential and relative error of the plan that is left in `plan_NE`."""
+        """Write the plan to `plan_NE`; return its potential and relative error."""
         potential_E, error = self.newton(start_E, self.tau, tolerance)
         if error > max(tolerance, ROUNDING_ERROR):
             potential_E, error = self.cool(tolerance)
@@ -124,7 +124,7 @@ class _SemiDual:
         return potential_E, error
 
     def cool(self, tolerance: float) -> tuple[Tensor, float]:
-        """Newton at falling temperatures, from where v = 0 solves it; carries tau * v down."""
+        """Run Newton at falling temperatures, from one that v = 0 solves; tau * v carries over."""
         hot, factor = self.spread * FIRST_FACTOR, FIRST_FACTOR
         solution_E = drift_E = torch.zeros_like(self.potential_E)
         enough = STAGE_TOLERANCE / float(self.capacity_E.max())
@@ -149,9 +149,9 @@ class _SemiDual:
                     return potential_E * (tau / self.tau), math.inf
 
     def newton(self, start_E: Tensor, tau: float, tolerance: float) -> tuple[Tensor, float]:
-        """Damped Newton at one temperature: the best potential and its relative error.
+        """Run damped Newton at one temperature; return the best potential and its relative error.
 
-        Where the tolerance is reached, `plan_NE` is of that potential.
+        If the tolerance is reached, `plan_NE` is the plan of that potential.
         """
         accepted_E = best_E = start_E - start_E.mean()
         direction_E = torch.zeros_like(accepted_E)
@@ -170,10 +170,10 @@ class _SemiDual:
                 best_E, best_error = trial_E, error
             if error <= tolerance:
                 break
-            # The dual is concave: while it still rises at the trial, the trial lies higher.
+            # The dual is concave: if it still rises at the trial, its value there is higher.
             if slope >= 0 or norm < 0.9 * accepted_norm:
-                # With the matrix it has, a step gains as much as the one before: two such are
-                # cheaper than another matrix.
+                # With the old matrix, a step gains as much as the step before it: two such steps
+                # are cheaper than a new matrix.
                 if error * norm**2 > 0.5 * tolerance * accepted_norm**2:
                     self.factor_EE = factored(self.plan_NE)
                 assert self.factor_EE is not None
@@ -182,16 +182,16 @@ class _SemiDual:
                 direction_E = move_E * (LARGEST_MOVE / max(LARGEST_MOVE, largest))
                 accepted_E, accepted_norm, step = trial_E, norm, 1.0
                 accepted_slope = float(gradient_E @ direction_E)
-            else:  # to where the slope, taken as linear, vanishes
+            else:  # go to where the slope, taken as linear, vanishes
                 step *= min(max(accepted_slope / (accepted_slope - slope), 0.1), 0.7)
         return best_E, best_error
 
     def gradient(self, potential_E: Tensor, tau: float) -> Float[Tensor, " E"]:
-        """One pass: the plan of a potential, and by how much its columns fall short."""
+        """Form the plan of a potential in one pass; return how far its columns fall short."""
         self.num_passes += 1
         moved = float((potential_E - self.formed_E).abs().max())
         is_near = self.formed_tau == tau and moved <= 2 * LARGEST_MOVE
-        # A small change scales the columns, so that the plan before serves as the kernel.
+        # A small change only scales the columns, so the previous plan serves as the kernel.
         scale_E = (potential_E - self.potential_E).exp().to(self.plan_NE.dtype)
         if not is_near:
             self.formed_tau, self.formed_E = tau, potential_E
@@ -209,7 +209,7 @@ class _SemiDual:
         return self.capacity_E - sums_E
 
     def _form(self, plan: Tensor, affinity: Tensor, widest: float) -> None:
-        """Write exp(A / tau + v), times a constant of each row, into a block of the plan."""
+        """Write exp(A / tau + v), times a constant per row, into a block of the plan."""
         dtype = torch.float64 if widest > WIDE_LOGITS else plan.dtype
         logits = plan if plan.dtype == dtype else plan.to(dtype)
         potential_E = self.formed_E.to(dtype)
@@ -223,7 +223,7 @@ class _SemiDual:
 
 
 def row_blocks(plan_NE: Float[Tensor, "N E"]) -> list[slice]:
-    """Neurons of consecutive parts of a plan, for several operations to pass over each.
+    """Consecutive blocks of rows of a plan, each small enough for several operations in cache.
 
     On the CPU a temporary as large as a plan costs more in page faults than the arithmetic on it.
     """
@@ -238,13 +238,13 @@ def factored(plan_NE: Float[Tensor, "N E"]) -> Float[Tensor, "E E"]:
     """Cholesky factor of the negative Hessian of the semi-dual, diag(M^T 1) - M^T M, in float64.
 
     Rows of the plan sum to 1, so this is the Laplacian of the graph whose edge e-f weighs
-    (M^T M)_ef: its diagonal is taken as the sum of the edges. Subtracting M^T M from diag(M^T 1)
+    (M^T M)_ef: its diagonal is computed as the sum of the edges. Subtracting M^T M from diag(M^T 1)
     instead cancels every digit once the plan is nearly 0/1.
 
-    Its kernel, the constants, is pinned. Scaled by column sums, it is damped by the rounding error
-    of the plan, or by 100 times as much until it is positive definite.
+    Its kernel, the constant vectors, is pinned. Scaled by column sums, it is damped by the plan's
+    rounding error, which is raised by factors of 100 until the matrix is positive definite.
     """
-    # Autocast would run this product in bfloat16: three digits, and Newton never arrives.
+    # Autocast would run this product in bfloat16: with three digits Newton never converges.
     with torch.autocast(device_type=plan_NE.device.type, enabled=False):
         edges_EE = (plan_NE.mT @ plan_NE).double()
     sums_E = edges_EE.sum(dim=0)
@@ -265,7 +265,7 @@ def factored(plan_NE: Float[Tensor, "N E"]) -> Float[Tensor, "E E"]:
 
 
 def solved(factor_EE: Float[Tensor, "E E"], right_E: Float[Tensor, " E"]) -> Float[Tensor, " E"]:
-    """Solve Laplacian x = right for the x with mean zero; the mean of `right` is left out."""
+    """Solve Laplacian x = right for the x with mean zero; the mean of `right` is ignored."""
     centred_E1 = (right_E - right_E.mean()).unsqueeze(-1)
     solved_E = torch.cholesky_solve(centred_E1, factor_EE).squeeze(-1)
     return solved_E - solved_E.mean()
@@ -275,12 +275,12 @@ class _ImplicitPlan(torch.autograd.Function):
     """`apply(A, M, tau, factors)`: the plans M [L, N, E] as differentiable functions of A.
 
     Differentiating softmax rows and column constraints of eq:entropic_ot at the solution M, with
-    G = dL/dM, r = (M*G) 1 and c = (M*G)^T 1 (products entry for entry):
+    G = dL/dM, r = (M*G) 1 and c = (M*G)^T 1 (* is elementwise), gives
 
         (diag(M^T 1) - M^T M) b = c - M^T r,    a = r - M b
         dL/dA = (M*G - M*(a 1^T + 1 b^T)) / tau
 
-    `factors` has for each layer `factored` of a plan near M, which saves forming it again, or None.
+    `factors` holds for each layer `factored` of a plan near M, to save forming it again, or None.
 
     Gradient:
         First derivatives, exact up to the marginal error of the plan. Finite for every plan:
@@ -311,11 +311,11 @@ class _ImplicitPlan(torch.autograd.Function):
 def _write_gradient(
     flow_NE: Tensor, plan_NE: Tensor, grad_NE: Tensor, tau: float, factor_EE: Tensor | None
 ) -> None:
-    """dL/dA of one layer, into `flow_NE`."""
+    """Write dL/dA of one layer to `flow_NE`."""
     net_E = torch.zeros(plan_NE.shape[1], dtype=torch.float64, device=plan_NE.device)
     for rows in row_blocks(plan_NE):
         plan, grad, flow = plan_NE[rows], grad_NE[rows], flow_NE[rows]
-        # M*(G - r) in one go: c - M^T r is the small difference of two large sums.
+        # M*(G - r) is formed at once because c - M^T r is a small difference of two large sums.
         torch.sub(grad, (plan * grad).sum(dim=-1, keepdim=True), out=flow)
         flow *= 1.0 / tau
         flow *= plan
@@ -335,7 +335,7 @@ def _write_gradient(
 
 
 def _balanced_columns(flow_NE: Tensor, plan_NE: Tensor, potential_E: Tensor) -> Tensor:
-    """Subtract M*(1 b^T - (M b) 1^T) from a flow, in place; what its columns still sum to."""
+    """Subtract M*(1 b^T - (M b) 1^T) from a flow in place; return its column sums after that."""
     left_E = torch.zeros_like(potential_E)
     potential = potential_E.to(plan_NE.dtype)
     with torch.autocast(device_type=plan_NE.device.type, enabled=False):

@@ -1,4 +1,4 @@
-"""What is solved: plans, what every solver refuses, the paper's Sinkhorn sweeps, and rounding."""
+"""Transport plans: their type, input checks, the paper's Sinkhorn sweeps, and greedy rounding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 Capacity = int | Sequence[int] | Int[Tensor, " E"]
-"""Neurons of every expert (s), or of each; they sum to N."""
+"""Number of neurons of every expert (s), or one number per expert; they sum to N."""
 
 
 @dataclass(frozen=True)
 class TransportPlan:
-    """A soft balanced assignment of N neurons to E experts, one per leading index."""
+    """Soft balanced assignments of N neurons to E experts, one for each leading index."""
 
     plan: Float[Tensor, "*L N E"]
     """Entries in [0, 1]; rows sum to 1, columns to the capacity. Carries the gradient."""
@@ -23,13 +23,13 @@ class TransportPlan:
     marginal_error: Float[Tensor, "*L"]
     """Largest |column sum - capacity| / capacity (and row error, for Sinkhorn) of `plan`."""
     num_passes: int
-    """Times the solver went over all N x E entries."""
+    """Number of passes of the solver over all N x E entries."""
 
 
 def checked_capacity(scores: Float[Tensor, "*L N E"], capacity: Capacity) -> Int[Tensor, " E"]:
     """Capacity of each expert, on the device of the scores.
 
-    A `ValueError`: they do not sum to N, one is below 1, or a score is not finite.
+    Raises a `ValueError` if they do not sum to N, one is below 1, or a score is not finite.
     """
     num_neurons, num_experts = scores.shape[-2:]
     capacity_E = torch.as_tensor(capacity, device=scores.device).expand(num_experts)
@@ -38,17 +38,17 @@ def checked_capacity(scores: Float[Tensor, "*L N E"], capacity: Capacity) -> Int
             f"{num_neurons} neurons do not fill {num_experts} experts of {capacity}: "
             "N must be the sum of the capacities."
         )
-    # NaN anywhere becomes both extremes: one pass, and no mask as large as the scores.
+    # A NaN makes both extremes NaN: one pass is enough, without a mask as large as the scores.
     extremes = scores.detach().aminmax() if scores.numel() else ()
     if not all(bool(extreme.isfinite()) for extreme in extremes):
-        raise ValueError("scores contain NaN or infinity, so that no assignment exists.")
+        raise ValueError("scores contain NaN or infinity, so no assignment exists.")
     return capacity_E
 
 
 def checked_problem(
     affinity: Float[Tensor, "*L N E"], capacity: Capacity, tau: float
 ) -> Int[Tensor, " E"]:
-    """`checked_capacity` of affinities, which must be float32 or float64; tau must be positive."""
+    """`checked_capacity`, which also requires float32 or float64 affinities and a positive tau."""
     if not tau > 0:
         raise ValueError(f"tau is {tau}, but a temperature must be above 0.")
     if affinity.dtype not in (torch.float32, torch.float64):
@@ -70,13 +70,13 @@ def sinkhorn(
     row-then-column sweeps (paper: 50, tab:hyperparams_moefication).
 
     Returns:
-        A plan whose columns sum to the capacity up to rounding, because the last half-sweep is
-        theirs; rows are off by at most `marginal_error`. Where A / tau is wide (standard deviation
-        100) 50 sweeps leave errors of several percent: use `balanced_plan` there.
+        A plan whose columns sum to the capacity up to rounding, because the last half-sweep scales
+        them; rows are off by at most `marginal_error`. If A / tau is wide (standard deviation 100),
+        50 sweeps leave errors of several percent: use `balanced_plan` instead.
 
     Gradient:
-        Through the unrolled sweeps, which are computed again in the backward pass: memory grows
-        with num_sweeps * N * E of one layer, not of all.
+        Flows through the unrolled sweeps, which are recomputed in the backward pass: memory grows
+        with num_sweeps * N * E of one layer, not of all layers.
 
     Example:
         >>> sinkhorn(torch.zeros(4, 2), capacity=2, tau=0.1, num_sweeps=1).plan.sum(dim=0)
@@ -113,17 +113,17 @@ def sinkhorn(
 def greedy_assignment(plan: Float[Tensor, "*L N E"], *, capacity: Capacity) -> Int[Tensor, "*L N"]:
     """Hard assignment M of eq:assignment_ste: the paper's greedy selection, without its sort.
 
-    Defined by a serial loop over all entries of a layer, largest first, ties by flat index
-    n * E + e: assign neuron n to expert e if n is free and e has room. Both sides rank their
-    entries in that one order, so the outcome is the only stable matching, and deferred acceptance
-    reaches it: every free neuron proposes to its best expert that would still take it, and every
-    expert keeps as many of the best as it has room for.
+    It is defined by a serial loop over all entries of a layer, largest first, ties by flat index
+    n * E + e: assign neuron n to expert e if n is free and e has room. Neurons and experts rank
+    entries in this same order, so the result is the only stable matching, and deferred acceptance
+    finds it: every free neuron proposes to the best expert that would still take it, and every
+    expert keeps the best neurons that it has room for.
 
-    The plan may be any finite scores, larger is closer; see `checked_capacity`.
+    The plan may be any finite scores, larger is closer; for errors see `checked_capacity`.
 
     Returns:
-        Expert of each neuron, 0 to E - 1, every expert exactly full; equal to the serial loop entry
-        for entry, ties included, on every device. No gradient.
+        Expert of each neuron, 0 to E - 1; every expert is exactly full. It equals the result of the
+        serial loop entry for entry, ties included, on every device, and has no gradient.
 
     Example:
         >>> greedy_assignment(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), capacity=1)
@@ -138,11 +138,11 @@ def greedy_assignment(plan: Float[Tensor, "*L N E"], *, capacity: Capacity) -> I
     # The first proposal of all rows at once; `max` returns the first of equal entries.
     score_R, expert_R = scores_RE.max(dim=-1)
     slot_R = rows_R // num_neurons * num_experts + expert_R
-    # What a newcomer has to beat: anything, until the slot refuses its first row.
+    # The score that a newcomer must beat: any score does, until the slot refuses its first row.
     worst_score_S = scores_RE.new_full(capacity_S.shape, -torch.inf)
     worst_row_S = torch.zeros_like(capacity_S)
     while True:
-        # Slots asked by too many keep their best; only these do any work.
+        # Slots with too many proposals keep the best; only these slots are processed.
         size_S = torch.bincount(slot_R, minlength=len(capacity_S))
         crowded_S = size_S > capacity_S
         rows = crowded_S[slot_R].nonzero().squeeze(-1)  # in row order, kept by the stable sorts
@@ -155,9 +155,9 @@ def greedy_assignment(plan: Float[Tensor, "*L N E"], *, capacity: Capacity) -> I
         free = rows[place >= capacity_S[slots]]
         if not len(free):
             return (slot_R % num_experts).reshape(*leading, num_neurons)
-        # Every refused row asks the best slot that would still take it. What a slot asks for only
-        # rises, so one whose worst row beats a free row now would refuse it for ever: no record of
-        # refusals is needed.
+        # Every refused row proposes to the best slot that would still take it. A slot's worst row
+        # only improves, so a slot whose worst row beats a free row now would refuse it for ever: no
+        # record of refusals is needed.
         layer = free // num_neurons
         worst_score = worst_score_S.view(-1, num_experts)[layer]
         worst_row = worst_row_S.view(-1, num_experts)[layer]
@@ -173,7 +173,7 @@ def _best_first(slot: Int[Tensor, " F"], score: Float[Tensor, " F"]) -> Int[Tens
     if score.dtype == torch.float64:
         order = torch.argsort(score, descending=True, stable=True)
         return order[torch.argsort(slot[order], stable=True)]
-    # One sort: the bits of a float rise with it as an integer does, those of a negative one fall.
+    # One sort: as integers, the bits of a float rise with its value; if it is negative, they fall.
     bits = (score.float() + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0: they are equal
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return torch.argsort((slot << 32) - rising, stable=True)
