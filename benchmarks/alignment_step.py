@@ -1,9 +1,9 @@
-"""Speed and memory of one alignment step, beside what no step can beat and a dense training step.
+"""Speed and memory of one alignment step, against a lower bound and a dense training step.
 
     python benchmarks/alignment_step.py                          # a small model, CPU, minutes
     python benchmarks/alignment_step.py --preset qwen25_7b       # 7B widths, one GPU
 
-Models are random and made on the device, since speed does not depend on what they have learned.
+Models are random and made on the device, because speed does not depend on what they have learned.
 Each round measures the machine's rates, an alignment step without and with activation
 checkpointing, and a dense training step, one after the other.
 """
@@ -41,13 +41,13 @@ from random_models import (
 from rounds import in_turns, keep, medians, rates, ratio, require_device
 
 AFFINITY_STD = 0.3
-"""Of the random affinities: at temperature 0.1 a plan as sharp as after some hundred steps."""
+"""Deviation of random affinities: at temperature 0.1 as sharp as after some hundred steps."""
 NAMES = {"alignment": False, "alignment, checkpointing": True}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """A shape, its split, and one step."""
+    """What is measured: a model shape, its split into experts, and the size of one step."""
 
     shape: Shape
     experts: int = 148
@@ -81,7 +81,7 @@ class Subject:
         return random_dense(shape, dtype=dtype, device=self.device, seed=seed)
 
     def planned(self, *, checkpointing: bool = False) -> PlannedStep:
-        """What the estimates of `dotmoe inspect` read."""
+        """The step as the estimates of `dotmoe inspect` describe it."""
         config, dtype = llama_config(self.shape), getattr(torch, self.dtype)
         return PlannedStep(
             sizes=Sizes(config, self.split, stored=dtype, written=dtype),
@@ -94,7 +94,7 @@ class Subject:
         )
 
     def predicted(self, found: dict[str, Any], *, checkpointing: bool = False) -> dict[str, Any]:
-        """Seconds of each part, from the rates measured beside it, and bytes, from the shape."""
+        """Predicted seconds (from the rates in `found`) and bytes (from the shape) of a step."""
         step = self.planned(checkpointing=checkpointing)
         speed = Accelerator(
             name="here",
@@ -130,11 +130,11 @@ class Settings:
 
     preset: Literal["cpu", "qwen25_7b"] = "cpu"
     layers: int | None = None
-    """Fewer layers than the preset's."""
+    """Number of layers, to use fewer than the preset."""
     rounds: int = 12
     threads: int = 1
     out: Path | None = None
-    """JSON to write. Left out: results/alignment_step_cpu.json or ..._qwen25_7b.json."""
+    """JSON to write. Default: results/alignment_step_cpu.json or ..._qwen25_7b.json."""
     seed: int = 0
 
 
@@ -154,7 +154,7 @@ def main() -> None:
 
 
 def measured(subject: Subject, rounds: int, seed: int) -> dict[str, Any]:
-    """Every round of all that takes turns, the peaks, and their summary."""
+    """Measurements of every round, the peaks of memory, and a summary."""
     dense = subject.dense(seed)
     step = Step(subject, dense, seed=seed)
     tokens, shape = subject.seq_len * subject.micro_batch, subject.shape
@@ -176,7 +176,7 @@ def measured(subject: Subject, rounds: int, seed: int) -> dict[str, Any]:
 
 
 class Step:
-    """One optimizer step of the alignment, again and again."""
+    """A repeatable optimizer step of the alignment."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class Step:
         self.steps = 0
 
     def taken(self, *, checkpointing: bool = False) -> dict[str, float]:
-        """Seconds of the parts of one step, and of all of it as `step`."""
+        """Seconds of each part of one step, and of the whole step as `step`."""
         masks = masked(self.dense, self.task.routings)
         saved = recomputing(self.dense, checkpointing)
         with masks, saved, self.clock.part("step"):
@@ -228,10 +228,10 @@ class Step:
             return passes * sum(mask_cost(self.task, self.clock))
 
     def peak_bytes(self, *, checkpointing: bool = False) -> int:
-        """Most bytes of tensors that are alive at once during a step, weights included.
+        """Peak bytes of the tensors alive during a step, weights included.
 
-        On CUDA what the allocator counts. On a CPU what it hands out beyond the tensors that are
-        there before the step.
+        On CUDA, as the allocator counts them. On a CPU, the tensors that exist before the step plus
+        the peak of what the allocator hands out during it.
         """
         self.taken(checkpointing=checkpointing)
         device = self.dense.device
@@ -258,7 +258,7 @@ class Step:
 
 
 def random_state(subject: Subject, seed: int) -> AlignState:
-    """Affinities and routers as spread as those of a run."""
+    """Random affinities and routers with the spread that they have in a run."""
     shape, device = subject.shape, torch.device(subject.device)
     generator = torch.Generator(device).manual_seed(seed)
     affinity_size = (shape.layers, shape.ffn_width, subject.experts)
@@ -273,7 +273,7 @@ def random_state(subject: Subject, seed: int) -> AlignState:
 
 
 def dense_step(subject: Subject, step: Step) -> dict[str, float]:
-    """The same model and tokens with its weights trained, so many sequences `at_once` as fit."""
+    """A dense training step of the same model and tokens; `at_once` sequences per forward pass."""
     at_once = subject.micro_batch
     while at_once:
         try:
@@ -287,7 +287,7 @@ def trained_step(step: Step, at_once: int) -> float:
     """Seconds of forward, full backward and AdamW."""
     model, clock, batch_size = step.dense.model, Clock(step.dense.device), step.config.batch_size
     model.requires_grad_(True)
-    # A rate of zero: the work is done, and the weights stay as they are for the next round.
+    # Learning rate zero: the work is done, and the weights stay the same for the next round.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     batch = step.blocks.batch(0, batch_size, 0).to(step.dense.device)
     try:

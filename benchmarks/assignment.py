@@ -1,17 +1,17 @@
-"""Cost of the assignment in one alignment step of one layer, against the paper's recipe.
+"""Cost of the assignment of one layer in one alignment step, against the paper's recipe.
 
     python benchmarks/assignment.py    # ten minutes; writes results/assignment.json
 
-Soft plan, its gradient and the rounding, for the FFN widths of 7B to 32B models and the sharpness
-that training reaches (`results/assignment_profile.json`), by
+Measures soft plan, its gradient and the rounding, for FFN widths of 7B to 32B models and affinities
+as sharp as in training (`results/assignment_profile.json`), by these methods:
 
 - `paper`: 50 unrolled log-domain sweeps, autograd through them, serial greedy selection;
-- `POT`: `ot.bregman.sinkhorn_log` with as many sweeps, if it is installed; rounding as `paper`;
-- `dotmoe`: from the potential of the step before, as in training; `dotmoe, cold`: from none.
+- `POT`: `ot.bregman.sinkhorn_log` with as many sweeps, if POT is installed; rounding as in `paper`;
+- `dotmoe`: starts from the potential of the step before, as in training; `dotmoe, cold`: from none.
 
-Each method of a case has a process of its own, so that denormals and memory are its alone; they
-take turns. One thread is pinned to one core. On a GPU (`compared`) all run in one process; there
-the paper's rounding takes the plan to the CPU and its result back.
+Each method of a case runs in its own process, so that methods share neither denormals nor memory;
+they take turns. One thread is pinned to one core. On a GPU (`compared`) all run in one process;
+there the paper's rounding copies the plan to the CPU and its result back.
 """
 
 import ctypes
@@ -39,11 +39,11 @@ from dotmoe.transport import TransportPlan, balanced_plan, greedy_assignment
 from rounds import in_turns, keep, medians, ratio_quartiles
 
 EVERY_SHAPE = ("quickstart, ramp end", "quickstart, late")
-"""Stages measured at every shape: the largest changes a step, and the sharpest plan."""
+"""Stages measured at every shape: the largest changes per step, and the sharpest plan."""
 SHARP = "beyond training, sharp"
 Steps = list[dict[str, float]]
 REPEATS = {"paper": 1, "POT": 1, "dotmoe, cold": 3, "dotmoe": 5}
-"""Steps in one turn."""
+"""Number of steps in one turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,36 +56,36 @@ class Settings:
         (14_336, 112),
         (27_648, 216),
     )
-    """Neurons and experts of a layer; the first at every stage of the profile."""
+    """Neurons and experts of each layer; the first is measured at every stage of the profile."""
     profile: Path = Path("results/assignment_profile.json")
-    """What affinities look like at a few steps of an alignment."""
+    """File with the distribution of affinities at a few steps of an alignment."""
     rounds: int = 3
-    """Turns of every method."""
+    """Number of turns of every method."""
     core: int = 1
-    """Core that one thread is pinned to."""
+    """Core that the thread is pinned to."""
     out: Path = Path("results/assignment.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One layer to assign."""
+    """A layer whose neurons are assigned."""
 
     num_neurons: int
     num_experts: int
     stage: str
-    """Name of the profile."""
+    """Name of a stage of the profile."""
     profile: dict[str, Any]
     """Of that file."""
     seed: int = 0
 
 
 class Paper:
-    """The paper's recipe, written out without anything of this package."""
+    """The paper's recipe, written without code of this package."""
 
     num_passes: int | None = None
 
     def plan(self, affinity_NE: Tensor, tau: float, num_sweeps: int = 50) -> Tensor:
-        """Balanced soft plan by unrolled sweeps of alg:sinkhorn; the gradient is autograd's."""
+        """Balanced soft plan by unrolled sweeps of alg:sinkhorn; autograd gives the gradient."""
         num_neurons, num_experts = affinity_NE.shape
         logits_NE = affinity_NE / tau
         log_capacity = math.log(num_neurons // num_experts)
@@ -114,10 +114,10 @@ class Paper:
 
 
 class PythonOptimalTransport(Paper):
-    """POT's log-domain solver; POT has no rounding, so the paper's."""
+    """POT's log-domain solver, with the paper's rounding because POT has none."""
 
     def plan(self, affinity_NE: Tensor, tau: float, num_sweeps: int = 50) -> Tensor:
-        """As many sweeps as the paper's; the gradient is autograd's."""
+        """Soft plan by as many sweeps as the paper's; autograd gives the gradient."""
         import ot  # optional
 
         num_neurons, num_experts = affinity_NE.shape
@@ -142,17 +142,17 @@ class Newton:
         self.num_passes: int | None = None
 
     def remember(self, affinity_NE: Tensor, tau: float) -> None:
-        """Start from the potential of these affinities from now on, as alignment does."""
+        """Set the start of later solves to the potential of these affinities, as alignment does."""
         self.start_E = tau * self._solved(affinity_NE, tau).potential
 
     def plan(self, affinity_NE: Tensor, tau: float) -> Tensor:
-        """To the solver's default tolerance; the gradient is implicit."""
+        """Soft plan to the solver's default tolerance; the gradient is implicit."""
         solved = self._solved(affinity_NE, tau)
         self.num_passes = solved.num_passes
         return solved.plan
 
     def rounded(self, plan_NE: Tensor) -> Tensor:
-        """Equal to the serial selection."""
+        """Assignment equal to that of the serial selection."""
         return greedy_assignment(plan_NE, capacity=plan_NE.shape[0] // plan_NE.shape[1])
 
     def _solved(self, affinity_NE: Tensor, tau: float) -> TransportPlan:
@@ -190,7 +190,7 @@ def main() -> None:
 
 
 def measured(case: Case, rounds: int, core: int) -> dict[str, Any]:
-    """All methods on one case, in turns, each in a process that waits meanwhile."""
+    """Results of all methods on one case; they take turns, each in a process of its own."""
     names = [name for name in METHODS if name != "POT" or find_spec("ot") is not None]
     peaks: dict[str, float] = {}
     turns: dict[str, Callable[[], Steps]] = {}
@@ -198,7 +198,7 @@ def measured(case: Case, rounds: int, core: int) -> dict[str, Any]:
         for name in names:
             pool = ProcessPoolExecutor(1, get_context("spawn"), prepare, (name, case, core))
             stack.enter_context(pool)
-            # Memory that was freed before is given back by then, and paid for again.
+            # By then, memory freed earlier is returned to the system and must be allocated again.
             peaks[name] = pool.submit(steps_of, 1).result()[0]["peak_bytes"]
             turns[name] = partial(one_turn, pool, REPEATS[name])
         found = in_turns(turns, rounds)
@@ -206,7 +206,7 @@ def measured(case: Case, rounds: int, core: int) -> dict[str, Any]:
 
 
 def compared(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:
-    """The paper's recipe and this package's on one case, in turns in this process."""
+    """Results of the paper's recipe and this package on one case, in turns in this process."""
     turns = {name: ready(name, case, device) for name in ("paper", "dotmoe")}
     found = {name: [[one] for one in steps] for name, steps in in_turns(turns, rounds).items()}
     peaks = {name: max(1.0, *(one["peak_bytes"] for [one] in found[name])) for name in turns}
@@ -216,7 +216,7 @@ def compared(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:
 def described(
     case: Case, rounds: int, found: dict[str, list[Steps]], peaks: dict[str, float]
 ) -> dict[str, Any]:
-    """Medians of every method, and each beside the paper's recipe."""
+    """Medians of every method, each also relative to the paper's recipe."""
     methods = {name: medians([s for turn in found[name] for s in turn]) for name in found}
     seconds = {name: [median(s["seconds"] for s in turn) for turn in found[name]] for name in found}
     for name, figures in methods.items():
@@ -237,21 +237,21 @@ def one_turn(pool: ProcessPoolExecutor, repeats: int) -> Steps:
 
 
 def prepare(name: str, case: Case, core: int) -> None:
-    """Make this process ready for steps of one method."""
+    """Prepare this process for steps of one method."""
     global one_step
     os.sched_setaffinity(0, {core})
     torch.set_flush_denormal(True)
     torch.set_num_threads(1)
     one_step = ready(name, case, torch.device("cpu"))
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # else freed memory would hide the peak
+    if trim is not None:  # otherwise freed memory would hide the peak
         trim(0)
 
 
 def ready(name: str, case: Case, device: torch.device) -> Callable[[], dict[str, float]]:
-    """What takes a step of a method."""
+    """A function that takes a step of a method."""
     method = METHODS[name]()
-    # The first call loads code: on a small problem, without a start for the next.
+    # The first call loads code: use a small problem, and give the next call no start.
     small = torch.randn(2_048, 64, device=device), torch.ones(2_048, 64, device=device)
     step(method, *small, 0.5)
     affinity_NE = affinities(case.profile, case.num_neurons, case.num_experts, case.seed)
@@ -259,14 +259,14 @@ def ready(name: str, case: Case, device: torch.device) -> Callable[[], dict[str,
         method.remember(affinity_NE.to(device), case.profile["tau"])
     affinity_NE = one_step_later(case.profile, affinity_NE, case.seed)
     generator = torch.Generator().manual_seed(case.seed + 2)
-    # Of the size of a gradient of the plan in training; the cost does not depend on it.
+    # As large as a gradient of the plan in training; the cost does not depend on it.
     gradient_NE = 1e-3 * torch.randn(affinity_NE.shape, generator=generator)
     moved = affinity_NE.to(device), gradient_NE.to(device)
     return partial(step, method, *moved, case.profile["next_tau"])
 
 
 def steps_of(repeats: int) -> Steps:
-    """Steps of the method that this process was prepared for."""
+    """Results of steps of the method that this process was prepared for."""
     return [one_step() for _ in range(repeats)]
 
 
@@ -279,8 +279,8 @@ def step(
     """Soft plan, its gradient, and the assignment, measured.
 
     Returns:
-        Seconds; `peak_bytes`: most memory above what was resident before; `marginal_error`: largest
-        relative error of a row or column sum; of this package's solver `passes` over A.
+        Seconds; `peak_bytes`: peak memory above what was resident before; `marginal_error`: largest
+        relative error of a row or column sum; for this package's solver also `passes` over A.
     """
     num_neurons, num_experts = affinity_NE.shape
     leaf_NE, device = affinity_NE.requires_grad_(), affinity_NE.device
@@ -309,8 +309,8 @@ def step(
 def affinities(profile: dict[str, Any], num_neurons: int, num_experts: int, seed: int) -> Tensor:
     """Affinities drawn from a stage of the profile, [N, E].
 
-    Row means, column means and the rest are independent: the first two normal, the rest by its
-    quantiles.
+    Row means, column means and the rest are independent: the first two are normal, the rest follows
+    the profile's quantiles.
     """
     generator = torch.Generator().manual_seed(seed)
     quantiles = torch.tensor(profile["rest_quantiles"])
@@ -323,7 +323,7 @@ def affinities(profile: dict[str, Any], num_neurons: int, num_experts: int, seed
 
 
 def one_step_later(profile: dict[str, Any], affinity_NE: Tensor, seed: int) -> Tensor:
-    """The same affinities after an optimizer step of the measured size."""
+    """Affinities after an optimizer step of the measured size."""
     generator = torch.Generator().manual_seed(seed + 1)
     num_neurons, num_experts = affinity_NE.shape
     noise_NE = torch.randn(num_neurons, num_experts, generator=generator)
@@ -337,7 +337,7 @@ def one_step_later(profile: dict[str, Any], affinity_NE: Tensor, seed: int) -> T
 
 
 def normal_profile(*, std: float, tau: float, change: float) -> dict[str, Any]:
-    """A profile that was not measured: normal affinities, and changes, of given deviations."""
+    """An unmeasured profile: normal affinities and changes with given standard deviations."""
     levels = torch.linspace(0, 1, 1025, dtype=torch.float64).clamp(1e-5, 1 - 1e-5)
     return {
         "tau": tau,

@@ -1,11 +1,11 @@
-"""Where a conversion's nats go: neurons, grouping, routing, and what repair and training win back.
+"""Sources of a conversion's loss: neurons, grouping, routing; and what repair and training recover.
 
     python benchmarks/decomposition.py OUT.json RUN --text A.txt B.txt [--finetuned RUN2]
 
-Every row runs as many neurons for a token as the conversion does; from one to the next, one thing
-of the method comes in. On the dense weights: the neurons of largest terms in the FFN's output, each
-by itself; the run's experts, chosen by the energy of their terms; those that its routers choose.
-Then the run's own weights, and those of its finetuning.
+Every row runs as many neurons per token as the conversion does, and each adds one part of the
+method. With the dense weights: the neurons with the largest terms in the FFN output, individually;
+the run's experts, chosen by the energy of their terms; and the experts that its routers choose.
+Then with the run's own weights, and with those of its finetuning.
 """
 
 from collections.abc import Callable
@@ -32,38 +32,38 @@ from dotmoe.moe.masked import masked_by, neuron_mask, watched
 from dotmoe.run_folder import provenance
 
 Way = Callable[[DenseModel, ExpertLayout], AbstractContextManager[None]]
-"""Inside, the model runs for each token what one row is about."""
+"""Context manager in which the model runs what one row measures, for each token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """A finished conversion of FFNs, and texts that it has not seen."""
+    """A finished conversion of FFNs, and texts that it was not trained on."""
 
     out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
     run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
     text: tuple[str, ...]
     finetuned: Path | None = None
-    """A finetuning of RUN."""
+    """Run folder of a finetuning of RUN."""
     tokens: int = 4_096
-    """Of each text."""
+    """Tokens to score of each text."""
     window: int = 512
 
 
 def best_neurons(energy_TN: Tensor, layout: ExpertLayout, layer: int) -> Tensor:
-    """The neurons of largest energy, as many as the layout runs, [T, N]."""
+    """Mask of the neurons of largest energy, as many as the layout runs, [T, N]."""
     best_TK = energy_TN.topk(layout.granularity.active_units, dim=1).indices
     return torch.zeros_like(energy_TN).scatter_(1, best_TK, 1.0)
 
 
 def best_experts(energy_TN: Tensor, layout: ExpertLayout, layer: int) -> Tensor:
-    """The experts of largest energy and what always runs, [T, N]."""
+    """Mask of the experts of largest energy and of what always runs, [T, N]."""
     owner_N = layout.expert_of_neuron_LN[layer]
     sums_TE = expert_sums(energy_TN, owner_N, layout.num_experts)
     return neuron_mask(sums_TE.topk(layout.active_experts, dim=1).indices, layout, layer)
 
 
 def chosen_by(mask_of: Callable[[Tensor, ExpertLayout, int], Tensor]) -> Way:
-    """A way that masks each FFN by the energy of its neurons' terms in the output."""
+    """A `Way` that masks each FFN by the energy of its neurons' terms in the output."""
 
     def way(dense: DenseModel, layout: ExpertLayout) -> AbstractContextManager[None]:
         layers = dense.family.layers(dense.model)
@@ -79,7 +79,7 @@ def chosen_by(mask_of: Callable[[Tensor, ExpertLayout, int], Tensor]) -> Way:
 
 
 def log_probabilities(dense: DenseModel, tokens_T: Tensor) -> Tensor:
-    """Of every next token, [T, V]."""
+    """Log-probabilities of every next token, [T, V]."""
     output: Any = dense.model(input_ids=tokens_T[None], use_cache=False)
     return F.log_softmax(output.logits[0].float(), dim=-1)
 

@@ -1,10 +1,10 @@
-"""Work and time of one finetuning step against k: sparse and masked FFNs beside the dense model.
+"""FLOPs and time of one finetuning step by k: sparse and masked FFNs against the dense model.
 
     taskset -c 0 python benchmarks/finetune_step.py            # some million parameters, CPU
 
-FLOPs are those that torch's own counter sees in forward and backward; it has no formula for grouped
-products, so it is given one. Steps take turns, and each time is compared with the dense step's of
-the same round. The model is random, since neither depends on what it has learned.
+FLOPs are counted by torch's own counter in forward and backward; it has no formula for grouped
+products, so it is given one. Steps take turns, and each time is compared with the dense step of the
+same round. The model is random, because neither result depends on what it has learned.
 """
 
 from contextlib import ExitStack
@@ -44,7 +44,7 @@ class Settings:
 
 
 class TrainingStep:
-    """Forward and backward of a model, dense or with sparse or masked FFNs, and AdamW."""
+    """A training step: forward and backward (dense, sparse or masked FFNs), and AdamW."""
 
     def __init__(self, settings: Settings, form: str, active_experts: int = 0) -> None:
         shape, seed, device = settings.shape, settings.seed, settings.device
@@ -63,11 +63,11 @@ class TrainingStep:
         self.model = dense.model.requires_grad_(True)
         self.tokens_BT = random_tokens(shape, 2, settings.tokens // 2, seed).long().to(device)
         self.clock = Clock(dense.device)
-        # A rate of zero: the work is done, and the weights stay as they are for the next round.
+        # Learning rate zero: the work is done, and the weights stay the same for the next round.
         self.optimizer = torch.optim.AdamW([*self.model.parameters(), *routers], lr=0.0)
 
     def loss(self) -> Tensor:
-        """Next-token cross-entropy, and the losses of the routers."""
+        """Next-token cross-entropy plus the router losses."""
         if self.routing is not None:
             self.routing.losses = []
         loss: Tensor = self.model(
@@ -83,7 +83,7 @@ class TrainingStep:
         return int(counter.get_total_flops())
 
     def seconds(self) -> dict[str, float]:
-        """Of forward and backward, and of these and AdamW."""
+        """Seconds of forward and backward, and of both plus AdamW."""
         self.optimizer.zero_grad()
         with self.clock.part("step"):
             with self.clock.part("pass"):
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def measured(settings: Settings, counts: list[int]) -> dict[str, Any]:
-    """A row for each form at each k."""
+    """One result row for each form of FFN at each k."""
     steps = {("dense", 0): TrainingStep(settings, "dense")}
     steps |= {(f, k): TrainingStep(settings, f, k) for k in counts for f in settings.forms}
     flops = {name: step.flops() for name, step in steps.items()}
@@ -124,7 +124,7 @@ def measured(settings: Settings, counts: list[int]) -> dict[str, Any]:
 
 
 def grouped_flops(a_shape: torch.Size, b_shape: torch.Size, *_: object, **__: object) -> int:
-    """Of aten::_grouped_mm: each row of the groups meets one matrix, whatever their number."""
+    """FLOPs of aten::_grouped_mm: each row of the groups is multiplied by one matrix."""
     if len(b_shape) == 3:  # [R, A] with [E, A, B]
         return 2 * a_shape[0] * b_shape[1] * b_shape[2]
     return 2 * a_shape[0] * a_shape[1] * b_shape[1]  # [A, R] with [R, B]

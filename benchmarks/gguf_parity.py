@@ -1,4 +1,4 @@
-"""GGUF files in llama.cpp beside Transformers: logits, greedy text, perplexity by number format.
+"""GGUF in llama.cpp against Transformers: logits, greedy text, perplexity by number format.
 
 Every model is converted without training (`--steps 0`) and written in each GGUF format:
 
@@ -54,14 +54,14 @@ Logits = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Which model."""
+    """Which models and number formats to compare, and on what text."""
 
     model: str = "embedded"
     """`embedded`, or the folder of a dense model."""
     text: str | None = None
-    """Text for another model than `embedded`."""
+    """Text file to measure on, if the model is not `embedded`."""
     experts: int | None = None
-    """Experts a layer; the recipe's if left out."""
+    """Experts per layer. Default: the recipe's."""
     types: tuple[str, ...] = TYPES
     new_tokens: int = NEW_TOKENS
     runs: tuple[Path, ...] = ()
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def measured(settings: Settings, scratch: Path) -> dict[str, Any]:
-    """All figures of one model."""
+    """All metrics of one model."""
     config = dotmoe.recipe("quickstart", out=str(scratch / "run"))
     if settings.model != "embedded":
         small = dotmoe.recipe("small", out=str(scratch / "run"))
@@ -120,7 +120,7 @@ def measured(settings: Settings, scratch: Path) -> dict[str, Any]:
 
 
 def of_runs(settings: Settings, scratch: Path) -> None:
-    """A row for each file, kept at once; the dense model's are those of the first run."""
+    """One row per file, written at once; the dense rows belong to the first run."""
     text, rows = Path(settings.text or ""), []
     with gzip.open(text, "rt", encoding="utf-8") as stream:
         written = stream.read(200_000)
@@ -163,14 +163,14 @@ def of_runs(settings: Settings, scratch: Path) -> None:
 
 
 def scores(logits: Logits, rows_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of every token but a row's first, in nats, and the most likely tokens."""
+    """Cross-entropy in nats of every token except a row's first, and the most likely tokens."""
     found = [logits(row) for row in rows_BT]
     nats = [cross_entropy(x[:-1], row[1:]) for x, row in zip(found, rows_BT, strict=True)]
     return torch.stack(nats).double(), torch.cat([x.argmax(-1) for x in found])
 
 
 def chatted(file: Path) -> str:
-    """What the file answers to a question, by its own chat template."""
+    """The file's answer to a question, with its own chat template."""
     model = importlib.import_module("llama_cpp").Llama(str(file), n_ctx=256, verbose=False)
     asked = [{"role": "user", "content": "What is the capital of France?"}]
     answer = model.create_chat_completion(asked, max_tokens=24, temperature=0.0)
@@ -178,7 +178,7 @@ def chatted(file: Path) -> str:
 
 
 def exported(made: Path, out: Path, name: str, kind: str, *options: str) -> Path:
-    """The GGUF of a run."""
+    """Path of the GGUF file of a run."""
     out = out / f"{name}-{kind}"
     line = ["export", str(made), str(out), "--format", name, "--gguf-type", kind, *options]
     assert run(line) == 0
@@ -191,12 +191,12 @@ def in_llama_cpp(made: Path, scratch: Path, name: str, kind: str, context: int) 
 
 
 def mean_of(nats: Callable[[Tensor], Tensor], rows_BT: Tensor) -> float:
-    """Perplexity a token over windows."""
+    """Perplexity per token over windows."""
     return float(nats(rows_BT).mean().exp())
 
 
 def transformers_logits(model: Any) -> Logits:
-    """Of a model of Transformers."""
+    """Logits function of a Transformers model."""
 
     @torch.no_grad()
     def logits(tokens_T: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def transformers_logits(model: Any) -> Logits:
 
 
 def looked_at(logits: Logits, rows_BT: Tensor, new_tokens: int) -> dict[str, Any]:
-    """Logits of the first rows, and the most likely continuation of their first tokens."""
+    """Logits of the first rows, and the greedy continuation of their first tokens."""
     rows = rows_BT[:PROMPTS]
     greedy = []
     for row in rows:
@@ -219,7 +219,7 @@ def looked_at(logits: Logits, rows_BT: Tensor, new_tokens: int) -> dict[str, Any
 
 
 def parity(mine: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
-    """Errors in standard deviations of the reference's logits, and equal tokens of greedy text."""
+    """Logit errors in standard deviations of the reference, and equal tokens of greedy text."""
     found, expected = mine["logits"], reference["logits"]
     error = (found - expected).abs().mean(dim=-1) / expected.std()
     return {

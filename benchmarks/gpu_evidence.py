@@ -1,13 +1,13 @@
-"""What a GPU can show, part by part, in calls that may be stopped at any moment.
+"""Run the GPU measurements part by part, in calls that may be stopped at any moment.
 
     make gpu-evidence                                          # all parts; results/gpu/*.json
-    make gpu-evidence PARTS="tests assignment" SECONDS=570     # some of them, no longer than that
+    make gpu-evidence PARTS="tests assignment" SECONDS=570     # some parts, no longer than that
     python benchmarks/gpu_evidence.py --rehearse --out FOLDER  # all of it, tiny, on the CPU
     python benchmarks/gpu_evidence.py --table                  # only the table of goals
 
-Each point is written, whole, as soon as it is measured; the next call goes on with what is missing.
-A point that fails, or outlives its time, may leave a device in any state: the process starts itself
-again, without that point. At the end stands the table of goals.
+Each point is written as a whole as soon as it is measured; the next call measures what is missing.
+A point that fails or runs out of time may leave the device in any state, so the process restarts
+itself without that point. At the end, the table of goals is printed.
 """
 
 import gc
@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Read when libraries are imported.
+# The libraries read these when they are imported.
 os.environ |= {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 if "--rehearse" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -52,11 +52,11 @@ POINTS = {
     "serving": gpu_parts.serving,
 }
 BUDGETS = dict(zip(PARTS, (90, 150, 200, 90, 150, 820), strict=True))
-"""Seconds of each part over all calls, 25 minutes in all."""
+"""Time limit of each part in seconds, over all calls; 25 minutes in total."""
 GRACE_S = 20
-"""For a training to save its checkpoint."""
+"""Seconds that a training has to save its checkpoint."""
 STATE = "DOTMOE_GPU_EVIDENCE"
-"""Environment variable that holds the state of a call over its starts."""
+"""Environment variable that holds the state of a call across restarts of the process."""
 ASKED_OF_SMI = (
     *("name", "driver_version", "pstate", "clocks.sm", "clocks.mem", "clocks.max.sm"),
     *("power.draw", "power.limit", "temperature.gpu", "memory.total", "memory.used"),
@@ -65,19 +65,19 @@ ASKED_OF_SMI = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Which parts, for how long, and what the part with a real model takes."""
+    """Which parts to run, for how long, and the inputs of the part with a real model."""
 
     parts: tuple[str, ...] = PARTS
     seconds: float = 1_500
     """Of this call."""
     out: Path = Path("results/gpu")
-    """Folder of the results."""
+    """Folder for the results."""
     work: Path = Path("gpu-evidence")
-    """Folder of the runs of the real model."""
+    """Folder for the runs of the real model."""
     commit: str | None = None
-    """Of this tree, where it is a copy without its history."""
+    """Commit of this tree, if it is a copy without history."""
     rehearse: bool = False
-    """All parts at tiny size on the CPU."""
+    """Run all parts at tiny size on the CPU."""
     table: bool = False
     """Only print the table."""
     real: real_model.RealModel = field(default_factory=real_model.RealModel)
@@ -85,10 +85,10 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """What a call knows over its starts."""
+    """State of a call, kept across restarts of the process."""
 
     deadline: float
-    """Of the system's monotonic clock."""
+    """When the call ends, by the system's monotonic clock."""
     skipped: tuple[str, ...] = ()
     """Points that failed, as `part, point`."""
 
@@ -110,7 +110,7 @@ def main() -> int:
 
 
 def prepare(settings: Settings) -> None:
-    """Make the folders; end with a message without a GPU, or a clean commit to be named."""
+    """Make the folders; exit with a message if there is no GPU or no clean commit to name."""
     if settings.rehearse:
         torch.set_num_threads(1)
         os.environ["XDG_CACHE_HOME"] = str(settings.work / "cache")
@@ -127,7 +127,7 @@ def prepare(settings: Settings) -> None:
 
 
 def run(part: str, settings: Settings, call: Call) -> None:
-    """Measure what is missing of a part, until its time is over."""
+    """Measure the missing points of a part, until its time is over."""
     file = settings.out / f"{part}.json"
     made = provenance(0) | ({"commit": settings.commit} if settings.commit else {})
     about = {"origin": "rehearsed" if settings.rehearse else "measured", "provenance": made}
@@ -147,8 +147,8 @@ def run(part: str, settings: Settings, call: Call) -> None:
         except KeyboardInterrupt:
             if time.monotonic() < started + left:
                 raise
-            error = "its time was over; the next call goes on, or begins again"
-        except Exception as raised:  # noqa: BLE001  (told, kept, and the process starts again)
+            error = "its time was over; the next call resumes or restarts it"
+        except Exception as raised:  # noqa: BLE001  (printed, recorded, and the process restarts)
             traceback.print_exc()
             error = f"{type(raised).__name__}: {one_line(raised)}"[:500]
         seconds = time.monotonic() - started
@@ -170,9 +170,9 @@ def run(part: str, settings: Settings, call: Call) -> None:
 
 @contextmanager
 def limited(seconds: float, call: Call) -> Iterator[None]:
-    """Inside, SIGTERM interrupts, and comes by itself after so many seconds.
+    """Within this context, SIGTERM interrupts, and is sent automatically after `seconds`.
 
-    Training saves a checkpoint then. What does not end is cut off: the process goes on as `call`.
+    Training then saves a checkpoint. If it does not end, the process is restarted as `call`.
     """
 
     def interrupt(*_: object) -> NoReturn:
@@ -194,14 +194,14 @@ def limited(seconds: float, call: Call) -> Iterator[None]:
 
 
 def start_again(call: Call) -> None:
-    """Go on in a fresh interpreter."""
+    """Restart the process in a fresh interpreter, with the state of `call`."""
     os.environ[STATE] = json.dumps(asdict(call))
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
 def points_of(part: str, settings: Settings) -> gpu_parts.Points:
-    """What a part measures, by name."""
+    """The points of a part by name, each with the function that measures it."""
     at = gpu_parts.REHEARSAL if settings.rehearse else gpu_parts.Scale()
     if part != "real":
         return POINTS[part](at)
@@ -209,20 +209,20 @@ def points_of(part: str, settings: Settings) -> gpu_parts.Points:
     if not (real.gguf and real.text and real.wikitext):
         print("real: not measured without --gguf, --text and --wikitext")
         return {}
-    # Reports without plots, which cost seconds.
+    # Make reports without plots, which cost seconds.
     sys.modules["matplotlib"] = None  # type: ignore[assignment]
     runs = real_model.Runs(real, at.device, settings.work, settings.out / "real.json")
     return runs.points()
 
 
 def read(file: Path) -> dict[str, Any]:
-    """What is kept of a part."""
+    """The stored results of a part."""
     empty = {"part": file.stem, "seconds": 0.0, "points": {}, "failed": {}}
     return read_json(file) if file.exists() else empty
 
 
 def state_of_gpu() -> dict[str, str] | None:
-    """Clocks, power and driver, where nvidia-smi is there to say."""
+    """Clocks, power and driver, if nvidia-smi is installed."""
     asked = ["nvidia-smi", f"--query-gpu={','.join(ASKED_OF_SMI)}", "--format=csv,noheader"]
     try:
         said = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout

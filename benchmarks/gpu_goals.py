@@ -1,4 +1,4 @@
-"""The goals of `make gpu-evidence` beside what its files say, as a table."""
+"""The goals of `make gpu-evidence` and the results in its files, as a table."""
 
 from collections.abc import Callable, Iterator
 from functools import reduce
@@ -14,7 +14,7 @@ PARTS = ("tests", "assignment", "alignment", "finetune", "serving", "real")
 SHAPES = ((11_008, 86), (14_336, 112), (18_944, 148), (27_648, 216))
 """Neurons and experts of the FFNs of LLaMA-2-7B, LLaMA-3-8B, Qwen2.5-7B and Qwen2.5-32B."""
 SHARES = {"1/8": 8, "1/4": 4, "1/2": 2}
-"""k / E of finetuning, by E / k."""
+"""Names of the shares k / E at which finetuning is measured, by E / k."""
 EXPERTS = (8, 16, 74, 148)
 ACTIVE = (0.5, 0.25)
 STATES = ("frozen", "repaired", "finetuned")
@@ -23,18 +23,18 @@ KERNELS = {
     "masked activation, gradient": ("masked activation", "backward"),
     "soft top-k": ("soft top-k", "forward"),
 }
-"""Each kernel: its point, and its part of the time."""
+"""Each kernel: its point, and which of its times counts."""
 Found = dict[str, dict[str, Any]]
-"""What each point of a part found."""
+"""Results of each point of a part, by name."""
 
 
 def at(found: Found, *place: Any) -> Any:
-    """What lies at a place."""
+    """The value at a path of keys."""
     return reduce(getitem, place, found)
 
 
 class Goal(NamedTuple):
-    """One number, `value(found, *of)`, and the limit that it is to keep."""
+    """A number, `value(found, *of)`, and its limit."""
 
     part: str
     what: str
@@ -46,7 +46,7 @@ class Goal(NamedTuple):
 
 
 def goals() -> Iterator[Goal]:
-    """Of every part, in order."""
+    """Goals of every part, in order."""
     yield Goal("tests", "tests marked gpu that fail", "most", 0, value=failed)
     parity = ("tests", "export", "error_to_cpu")
     yield Goal("tests", "error of bfloat16 logits to that on the CPU", "most", 1.25, parity)
@@ -80,18 +80,18 @@ def goals() -> Iterator[Goal]:
 
 
 def failed(found: Found) -> float:
-    """Tests that failed; none that ran is no pass."""
+    """Number of tests that failed; it is no pass if no test ran."""
     tests = found["tests"]["pytest"]
     return len(tests["failed"]) if tests["passed"] else float("inf")
 
 
 def named(shape: tuple[int, int]) -> str:
-    """A layer, as points are called."""
+    """Name of the point of a layer."""
     return "{:,} x {}".format(*shape)
 
 
 def saved(found: Found, point: str, part: str) -> float:
-    """What a kernel saves of an alignment step, beside the better of eager and compiled."""
+    """Share of an alignment step that a kernel saves over the better of eager and compiled."""
     taken = {k: v[part] for k, v in found["assignment"][point]["milliseconds"].items()}
     step = found["alignment"]["step"]
     calls = step["subject"]["shape"]["layers"] * step["subject"]["micro_batches"]
@@ -100,51 +100,51 @@ def saved(found: Found, point: str, part: str) -> float:
 
 
 def planner(found: Found, what: str) -> float:
-    """Largest error of the planner, without and with activation checkpointing."""
+    """Largest relative error of the planner, without and with activation checkpointing."""
     planned = found["alignment"]["step"]["summary"]["planned"].values()
     return float(max(abs(each[f"{what}_ratio"] - 1) for each in planned))
 
 
 def sparse_to(found: Found, share: str, other: str) -> float:
-    """Time of a finetuning step with sparse FFNs to another's."""
+    """Time of a finetuning step with sparse FFNs, relative to another form of FFN."""
     rows = found["finetune"][share]["by_active_experts"]
     to_dense = {row["form"]: row["step_to_dense"] for row in rows} | {"dense": 1}
     return float(to_dense["sparse"] / to_dense[other])
 
 
 def granularity(found: Found) -> float:
-    """Decode of the most experts to the fewest, at the batch where it is worst (Observation 2)."""
+    """Decode speed with most experts over fewest, at the worst batch size (Observation 2)."""
     few, many = (decodes(found, experts) for experts in (EXPERTS[0], EXPERTS[-1]))
     pairs = zip(few, many, strict=True)
     return float(min(b["moe"]["tokens_per_s"] / a["moe"]["tokens_per_s"] for a, b in pairs))
 
 
 def decode(found: Found) -> float:
-    """Decode of one sequence, MoE to dense."""
+    """Decode speed of one sequence, MoE over dense."""
     return float(decodes(found, EXPERTS[-1])[0]["speed_ratio"])
 
 
 def decodes(found: Found, experts: int) -> list[dict[str, Any]]:
-    """Points of decode, by batch."""
+    """Decode points by batch size."""
     points = found["serving"][f"mixtral {experts}"]["points"]
     return [point for point in points if point["point"]["name"] == "decode"]
 
 
 def above(found: Found, active: float, state: str, text: str) -> float:
-    """Loss of ours above that of the paper's recipe."""
+    """Loss of our recipe minus that of the paper's."""
     ours, paper = (found["real"][f"{name} {active} {state}"] for name in ("default", "paper"))
     return float(ours["loss"][text] - paper["loss"][text])
 
 
 def better(found: Found, active: float) -> float:
-    """Mean accuracy of ours above that of the paper's recipe."""
+    """Mean accuracy of our recipe minus that of the paper's."""
     points = (f"{name} {active} finetuned, tasks" for name in ("default", "paper"))
     ours, paper = (fmean(found["real"][point]["accuracy"].values()) for point in points)
     return ours - paper
 
 
 def found_in(folder: Path) -> Found:
-    """What the files of a folder hold; a part without file is empty."""
+    """Contents of the result files of a folder; a part without a file is empty."""
     found = {}
     for part in PARTS:
         file = folder / f"{part}.json"
@@ -169,7 +169,7 @@ def verdicts(folder: Path) -> list[dict[str, Any]]:
 
 
 def table(folder: Path) -> Table:
-    """Goal, measured and verdict."""
+    """Table of goals, measured numbers and verdicts."""
     columns: dict[str, Callable[[dict[str, Any]], str | None]] = {
         "part": lambda row: row["part"],
         "what": lambda row: row["what"],
@@ -182,7 +182,7 @@ def table(folder: Path) -> Table:
 
 
 def made(folder: Path, row: dict[str, Any]) -> str:
-    """Where a part was measured; nothing where it was not."""
+    """Commit and hardware of a part's measurement; empty if it was not measured."""
     if row["measured"] is None:
         return ""
     record = read_json(folder / f"{row['part']}.json")

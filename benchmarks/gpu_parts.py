@@ -1,6 +1,6 @@
-"""The parts of `make gpu-evidence`: by name, what each of its points measures, largest need first.
+"""The parts of `make gpu-evidence`: what each of its points measures, the most needed first.
 
-Each part has two sizes: that of the evidence, and one for the rehearsal on a CPU.
+Each part has two sizes: the real one, and a tiny one for the rehearsal on a CPU.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ from random_models import write_random_dense as write_dense
 
 Found = dict[str, Any]
 Points = Mapping[str, Callable[[], Found]]
-"""What is measured, by name, in order."""
+"""Functions that measure each point, by name, in order."""
 ROOT = Path(__file__).resolve().parents[1]
 STAGE = assignment.EVERY_SHAPE[-1]
 TINY = Shape(64, 192, 2, 4, 2, 512, 256)
@@ -46,19 +46,19 @@ SERVED = throughput.Settings(prompt_tokens=512, rounds=5)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """How much is measured, and where; by default what is evidence."""
+    """Size of the measurements, and the device; by default the real size."""
 
     device: str = "cuda"
     rounds: int = 3
     pytest: tuple[str, ...] = ("-m", "gpu")
     exported: Shape = EXPORTED
     split: tuple[int, int] = (148, 37)
-    """Experts of the export, and how many are active."""
+    """Experts of the export, and how many of them are active."""
     tokens: int = 2_048
     shapes: tuple[tuple[int, int], ...] = gpu_goals.SHAPES
-    """Neurons and experts to assign; the first is that of the solver's comparison with a CPU."""
+    """Neurons and experts to assign; the first is also compared with the CPU's solver."""
     masks: tuple[int, int, int] = (8_192, 18_944, 148)
-    """Tokens, neurons and experts of the kernels: those of a forward pass of the step."""
+    """Tokens, neurons and experts for the kernels, as in a forward pass of the step."""
     compiler: str = "inductor"
     calls: int = 8
     step: alignment_step.Subject = alignment_step.PRESETS["qwen25_7b"]
@@ -90,7 +90,7 @@ REHEARSAL = Scale(
 
 
 def tests(at: Scale) -> Points:
-    """Results of the device beside those of the CPU, and the tests marked gpu."""
+    """Points that compare the device with the CPU, and the tests marked gpu."""
     return {
         "export": partial(exported, at),
         "solver": partial(solved, at),
@@ -99,8 +99,8 @@ def tests(at: Scale) -> Points:
 
 
 def suite(at: Scale) -> Found:
-    """Names of tests by outcome; in this process, which has loaded all that they need."""
-    import pytest  # only where it is asked for
+    """Names of tests by outcome; run in this process, which has loaded what they need."""
+    import pytest  # only if it is asked for
 
     found: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
 
@@ -123,7 +123,7 @@ def suite(at: Scale) -> Found:
 
 
 def exported(at: Scale) -> Found:
-    """Logits of an export in bfloat16 beside the masked model's, on the CPU and the device."""
+    """Logits of an export in bfloat16 against the masked model, on the CPU and the device."""
     experts, active = at.split
     layout = random_layout(at.exported, experts, active, seed=0)
     tokens_BT = random_tokens(at.exported, 4, at.tokens // 4, seed=1)
@@ -149,7 +149,7 @@ def exported(at: Scale) -> Found:
 
 
 def solved(at: Scale) -> Found:
-    """Largest difference of plan, gradient (relative) and rounding of one plan to the CPU's."""
+    """Largest difference from the CPU: plan, gradient (relative), and rounding of one plan."""
     case = case_of(at.shapes[0])
     affinity_NE = assignment.affinities(case.profile, case.num_neurons, case.num_experts, 0)
     gradient_NE = torch.randn(affinity_NE.shape, generator=torch.Generator().manual_seed(1))
@@ -177,7 +177,7 @@ def case_of(shape: tuple[int, int]) -> assignment.Case:
 
 
 def assigning(at: Scale) -> Points:
-    """Layers of four models, and the kernels."""
+    """Points for layers of four models, and for the kernels."""
     device = torch.device(at.device)
 
     def one(shape: tuple[int, int]) -> Found:
@@ -200,7 +200,7 @@ def aligning(at: Scale) -> Points:
 
 
 def finetuning(at: Scale) -> Points:
-    """A step at each k / E."""
+    """Points for a finetuning step at each k / E."""
     experts = at.finetune.experts
     return {
         name: partial(finetune_step.measured, at.finetune, [experts // part])
@@ -209,7 +209,7 @@ def finetuning(at: Scale) -> Points:
 
 
 def serving(at: Scale) -> Points:
-    """The native twin at each E, and the default format at the largest."""
+    """Points for the native twin at each E, and the default format at the largest E."""
     dense = cache(partial(throughput.dense_of, at.model, 0))
 
     def one(form: str, experts: int) -> Found:

@@ -1,9 +1,9 @@
-"""Time and FLOPs of a token against the number of experts of query heads that run.
+"""Time and FLOPs per token against the number of active experts of query heads.
 
     taskset -c 0 python benchmarks/head_experts.py             # an attention of 16 heads, CPU
 
-The executable form beside the dense model, in turns: decode with a KV cache, and prefill. FLOPs are
-those that torch's own counter sees. Weights are random, since neither depends on what they are.
+The exported architecture and the dense model take turns: decode with a KV cache, and prefill. FLOPs
+come from torch's own counter. Weights are random, because neither result depends on their values.
 """
 
 from collections.abc import Callable
@@ -31,11 +31,11 @@ class Settings:
     shape: Shape = field(default_factory=lambda: Shape(2_048, 5_632, 4, 16, 16, 4_096))
     experts: int = 8
     counts: tuple[int, ...] = (1, 2, 4, 8)
-    """Experts that run, k_attn."""
+    """Numbers of active experts, k_attn."""
     context: int = 64
-    """Tokens of the prefill, and in the cache when decode begins."""
+    """Tokens of the prefill, which are in the cache when decode begins."""
     steps: int = 8
-    """Tokens of a round of decode."""
+    """Tokens decoded per round."""
     rounds: int = 7
     threads: int = 1
     dtype: str = "float32"
@@ -55,7 +55,7 @@ class Served:
 
     @torch.no_grad()
     def seconds(self) -> dict[str, float]:
-        """Of a prefill, and of one token of decode."""
+        """Seconds of a prefill, and of decoding one token."""
         cache, token = DynamicCache(config=self.model.config), self.prompt[:, :1]
         with self.clock.part("prefill"):
             self.model(self.prompt, past_key_values=cache, logits_to_keep=1)
@@ -67,14 +67,14 @@ class Served:
 
     @torch.no_grad()
     def flops(self) -> int:
-        """Of a token without context: products with weights alone."""
+        """FLOPs of a token without context: only products with weights."""
         with FlopCounterMode(display=False) as counter:
             self.model(self.prompt[:, :1], use_cache=False)
         return int(counter.get_total_flops())
 
 
 def sparse(settings: Settings, active: int) -> nn.Module:
-    """A random model of the shape, whose heads are dealt at random."""
+    """A random model of the shape, with heads assigned to experts at random."""
     shape, generator = settings.shape, torch.Generator().manual_seed(settings.seed)
     heads = [torch.randperm(shape.heads, generator=generator) for _ in range(shape.layers)]
     dense = llama_config(shape, attn_implementation="sdpa").to_dict()
@@ -96,7 +96,7 @@ def sparse(settings: Settings, active: int) -> nn.Module:
 
 
 def measured(settings: Settings) -> dict[str, Any]:
-    """A row for each k."""
+    """One result row for each k."""
     dtype = getattr(torch, settings.dtype)
     models: dict[Any, Any] = {"dense": random_dense(settings.shape, dtype=dtype).model}
     models |= {count: sparse(settings, count) for count in settings.counts}

@@ -1,4 +1,4 @@
-"""FFN and attention aligned jointly, and one after the other: what each loses, frozen and repaired.
+"""FFN and attention aligned jointly or one after the other: loss of each, frozen and repaired.
 
     python benchmarks/heads_in_turn.py --out results/heads_in_turn.json
     python benchmarks/heads_in_turn.py --out FILE --model GGUF --data TEXT --eval-text HELDOUT \
@@ -6,10 +6,9 @@
         --lr 2e-3 --no-longer
 
 Three ways from the same start, with the same batches and routers: both at once; FFNs for half of
-the steps and then attention under the masks of the FFNs that were found; and the same with as many
-steps for each as both took together. Measured on text that none of them has seen; the start, as it
-is, stands beside them. A few minutes a seed on one core for the embedded model, twenty for one of
-135M parameters.
+the steps and then attention under the masks of these FFNs; and the same with the full number of
+steps for each. All are measured on held-out text, and so is the unchanged start. On one core a seed
+takes a few minutes for the embedded model and twenty for one of 135M parameters.
 """
 
 import tempfile
@@ -51,7 +50,7 @@ class Settings:
     steps: int = 150
     lr: float = 1e-2
     longer: bool = True
-    """Also in turn with as many steps for each as both took together."""
+    """Also align in turn with `steps` steps for each instead of half."""
     seeds: tuple[int, ...] = (0, 1, 2)
     expert_size: int = 16
     active: float = 0.5
@@ -64,7 +63,7 @@ class Settings:
 
 
 class AttentionAlone(Alignment):
-    """Attention is aligned under the masks of FFNs whose experts and routers stay as they are."""
+    """Alignment of attention alone, under the masks of FFNs with fixed experts and routers."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -73,12 +72,12 @@ class AttentionAlone(Alignment):
         ffn.masking.expert_of_neuron_LN = ffn.rounded(ffn.plan(tau))
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        """Those of attention."""
+        """Parameter groups of attention alone."""
         return self.parts[1].parameter_groups()
 
 
 class Model:
-    """The dense model, its text, and ways to make it sparse."""
+    """A dense model and its text, with ways to align, extract and measure it."""
 
     def __init__(self, settings: Settings, seed: int, folder: Path) -> None:
         self.settings, self.seed, self.folder = settings, seed, folder
@@ -120,7 +119,7 @@ class Model:
     def aligned(
         self, start: AlignState, split: Granularity, steps: int, kind: type[Alignment] = Alignment
     ) -> AlignState:
-        """After so many steps from a start."""
+        """State after `steps` alignment steps from a start."""
         config: AlignConfig = replace(self.config.align, steps=steps)
         task = kind(
             self.dense,
@@ -135,18 +134,18 @@ class Model:
             return align(task, Path(folder), self.config.training)
 
     def in_turn(self, steps: int) -> AlignState:
-        """FFNs for so many steps, and then attention for as many."""
+        """State after aligning FFNs for `steps` steps, then attention for as many."""
         ffn, attention = parts_of(self.start)
         ffn = self.aligned(ffn, parts_of(self.split)[0], steps)
         return self.aligned(joined([ffn, attention]), self.split, steps, AttentionAlone)
 
     def frozen(self, state: AlignState) -> float:
-        """Nats a token of the dense weights under the masks of a state."""
+        """Nats per token of the dense weights under the masks of a state."""
         with masked_by(self.dense, extract(state, self.split, self.config.assignment)):
             return self.loss(self.dense)
 
     def repaired(self, state: AlignState) -> float:
-        """Nats a token of the weights refitted under the masks of a state."""
+        """Nats per token of the weights refitted under the masks of a state."""
         layout = extract(state, self.split, self.config.assignment)
         with tempfile.TemporaryDirectory() as folder:
             text = self.text.training
@@ -156,13 +155,13 @@ class Model:
             return self.loss(refitted)
 
     def loss(self, dense: DenseModel) -> float:
-        """Nats a token of a model on the held-out text."""
+        """Nats per token of a model on the held-out text."""
         texts = {self.text.heldout_name: self.text.heldout}
         return float(heldout_perplexity(dense.model, dense.tokenizer, texts)["loss"])
 
 
 def measured(settings: Settings) -> dict[str, Any]:
-    """A row for each way."""
+    """Losses above dense of each way, by seed."""
     steps, by_seed = settings.steps, list[dict[str, dict[str, float]]]()
     for seed in settings.seeds:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """The Triton kernels of the masks against PyTorch's operations, eager and compiled.
 
-All three are one function of the package, so that what is compared does the same work. A kernel
-stays where it saves 5 % of an alignment step.
+All three run the same function of the package, so they do the same work. A kernel stays in the
+package if it saves 5 % of an alignment step.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from dotmoe.moe import masked, router
 from rounds import in_turns, medians
 
 Inputs = tuple[tuple[Tensor, ...], tuple[Any, ...]]
-"""Tensors whose gradients are wanted, and the other arguments."""
+"""Tensors that need gradients, and the other arguments."""
 
 
 def activation_inputs(tokens: int, neurons: int, experts: int, device: torch.device) -> Inputs:
-    """Random ones of `masked_activation`, in bfloat16, a quarter of the experts active."""
+    """Random inputs of `masked_activation`: bfloat16, a quarter of the experts active."""
     sizes = ((tokens, neurons),) * 2
     gate, up = (torch.randn(size, device=device, dtype=torch.bfloat16) for size in sizes)
     routing = (torch.rand(tokens, experts, device=device) < 0.25).float()
@@ -31,7 +31,7 @@ def activation_inputs(tokens: int, neurons: int, experts: int, device: torch.dev
 
 
 def soft_inputs(tokens: int, neurons: int, experts: int, device: torch.device) -> Inputs:
-    """Random ones of `soft_top_k`."""
+    """Random inputs of `soft_top_k`."""
     return (2.5 * torch.randn(tokens, experts, device=device),), (experts // 4,)
 
 
@@ -39,7 +39,7 @@ KERNELS: dict[str, tuple[Any, Callable[..., Tensor], Callable[..., Inputs]]] = {
     "masked activation": (masked, masked.masked_activation, activation_inputs),
     "soft top-k": (router, router.soft_top_k, soft_inputs),
 }
-"""The module that launches a kernel, the function that has it, and its inputs."""
+"""For each kernel: the module that launches it, the function that uses it, and its inputs."""
 
 
 def compared(
@@ -51,16 +51,16 @@ def compared(
     backend: str,
     calls: int = 8,
 ) -> dict[str, Any]:
-    """Milliseconds of a call, forward and with backward, by `triton`, `eager` and `compiled`.
+    """Milliseconds per call, forward and with backward, by `triton`, `eager` and `compiled`.
 
     Args:
-        name: Of `KERNELS`.
+        name: A key of `KERNELS`.
         sizes: Tokens, neurons and experts.
-        device: Where.
-        rounds: Turns.
+        device: Device to run on.
+        rounds: Number of turns.
         kernels: `dotmoe.moe.triton_kernels`.
-        backend: Of `torch.compile`.
-        calls: Of one measurement, after which the clock waits for the device.
+        backend: Backend of `torch.compile`.
+        calls: Calls per measurement, after which the clock waits for the device.
     """
     module, function, inputs = KERNELS[name]
     leaves, others = inputs(*sizes, device)

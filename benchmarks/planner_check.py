@@ -1,11 +1,11 @@
-"""Time and memory that `dotmoe inspect` predicts for an alignment step, beside what is measured.
+"""Time and memory of an alignment step: predicted by `dotmoe inspect`, and measured.
 
     python benchmarks/planner_check.py                  # small shapes, one CPU thread, minutes
     python benchmarks/planner_check.py --predict-only   # the same measured steps, predicted anew
 
 Every round measures this machine's matmul rate and copy rate, and then a step. The shares of these
-rates that the estimate assumes on a CPU were chosen before the `unseen` shapes were measured. Of
-memory both figures count tensors alone.
+rates that the estimate assumes on a CPU were chosen before the `unseen` shapes were measured.
+Predicted and measured memory count only tensors.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -24,7 +24,7 @@ from rounds import in_turns, keep, medians, rates
 
 
 def subject(width: int, ffn: int, layers: int, vocabulary: int, **changes: Any) -> Subject:
-    """A subject with heads of 64, as the small one but for these sizes and changes."""
+    """The small subject with heads of width 64, these sizes and further changes."""
     heads = width // 64
     kv_heads = changes.pop("kv_heads", heads)
     return replace(SMALL, shape=Shape(width, ffn, layers, heads, kv_heads, vocabulary), **changes)
@@ -54,9 +54,9 @@ SUBJECTS = {
     ),
     "narrow FFN": subject(768, 1_536, 3, 16_384, experts=64, active=16, seq_len=512, micro_batch=1),
 }
-"""Each lets another part of time or memory dominate."""
+"""Subjects by name; in each, a different part of time or memory dominates."""
 UNSEEN = ("three sequences, coarse experts", "four micro-batches", "narrow FFN")
-"""Measured for the first time after the shares had been chosen; the others had been looked at."""
+"""Subjects first measured after the shares were chosen; the others influenced the choice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class Settings:
     subjects: tuple[str, ...] = tuple(SUBJECTS)
     out: Path = Path("results/planner_check.json")
     predict_only: bool = False
-    """Keep what the file says was measured, and predict it again."""
+    """Keep the measurements in the file, and only predict them again."""
     seed: int = 0
 
 
@@ -85,7 +85,7 @@ def main() -> None:
         row["ratio"] = sum(row["predicted_s"].values()) / row["seconds"]["step"]
         again = ", checkpointing" if row["checkpointing"] else ""
         print(f"{row['name']}{again}: {row['ratio']:.2f} of time")
-        if "measured_bytes" in row:  # older records are of time alone
+        if "measured_bytes" in row:  # older records have only times
             row["memory_ratio"] = row["predicted_bytes"] / row["measured_bytes"]
     worst = {
         f"{what}, {kind}": max(
@@ -98,14 +98,14 @@ def main() -> None:
     print(f"farthest from 1: {worst}")
     record = {"clock": "processor", "rounds": earlier.get("rounds", settings.rounds), "rows": rows}
     record |= {"efficiency": ON_CPU._asdict(), "worst_error": worst}
-    if earlier:  # what was measured keeps where it comes from
+    if earlier:  # measurements keep their provenance
         write_json(settings.out, earlier | record)
     else:
         keep(settings.out, record, settings.seed)
 
 
 def measured(name: str, settings: Settings) -> list[dict[str, Any]]:
-    """Medians of rates and of a step's parts, without and with activation checkpointing."""
+    """Medians of the rates and of a step's parts, without and with checkpointing."""
     one = SUBJECTS[name]
     dense = one.dense(settings.seed)
     here, rows = partial(rates, dense.device, torch.float32), []

@@ -23,7 +23,7 @@ from dotmoe.load import LoadConfig, describe_dense, left_on_disk
 from dotmoe.models.family import DenseModel, family_of
 
 ROUTER_LOGIT_STD = 2.5
-"""Of the random routers' logits, for FFN inputs of unit variance."""
+"""Deviation of the random routers' logits, for FFN inputs of unit variance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Shape:
     kv_heads: int = 16
     """Key and value heads, a divisor of `heads`."""
     vocabulary: int = 1_024
-    """At least 259."""
+    """Size of the vocabulary, at least 259."""
     context: int = 4_096
 
 
@@ -116,7 +116,7 @@ def write_export(
     device: str = "cpu",
     **options: Any,
 ) -> ExportRecord:
-    """Export a dense model on disk by a layout; `options` as in `GgufConfig`."""
+    """Export a dense model on disk with a layout; `options` are those of `GgufConfig`."""
     dense = describe_dense(str(source))
     if device != "cpu":
         dense = left_on_disk(dense, LoadConfig(device=device))
@@ -127,7 +127,7 @@ def write_export(
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """New parameters have this dtype inside."""
+    """Within this context, new parameters have this dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -137,7 +137,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _byte_tokenizer(context: int) -> PreTrainedTokenizerFast:
-    """One token a byte, two of two letters (a GGUF wants merges), and an end of text."""
+    """Tokenizer with a token per byte, two of two letters (GGUF needs merges), and end of text."""
     signs = ["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "in"]
     vocabulary = {sign: number for number, sign in enumerate(signs)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("t", "h"), ("i", "n")]))
@@ -145,7 +145,7 @@ def _byte_tokenizer(context: int) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token="<|endoftext|>",  # which Transformers 5.17 wants in a GGUF
+        bos_token="<|endoftext|>",  # Transformers 5.17 requires it in a GGUF
         eos_token="<|endoftext|>",
         model_max_length=context,
     )

@@ -1,6 +1,6 @@
-"""A real model aligned by the paper's recipe and by ours for equal tokens: what each state lost.
+"""A real model aligned by the paper's recipe and by ours for equal tokens: the loss of each state.
 
-A part of `make gpu-evidence`. Runs lie in its work folder: a conversion that is stopped goes on.
+A part of `make gpu-evidence`. Runs are kept in its work folder: a stopped conversion is resumed.
 """
 
 import json
@@ -25,28 +25,28 @@ from random_models import Shape, random_layout, write_export, write_random_dense
 RECIPES = ("default", "paper")
 CURVE_POINTS = 20
 RESULTS = Path("6_evaluate/results.json")
-"""In the folder of a run that is finished."""
+"""File in the folder of a finished run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RealModel:
-    """Which model, on what text, and how long."""
+    """Which model to measure, on what text, and for how long."""
 
     gguf: tuple[Path, ...] = ()
-    """The model's file, or its pieces in order. Left out: the part is not measured."""
+    """The model's file, or its pieces in order. Default: the part is not measured."""
     text: tuple[str, ...] = ()
-    """Sources to train on, whose last blocks are held out, as `books` in the results."""
+    """Sources to train on. Their last blocks are held out, and called `books` in the results."""
     wikitext: str = ""
-    """WikiText-2's test text."""
+    """File with the test text of WikiText-2."""
     task_data: str | None = None
-    """Folder of the tasks, as for `dotmoe evaluate --task-data`. Left out: no tasks."""
+    """Folder of the tasks, as for `dotmoe evaluate --task-data`. Default: no tasks."""
     tasks: tuple[str, ...] = ("paper",)
     asked: tuple[str, ...] = STATES[::-1]
-    """States that are given the tasks, in order."""
+    """States that are evaluated on the tasks, in order."""
     questions: int = 200
-    """Of each task, at most."""
+    """Most questions of each task."""
     steps: int | None = None
-    """Of each alignment. Left out: as many as take `align_seconds`, all of them together."""
+    """Steps of each alignment. Default: as many as all alignments take in `align_seconds`."""
     align_seconds: float = 280
     active: tuple[float, ...] = ACTIVE
     """Shares of the FFN that run for a token."""
@@ -54,21 +54,21 @@ class RealModel:
     batch_size: int = 16
     seq_len: int = 2_048
     eval_tokens: int = 65_536
-    """Of the held-out text."""
+    """Tokens to score of the held-out text."""
     wikitext_tokens: int | None = None
-    """Left out: all."""
+    """Tokens to score of WikiText-2. Default: all."""
     repair_tokens: int | None = None
 
 
 class Runs:
-    """The runs of a real model; what is there is not made again, what is gone is."""
+    """The runs of a real model: existing ones are kept, missing ones are made."""
 
     def __init__(self, real: RealModel, device: str, work: Path, results: Path) -> None:
         self.real, self.work, self.results = real, work, results
         self.load = LoadConfig(dtype="float32" if device == "cpu" else "bfloat16", device=device)
 
     def points(self) -> dict[str, Callable[[], dict[str, Any]]]:
-        """Pace first, then states of all conversions, then the tasks, as far as the time goes."""
+        """Points: pace first, then the states of all conversions, then the tasks."""
         real = self.real
         found = {"pace": self.pace, "dense": self.dense}
         runs = [(n, a, s) for s in STATES for a in real.active for n in RECIPES]
@@ -88,7 +88,7 @@ class Runs:
         return joined(self.real.gguf, self.work)
 
     def pace(self) -> dict[str, Any]:
-        """Seconds of a step by each recipe, and how many steps the time is enough for."""
+        """Seconds per step of each recipe, and the number of steps that fit the time."""
         real, dense = self.real, load_dense(str(self.model), self.load)
         widths, config = dense.widths, dense.config
         heads = config.num_attention_heads, config.num_key_value_heads
@@ -109,7 +109,7 @@ class Runs:
         return {"step_s": step_s, "steps": steps, "tokens": steps * real.batch_size * real.seq_len}
 
     def made(self, name: str, active: float, state: str) -> Path:
-        """The finished run of a state."""
+        """Folder of the run of a state; it is made if missing."""
         real, out = self.real, self.work / f"{name}-{active}-{state}"
         if (out / RESULTS).exists():
             return out
@@ -136,7 +136,7 @@ class Runs:
         return out
 
     def measured(self, name: str, active: float, state: str) -> dict[str, Any]:
-        """Losses of a state, in nats a token, and how it came about."""
+        """Losses of a state in nats per token, and how it was made."""
         out = self.made(name, active, state)
         found = read_json(out / RESULTS)
         return {
@@ -149,11 +149,11 @@ class Runs:
         }
 
     def dense(self) -> dict[str, Any]:
-        """Loss of the dense model; on the books it stands beside every state's."""
+        """Loss of the dense model on WikiText-2; every state's point has its loss on the books."""
         return {"loss": {"wikitext": self.wikitext(self.model)}}
 
     def wikitext(self, model: Path) -> float:
-        """Nats a token of WikiText-2."""
+        """Nats per token on WikiText-2."""
         text = TextConfig(text=(self.real.wikitext,), max_tokens=self.real.wikitext_tokens)
         found = evaluate(EvaluateConfig(model=str(model), corpus=text, load=self.load))
         return float(found["loss"])
@@ -176,7 +176,7 @@ class Runs:
 
 
 def curve(run: Path) -> list[dict[str, float]]:
-    """Losses of the training at equal distances, each the mean of the steps since the last."""
+    """Training losses at equal distances, each the mean over the steps since the last."""
     files = [run / stage / "metrics.jsonl" for stage in ("2_align", "4_finetune")]
     text = "".join(file.read_text(encoding="utf-8") for file in files if file.exists())
     rows = [json.loads(line) for line in text.splitlines()]
@@ -190,7 +190,7 @@ def curve(run: Path) -> list[dict[str, float]]:
 
 
 def joined(pieces: tuple[Path, ...], work: Path) -> Path:
-    """One file of its pieces, made once."""
+    """One file joined from its pieces, made once."""
     if len(pieces) == 1:
         return pieces[0]
     whole = work / f"{pieces[0].name.partition('.gguf')[0]}.gguf"

@@ -1,4 +1,4 @@
-"""What all benchmarks share: turns, ratios within a turn, and the file that keeps the figures."""
+"""Shared by all benchmarks: measuring in turns, ratios within a turn, and writing results."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,15 +15,15 @@ from dotmoe.run_folder import provenance
 Measured = TypeVar("Measured")
 Name = TypeVar("Name")
 Product = tuple[int, int, int]
-"""Rows, inner size and columns of a product of matrices."""
+"""Rows, inner size and columns of a matrix product."""
 
 
 def in_turns(
     subjects: Mapping[Name, Callable[[], Measured]], rounds: int
 ) -> dict[Name, list[Measured]]:
-    """What each subject returns in every round; one round before them is not counted.
+    """Return values of each subject in every round, after one round that is not counted.
 
-    Subjects take turns, so that what else the machine does falls on all of them.
+    Subjects take turns, so that other load on the machine affects all of them alike.
     """
     found: dict[Name, list[Measured]] = {name: [] for name in subjects}
     for number in range(rounds + 1):
@@ -35,7 +35,7 @@ def in_turns(
 
 
 def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Median over rounds of every figure."""
+    """Median over rounds of every value."""
     return {name: median(one[name] for one in rounds) for name in rounds[0]}
 
 
@@ -54,7 +54,7 @@ def ratio_quartiles(one: Sequence[float], other: Sequence[float]) -> tuple[float
 
 
 def rates(device: torch.device, dtype: torch.dtype, *others: Product) -> dict[str, float]:
-    """Of the best of four products of each size, a square one first, and of three large copies."""
+    """Rates of the best of four products of each size, a square first, and of three copies."""
     on_cpu, clock, flops_per_s = device.type == "cpu", Clock(device), 0.0
     for rows, inner, columns in ((512 if on_cpu else 8_192,) * 3, *others):
         # Varied entries: a GPU multiplies constants faster than it would real data.
@@ -78,13 +78,13 @@ def rates(device: torch.device, dtype: torch.dtype, *others: Product) -> dict[st
 
 
 def keep(out: Path | str, figures: dict[str, Any], seed: int = 0) -> None:
-    """Write measured figures as JSON, with where they come from."""
+    """Write measured values as JSON, with their provenance."""
     path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"origin": "measured", **figures, "provenance": provenance(seed)})
 
 
 def require_device(device: str) -> None:
-    """End with a message where a GPU is needed and there is none."""
+    """Exit with a message if a GPU is needed and there is none."""
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("This needs a CUDA device, and there is none here.")

@@ -1,8 +1,8 @@
-"""Speed of a random dense model and its MoE in Transformers and in llama.cpp, beside the ideal.
+"""Speed of a random dense model and its MoE in Transformers and llama.cpp, against the ideal.
 
     python benchmarks/serving_speed.py --threads 1
 
-writes the models into `serving-speed-models` (kept, and used again) and the figures into
+writes the models into `serving-speed-models` (kept and reused) and the results into
 `results/serving_speed.json`. The default shape is d 1024, d_ffn 14336, 28 of 112 experts.
 """
 
@@ -31,24 +31,24 @@ class Settings:
     """What to write and measure."""
 
     cases: tuple[Case, ...] = ("float32", "f16", "q8_0")
-    """float32, bfloat16: dtypes of Transformers; the others: types of GGUF weights."""
+    """Number formats: float32 and bfloat16 run in Transformers, the others are GGUF types."""
     shape: Shape = field(default_factory=Shape)
     experts: int = 112
-    """Experts a layer (E), a divisor of the FFN width."""
+    """Experts per layer (E), a divisor of the FFN width."""
     active_experts: int = 28
     """Experts that run per token (k)."""
     gguf_format: str = "gguf_llama"
     """Architecture of the GGUF files."""
     threads: int | None = None
     clock: Literal["wall", "cpu"] = "wall"
-    """As in `dotmoe bench`; cpu for one thread on a busy machine."""
+    """Clock, as in `dotmoe bench`; cpu suits one thread on a busy machine."""
     rounds: int = 20
     batch_sizes: tuple[int, ...] = (1, 4, 16)
     prompt_tokens: int = 512
     context_tokens: tuple[int, ...] = (8, 128)
-    """Contexts of decode; attention over a long one hides what the weights gain."""
+    """Context lengths of decode; attention over a long one hides the gain from fewer weights."""
     models: Path = Path("serving-speed-models")
-    """Folder of the models; those that are there are not written again."""
+    """Folder of the models; existing ones are not written again."""
     out: Path = Path("results/serving_speed.json")
     seed: int = 0
 
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def measured(config: BenchConfig, title: str) -> dict[str, Any]:
-    """What `dotmoe bench` finds, also printed."""
+    """Result of `dotmoe bench`, also printed."""
     with Progress().bar(title) as update:
         result = bench(config, update)
     print(to_markdown(table(result)))
@@ -87,7 +87,7 @@ def measured(config: BenchConfig, title: str) -> dict[str, Any]:
 
 
 def pair(settings: Settings, case: Case) -> tuple[Path, Path]:
-    """Dense model and MoE of a case; written where they are not there yet."""
+    """Paths of the dense model and the MoE of a case; written if missing."""
     dtype = torch.bfloat16 if case == "bfloat16" else torch.float32
     source = settings.models / f"dense-{str(dtype).removeprefix('torch.')}"
     if not source.is_dir():
@@ -103,7 +103,7 @@ def pair(settings: Settings, case: Case) -> tuple[Path, Path]:
 
 
 def written(settings: Settings, source: Path, out: Path, options: dict[str, Any]) -> Path:
-    """Export a random split of the dense model, if it is not there."""
+    """Path of an export with a random split of the dense model; written if missing."""
     if not out.is_dir():
         Progress().log(f"writing {out}")
         shape, seed = settings.shape, settings.seed

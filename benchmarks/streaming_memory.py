@@ -1,12 +1,12 @@
-"""Peak memory and time of an export whose dense model never fits: weights stay on disk.
+"""Peak memory and time of an export that never holds the whole model: weights stay on disk.
 
     python benchmarks/streaming_memory.py --threads 1     # minutes; results/streaming_memory.json
 
-Writes random bfloat16 Llamas of about 1.6 and 3 GB into a temporary folder, which differ in depth
-alone, and exports each with a random split to glm4_moe, verified, in a process of its own. Beside
-the measured peak stands the bound: what the libraries take (the peak of exporting a tiny model in
-the same process), the weights that are in memory at one time, the activations and logits of the
-text, and what the C library keeps of freed memory.
+Writes random bfloat16 Llamas of about 1.6 and 3 GB into a temporary folder, which differ only in
+depth, and exports each with a random split to glm4_moe, verified, in a process of its own. The
+measured peak is compared with a bound: the memory of the libraries (the peak of exporting a tiny
+model in the same process), the weights in memory at one time, the activations and logits of the
+text, and freed memory that the C library keeps.
 """
 
 import json
@@ -41,7 +41,7 @@ class Settings:
         )
     )
     depths: tuple[int, ...] = (10, 20)
-    """Layers of the models; the shape's own number is not read."""
+    """Layers of each model; the number in the shape is ignored."""
     tokens: int = 64
     """Tokens of the text that scales the routers and verifies the export."""
     max_shard_gib: float = 1.0
@@ -82,13 +82,13 @@ def main() -> None:
 
 
 def bound_of(shape: Shape, tokens: int) -> dict[str, int]:
-    """Most bytes in memory at one time: of weights, of what depends on the text, and freed ones.
+    """Most bytes in memory at one time: weights, what depends on the text, and freed memory.
 
-    Weights are at their most where an exported layer is loaded to be checked: the layer as stored,
-    its experts stacked besides, and all of it in float32; or where a dense layer is there in
-    float32, and its last projection as stored; or embedding or head as stored and in float32. Of
-    freed memory glibc keeps 64 MiB, and of blocks below 32 MiB, which are the attention matrices
-    and what depends on the text, all that lies under one still in use.
+    Weights peak when an exported layer is loaded to be checked (the layer as stored, its stacked
+    experts, and all of it in float32), or when a dense layer is held in float32 with its last
+    projection as stored, or with embedding or head as stored and in float32. glibc keeps 64 MiB of
+    freed memory, and all freed blocks below 32 MiB (the attention matrices and what depends on the
+    text) that lie under one still in use.
     """
     attention = shape.width * shape.width * (2 + 2 * shape.kv_heads // shape.heads)
     projection = shape.width * shape.ffn_width
@@ -106,7 +106,7 @@ def bound_of(shape: Shape, tokens: int) -> dict[str, int]:
 
 
 def exported(settings: Settings, shape: Shape, folder: Path) -> dict[str, Any]:
-    """Export the tiny model, then the other, and take the time and the peak of memory."""
+    """Export the tiny model, then the other; measure its time and the peak of memory."""
     torch.set_num_threads(settings.threads)
     one_export(settings, TINY, folder / "tiny", folder / "tiny-moe")
     libraries = peak_bytes()
@@ -122,7 +122,7 @@ def exported(settings: Settings, shape: Shape, folder: Path) -> dict[str, Any]:
 
 
 def one_export(settings: Settings, shape: Shape, source: Path, out: Path) -> dict[str, Any]:
-    """Export a model from disk; bytes written and figures of the verification."""
+    """Export a model from disk; return bytes written and metrics of the verification."""
     layout = random_layout(shape, EXPERTS, ACTIVE_EXPERTS, SEED)
     record = write_export(
         source,

@@ -4,7 +4,7 @@
     python benchmarks/throughput_by_granularity.py --preset qwen25_7b    # 7B widths, one GPU
 
 The paper's figure (fig:throughput) has E = 8, 16, 74 and 148 with a quarter of the FFN active, in
-vLLM; this one runs in stock Transformers, with the dense model beside. Models are random and made
+vLLM; this one runs in stock Transformers and includes the dense model. Models are random and made
 on the device, with the config that an export writes: speed does not depend on what they have
 learned.
 """
@@ -33,7 +33,7 @@ from serving_speed import measured
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """A model shape and where it runs."""
+    """A model shape, and the device it runs on."""
 
     shape: Shape
     dtype: Literal["float32", "bfloat16"]
@@ -60,23 +60,23 @@ class Settings:
 
     preset: Literal["cpu", "qwen25_7b"] = "cpu"
     experts: tuple[int, ...] = (8, 16, 74, 148)
-    """Experts a layer (E), each a divisor of the FFN width: 4,736 or 18,944."""
+    """Experts per layer (E), each a divisor of the FFN width: 4,736 or 18,944."""
     active: float = 0.25
-    """Share of the experts that run per token; k is the nearest count."""
+    """Share of the experts that run per token; k is the nearest whole number."""
     format: str = "mixtral"
-    """Architecture; `glm4_moe` has a shared expert, so that less work is equal."""
+    """Architecture. `glm4_moe` always has a shared expert, so its work is less equal across E."""
     layers: int | None = None
-    """Fewer layers than the preset's."""
+    """Number of layers, to use fewer than the preset."""
     batch_sizes: tuple[int, ...] | None = None
-    """Left out: the preset's."""
+    """Batch sizes. Default: the preset's."""
     prompt_tokens: int = 0
-    """Of prefill; 0 to leave it out."""
+    """Tokens of the prefill; 0 leaves it out."""
     context_tokens: int = 128
     decode_steps: int = 8
     rounds: int = 10
     threads: int | None = None
     clock: Literal["wall", "cpu"] = "wall"
-    """As in `dotmoe bench`; cpu for one thread on a busy machine."""
+    """Clock, as in `dotmoe bench`; cpu suits one thread on a busy machine."""
     out: Path = Path("results/throughput_by_granularity.json")
     seed: int = 0
 
@@ -102,7 +102,7 @@ def dense_of(preset: Preset, seed: int) -> DenseModel:
 def measured_at(
     settings: Settings, preset: Preset, dense: DenseModel, experts: int
 ) -> dict[str, Any]:
-    """The MoE of one expert count beside the dense model, in this process."""
+    """Speed of the MoE of one expert count and of the dense model, in this process."""
     split = resolve(ExpertsConfig(experts=experts, active=settings.active), preset.shape.ffn_width)
     moe = f"moe-{experts}"
     models = {"dense": dense.model, moe: random_moe(dense, split, settings.format)}
@@ -129,7 +129,7 @@ def measured_at(
 
 
 def random_moe(dense: DenseModel, split: Granularity, form: str) -> Any:
-    """What an export of that split to that format would load as, with random weights."""
+    """The model that an export of a split to a format would load as, with random weights."""
     dtype = next(dense.model.parameters()).dtype
     layout: Any = SimpleNamespace(granularity=split)
     nothing: Any = None  # no tensor is read
@@ -150,13 +150,13 @@ def random_moe(dense: DenseModel, split: Granularity, form: str) -> Any:
 
 
 class Here:
-    """In place of a process of its own: a runner of a model that is in this one."""
+    """A runner of a model in this process, in place of a worker process."""
 
     def __init__(self, target: str, *arguments: Any, **names: str) -> None:
         self.runner = TransformersRunner(*arguments)
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """The result of a method."""
+        """Result of calling a method of the runner."""
         return getattr(self.runner, method)(*arguments)
 
     def __enter__(self) -> Self:

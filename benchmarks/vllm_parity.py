@@ -1,11 +1,11 @@
-"""Exports in a real vLLM beside stock Transformers: log-probabilities and greedy text.
+"""Exports in real vLLM against stock Transformers: log-probabilities and greedy text.
 
-vLLM needs versions of its own, so it runs in an environment of its own:
+vLLM needs other package versions, so it runs in an environment of its own:
 
     scripts/vllm_environment.sh vllm-env
     python benchmarks/vllm_parity.py --vllm-python vllm-env/bin/python --real RUN
 
-The quickstart's run is used if it is there, and made if not; its experts are also written as
+The quickstart's run is used if it exists, else made; its experts are also written as
 `mixtral`, and a small random Qwen3 is converted for `qwen3_moe`. RUN is a finished run of a real
 model. Results are kept in results/vllm_parity.json.
 """
@@ -78,7 +78,7 @@ def compare(arguments: argparse.Namespace) -> None:
 def exports(
     arguments: argparse.Namespace, scratch: Path
 ) -> dict[str, tuple[Path, list[list[int]]]]:
-    """Folder and prompts of each export that is measured."""
+    """Folder and prompts of each export to measure."""
     from dotmoe.export.record import ExportRecord
 
     run = arguments.run
@@ -140,7 +140,7 @@ def random_qwen3(folder: Path) -> Path:
 
 
 def prompts_of(run: Path, count: int) -> list[list[int]]:
-    """Stretches of 64 to 255 tokens of a run's held-out text."""
+    """Prompts of 64 to 255 tokens from a run's held-out text."""
     from safetensors.torch import load_file
 
     (tokens_BT,) = load_file(run / "0_data" / "heldout.safetensors").values()
@@ -149,7 +149,7 @@ def prompts_of(run: Path, count: int) -> list[list[int]]:
 
 
 def scored(python: str, who: str, folder: Path, dtype: str, prompts: Path) -> dict[str, Any]:
-    """What one runtime says of every prompt, from a process of its own."""
+    """Scores of every prompt in one runtime, from a process of its own."""
     command = [python, __file__, "--score", who, str(folder), dtype, str(prompts)]
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
@@ -168,7 +168,7 @@ def scored(python: str, who: str, folder: Path, dtype: str, prompts: Path) -> di
 
 
 def in_transformers(folder: str, dtype: str, prompts: list[list[int]]) -> dict[str, Any]:
-    """Log-probability of each token after the first, the likeliest ones, and greedy text."""
+    """Log-probability of each token after the first, most likely tokens, and greedy text."""
     import torch
     import transformers
 
@@ -194,7 +194,7 @@ def in_transformers(folder: str, dtype: str, prompts: list[list[int]]) -> dict[s
 
 
 def in_vllm(folder: str, dtype: str, prompts: list[list[int]]) -> dict[str, Any]:
-    """The same from vLLM; this runs in its environment and imports nothing of ours."""
+    """`in_transformers` in vLLM; runs in its environment and imports nothing of ours."""
     import vllm
 
     model = vllm.LLM(
@@ -216,7 +216,7 @@ def in_vllm(folder: str, dtype: str, prompts: list[list[int]]) -> dict[str, Any]
 
 
 def difference(server: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
-    """How far the log-probabilities of the actual tokens lie apart, and what that changes."""
+    """Differences of the log-probabilities of the actual tokens, and their effects."""
     pairs = list(zip(server["nats"], stock["nats"], strict=True))
     apart = sorted(abs(a - b) for a, b in pairs)
     same = [a == b for a, b in zip(server["best"], stock["best"], strict=True)]

@@ -3,7 +3,7 @@
     python experiments/heldout_text.py OUT
 
 Writes the first held-out files of the Python standard library that are neither very short nor very
-long, one a line, as OUT/heldout.jsonl, and OUT/text.json with their number.
+long to OUT/heldout.jsonl, one per line, and their number to OUT/text.json.
 """
 
 import json
@@ -21,16 +21,16 @@ from dotmoe.run_folder import provenance
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """How much text, and where to."""
+    """How much text to write, and where."""
 
     out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Folder to write."""
     characters: int = 24_000
-    """Characters to write; the last file is whole."""
+    """Characters to write, at least; the last file is written whole."""
     shortest: int = 4_000
-    """Characters of a file, at least: more tokens than any window."""
+    """Fewest characters of a file, so that it has more tokens than any window."""
     longest: int = 12_000
-    """Characters of a file, at most."""
+    """Most characters of a file."""
 
 
 def main() -> None:

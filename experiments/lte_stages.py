@@ -1,12 +1,12 @@
-"""LTE as published: both of its stages train the dense weights, at the tokens of DOT-MoE's two.
+"""LTE as published: both stages train the dense weights, with as many tokens as DOT-MoE's two.
 
     python experiments/lte_stages.py RUN OUT
 
-RUN is a conversion by `--method lte`, whose experts and text are taken. Stage 1 trains weights and
-routers together, all experts weighted by their gates; stage 2 trains the weights where only the
-experts over the threshold run, routers fixed. DOT-MoE's alignment and finetuning have as many
+RUN is a conversion by `--method lte`, whose experts and text are used. Stage 1 trains weights and
+routers together, with all experts weighted by their gates; stage 2 fixes the routers, runs only the
+experts above the threshold, and trains the weights. DOT-MoE's alignment and finetuning take as many
 steps, of as many tokens, on the same text. Writes OUT/lte.json: perplexity under the threshold
-behind each stage, and the active share with its spread.
+after each stage, and the active share with its spread.
 """
 
 import math
@@ -34,25 +34,25 @@ from dotmoe.run_folder import provenance
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """One conversion, and how long its stages are."""
+    """One conversion, and the length of each stage."""
 
     run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Run folder of a finished conversion by LTE's partition."""
     out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Folder to write."""
     soft_steps: int = 300
-    """Steps of stage 1: those of the alignment."""
+    """Steps of stage 1, as many as of the alignment."""
     hard_steps: int = 150
-    """Steps of stage 2: those of the finetuning."""
+    """Steps of stage 2, as many as of the finetuning."""
     batch_size: int = 4
     lr: float = 1e-3
-    """Peak rate of the weights; it falls as a cosine in each stage."""
+    """Peak learning rate of the weights, with cosine decay in each stage."""
     lr_router: float = 3e-3
     seed: int = 0
 
 
 class Annealed(torch.optim.AdamW):
-    """AdamW whose rates fall as a cosine over its steps."""
+    """AdamW with cosine decay of the learning rates over its steps."""
 
     def __init__(self, groups: list[dict[str, Any]], steps: int) -> None:
         super().__init__(groups, weight_decay=1e-4)
@@ -60,7 +60,7 @@ class Annealed(torch.optim.AdamW):
         self.peaks = [group["lr"] for group in self.param_groups]
 
     def step(self, closure: Any = None) -> Any:
-        """A step at the rate of its place."""
+        """Take a step at the learning rate of the schedule."""
         factor = 0.5 * (1 + math.cos(math.pi * self.done / self.steps))
         for group, peak in zip(self.param_groups, self.peaks, strict=True):
             group["lr"] = peak * factor
@@ -69,7 +69,7 @@ class Annealed(torch.optim.AdamW):
 
 
 def measured(dense: DenseModel, found: FinishedRun, routers: list[Tensor]) -> dict[str, Any]:
-    """Perplexity under the threshold, and the share of the neurons that run."""
+    """Perplexity under the threshold, and the share of neurons that run."""
     shares: list[Tensor] = []
     made = Baseline(layout=found.layout, own={"router": torch.stack(routers).detach()})
     with torch.no_grad(), routed_by_own("lte", dense, made, shares):

@@ -1,4 +1,4 @@
-"""What each part of the method is worth: how close a model stays to its dense one, row by row.
+"""Worth of each part of the method: how close the model stays to its dense one, row by row.
 
     python experiments/quality.py OUT --seed 0
     python experiments/quality.py OUT --model GGUF --data TEXT --eval-text A --other-text B \
@@ -6,8 +6,8 @@
         --batch-size 2 --steps 24 --lr 2e-3 --rows "paper's recipe" start repaired
 
 All rows have the same budget, text and batches; the paper's recipe, our alignment and the
-finetuning take as many steps. Measured on held-out text of the domain that was fitted to, and on
-another. Runs lie in OUT and go on where they were stopped. Writes OUT/quality.json.
+finetuning take equally many steps. Measured on held-out text of the training domain and of another
+domain. Runs are kept in OUT, and a stopped run is resumed. Writes OUT/quality.json.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ from dotmoe.run_folder import provenance
 
 DOCUMENTS = Path(__file__).resolve().parents[1] / "docs"
 REPAIRS = {"repaired": 0, "repaired, trained": 5}
-"""Passes over its text by which a repair trains all projections, of our start and every rival's."""
+"""Epochs of training all projections in a repair, for our start and for every rival."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,28 +43,28 @@ class Settings:
     data: tuple[str, ...] = ("python-stdlib",)
     eval_text: tuple[str, ...] = ("python-stdlib-heldout",)
     other_text: tuple[str, ...] = ()
-    """Of another domain. Default: the documents of this project."""
+    """Held-out text of another domain. Default: the documents of this project."""
     eval_tokens: int = 8_192
-    """Of each text."""
+    """Tokens to score of each text."""
     expert_size: int = 16
     active: float = 0.25
     shared: float = 0.125
-    """Of the row with a shared expert."""
+    """Size of the shared expert, for rows that have one."""
     seq_len: int = 256
     first_dense_layers: int = 0
     steps: int = 300
     batch_size: int = 4
     lr: float = 1e-2
-    """Of our alignment; the paper's recipe has its own."""
+    """Learning rate of our alignment; the paper's recipe has its own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     repair_tokens: int | None = None
     rivals: tuple[str, ...] = ("random_split", "co_activation", "llama_moe_v2")
     rows: tuple[str, ...] = ()
-    """Of these alone, the paper's recipe among them. Default: of all."""
+    """Rows to make, which must include the paper's recipe. Default: all."""
     seed: int = 0
 
     def wants(self, row: str) -> bool:
-        """Whether a row is to be made."""
+        """Whether to make a row."""
         return not self.rows or row in self.rows
 
     @property
@@ -74,7 +74,7 @@ class Settings:
 
 
 def conversions(settings: Settings, other: tuple[str, ...]) -> dict[str, RunConfig]:
-    """Every row but the finetuned ones."""
+    """Configs of all rows except the finetuned ones."""
     size: dict[str, Any] = {"batch_size": settings.batch_size, "max_epochs": 100.0}
     ours, paper = recipe("quickstart"), recipe("paper")
     start = replace(
@@ -121,7 +121,7 @@ def conversions(settings: Settings, other: tuple[str, ...]) -> dict[str, RunConf
 
 
 def closeness(run: Path, settings: Settings, texts: dict[str, tuple[str, ...]]) -> dict[str, Any]:
-    """KL to the dense model and nats above it, on each text."""
+    """KL divergence to the dense model, and loss above it, on each text."""
     results, found = read_json(run / "6_evaluate/results.json"), dict[str, Any]()
     for name, text in texts.items():
         file = run / "6_evaluate" / name / "fidelity.json"

@@ -1,9 +1,9 @@
-"""A random dense model, wider than the embedded one, to measure the time of a step with.
+"""A random dense model, wider than the embedded one, to measure the time of a step.
 
     python experiments/random_model.py OUT
 
-Its FFNs have a fourth of Qwen2.5-7B's width in as many experts, its tokenizer is the embedded
-model's. What it says is noise, and what a step of its alignment costs does not depend on that.
+Its FFNs have a quarter of Qwen2.5-7B's width and as many experts; its tokenizer is the embedded
+model's. Its output is noise, but the cost of an alignment step does not depend on that.
 """
 
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ from dotmoe.run_folder import provenance
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Its shape, and where to."""
+    """Shape of the model, and where to write it."""
 
     out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Folder to write."""

@@ -1,4 +1,4 @@
-"""README.md of every experiment, and the table of all, from experiment.toml and the results."""
+"""Make every experiment's README.md, and their table, from experiment.toml and the results."""
 
 from pathlib import Path
 from typing import Any
@@ -8,25 +8,25 @@ from specification import HERE, STATUSES, Experiment, all_experiments
 
 HEAD = """# Experiments
 
-One folder a table or figure of the paper, named by its LaTeX label, and `quality`, of our own
-additions to the method. `experiment.toml` says what the paper claims, how to make it at the paper's
-scale, how at a scale that runs here, and what came out; `quoted.json` has values of the paper,
-marked as quoted. Its README.md is made of these and of `results/experiments/NAME.json`, where every
-number is measured.
+Each folder is a table or figure of the paper, named by its LaTeX label; the `quality` folders are
+about our own additions to the method. `experiment.toml` states the paper's claim, the recipe at the
+paper's scale and at a scale that runs here, and the finding; `quoted.json` has the paper's values,
+marked as quoted. README.md is generated from both and from `results/experiments/NAME.json`, where
+every number is measured.
 
 ```
-make results/tab_zero_shot_results      # makes the runs that are missing, and collects
+make results/tab_zero_shot_results      # makes the missing runs and collects their numbers
 ```
 
-Unless said otherwise, everything here is the model that comes along: 3.1M parameters, 5 layers of
-768 neurons, Python source text, one thread. Numbers are means of three seeds where there is
-something random; what lies within their spread is *undecided*. Take the order and not the digits.
-`runs.toml` lists the runs; they are shared between experiments and lie in `experiments/runs`.
+Unless stated otherwise, all numbers are of the embedded model: 3.1M parameters, 5 layers of
+768 neurons, Python source text, one thread. If a run is random, numbers are means of three seeds;
+a difference within their spread is *undecided*. Trust the order, not the digits.
+`runs.toml` lists the runs; experiments share them, and they are kept in `experiments/runs`.
 """
 
 
 def readmes() -> dict[Path, str]:
-    """Text of every README of this folder, as it should be."""
+    """Current text of every README of this folder, by file."""
     experiments = all_experiments()
     texts = {experiment.folder / "README.md": readme(experiment) for experiment in experiments}
     texts[HERE / "README.md"] = f"{HEAD}\n{overview()}\n"
@@ -34,7 +34,7 @@ def readmes() -> dict[Path, str]:
 
 
 def overview() -> str:
-    """A row an experiment: label, status, and which of the paper's findings show here."""
+    """A row per experiment: label, status, and which of the paper's findings show here."""
     rows = []
     for one in all_experiments():
         shows = (one.result() or {"shows": []})["shows"]
@@ -46,13 +46,13 @@ def overview() -> str:
 
 
 def said(entry: dict[str, Any]) -> str:
-    """The verdict on a finding."""
+    """Verdict on a finding, in bold unless it shows."""
     verdict: str = entry["verdict"]
     return verdict if verdict == "shows" else f"**{verdict}**"
 
 
 def readme(experiment: Experiment) -> str:
-    """The whole README of an experiment."""
+    """Full text of the README of an experiment."""
     parts = [
         f"# `{experiment.label}`: {experiment.title}",
         f"**Status: {experiment.reached}** ({STATUSES[experiment.reached]}).",
@@ -72,7 +72,7 @@ def readme(experiment: Experiment) -> str:
 
 
 def measured(experiment: Experiment, result: dict[str, Any]) -> list[str]:
-    """Sections about what was measured here."""
+    """Sections with the measurements made here."""
     parts = ["## Measured here"]
     parts += [grid(with_spreads(table), table["title"]) for table in result["tables"]]
     if result["shows"]:
@@ -105,7 +105,7 @@ def measured(experiment: Experiment, result: dict[str, Any]) -> list[str]:
 
 
 def with_spreads(table: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Rows of a table, with the least and greatest of the seeds where they differ."""
+    """Rows of a table, with the minimum and maximum over seeds if they differ."""
     rows = {row: dict(cells) for row, cells in table["rows"].items()}
     for row, spreads in table["spreads"].items():
         for column, (least, most) in spreads.items():
@@ -115,7 +115,7 @@ def with_spreads(table: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def grid(rows: dict[str, dict[str, Any]], title: str, *, digits: bool = True) -> str:
-    """Rows of named values as a Markdown table; a value that a row lacks is left empty."""
+    """Rows of named values as a Markdown table; missing values are left empty."""
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     show = shown if digits else str
     cells = [[name, *(show(row.get(c, "")) for c in columns)] for name, row in rows.items()]
@@ -123,7 +123,7 @@ def grid(rows: dict[str, dict[str, Any]], title: str, *, digits: bool = True) ->
 
 
 def shown(value: Any) -> str:
-    """Three or four digits of a number; other values as they are."""
+    """A number with three or four digits; any other value unchanged."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, int | float):

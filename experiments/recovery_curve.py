@@ -1,12 +1,12 @@
-"""Recovery training of one conversion, with its loss on held-out text on the way.
+"""Recovery training of one conversion, with its held-out loss during training.
 
     python experiments/recovery_curve.py RUN OUT --text-of OTHER
 
-`dotmoe finetune --recipe small` measures before and after; fig:effect_of_init wants a curve. This
-trains by the same stage and settings, on the training text of OTHER, so that several conversions
-see the same batches, and measures at equal distances. Nothing is exported: the model is the one
-that an export would hold, in float32. Writes OUT/curve.json; OUT/metrics.jsonl has the training
-loss of every step. What was stopped half-way is made again from the start.
+`dotmoe finetune --recipe small` measures before and after; fig:effect_of_init needs a curve. This
+script trains with the same stage and settings, on the training text of OTHER, so that several
+conversions see the same batches, and measures at equal distances. Nothing is exported: the model is
+the one that an export would hold, in float32. Writes OUT/curve.json, and the training loss of every
+step to OUT/metrics.jsonl. A stopped run starts again from the beginning.
 """
 
 import shutil
@@ -38,22 +38,22 @@ HELDOUT = ("python-stdlib-heldout",)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """One conversion, and where to measure it."""
+    """One conversion, the text it is trained on, and how often to measure it."""
 
     run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Run folder of a finished conversion."""
     out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Folder to write."""
     text_of: Path
-    """Run folder whose training text is trained on."""
+    """Run folder whose training text is used."""
     points: int = 5
-    """Measurements after the start, at equal distances."""
+    """Number of measurements after the start, at equal distances."""
     heldout_tokens: int = 16_384
     """Tokens of held-out text to measure on."""
 
 
 class Heldout:
-    """Measures a model, whatever its FFNs are at the time, on the same held-out text."""
+    """Measures a model, with its current FFNs, always on the same held-out text."""
 
     def __init__(self, dense: DenseModel, max_tokens: int) -> None:
         self.dense = dense

@@ -1,10 +1,10 @@
-"""Make what is missing of an experiment, and collect its numbers.
+"""Make the missing runs of an experiment, and collect its numbers.
 
     python experiments/run.py tab_zero_shot_results      # or: make results/tab_zero_shot_results
-    python experiments/run.py tab_zero_shot_results --collect    # from runs that are there
+    python experiments/run.py tab_zero_shot_results --collect    # only from existing runs
 
-Runs lie in experiments/runs, shared by all experiments; one that is finished is not made again, and
-one that was stopped goes on. All is made at a clean commit, which the results name. Writes
+Runs are kept in experiments/runs and shared by all experiments: a finished run is not repeated, and
+a stopped one is resumed. The commit must be clean, and the results name it. Writes
 results/experiments/NAME.json and the experiment's README.
 """
 
@@ -31,11 +31,11 @@ STEP = re.compile(r"[^.\[\]]+|\[[^\]]+\]")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Make what is missing of an experiment.")
+    parser = argparse.ArgumentParser(description="Make the missing runs of an experiment.")
     known = {experiment.name: experiment for experiment in all_experiments()}
     parser.add_argument("name", help="label or folder of an experiment, or `all`")
     parser.add_argument(
-        "--collect", action="store_true", help="start no run; collect what is there"
+        "--collect", action="store_true", help="start no run; collect from finished ones"
     )
     arguments = parser.parse_args()
     name = folder_name(arguments.name)
@@ -50,7 +50,7 @@ def main() -> int:
             return status
     runs = all_runs()
     (ROOT / "results/experiments").mkdir(exist_ok=True)
-    for experiment in wanted:  # last: what is written makes the commit unclean
+    for experiment in wanted:  # last: these files make the commit unclean
         write_json(experiment.result_file, collected(experiment, runs))
     for file, text in readmes().items():
         file.write_text(text, encoding="utf-8")
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def make(experiment: Experiment, *, start: bool) -> int:
-    """Exit status of the first run that failed; 0: all are finished."""
+    """Make the missing runs: exit status of the first that failed; 0: all are finished."""
     runs = all_runs()
     for name in in_order(experiment.runs, runs):
         if done_file(name, runs[name]).exists():
@@ -74,7 +74,7 @@ def make(experiment: Experiment, *, start: bool) -> int:
 
 
 def in_order(wanted: list[str], runs: dict[str, Run]) -> list[str]:
-    """The wanted runs, each after those that it needs."""
+    """The wanted runs and those that they need, each after its needs."""
     order: list[str] = []
     for name in wanted:
         order += [n for n in [*in_order(runs[name].needs, runs), name] if n not in order]
@@ -82,7 +82,7 @@ def in_order(wanted: list[str], runs: dict[str, Run]) -> list[str]:
 
 
 def started(name: str, run: Run) -> int:
-    """Exit status of a run's command."""
+    """Start a run's command, and return its exit status."""
     words = command_of(name, run)
     print(f"{name}: {' '.join(words)}", flush=True)
     module = {"dotmoe": ["-m", "dotmoe"], "python": []}[words[0]]
@@ -90,13 +90,13 @@ def started(name: str, run: Run) -> int:
 
 
 def command_of(name: str, run: Run) -> list[str]:
-    """The words of a command, folders put in."""
+    """The words of a run's command, with the folders filled in."""
     places = {other: f"experiments/runs/{other}" for other in [*run.needs, name]}
     return shlex.split(run.command.format(out=places[name], **places))
 
 
 def collected(experiment: Experiment, runs: dict[str, Run]) -> dict[str, Any]:
-    """The result file of an experiment, from the files of its runs."""
+    """Contents of the result file of an experiment, from the files of its runs."""
     tables = []
     numbers: dict[tuple[str, str], float] = {}
     seeds: dict[tuple[str, str], list[float]] = {}
@@ -178,12 +178,12 @@ def place_of(file: str) -> Path:
 
 
 def done_file(name: str, run: Run) -> Path:
-    """What is there when a run is finished; it may lie in the folder of a run that it adds to."""
+    """File that exists once a run is finished; it may be in the folder of a run that it extends."""
     return Path(os.path.normpath(RUNS / name / run.done))
 
 
 def made_by(name: str, run: Run) -> dict[str, Any]:
-    """Command and provenance of a run, as its file recorded them; else the command as it is now."""
+    """Recorded command and provenance of a run; without a record, the current command."""
     made = json.loads(done_file(name, run).read_text(encoding="utf-8")).get("provenance")
     recorded = (made or {}).get("command")
     command = recorded or shlex.join(command_of(name, run))
@@ -191,7 +191,7 @@ def made_by(name: str, run: Run) -> dict[str, Any]:
 
 
 def first_of(values: Any, keys: str) -> Any:
-    """What lies at the first place that a file has, of several joined by ` or `."""
+    """The value at the first existing place of several, joined by ` or `."""
     *others, last = keys.split(" or ")
     for key in others:
         try:
@@ -202,9 +202,9 @@ def first_of(values: Any, keys: str) -> Any:
 
 
 def at(values: Any, key: str) -> Any:
-    """What lies at `a.b[c=1].d`: members of objects, and the first of a list with c equal to 1.
+    """The value at `a.b[c=1].d`: members of objects, and the first list entry with c equal to 1.
 
-    `#` at the end is the length of a list.
+    `#` at the end gives the length of a list.
     """
     for step in STEP.findall(key):
         if step.startswith("["):

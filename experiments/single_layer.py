@@ -1,12 +1,12 @@
-"""Error of single split layers on the dense model's own inputs, each layer by itself.
+"""Error of single split layers on the dense model's own inputs, one layer at a time.
 
     python experiments/single_layer.py RUN OUT --active-experts 5
 
-Takes model, text, experts' size and seed of RUN, a finished conversion. Every method splits each
-layer as if all others stayed dense, with its own router, CMoE's as published; `DOT-MoE` is
-its start from data, and that start trained on the layer alone: affinities and router by the
-squared error of the FFN's output, plan, rounding and estimators as in the alignment. Errors are
-means over held-out tokens: squared error a component, and over the dense output's mean square.
+Uses model, text and expert size of RUN, a finished conversion. Every method splits each layer as
+if all others stayed dense, with its own router, CMoE's as published. `DOT-MoE` is its start from
+data, and that start trained on the layer alone: affinities and router minimise the squared error of
+the FFN's output, with plan, rounding and estimators as in the alignment. Errors are means over
+held-out tokens: squared error per component, and the same over the dense output's mean square.
 Writes OUT/layers.json.
 """
 
@@ -46,30 +46,30 @@ RIVALS = ("cmoe", "llama_moe_v2", "random_split")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """One conversion, and what of it."""
+    """One conversion, and which layers of it to measure."""
 
     run: Annotated[Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Run folder of a finished conversion."""
     out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Folder to write."""
     active_experts: int
-    """Experts that run."""
+    """Experts that run per token (k)."""
     layers: tuple[int, ...] = ()
     """Layers to measure; default: all."""
     steps: int = 300
-    """Steps that each layer is trained by itself, all at once; 0: the start alone."""
+    """Steps of training each layer on its own, all in parallel; 0: the start alone."""
     heldout_tokens: int = 16_384
     """Tokens to measure on."""
     seed: int = 0
 
 
 class LayerByLayer(Alignment):
-    """Each layer learns the output of its own dense FFN for the dense model's input."""
+    """Alignment in which each layer learns its dense FFN's output for the dense model's input."""
 
     layers: tuple[int, ...]
 
     def teacher(self, tokens_BT: Tensor) -> Taught | None:
-        """Inputs of the FFNs, kept in `inputs`; nothing else is learned from."""
+        """Keep the inputs of the FFNs in `inputs`; nothing else is learned from."""
         self.inputs: dict[int, Tensor] = {}
         modules = self.dense.family.layers(self.dense.model)
         ffns = {index: modules[index].get_submodule("mlp") for index in self.layers}
@@ -77,7 +77,7 @@ class LayerByLayer(Alignment):
             return super().teacher(tokens_BT)
 
     def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
-        """Sum over layers of the relative squared error, and what keeps routers balanced."""
+        """Sum over layers of the relative squared error, plus z-loss and balance loss."""
         (routing,) = self.routings
         routing.losses = []
         modules, total = self.dense.family.layers(self.dense.model), torch.zeros(())
@@ -168,7 +168,7 @@ def _split(method: str, dense: DenseModel, found: FinishedRun, settings: Setting
     inputs = SplitInputs(
         dense=dense,
         tokens_BT=found.text.training.drawn(config.calibrate.tokens(dense.widths.model)),
-        # CMoE calibrates behind converted layers, of which there are none here.
+        # CMoE calibrates behind converted layers; here all other layers are dense.
         granularity=replace(split, first_dense_layers=dense.widths.layers),
         config=config.baseline,
         calibrate=config.calibrate,

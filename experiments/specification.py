@@ -1,4 +1,4 @@
-"""What the files of an experiment say: experiment.toml, quoted.json and runs.toml, checked."""
+"""The files of an experiment, parsed: experiment.toml, quoted.json and runs.toml."""
 
 import json
 import tomllib
@@ -10,35 +10,35 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results"
 
 SEEDS = range(3)
-"""What `{seed}` stands for."""
+"""Seeds that replace `{seed}`."""
 
 Status = Literal["run", "partly run", "not run", "not built"]
 Verdict = Literal["shows", "does not show", "undecided"]
 
 STATUSES = {
     "run": "the scaled recipe has been run; its result is in results/",
-    "partly run": "a part of the scaled recipe has been run; the rest is said below",
-    "not run": "what it takes is built, and has not been run",
-    "not built": "what it takes is not in dotmoe",
+    "partly run": "a part of the scaled recipe has been run; see below for the rest",
+    "not run": "the code for it exists, but it has not been run",
+    "not built": "dotmoe has no code for it",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A table of numbers collected from result files: a file a row, a key a column."""
+    """A table of numbers collected from result files: one file per row, one key per column."""
 
     rows: dict[str, str]
-    """Row -> file: `RUN/...` of a run, or `results/...`; with `{seed}` one a seed."""
+    """Row -> file: `RUN/...` of a run, or `results/...`; with `{seed}`, one file per seed."""
     columns: dict[str, str]
     """Column -> place in the file, such as `points[step=30].loss`; `{row}` stands for the row,
-    `{first}` for its first word, `{seed}` for the seed; ` or ` joins places of which the first that
-    is there counts."""
+    `{first}` for its first word, `{seed}` for the seed; ` or ` joins alternatives, and the first
+    that exists counts."""
     title: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """A number that a repeat should give."""
+    """A number that a repetition should reproduce."""
 
     row: str
     column: str
@@ -49,16 +49,16 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A finding of the paper as an order of numbers, and what is expected of it at small scale."""
+    """A finding of the paper as an order of numbers, and the verdict expected at small scale."""
 
     text: str
     less: list[list[str] | float]
-    """Numbers, each to be below the next: [row, column] of measured ones, or a plain number."""
+    """Numbers in ascending order: [row, column] of a measured one, or a plain number."""
     expected: Verdict | None = None
-    """None: nothing, it was not run yet."""
+    """Expected verdict; None if it was not run yet."""
 
     def numbers(self, measured: dict[tuple[str, str], float]) -> list[float]:
-        """What is compared, given the measured numbers by row and column."""
+        """The compared numbers, given the measured ones by row and column."""
         return [
             measured[place[0], place[1]] if isinstance(place, list) else place
             for place in self.less
@@ -72,23 +72,23 @@ class Experiment:
     label: str
     title: str
     status: Status
-    """What it is when its runs are finished."""
+    """Status once its runs are finished."""
     claim: str
     paper_recipe: str
     """Models, commands, hours and hardware at the paper's scale."""
     scaled_recipe: str
-    """What is different here, and why."""
+    """What differs at the scale that runs here, and why."""
     finding: str
-    """What came out, in words; or why nothing was run."""
+    """The result in words, or why nothing was run."""
     runs: list[str] = field(default_factory=list)
-    """Names in runs.toml; what they need comes with them."""
+    """Names in runs.toml; runs that they need are included."""
     table: list[Source] = field(default_factory=list)
     expected: list[Expected] = field(default_factory=list)
     shows: list[Comparison] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """Its folder, and the stem of its result file."""
+        """Name of its folder, and stem of its result file."""
         return folder_name(self.label)
 
     @property
@@ -101,15 +101,15 @@ class Experiment:
 
     @property
     def reached(self) -> Status:
-        """What it is now: `not run` as long as there is no result."""
+        """Current status: `not run` as long as there is no result."""
         return "not run" if self.table and not self.result_file.is_file() else self.status
 
     def result(self) -> dict[str, Any] | None:
-        """What was measured, if it was."""
+        """Contents of the result file, or None if nothing was measured."""
         return _json(self.result_file)
 
     def quoted(self) -> dict[str, Any] | None:
-        """The paper's values, if some are quoted."""
+        """The paper's values, or None if none are quoted."""
         return _json(self.folder / "quoted.json")
 
 
@@ -119,17 +119,17 @@ class Run:
 
     command: str
     done: str
-    """JSON file in the run's folder that is there when all of it that is wanted is finished."""
+    """JSON file in the run's folder that exists once all that is needed of it is finished."""
     needs: list[str] = field(default_factory=list)
 
 
 def folder_name(label: str) -> str:
-    """A label as a name of a file: `tab:same_granularity` is tab_same_granularity."""
+    """The file name of a label: `tab:same_granularity` is tab_same_granularity."""
     return label.replace(":", "_")
 
 
 def of_seeds(text: str) -> list[str]:
-    """A text once for each seed, if it has a place for one."""
+    """The text once for each seed, if it contains `{seed}`."""
     return list(dict.fromkeys(text.replace("{seed}", str(seed)) for seed in SEEDS))
 
 
@@ -143,13 +143,13 @@ def load_experiment(folder: Path) -> Experiment:
 
 
 def all_experiments() -> list[Experiment]:
-    """Every experiment, by label."""
+    """Every experiment, sorted by label."""
     found = [load_experiment(file.parent) for file in HERE.glob("*/experiment.toml")]
     return sorted(found, key=lambda experiment: experiment.label)
 
 
 def all_runs() -> dict[str, Run]:
-    """Every run by name, one with `{seed}` in its command once for each seed."""
+    """Every run by name; a run with `{seed}` in its command comes once for each seed."""
     runs = {}
     for name, values in _toml(HERE / "runs.toml").items():
         names = of_seeds(f"{name}_{{seed}}" if "{seed}" in values["command"] else name)

@@ -1,12 +1,12 @@
-"""Makes what llm-compressor prunes of one linear map: an oracle of `tests/pruning`.
+"""Make one linear map pruned by llm-compressor, an oracle of `tests/pruning`.
 
     python -m venv VENV
     VENV/bin/pip install torch==2.13.0 llmcompressor==0.14.0.1
     cd tests/pruning/fixtures
     VENV/bin/python ../../../scripts/llm_compressor_fixture.py llm_compressor.safetensors
 
-Its needs contradict those of dotmoe, so it has an environment of its own. A weight [24, 160] (more
-than one of SparseGPT's blocks of columns), inputs [6, 64, 160] of which one feature is never read.
+Its requirements conflict with dotmoe's, so it has its own environment. The weight is [24, 160],
+wider than one of SparseGPT's blocks of columns; the inputs [6, 64, 160] have one feature of zeros.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""Gather how near finished runs stay to their one dense model into a result file.
+"""Collect into a result file how close finished runs of one dense model stay to it.
 
     python scripts/real_model_parts.py results/smollm2_parts.json 'the start=RUN' ...
 
-Each RUN was given `dotmoe evaluate RUN --against DENSE --text TEXT --fidelity --out RUN/near-TEXT`.
+First run `dotmoe evaluate RUN --against DENSE --text TEXT --fidelity --out RUN/near-TEXT`.
 """
 
 import sys
@@ -18,7 +18,7 @@ from dotmoe.run_folder import provenance
 
 
 def row(name: str, run: Path) -> dict[str, Any]:
-    """What one run is, the text that it was given, its nats above dense, and by text its KL."""
+    """One run: its experts, its tokens, its nats above dense, and its KL by text."""
     finished, results = FinishedRun(run), read_json(run / "6_evaluate" / "results.json")
     export = ExportRecord.load(run / "5_export")
     near = {file.parent.name: read_json(file) for file in sorted(run.glob("near-*/fidelity.json"))}
@@ -35,7 +35,7 @@ def row(name: str, run: Path) -> dict[str, Any]:
 
 
 def text_tokens(finished: FinishedRun, results: dict[str, Any]) -> int:
-    """Tokens of text that a run was given; those of a finetune are beside its source's."""
+    """Tokens of text that a run was given; a finetune's are counted without its source's."""
     config = finished.config
     if not isinstance(config, RunConfig):
         return int(results["tokens"])

@@ -1,11 +1,11 @@
-"""Put the tasks of the rows of a comparison beside them, as one result file.
+"""Add task scores to the rows of a comparison, as one result file.
 
     dotmoe compare GGUF OUT --methods dot_moe cmoe sparsegpt_2_4 ... --active-params 0.605 ...
     dotmoe evaluate OUT/ROW --tasks paper --shots 0 --limit 100 --out TASKS/ROW      # and dense
     python scripts/real_model_rows.py results/smollm2_rows.json OUT TASKS
 
-A conversion's tasks are those of the weights that it exports. `made_at` has the commits at which
-rows were made: a comparison may go on at another one.
+A conversion's task scores belong to the weights that it exports. `made_at` lists the commits at
+which rows were made: a comparison may be resumed at another commit.
 """
 
 import sys
@@ -16,7 +16,7 @@ from dotmoe.files import read_json, write_json
 
 
 def main_scores(folder: Path) -> dict[str, Any]:
-    """What `dotmoe evaluate --tasks` counted, by task; {} where it did not run."""
+    """Main scores of `dotmoe evaluate --tasks` by task; {} if it did not run."""
     found = {}
     for file in sorted(folder.glob("*.json")):
         (main_score,) = (score for score in read_json(file)["scores"] if score["is_main"])

@@ -1,11 +1,11 @@
-"""Gather finished runs from one dense model into a result file, the README's table of it.
+"""Collect finished runs of one dense model into the result file of the README's table.
 
     python scripts/real_model_table.py results/smollm2.json DENSE RUN...
 
-Each RUN is the folder of a `convert --repair` or a `finetune`. What `dotmoe evaluate` measured of
-its export, or of the dense model with `--against`, counts where its `--out` is in the run folder;
-tasks where it is the run folder itself, or DENSE. RUN/bench.json is what `dotmoe bench --json`
-printed of its GGUF file and the dense one.
+Each RUN is the folder of a `convert --repair` or a `finetune`. Results of `dotmoe evaluate` on its
+export, or on the dense model with `--against`, count if their `--out` is in the run folder; for
+tasks, if it is the run folder itself, or DENSE. RUN/bench.json is the output of `dotmoe bench
+--json` for its GGUF file and the dense one.
 """
 
 import sys
@@ -23,13 +23,13 @@ Row = dict[str, Any]
 
 
 def perplexity(measured: Row) -> Row:
-    """By the name of the text."""
+    """Perplexity, keyed by the name of the text."""
     name = Path(measured["text"][0]).name.partition(".")[0]
     return {"perplexity": {name: measured["perplexity"]}}
 
 
 def rows_of(folder: Path, results: Row) -> tuple[Row, list[Row]]:
-    """What a run's files say of the dense model, and rows of what was made of it."""
+    """Dense row from a run's files, and the rows of the models made from it."""
     export, config = ExportRecord.load(folder / "5_export"), results["config"]
     split_share = 1 - export.first_dense_layers / export.num_layers
     active = 1 - split_share * (1 - export.active_fraction)

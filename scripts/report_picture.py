@@ -18,13 +18,13 @@ from PIL.PngImagePlugin import PngInfo
 HEIGHT = 1320
 DESKTOP, PHONE, GAP = 860, 390, 12
 COLOURS = 256
-"""A page has few, and so a picture with few is small."""
+"""Colours of the picture; a page has few, which keeps the file small."""
 
 SAID = r"goes from ([\d.]+) to ([\d.]+):"
-"""The page's sentence on the dense model's perplexity and that of the export."""
+"""The page's sentence with the perplexity of the dense model and of the export."""
 
 SHOWN = ("alignment", "load-of-the-experts", "other-numbers-of-active-experts", "benchmark-tasks")
-"""Sections for the phone, as their anchors; the first that the page has."""
+"""Anchors of sections for the phone; the first that the page has is shown."""
 
 
 def main(page: Path, picture: Path) -> None:
@@ -50,7 +50,7 @@ def main(page: Path, picture: Path) -> None:
         options += [f"--user-data-dir={folder}/profile", wrapper.as_uri()]
         subprocess.run([browser, *options], check=True, capture_output=True, timeout=120)
         image = Image.open(shot).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
-        known = PngInfo()  # a test compares it with the README's figures
+        known = PngInfo()  # a test compares it with the README's numbers
         known.add_text("perplexity", " ".join(re.findall(SAID, source)[0]))
         image.save(picture, optimize=True, pnginfo=known)
     print(f"{picture}: {picture.stat().st_size / 1000:.0f} kB")

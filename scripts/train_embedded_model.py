@@ -1,11 +1,11 @@
-"""Train the small dense Llama that the package carries (`src/dotmoe/embedded`).
+"""Train the small dense Llama that is part of the package (`src/dotmoe/embedded`).
 
     python scripts/train_embedded_model.py --steps 3000 --decay-steps 600
 
 Text: this machine's Python standard library with its test suite; one file in 16 is held out by a
 hash of its path. The schedule is warm-up, constant, linear decay to zero: a run stopped in the
-constant part goes on with `--resume` and a larger `--steps`. Hidden matrices are trained with Muon,
-the rest with AdamW. Every `--save-every` steps the state lands in `--work`; at the end the model is
+constant part resumes with `--resume` and a larger `--steps`. Hidden matrices are trained with Muon,
+the rest with AdamW. Every `--save-every` steps `--work` gets the state; at the end the model is
 written to `--out` in bfloat16, with `training.json` beside it (tokens seen, held-out loss).
 """
 
@@ -125,7 +125,7 @@ def packed_blocks(documents: list[str], tokenizer: transformers.PreTrainedTokeni
 
 @torch.no_grad()
 def heldout_loss(model: nn.Module, blocks: Tensor) -> float:
-    """Mean loss in nats a token over windows of 512 tokens; the first of each is not scored."""
+    """Mean loss in nats per token over windows of 512 tokens, without the first token of each."""
     model.eval()
     batches = torch.split(blocks, 8)
     losses = [float(model(input_ids=rows, labels=rows).loss) * len(rows) for rows in batches]

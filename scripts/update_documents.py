@@ -1,10 +1,10 @@
-"""Write the generated parts of the documents from the JSON under results/; never typed by hand.
+"""Write the generated parts of the documents from the JSON files under results/.
 
     python scripts/update_documents.py            # rewrite
     python scripts/update_documents.py --check    # exit 1 if a document is not current
 
-A part lies between `<!-- generated: NAME -->` and `<!-- end -->`; `PARTS` says what makes it. The
-README files under experiments/ are made as a whole, by experiments/readmes.py.
+A part lies between `<!-- generated: NAME -->` and `<!-- end -->`; `PARTS` has the function that
+makes it. experiments/readmes.py generates the README files under experiments/ as a whole.
 """
 
 import importlib
@@ -47,7 +47,7 @@ def result(name: str) -> dict[str, Any]:
 
 
 def part(table: Table, record: Mapping[str, Any] | None = None, name: str = "") -> str:
-    """A table, and where it comes from."""
+    """A table in Markdown, with its provenance."""
     if record is None:
         return to_markdown(table)
     made = record["provenance"]
@@ -59,7 +59,7 @@ def part(table: Table, record: Mapping[str, Any] | None = None, name: str = "") 
 
 
 def quickstart() -> str:
-    """What the quickstart printed, rendered again from what it wrote."""
+    """Output of the quickstart, rendered again from its result file."""
     record = result("quickstart.json")
     console = Console(file=io.StringIO(), width=96)
     console.print(quickstart_summary(record), soft_wrap=True)
@@ -88,7 +88,7 @@ SPLITS = {
 
 
 def splits() -> str:
-    """Ways to split with the same router start: what each loses frozen, repaired and finetuned."""
+    """Losses of ways to split with the same router start: frozen, repaired and finetuned."""
     record = result("splits.json")
     dense, *rows = over_seeds(record["rows"])
     # With its own router the most energetic neurons run for nearly every token.
@@ -114,12 +114,12 @@ def splits() -> str:
 
 
 def nats(row: Row) -> str:
-    """Nats above dense: mean of the seeds, and their range."""
+    """Nats above dense: mean over seeds, and their range."""
     return f"{row['loss_above_dense']:.3f} ({spread(row)})"
 
 
 def real_model() -> str:
-    """SmolLM2, dense and converted; what was not measured is left out, and all of it without file.
+    """SmolLM2, dense and converted; missing values are left out, and without a file all of it.
 
     The file has `rows`, each with `model`, `training` and any of the keys of the columns below;
     `perplexity` is by text, and `tasks` has a `value` and a `stderr` by task.
@@ -149,7 +149,7 @@ def real_model() -> str:
 
 
 def method_rows(name: str, model: str, text: str, other: str) -> str:
-    """Every kind of method at the parameters that 2:4 leaves, least loss first; "" without file."""
+    """All methods at the parameters that 2:4 leaves, least loss first; "" without a file."""
     if not (ROOT / "results" / name).exists():
         return ""
     record = result(name)
@@ -184,33 +184,33 @@ def method_rows(name: str, model: str, text: str, other: str) -> str:
 
 
 def smollm2_rows() -> str:
-    """SmolLM2, with the six tasks."""
+    """Rows of all methods on SmolLM2, with the six tasks."""
     return method_rows("smollm2_rows.json", "SmolLM2-135M-Instruct", "WikiText-2", "books")
 
 
 def embedded_rows() -> str:
-    """The embedded model, conversions with several seeds."""
+    """Rows of all methods on the embedded model, conversions with several seeds."""
     return method_rows("embedded_rows.json", "The embedded model", "held-out code", "WikiText-2")
 
 
 def mean_score(tasks: Mapping[str, Row]) -> str:
-    """Mean of the tasks, and its standard error."""
+    """Mean accuracy over tasks, and its standard error."""
     values, errors = zip(*((each["value"], each["stderr"]) for each in tasks.values()), strict=True)
     return score({"value": fmean(values), "stderr": math.hypot(*errors) / len(errors)})
 
 
 def score(of_task: Row) -> str:
-    """Percent of the questions, and its standard error."""
+    """Accuracy in percent, and its standard error."""
     return f"{100 * of_task['value']:.1f} ± {100 * of_task['stderr']:.1f}"
 
 
 def cell(row: Row, key: str, form: Callable[[Any], str]) -> str | None:
-    """A value as text, None where it was not measured."""
+    """A value as text, or None if it was not measured."""
     return None if row.get(key) is None else form(row[key])
 
 
 def embedded() -> str:
-    """The embedded model's own record."""
+    """Size, training and loss of the embedded model, from its record."""
     record = json.loads((ROOT / "src/dotmoe/embedded/training.json").read_text(encoding="utf-8"))
     return (
         f"{record['parameters']:,} parameters, trained on {record['tokens_seen']:,} tokens of "
@@ -242,7 +242,7 @@ def stories() -> str:
 
 
 def active_experts() -> str:
-    """Quality of the quickstart's export against k."""
+    """Quality of the quickstart's export at several k."""
     record = result("quickstart_active_experts.json")
     return part(curve_table(record), record, "quickstart_active_experts.json")
 
@@ -267,12 +267,12 @@ def parts(file: str = "smollm2_parts.json") -> str:
 
 
 def trained_repair() -> str:
-    """What training behind the refit is worth on a real model."""
+    """What training after the refit is worth on a real model."""
     return parts("smollm2_trained.json")
 
 
 def decomposition() -> str:
-    """What each thing of the method costs on a real model, and what wins it back."""
+    """What each part of the method costs on a real model, and what recovers it."""
     record = result("smollm2_decomposition.json")
     rows = record["rows"]
     columns: dict[str, Callable[[str], str]] = {"what runs": str}
@@ -285,7 +285,7 @@ def decomposition() -> str:
 
 
 def vllm() -> str:
-    """Exports in a real vLLM beside Transformers."""
+    """Exports in real vLLM, compared with Transformers."""
     record = result("vllm_parity.json")
     columns: dict[str, Callable[[Row], str]] = {
         "export": lambda row: row["export"],
@@ -333,7 +333,7 @@ def repaired() -> str:
 
 
 def smollm2() -> str:
-    """GGUF files of a real model by number format, dense and MoE, beside Transformers."""
+    """GGUF files of a real model by number format, dense and MoE, against Transformers."""
     record = result("smollm2_gguf.json")
 
     def split(row: Row) -> str:
@@ -359,7 +359,7 @@ def smollm2() -> str:
 
 
 def speed() -> str:
-    """Decode and prefill of the d 1024 model, MoE over dense."""
+    """Decode and prefill speed of the model of width 1,024, MoE over dense."""
     cases = result("serving_speed.json")["cases"]
     rows = [(name, point) for name, case in cases.items() for point in case["points"]]
 
@@ -396,7 +396,7 @@ def streaming() -> str:
 
 
 def planner() -> str:
-    """Plans for the paper's models on its machine; estimates, no measurement."""
+    """Plans for the paper's models on its machine; estimated, not measured."""
     no_machine = Accelerator(name="", dtype="float32", flops_per_s=1, bytes_per_s=1, on_cpu=True)
     rows = []
     for name, config in planned_models().items():
@@ -424,7 +424,7 @@ def planner() -> str:
 
 
 def planned_models() -> dict[str, Any]:
-    """Configs of the paper's models; their sizes are public."""
+    """Configs of the paper's models, whose sizes are public."""
     common = {"tie_word_embeddings": False}
     llama = common | {
         "num_hidden_layers": 32,
@@ -460,7 +460,7 @@ def planned_models() -> dict[str, Any]:
 
 
 def planner_check() -> str:
-    """Predicted beside measured steps."""
+    """Predicted and measured times of alignment steps."""
     record = result("planner_check.json")
     columns: dict[str, Callable[[Row], str]] = {
         "shape": lambda row: row["name"] + " (unseen)" * row["unseen"],
@@ -472,12 +472,12 @@ def planner_check() -> str:
 
 
 def gpu_evidence() -> str:
-    """What a GPU is to show, and what it did."""
+    """Goals of the GPU measurements, and their results."""
     return to_markdown(module("benchmarks", "gpu_goals").table(ROOT / "results" / "gpu"))
 
 
 def module(folder: str, name: str) -> Any:
-    """A module in a folder that is no package."""
+    """Import a module from a folder that is not a package."""
     if str(ROOT / folder) not in sys.path:
         sys.path.append(str(ROOT / folder))
     return importlib.import_module(name)
@@ -511,7 +511,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def rendered(text: str) -> str:
-    """A document's text with every generated part made anew."""
+    """Text of a document with every generated part updated."""
     return PART.sub(lambda match: f"{match[1]}{PARTS[match[2]]()}\n{match[3]}", text)
 
 
