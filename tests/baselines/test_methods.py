@@ -143,7 +143,7 @@ def test_dense_layers_stay_dense_and_what_is_saved_is_loaded(inputs_of, tmp_path
     ("method", "changes", "said"),
     [
         ("llama_moe_v2_residual", {"active_experts": 1}, "is 1, but llama_moe_v2_residual needs"),
-        ("random_split", {"shared_size": S}, "random_split does not read shared.*or cmoe"),
+        ("random_split", {"shared_size": S}, "random_split does not use shared.*or cmoe"),
     ],
 )
 def test_a_split_that_a_method_cannot_have_is_refused_in_a_line(method, changes, said):

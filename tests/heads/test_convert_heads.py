@@ -92,7 +92,7 @@ REFUSED = {
     "convert embedded OUT --data TEXT --targets attention --heads-per-expert 4": "divide the 6",
     "convert embedded OUT --data TEXT --targets both --format glm4_moe": "can hold it: dotmoe",
     "convert embedded OUT --data TEXT --format dotmoe": "Set targets",
-    "convert embedded OUT --data TEXT --targets both --method cmoe": "cmoe splits FFNs alone",
+    "convert embedded OUT --data TEXT --targets both --method cmoe": "cmoe splits only FFNs",
     "sweep embedded OUT --data TEXT --eval-text TEXT --targets both --over-active 0.5": "a sweep",
     "compare embedded OUT --eval-text TEXT --targets both --active-params 0.9": "neurons alone",
     "compare embedded OUT --eval-text TEXT --targets both --finetune-steps 2": "neurons alone",

@@ -1,6 +1,6 @@
-"""Other roads to an `ExpertLayout`: training-free splits of published methods, on the same budget.
+"""Baselines: published methods that give an `ExpertLayout` without training, at the same budget.
 
-Each file says what is the rival's and what differs; `contract.py` is what a method has to do.
+Each file describes its method and how ours differs; `contract.py` defines the interface.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,15 +33,15 @@ from dotmoe.progress import Update, no_update
 
 
 class Method(NamedTuple):
-    """A published way to split FFNs, or units of any kind."""
+    """A published method that splits FFNs, or units of any kind."""
 
     split: Callable[[SplitInputs], Iterator[LayerSplit]]
     """Splits the layers of a model one after the other."""
     has_shared_expert: bool = False
     own: Own | None = None
-    """Its own router, where no stock architecture holds that."""
+    """The method's own router, if no stock architecture can hold it."""
     of_any_units: bool = False
-    """It looks at no weights, and so splits query heads as well."""
+    """Whether the method reads no weights, so that it can split query heads as well."""
 
 
 METHODS = {
@@ -56,7 +56,7 @@ METHODS = {
     "expert_weaver": Method(expert_weaver, own=by_shared_and_gates),
     "cmoe": Method(cmoe, has_shared_expert=True, own=by_representatives),
 }
-"""Methods to compare DOT-MoE with, by the name on the command line: a new one is one line here."""
+"""Methods to compare DOT-MoE with, by command-line name; a new one needs one line here."""
 
 if TYPE_CHECKING:
     MethodName = str
@@ -68,14 +68,14 @@ _LAYOUT, _OWN = "layout.safetensors", "own_router.safetensors"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Baseline:
-    """What a method made of a model."""
+    """The result of a method: its layout, and the tensors of its own router if there is one."""
 
     layout: ExpertLayout
     own: dict[str, Tensor] = field(default_factory=dict)
-    """What the method's own router reads, [L, ...], where no export holds it: see `Method.own`."""
+    """Tensors of the method's own router, [L, ...], if no export can hold it: see `Method.own`."""
 
     def save(self, folder: Path) -> None:
-        """Write `layout.safetensors`, and `own_router.safetensors` where there is one."""
+        """Write `layout.safetensors`, and `own_router.safetensors` if there is such a router."""
         self.layout.save(folder / _LAYOUT)
         if self.own:
             save_file(self.own, folder / _OWN)
@@ -88,10 +88,10 @@ class Baseline:
 
 
 def granularity_of(method: str, split: Granularity) -> Granularity:
-    """The split of a method, at the active neurons of `split`.
+    """The split that a method uses, with as many active neurons as `split`.
 
     A method with a shared expert merges half of the k active experts into it, unless `split` has
-    one. Raises a `UserError`: the method cannot have that split.
+    one. Raises a `UserError` if the method does not support the split.
 
     Example:
         >>> granularity_of("cmoe", Granularity(num_experts=16, expert_size=8, active_experts=4))
@@ -103,29 +103,29 @@ def granularity_of(method: str, split: Granularity) -> Granularity:
     if split.targets != "ffn" and not chosen.of_any_units:
         able = [name for name in METHODS if METHODS[name].of_any_units]
         raise UserError(
-            f"{method} splits FFNs alone, but targets asks for experts of heads, too. Choose "
-            f"dot_moe or {', '.join(able)}."
+            f"{method} splits only FFNs, but targets includes attention. Choose dot_moe or "
+            f"{', '.join(able)}."
         )
     if split.shared_size and not chosen.has_shared_expert:
         able = [name for name in METHODS if METHODS[name].has_shared_expert]
         raise UserError(
-            f"{method} does not read shared. Leave it out, or choose dot_moe, {' or '.join(able)}."
+            f"{method} does not use shared. Leave it out, or choose dot_moe, {' or '.join(able)}."
         )
     if split.shared_size or not chosen.has_shared_expert:
         return split
     if active < 2:
         raise UserError(
-            f"active_experts is {active}, but {method} needs one that is shared and one that is "
-            "routed. Choose more active ones."
+            f"active_experts is {active}, but {method} needs one shared and one routed "
+            "expert. Raise active_experts."
         )
     return split.with_shared(active // 2)
 
 
 @torch.no_grad()
 def baseline(method: str, inputs: SplitInputs, on_progress: Update = no_update) -> Baseline:
-    """Layout of a method of `METHODS`: its experts, and its own router or a ridge regression.
+    """Convert by a method of `METHODS`: its experts, with its own router or a ridge regression.
 
-    `inputs.granularity` is what `granularity_of` gave.
+    `inputs.granularity` must come from `granularity_of`.
     """
     split = inputs.granularity
     if split.beside:
@@ -133,7 +133,7 @@ def baseline(method: str, inputs: SplitInputs, on_progress: Update = no_update) 
         return Baseline(layout=joined(baseline(method, p, on_progress).layout for p in parts))
     experts, routers, owns = [], [], []
     for index, (layer, expert_N, router_ED, own) in enumerate(METHODS[method].split(inputs)):
-        if inputs.config.split_router == "ridge":  # to the routed experts, as DOT-MoE's
+        if inputs.config.split_router == "ridge":  # fitted to the routed experts, as in DOT-MoE
             energy_TN = layer.energy()
             energy_TE = expert_sums(energy_TN, expert_N.to(energy_TN.device), split.num_experts)
             router_ED = RidgeRouter(layer.x_TD, inputs.calibrate.ridge)(log_energy(energy_TE))
@@ -157,10 +157,10 @@ def baseline(method: str, inputs: SplitInputs, on_progress: Update = no_update) 
 def routed_by_own(
     method: str, dense: DenseModel, result: Baseline, shares: list[Tensor] | None = None
 ) -> AbstractContextManager[None]:
-    """Inside, `dense.model` is the MoE of the layout's experts under the method's own router.
+    """Within this context, `dense.model` is the layout's MoE, routed by the method's own router.
 
-    For measuring only: no stock architecture holds it. `shares` is given the share of the neurons
-    that run for each token, [T] for every call of a layer; see `active_share`.
+    For measurements only: no stock architecture holds that router. Each call of a layer appends to
+    `shares` the share of the neurons that run for each token, [T]; see `active_share`.
     """
     layout, choose = result.layout, METHODS[method].own
     split = layout.granularity
@@ -178,14 +178,14 @@ def routed_by_own(
 
 
 def active_share(shares: list[Tensor], layers: int) -> dict[str, Any]:
-    """Mean share of the neurons that run, by layer, too, and the deviation of each token's mean."""
+    """Mean share of neurons that run, overall and by layer, and the std of the tokens' means."""
     share_LT = torch.stack([torch.cat(shares[layer::layers]) for layer in range(layers)])
     mean, std = float(share_LT.mean()), float(share_LT.mean(dim=0).std())
     return {"mean": mean, "std": std, "layers": share_LT.mean(dim=1).tolist()}
 
 
 def state_of(layout: ExpertLayout, device: torch.device) -> AlignState:
-    """Affinities that every solver rounds to the layout's own experts, and its routers."""
+    """State whose affinities every solver rounds to the layout's experts, and its routers."""
     if layout.beside:
         return joined(state_of(part, device) for part in parts_of(layout))
     split = layout.granularity

@@ -1,15 +1,15 @@
-"""Neurons by when they are strongest: CMoE's activation markers, shared expert and analytic router.
+"""CMoE: clusters of activation markers, a shared expert and an analytic router.
 
-From the original: activations of unit inputs and unit weight rows; on every token the K_a neurons
-of largest size are marked. Those marked most often make the shared expert. The markers of the most
-marked of the rest are the first centres; neurons go to centres by exact balanced assignment on L1
-distances; centres become means. An expert's representative is the neuron nearest its centre. The
-experts whose representatives' true activations are largest run. Each layer is calibrated behind the
-converted ones.
-Different here: all calibration tokens are read, not the first batch; representatives with rows as
-they are, as in the paper's equation, not of unit length as in the published code. No stock
-architecture holds that router, which is not linear: the layout's is a ridge regression to its
-scores. The bias that balances loads moves in fine-tuning only, so it is left out.
+From the original: with inputs and weight rows scaled to unit length, the K_a neurons of largest
+absolute activation are marked for every token. The neurons marked most often make the shared
+expert. Markers of the most marked of the rest are the first centres; neurons go to centres by exact
+balanced assignment on L1 distances; centres become means. An expert's representative is the neuron
+nearest to its centre. The experts whose representatives' true activations are largest run. Earlier
+layers are converted when a layer is calibrated.
+Different here: all calibration tokens are read, not only the first batch; representatives use
+weight rows as they are, as in the paper's equation, not scaled to unit length as in the published
+code. No stock architecture holds this nonlinear router: the layout's is a ridge regression to its
+scores. The load-balancing bias changes only in finetuning, so it is left out.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,12 +27,12 @@ from dotmoe.moe.masked import gated
 from dotmoe.moe.router import top_k_mask
 
 MARKED = 10
-"""Neurons that count as active for a token (K_a)."""
+"""Number of neurons that are marked as active for a token (K_a)."""
 
 
 @torch.no_grad()
 def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
-    """Split every layer into a shared expert and clusters of markers."""
+    """Split every layer into a shared expert and experts that are clusters of markers."""
     split, k = inputs.granularity, inputs.granularity.active_experts
 
     def converted(index: int) -> AbstractContextManager[None]:
@@ -47,7 +47,7 @@ def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
         marks_TN = _markers(layer)
         order_N = marks_TN.sum(dim=0).argsort(descending=True, stable=True)
         routed = order_N[split.shared_size :]
-        # Most marked first: the first E are the first centres.
+        # The most marked come first: the first E are the first centres.
         marks_NT = marks_TN.T[routed]
         cluster_N = optimal_assignment(_l1_distance(marks_NT, marks_NT[: split.num_experts]))
         centre_ET = means(marks_NT, cluster_N, split.num_experts)
@@ -71,7 +71,7 @@ def _markers(layer: Layer) -> Float[Tensor, "T N"]:
 
 
 def _l1_distance(marks_NT: Tensor, centre_ET: Tensor) -> Float[Tensor, "N E"]:
-    """Sum of |mark - centre| over tokens, for marks of 0 or 1 and centres between."""
+    """Sum of |mark - centre| over tokens, for marks of 0 or 1 and centres in [0, 1]."""
     return marks_NT @ (1 - 2 * centre_ET).T + centre_ET.sum(dim=1)
 
 

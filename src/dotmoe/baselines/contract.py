@@ -1,4 +1,4 @@
-"""The contract of a method, and what several of them compute."""
+"""The interface of a baseline method, and functions that several methods share."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -18,38 +18,38 @@ from dotmoe.moe.objective import IGNORED, distillation_loss, hidden_states, next
 from dotmoe.options import at_least
 
 STARTS, ROUNDS = 4, 20
-"""Of k-means: random starts, of which the best is kept, and rounds of each at most."""
+"""Number of random k-means starts (the best is kept), and maximum rounds of each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaselineConfig:
-    """What the methods other than DOT-MoE can be told, besides calibration_tokens and ridge."""
+    """Options of the methods other than DOT-MoE, besides calibration_tokens and ridge."""
 
     split_router: Literal["own", "ridge"] = "own"
-    """`own`: the router of the method itself (cmoe: a linear fit to it, since no stock architecture
-    holds it). `ridge`: the one that DOT-MoE starts from, fitted to the method's experts."""
+    """`own`: the router of the method itself (for cmoe a linear fit to it, as no stock architecture
+    holds it). `ridge`: the router that DOT-MoE starts from, fitted to the method's experts."""
     router_steps: Annotated[int, at_least(0)] = 0
-    """Steps that a baseline's router is trained, by the alignment phase with the experts fixed; 0:
-    not at all."""
+    """Number of alignment steps that train a baseline's router while its experts stay fixed; 0: no
+    training."""
     lte_steps: Annotated[int, at_least(1)] = 100
-    """Steps of 1,024 calibration tokens in which LTE's gates are trained; for lte."""
+    """Number of steps, of 1,024 calibration tokens each, that train LTE's gates; for lte only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """One FFN, or attention, with what is known of it."""
+    """One layer to split (its FFN or its attention), with its inputs on the calibration tokens."""
 
     ffn: GatedFFN
-    """The layer's FFN, whichever is split."""
+    """The layer's FFN, also when attention is split."""
     x_TD: Tensor
-    """Inputs over the calibration tokens, float32."""
+    """Inputs of the FFN or attention on the calibration tokens, float32."""
     energy: Callable[[], Float[Tensor, "T N"]]
-    """Square of each unit's contribution to the output; only until the next layer."""
+    """Returns the squared contribution of each unit to the output; valid until the next layer."""
     generator: torch.Generator
     """Source of all randomness in this layer, on the CPU."""
 
     def hidden(self) -> Float[Tensor, "T N"]:
-        """H of those inputs (eq:ffn_intermediate), float32."""
+        """FFN activations H of the inputs `x_TD` (eq:ffn_intermediate), float32."""
         return activations(self.ffn, self.x_TD.to(self.ffn.down.weight.dtype))
 
 
@@ -60,23 +60,23 @@ class LayerSplit(NamedTuple):
     expert_of_neuron_N: Int[Tensor, " N"]
     """Expert of each unit, or `ALWAYS_ON` for the shared expert's."""
     router_ED: Float[Tensor, "E D"]
-    """The method's own router, or the closest linear one to it."""
+    """The method's own router, or the linear router that is closest to it."""
     own: Mapping[str, Tensor] = {}
-    """What the method's own router reads, where no export holds it: see `Method.own`."""
+    """Tensors of the method's own router, if no export can hold it: see `Method.own`."""
 
 
 Own = Callable[[Mapping[str, Tensor], Tensor, Tensor, int], Tensor]
-"""A router that no stock architecture holds: what it reads of a layer, the FFN's input [T, D],
-hidden activations [T, N] and k, to the experts that run: 1, else 0, [T, E]."""
+"""A router that no stock architecture holds. From its tensors for a layer, the FFN's input [T, D],
+hidden activations [T, N] and k it computes a mask [T, E]: 1 where an expert runs, else 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitInputs:
-    """What every method gets: the same model, tokens and budget."""
+    """The inputs of every method: the same model, tokens and budget."""
 
     dense: DenseModel
     tokens_BT: Int[Tensor, "B T"]
-    """Calibration text, and no more of it than the method may look at."""
+    """Calibration text: all tokens that the method may read."""
     granularity: Granularity
     """E experts of s units of one target, k of them active, and the shared units."""
     config: BaselineConfig
@@ -86,7 +86,7 @@ class SplitInputs:
     def layers(
         self, converted: Callable[[int], AbstractContextManager[None]] | None = None
     ) -> Iterator[Layer]:
-        """Every layer in order, as of `dotmoe.calibrate.block_inputs`."""
+        """Yield every layer in order, with the inputs from `dotmoe.calibrate.block_inputs`."""
         modules = self.dense.family.layers(self.dense.model)
         inputs = block_inputs(self.dense, self.tokens_BT, self.granularity.target, converted)
         for index, (x_TD, energy) in enumerate(inputs):
@@ -99,7 +99,7 @@ class SplitInputs:
 
 
 def next_token_loss(dense: DenseModel, tokens_BT: Tensor, *, summed: bool = False) -> Tensor:
-    """Next-token cross-entropy of a batch, the mean or the sum, with its gradient."""
+    """Next-token cross-entropy of a batch, its mean or (`summed`) its sum; differentiable."""
     tokens_BT = tokens_BT.long().to(dense.device)
     labels_T = next_token_labels(tokens_BT)
     weight = float((labels_T != IGNORED).sum()) if summed else 1.0
@@ -108,10 +108,10 @@ def next_token_loss(dense: DenseModel, tokens_BT: Tensor, *, summed: bool = Fals
 
 
 def optimal_assignment(cost_NE: Float[Tensor, "N E"]) -> Int[Tensor, " N"]:
-    """Assignment of N items to E experts, N / E each, whose summed cost no other undercuts.
+    """Assignment of N items to E experts, N / E each, with the lowest total cost.
 
-    The rivals do so by Jonker-Volgenant or minimum-cost flow; this is POT's network simplex, with
-    the same optimum. Costs are finite. A `UserError` where POT is not installed.
+    The published methods use Jonker-Volgenant or minimum-cost flow; this uses POT's network
+    simplex, with the same optimum. Costs are finite. Raises a `UserError` without POT.
     """
     require_package("ot", "baselines", "the exact assignment of this method")
     import ot
@@ -130,13 +130,13 @@ def balanced_clusters(
     num_clusters: int,
     generator: torch.Generator,
 ) -> Int[Tensor, " N"]:
-    """Clusters of one size whose items score high, the best of `STARTS`.
+    """Clusters of equal size whose items score high; the best of `STARTS` random starts.
 
-    `score` says how well each item fits each cluster, given the clusters: 1 for members, else 0.
+    `score` maps memberships (1 for members, else 0) to the fit of each item to each cluster.
     """
 
     def from_random_centres() -> tuple[float, Tensor]:
-        """Total score and clusters of one start, when another round makes nothing better."""
+        """Total score and clusters of one start, refined by rounds until one brings no gain."""
         centre_E = torch.randperm(num_items, generator=generator)[:num_clusters]
         score_NE = score(F.one_hot(centre_E, num_items).T.float())
         best = -torch.inf, centre_E
@@ -166,11 +166,11 @@ def balanced_kmeans(
 
 
 def means(features_NF: Tensor, expert_N: Tensor, num_clusters: int) -> Float[Tensor, "E F"]:
-    """Mean of the features of each cluster's items; clusters are of one size."""
+    """Mean feature vector of each cluster; all clusters must have the same size."""
     order = expert_N.argsort(stable=True)
     return features_NF[order].view(num_clusters, -1, features_NF.shape[1]).mean(dim=1)
 
 
 def squared_distance(features_NF: Tensor, centre_EF: Tensor) -> Tensor:
-    """Squared distances less each item's own norm, which no assignment can change."""
+    """Squared distances minus each item's squared norm, which is the same in every assignment."""
     return centre_EF.square().sum(dim=1) - 2 * features_NF @ centre_EF.T

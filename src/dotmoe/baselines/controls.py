@@ -1,16 +1,16 @@
-"""Splits that say what the choice of experts is worth: at random, as stored, and by energy.
+"""Control splits that show what the choice of experts is worth: random, as stored, by energy.
 
 `random_split` is LLaMA-MoE v1's independent random split: every neuron gets one label, every label
-equally often, in random order. Different here: the order has a seed, each layer its own; the random
+equally often, in random order. Different here: each layer's order has its own seed; the random
 router is one linear map, not the two-layer gate with noise, which no stock architecture holds.
 
-`contiguous_split` takes neurons in the order they are stored, s after s: what LLaMA-MoE v2's
+`contiguous_split` makes each expert of s consecutive neurons in stored order, as LLaMA-MoE v2's
 instructions do by default. Different here: random router entries are normal instead of
 Kaiming-uniform, and our plain sum needs no scale factor.
 
-`by_energy` is as near to static pruning as equal experts come: the first expert holds the neurons
-that contribute most on average, and a router row is the mean energy of its expert times the mean
-input, so that the same experts run nearly always. What routing adds is seen beside it.
+`by_energy` is as near to static pruning as experts of equal size come: the first expert holds the
+neurons that contribute most on average, and a router row is the mean energy of its expert times the
+mean input, so that almost always the same experts run. Compare it to see what routing adds.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from dotmoe.baselines.contract import LayerSplit, SplitInputs, means
 
 
 def dealt(inputs: SplitInputs, *, at_random: bool) -> Iterator[LayerSplit]:
-    """Deal every layer's neurons at random, or in runs as they are stored."""
+    """Assign every layer's neurons to experts at random, or in consecutive runs as stored."""
     split, width = inputs.granularity, inputs.granularity.units
     for layer in inputs.layers():
         generator = layer.generator
@@ -32,7 +32,7 @@ def dealt(inputs: SplitInputs, *, at_random: bool) -> Iterator[LayerSplit]:
 
 
 def by_energy(inputs: SplitInputs) -> Iterator[LayerSplit]:
-    """Split every layer into experts of falling mean energy."""
+    """Split every layer into experts of decreasing mean energy."""
     split = inputs.granularity
     for layer in inputs.layers():
         energy_N = layer.energy().mean(dim=0)

@@ -1,16 +1,16 @@
-"""Neurons by how differently texts use them, with more shared ones where few do: ExpertWeaver.
+"""ExpertWeaver: clusters of neurons by their use across texts, with experts that always run.
 
-From the original: a neuron's profile is its mean SiLU(w_gate x) on each of many texts. Its
-coefficient of variation over texts (standard deviation over mean size) says how special it is; the
-share of a layer's neurons over 0.6 says how wide the layer's shared expert is: from 0.7 of the FFN
-where there are none down to 0.2 where all are. Shared are the neurons of largest mean size;
-balanced k-means of the others' profiles makes the experts, whose router rows are their mean gate
-rows.
+From the original: a neuron's profile is its mean SiLU(w_gate x) on each of many texts. A neuron is
+special if its coefficient of variation over texts (standard deviation over mean absolute value)
+exceeds 0.6. The share of special neurons in a layer sets the width of its shared expert: from 0.7
+of the FFN if none is special down to 0.2 if all are. The neurons of largest mean absolute value are
+shared; balanced k-means on the profiles of the others makes the experts, whose router rows are
+their mean gate rows.
 Different here: texts are the sequences of the calibration text (the original has 42 tasks). Layers
-may not differ in a layout, so what is shared are whole experts that always run: a share of the k
-active ones, by the same law for three quarters active, the original's setting, and at least one is
-left to choose. The layout's router is a ridge regression to the scores, of which shared experts
-have the largest.
+of a layout cannot differ in size, so whole experts that always run stand for the shared one: a
+share of the k active experts, by the original's law and its setting of three quarters active; at
+least one is left to the router. The layout's router is a ridge regression to the scores, in which
+shared experts have the largest.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,13 +24,13 @@ from dotmoe.calibrate import RidgeRouter
 from dotmoe.moe.router import top_k_mask
 
 _SPECIAL = 0.6
-"""Coefficient of variation of a special neuron, at least."""
+"""Coefficient of variation above which a neuron is special."""
 _LEAST, _MOST = 0.2 / 0.75, 0.7 / 0.75
-"""Of the active neurons, the share that always run: all neurons special, none special."""
+"""Share of the active neurons that always run: if all neurons are special, if none is."""
 
 
 def expert_weaver(inputs: SplitInputs) -> Iterator[LayerSplit]:
-    """Split every layer into experts that always run, and clusters of profiles."""
+    """Split every layer into experts that always run, and experts that are clusters of profiles."""
     split = inputs.granularity
     for layer in inputs.layers():
         gate_TN = F.silu(layer.ffn.gate(layer.x_TD.to(layer.ffn.gate.weight.dtype))).float()
@@ -40,7 +40,7 @@ def expert_weaver(inputs: SplitInputs) -> Iterator[LayerSplit]:
         special = float((profile_NB.std(dim=1) > _SPECIAL * size_N).float().mean())
         share = _MOST - (_MOST - _LEAST) * special
         shared = min(round(share * split.active_experts), split.active_experts - 1)
-        # The first experts hold the neurons that are largest, and always run.
+        # The first experts hold the neurons of largest mean absolute profile, and always run.
         always = shared * split.expert_size
         order_N = size_N.argsort(descending=True, stable=True)
         expert_N = torch.empty_like(order_N)
@@ -60,6 +60,6 @@ def expert_weaver(inputs: SplitInputs) -> Iterator[LayerSplit]:
 def by_shared_and_gates(
     own: Mapping[str, Tensor], x_TD: Tensor, hidden_TN: Tensor, k: int
 ) -> Tensor:
-    """The experts that always run, and those of largest gate row up to k in all."""
+    """The experts that always run and those with the largest gate scores, k in total."""
     score_TE = x_TD.float() @ own["router"].T
     return top_k_mask(score_TE.masked_fill(own["always"].bool(), torch.inf), k)

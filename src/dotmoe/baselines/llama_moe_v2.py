@@ -1,14 +1,14 @@
-"""Neurons by what the loss would miss on an expert's tokens: LLaMA-MoE v2's gradient split.
+"""LLaMA-MoE v2's gradient split: neurons by their importance to the loss on an expert's tokens.
 
-From the original: k-means on FFN inputs; its centres are the router's rows, used with a dot
-product. A token belongs to the expert of its largest product. Importance of a neuron to an expert:
-the mean over the expert's tokens of |H * dL/dH|, L the next-token loss. Again and again the expert
-with room whose best free neuron is worth most takes it. In the residual form, a shared expert first
-takes the neurons that stand in most experts' lists of their best.
-Different here: clusters of inputs have one size (the original allows 40 % around it); ties between
-neurons that stand in equally many lists go to the larger summed importance; experts are added with
-weight 1 instead of a renormalised softmax times a constant; the dense weights are not trained
-afterwards. A dot product is not the nearest centre; it is what the original runs.
+From the original: k-means on FFN inputs gives centres, which are the router's rows; a token belongs
+to the expert whose row has the largest dot product with its input. The importance of a neuron to an
+expert is the mean over the expert's tokens of |H * dL/dH|, where L is the next-token loss. Experts
+with room take neurons greedily, the most important free one first. In the residual form, a shared
+expert first takes the neurons that are in most experts' lists of their best.
+Different here: clusters of inputs have equal size (the original allows 40 % around it); neurons in
+equally many lists are ordered by summed importance; experts are added with weight 1 instead of a
+renormalised softmax times a constant; the dense weights are not trained afterwards. A dot product
+does not choose the nearest centre; it is what the original runs.
 """
 
 from collections.abc import Iterator
@@ -32,12 +32,12 @@ from dotmoe.transport import greedy_assignment
 
 
 def llama_moe_v2(inputs: SplitInputs) -> Iterator[LayerSplit]:
-    """Split every layer by importance; with shared neurons in `granularity`, the residual form."""
+    """Split every layer by importance, in the residual form if `granularity` has shared neurons."""
     split, num_tokens = inputs.granularity, inputs.tokens_BT.numel()
     if num_tokens < split.num_experts:
         raise UserError(
-            f"calibration_tokens gives {num_tokens} tokens, but llama_moe_v2 needs one at least "
-            f"for each of {split.num_experts} experts. Raise calibration_tokens."
+            f"calibration_tokens gives {num_tokens} tokens, but llama_moe_v2 needs at least "
+            f"one for each of {split.num_experts} experts. Raise calibration_tokens."
         )
     layers, routers, experts = list(inputs.layers()), list[Tensor](), list[Tensor]()
     for layer in layers:
@@ -58,16 +58,16 @@ def llama_moe_v2(inputs: SplitInputs) -> Iterator[LayerSplit]:
 def importance(
     dense: DenseModel, tokens_BT: Tensor, experts: list[Tensor], num_experts: int, rows: int = 4
 ) -> list[Float[Tensor, "N E"]]:
-    """Mean |H * dL/dH| of each neuron over the tokens of each expert, a layer each; 0 without any.
+    """Mean |H * dL/dH| of each neuron over each expert's tokens, for each layer; 0 without tokens.
 
-    L is the summed next-token loss. `experts` has the expert of each token of the text, [T], for
-    each layer; `rows` sequences run at once. Weights get no gradient.
+    L is the summed next-token loss. `experts` holds, for each layer, the expert of each token of
+    the text, [T]; `rows` sequences run at once. Weights get no gradient.
     """
     sums = [torch.zeros(num_experts, dense.widths.ffn, device=e.device) for e in experts]
     hidden: dict[int, Tensor] = {}
 
     def keep(index: int, hidden_BTN: Tensor) -> None:
-        hidden[index] = hidden_BTN.requires_grad_()  # that of a frozen first layer has none
+        hidden[index] = hidden_BTN.requires_grad_()  # H of the frozen first layer has none
 
     layers = dense.family.layers(dense.model)
     downs = {index: dense.family.ffn(layer).down for index, layer in enumerate(layers)}
@@ -85,7 +85,7 @@ def importance(
 
 
 def most_listed(score_NE: Float[Tensor, "N E"], list_length: int) -> Tensor:
-    """Neurons in falling order of how many experts have them among their best `list_length`."""
+    """Neurons by how many experts have them among their `list_length` best, most first."""
     best = score_NE.topk(list_length, dim=0).indices
     listed_N = torch.bincount(best.flatten(), minlength=len(score_NE))
     by_worth = score_NE.sum(dim=1).argsort(descending=True, stable=True)

@@ -1,15 +1,15 @@
-"""Neurons by the directions of their weights, run where a gate is over a half: LTE.
+"""LTE: clusters of neurons by weight direction; an expert runs if its gate exceeds one half.
 
-From the original: balanced k-means of gate rows; one gate an expert, sigmoid(w_e x), independent of
-the others. In the soft stage all experts run, weighted by their gates, and the loss has three
-terms: next token, eta * mean G^2, which makes gates small, and mean 1 / (G - 1/2)^2, which keeps
-them off the threshold. Then an expert runs with weight 1 where its gate is over a half: as many as
-it takes, another number for each token.
+From the original: experts are clusters of gate rows by balanced k-means; each has its own gate G =
+sigmoid(w_e x), independent of the others. In the soft stage all experts run, weighted by their
+gates, and the loss has three terms: next-token cross-entropy; eta * mean G^2, which makes gates
+small; and the mean of 1 / (G - 1/2)^2, which keeps them off the threshold. Then an expert runs with
+weight 1 if its gate exceeds one half, so the number of experts differs from token to token.
 Different here: the dense weights stay as they are (the original trains them in both stages:
-`experiments/lte_stages.py`). eta is not set by hand: a controller moves it, below 0 if need be,
-such that the mean share comes near the budget. The last term is bounded near the threshold, where
-single tokens would be the whole gradient. A gate has no bias, so the k largest of the same rows are
-the layout's router.
+`experiments/lte_stages.py`). eta is not set by hand: a controller moves it, below 0 if needed, so
+that the mean share of experts above the threshold approaches the budget. The last term is bounded
+near the threshold, where single tokens would dominate the gradient. A gate has no bias, so the
+layout's router has the same rows, and the k largest logits run.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,14 +27,14 @@ from dotmoe.moe.masked import gated
 
 THRESHOLD = 0.5
 _SEPARATION, _BOUND = 1e-2, 1e-2
-"""Weight of the term that keeps gates off the threshold, and what is added to (G - 1/2)^2."""
+"""Weight of the term that keeps gates off the threshold, and the constant added to (G - 1/2)^2."""
 _PROPORTIONAL, _INTEGRAL = 5.0, 0.1
-"""Of the controller, on the relative excess of the active share."""
+"""Gains of the controller, which acts on the relative excess of the active share."""
 _RATE, _TOKENS_A_STEP = 3e-3, 1_024
 
 
 def lte(inputs: SplitInputs) -> Iterator[LayerSplit]:
-    """Split every layer as `weight_clusters`, and train the gates of all together."""
+    """Split every layer as `weight_clusters` does, and train the gates of all layers together."""
     split, config = inputs.granularity, inputs.config
     splits = list(weight_clusters(replace(inputs, config=replace(config, split_router="ridge"))))
     if config.split_router == "ridge":
@@ -67,9 +67,9 @@ def soft_stage(
     share: float,
     optimizer: torch.optim.Optimizer,
 ) -> Iterator[dict[str, float]]:
-    """Steps of the soft stage over batches of tokens [B, T], each with its figures.
+    """Take steps of the soft stage over batches of tokens [B, T], and yield the metrics of each.
 
-    `share` of the experts are to be over the threshold in the mean.
+    `share` is the mean share of experts whose gates should be above the threshold.
     """
     gates = list[Tensor]()
 
@@ -94,7 +94,7 @@ def soft_stage(
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step with gradients of norm 1 at most, and forget them."""
+    """Take an optimizer step with the gradient norm clipped to 1, and clear the gradients."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     optimizer.step()
@@ -102,5 +102,5 @@ def stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 def above_threshold(own: Mapping[str, Tensor], x_TD: Tensor, hidden_TN: Tensor, k: int) -> Tensor:
-    """The experts whose gates are over the threshold, however many."""
+    """Mask of the experts whose gates are above the threshold, however many."""
     return (torch.sigmoid(x_TD.float() @ own["router"].T) > THRESHOLD).float()

@@ -1,24 +1,24 @@
-"""MoEfication: neurons by the directions of their weights, or by when they are active together.
+"""MoEfication: neurons clustered by the directions of their weights, or by joint activity.
 
-`weight_clusters` is its parameter clustering and LLaMA-MoE v1's independent clustering: rows of a
-projection of unit length, k-means with clusters of equal size. Different here: rows of the gate
-projection stand for MoEfication's only input projection (v1 takes gate or up), starts are seeded,
-and v1's random gate is left out because MoEfication's is better.
+`weight_clusters` is its parameter clustering and LLaMA-MoE v1's independent clustering: k-means,
+with clusters of equal size, of a projection's rows scaled to unit length. Different here: rows of
+the gate projection stand for MoEfication's only input projection (v1 takes gate or up), starts are
+seeded, and v1's random gate is left out because MoEfication's is better.
 
-`co_activation`: a graph of neurons whose edges count the tokens on which both are active, cut into
-equal parts such that most edge weight stays inside them. Different here: SiLU has no zeros, so a
-neuron counts as active on a token if its |H| is among the share of the token's neurons that the
-budget lets run. The cut is not METIS's: edge weight inside is raised by balanced kernel k-means
-from several seeded starts, then by swapping pairs of neurons (Kernighan and Lin's step) until no
-swap raises it. There is no threshold on the counts, and parts come out equal.
+`co_activation` cuts a graph of neurons, whose edges count the tokens on which both are active, into
+equal parts that keep most edge weight inside them. Different here: SiLU has no zeros, so a neuron
+counts as active on a token if its |H| is among the token's largest, as many as the budget lets run.
+The cut is not METIS's: balanced kernel k-means from several seeded starts raises the edge weight
+inside, then swaps of pairs of neurons (Kernighan and Lin's step) until no swap raises it. There is
+no threshold on the counts, and parts have exactly equal size.
 
-Both have its two routers. By similarity: the cosine of the token with the mean of an expert's unit
-rows; the token's own length changes no order, so it is a linear map and can be exported as it is.
-Trained: Linear, tanh, Linear, one output an expert; the first starts as the mean unit rows of the
-experts, the second as the identity. The target of a token is each expert's summed activation over
-the largest one; binary cross-entropy, Adam with rate 0.01; the k experts of largest output run.
-Different here: SiLU has negative activations, so their sizes are summed; of all passes the one with
-the smallest loss on every tenth token, kept out, is taken (the published code: the second best).
+Both have MoEfication's two routers. By similarity: the cosine of the token with the mean of an
+expert's unit rows; the token's norm does not change the order, so this is a linear map and can be
+exported. Trained: Linear, tanh, Linear, one output per expert; the first starts as the mean unit
+rows of the experts, the second as the identity. Targets are each expert's summed activation over
+the largest one; binary cross-entropy, Adam with rate 0.01; the k largest outputs run. Different
+here: SiLU has negative activations, so absolute values are summed; the pass with the least loss on
+every tenth token, held out, is kept (published code: the second best).
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,9 +43,9 @@ from dotmoe.calibrate import expert_sums
 from dotmoe.moe.router import top_k_mask
 
 _SCREENED = 256
-"""Neurons that are looked at together for gainful swaps."""
+"""Number of neurons that are screened together for swaps that gain."""
 _EPOCHS, _TOKENS_A_STEP, _RATE = 30, 512, 0.01
-"""Of the predictor's training."""
+"""Passes, tokens per step and learning rate of the predictor's training."""
 
 
 def weight_clusters(inputs: SplitInputs) -> Iterator[LayerSplit]:
@@ -70,7 +70,7 @@ def co_activation(inputs: SplitInputs) -> Iterator[LayerSplit]:
 
 
 def _routed(inputs: SplitInputs, layer: Layer, expert_N: Int[Tensor, " N"]) -> LayerSplit:
-    """Experts with the router by similarity, and the trained one unless that is not wanted."""
+    """The split with the router by similarity, and the trained one if `split_router` is `own`."""
     rows_ND = F.normalize(layer.ffn.gate.weight.float(), dim=1)
     router_ED = F.normalize(means(rows_ND, expert_N, inputs.granularity.num_experts), dim=1)
     is_own = inputs.config.split_router == "own"
@@ -79,21 +79,21 @@ def _routed(inputs: SplitInputs, layer: Layer, expert_N: Int[Tensor, " N"]) -> L
 
 
 def co_activation_counts(hidden_TN: Tensor, active_neurons: int) -> Float[Tensor, "N N"]:
-    """Tokens on which both neurons are among the `active_neurons` of largest |H|; diagonal 0."""
+    """Number of tokens with both neurons among the `active_neurons` largest |H|; diagonal 0."""
     is_active_TN = top_k_mask(hidden_TN.abs(), active_neurons)
     return (is_active_TN.T @ is_active_TN).fill_diagonal_(0)
 
 
 def swapped(count_NN: Tensor, expert_N: Tensor, num_experts: int) -> Int[Tensor, " N"]:
-    """The cut after swapping pairs of neurons until no swap raises the weight inside.
+    """The experts after swapping pairs of neurons until no swap raises the edge weight inside them.
 
-    Edge weights are symmetric with diagonal 0.
+    `count_NN` holds edge weights, symmetric with diagonal 0.
     """
     expert_N = expert_N.clone()
     to_NE = _weight_to(count_NN, F.one_hot(expert_N, num_experts))
 
     def gains(rows: Tensor) -> Tensor:
-        """Half of what swapping one of `rows` with any neuron adds to the weight inside, [R, N]."""
+        """Half the gain in inside weight from swapping each of `rows` with each neuron, [R, N]."""
         own_R = expert_N[rows]
         kept_N = to_NE.gather(1, expert_N[:, None]).squeeze(1)
         gain_RN = to_NE[:, own_R].T - kept_N + to_NE[rows][:, expert_N] - kept_N[rows, None]
@@ -102,7 +102,7 @@ def swapped(count_NN: Tensor, expert_N: Tensor, num_experts: int) -> Int[Tensor,
 
     every_N = torch.arange(len(expert_N), device=expert_N.device)
     while True:
-        # Only neurons with a gainful swap are gone through one by one.
+        # Only neurons that some swap could improve are tried one by one.
         gainful = [gains(rows).amax(dim=1) > 0 for rows in torch.split(every_N, _SCREENED)]
         chosen = every_N[torch.cat(gainful)]
         if not len(chosen):
@@ -118,7 +118,7 @@ def swapped(count_NN: Tensor, expert_N: Tensor, num_experts: int) -> Int[Tensor,
 
 
 def _weight_to(count_NN: Tensor, members_NE: Tensor) -> Tensor:
-    """Edge weight of each neuron to each expert's members."""
+    """Summed edge weight from each neuron to each expert's members."""
     return count_NN @ members_NE.to(count_NN)
 
 
@@ -146,7 +146,7 @@ def predictor(layer: Layer, expert_N: Tensor, centre_ED: Tensor) -> dict[str, Te
             adam.step()
         with torch.no_grad():
             reached = float(loss(is_kept_T))
-        if not reached >= least:  # NaN if no token is kept out: then the last pass counts
+        if not reached >= least:  # NaN if no token is held out: then the last pass is kept
             least = reached
             best = {name: weight.detach().clone() for name, weight in weights.items()}
     return best

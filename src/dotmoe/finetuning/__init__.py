@@ -1,4 +1,4 @@
-"""STAGE finetune: recovery training of the converted model, with only the chosen experts run."""
+"""STAGE finetune: recovery training of the converted model, computing only the chosen experts."""
 
 import gc
 import math
@@ -46,40 +46,40 @@ from dotmoe.training.folder import OnStep
 from dotmoe.training.loop import DEFAULT_TRAINING, ParameterGroup, TrainingConfig, train
 
 MODEL, LAYOUT = "model", "layout.safetensors"
-"""What is written into the stage's folder."""
+"""What the stage writes into its folder: a dense checkpoint and a layout."""
 INDEX = "model.safetensors.index.json"
-"""Which file of a checkpoint has which tensor, where there are several."""
+"""File that records which file of a checkpoint holds which tensor, if it has several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneConfig(ObjectiveConfig):
-    """Recovery training. Defaults are the paper's (tab:hyperparams_sft) unless said."""
+    """Options of recovery training. Defaults are the paper's (tab:hyperparams_sft) unless noted."""
 
     train: Literal["everything", "router", "lora", "repair"] = "everything"
-    """everything: all weights and the routers; router: the routers alone; lora: low-rank adapters
-    on experts and attention, and the routers (needs `pip install -e '.[lora]'`); repair: the
-    FFNs layer by layer to the dense model's stream; it reads none of the options of a training."""
+    """everything: all weights and routers; router: only the routers; lora: low-rank adapters on
+    experts and attention, and the routers (needs `pip install -e '.[lora]'`); repair: fit FFNs
+    layer by layer to the dense model's residual stream, which uses no training options."""
     steps: Annotated[int, at_least(1)] = 4578
-    """Optimizer steps. 4578 of 128 x 2048 tokens are the paper's 1.2B tokens."""
+    """Number of optimizer steps. 4578 steps of 128 x 2048 tokens are the paper's 1.2B tokens."""
     batch_size: Annotated[int, at_least(1)] = 128
     lr: Annotated[float, above(0)] = 5e-5
     warmup_ratio: Annotated[float, between(0, 1)] = 0.1
     kl_weight: Annotated[float, at_least(0)] = 0.0
-    """Weight of KL(dense || MoE): distillation from the dense model; 0: none, as in the paper.
-    With `train everything` it needs a second copy of the model."""
+    """Weight of KL(dense || MoE), distillation from the dense model; 0: none, as in the paper. With
+    `train everything` it needs a second copy of the model."""
     z_loss_weight: Annotated[float, at_least(0)] = 0.0
     balance_weight: Annotated[float, at_least(0)] = 1e-4
     lora_rank: Annotated[int, at_least(1)] = 16
-    """Rank of each adapter, which is multiplied by 32 / rank; an expert has one for each of its
-    three projections."""
+    """Rank of each adapter, whose output is scaled by 32 / rank; an expert has one adapter for each
+    of its three projections."""
 
 
 class Student(nn.Module):
     """A model whose split FFNs are experts, read from the dense model's files under FSDP2.
 
-    A rank holds its rows of every tensor (experts are rows), or all of them where it is a group of
-    one. What is trained is float32, and computed with in the dtype of the model: at the paper's
-    rate most updates of a 16-bit weight would be rounded away.
+    A rank holds its rows of every tensor (experts are rows), or all rows if it is alone in its
+    group. Trained parameters are float32, cast to the model's dtype to compute: at the paper's
+    learning rate most updates of a 16-bit weight would be rounded away.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class Student(nn.Module):
         *,
         seed: int,
     ) -> None:
-        """Read this rank's part; a `UserError` names a tensor that is missing or does not fit.
+        """Read this rank's part; raise a `UserError` for a tensor that is missing or does not fit.
 
-        `dense` is on the meta device, in the dtype to compute in, and becomes the student.
+        `dense` is on the meta device, in the dtype of computation, and becomes the student.
         """
         super().__init__()
         device, dtype = torch.device(ranks.device_type), next(dense.model.parameters()).dtype
@@ -116,7 +116,7 @@ class Student(nn.Module):
             ffn.router.requires_grad_(True)
         if ranks.size() > 1 or dtype != torch.float32:  # else there is nothing to divide or to cast
             self._divide(ranks, dtype)
-        # As nn.Module.to_empty does, which would empty buffers and routers, too.
+        # Like nn.Module.to_empty, which would empty buffers and routers, too.
         self._apply(  # type: ignore[no-untyped-call]
             lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
         )
@@ -126,29 +126,29 @@ class Student(nn.Module):
             _start_adapters(model, seed)
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Parameters that are trained, by name."""
+        """Trained parameters by name."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def forward(self, compute: Callable[[], Any]) -> Any:
-        """`compute()` as one forward pass of FSDP."""
+        """Run `compute()` as one forward pass of FSDP."""
         return compute()
 
     def _divide(self, ranks: DeviceMesh, dtype: torch.dtype) -> None:
-        """Divide all weights by FSDP2; a layer is whole only while it runs."""
+        """Shard all weights with FSDP2; a layer is whole only while it runs."""
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for ffn in self.ffns:
             fully_shard(ffn.router, mesh=ranks)  # a group of its own, which stays float32
         for layer in (*self.dense.family.layers(self.model), self):
             fully_shard(layer, mesh=ranks, mp_policy=policy)
         for module in self.modules():
-            if isinstance(module, FSDPModule):  # ranks have parts of a batch: sums, no means
+            if isinstance(module, FSDPModule):  # ranks have parts of a batch: sum, not mean
                 module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)  # gloo has nothing else
+                module.set_force_sum_reduction_for_comms(True)  # gloo supports nothing else
 
     def _read(self, tensors: Tensors, stored: set[str], layout: ExpertLayout) -> None:
-        """Read this rank's rows; of an FFN projection, any neuron of which may be one, all."""
+        """Read this rank's rows, and FFN projections whole, since any neuron may be among them."""
         for name, parameter in self.model.named_parameters():
-            name = name.replace(".base_layer", "")  # PEFT's, around a module with an adapter
+            name = name.replace(".base_layer", "")  # PEFT wraps modules with adapters
             if name in stored:
                 fill_own_rows(parameter, tensors, name)
         for layer, ffn in zip(layout.moe_layers, self.ffns, strict=True):
@@ -165,8 +165,8 @@ def _with_adapters(model: nn.Module, config: FinetuneConfig) -> Any:
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel
 
-    # PEFT adds the products of an expert's three adapters to its weights once a forward pass: that
-    # takes memory for one more copy of the layer's experts. Stacked experts can have no dropout.
+    # Each forward pass, PEFT adds the products of an expert's three adapters to its weights: that
+    # takes memory for one more copy of the layer's experts. It has no dropout for stacked experts.
     of_experts = [name for name, _ in model.named_parameters() if name.endswith("_ESD")]
     lora = LoraConfig(
         r=config.lora_rank,
@@ -182,7 +182,7 @@ def _with_adapters(model: nn.Module, config: FinetuneConfig) -> Any:
 
 
 def _start_adapters(model: nn.Module, seed: int) -> None:
-    """Set first factors to uniform random numbers as PEFT does, second ones to zero."""
+    """Set first factors to uniform random numbers, as PEFT does, and second factors to zero."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -194,9 +194,9 @@ def _start_adapters(model: nn.Module, seed: int) -> None:
 
 
 class Finetuning(Objective):
-    """The sparse model as a student of the text and, with a `kl_weight`, of the dense model.
+    """Training of the sparse model on text and, with a `kl_weight`, to follow the dense model.
 
-    Without a `teacher` that is the student itself with all experts on, without routers or adapters.
+    Without a `teacher`, the student itself teaches, with all experts on and no routers or adapters.
     """
 
     config: FinetuneConfig
@@ -214,7 +214,7 @@ class Finetuning(Objective):
         self.model, self.own_teacher = student, teacher
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        """Routers, and the other weights that are trained, if any."""
+        """The routers, and the other trained weights if there are any."""
         trained = self.model.trained().items()
         routers = [(name, p) for name, p in trained if ".router." in name]
         weights = [(name, p) for name, p in trained if ".router." not in name]
@@ -229,7 +229,7 @@ class Finetuning(Objective):
             return hidden_states(self.own_teacher, tokens_BT), head_of(self.own_teacher)
 
     def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:
-        """See `Objective`; one call of the student: FSDP gathers embedding and head once."""
+        """See `Objective`; one student call, so that FSDP gathers embedding and head only once."""
 
         def forward() -> dict[str, Tensor]:
             by_teacher, tuner = taught, self.model.tuner
@@ -245,16 +245,16 @@ class Finetuning(Objective):
         return losses
 
     def differentiate(self, loss: Tensor, *, is_last: bool) -> None:
-        """See `Objective`; replicas add up their gradients after the last micro-batch alone."""
+        """See `Objective`; replicas sum their gradients only after the last micro-batch."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_all_reduce(is_last)
         super().differentiate(loss, is_last=is_last)
 
     def forget_step(self) -> None:
-        """See `Objective`; a backward pass that was cut off leaves FSDP2 waiting for its end."""
+        """See `Objective`; an interrupted backward pass leaves FSDP2 waiting for its end."""
         super().forget_step()
         if isinstance(self.model, FSDPModule):
-            gc.collect()  # its end takes memory
+            gc.collect()  # ending it takes memory
             self.model.reset_iter_state()
             self.model.set_requires_all_reduce(True)  # gradients go where they are discarded
             self.model._get_fsdp_state()._root_post_backward_final_callback()
@@ -273,23 +273,23 @@ def finetune(
     training: TrainingConfig = DEFAULT_TRAINING,
     on_step: OnStep = lambda step, metrics: None,
 ) -> ExpertLayout:
-    """Train the MoE that the layout makes of a dense model; all ranks together.
+    """Train the MoE that the layout makes of a dense model; all ranks call this together.
 
-    Since the experts partition the neurons, the result is a dense checkpoint with other weights,
-    in the original order of the neurons and in the dtype of its source, and a layout: `folder`
-    receives `model/`, `layout.safetensors`, and what `train` writes. Weights are read from the
-    files of `dense`, which is described; where that is a repaired model, `origin` is the dense one
-    to learn from. `load` says the dtype to compute in, and whether ranks divide the weights.
+    Since the experts partition the neurons, the result is a layout and a dense checkpoint with new
+    weights, in the original order of the neurons and in the dtype of its source: `folder` receives
+    `model/`, `layout.safetensors`, and what `train` writes. Weights are read from the files of
+    `dense`, which may be on the meta device; if that is a repaired model, `origin` is the dense one
+    to learn from. `load` sets the dtype to compute in, and whether ranks shard weights.
 
-    Returns the same experts with trained routers. Raises a `UserError`: see `train`; or the dtype
-    to compute in is float16.
+    Returns the same experts with trained routers. Raises a `UserError` as `train` does, or if the
+    dtype of computation is float16.
     """
     device = resolved_device(load.device)
     dtype = resolved_dtype(load.dtype, device)
     if dtype == "auto":
         dtype = Tensors.of(dense).dtype
     raise_on_all_ranks(lambda: require_trainable(dtype))
-    # Weights, gradients and two moments in float32 are 16 bytes for each that is trained.
+    # Weight, gradient and two moments in float32 are 16 bytes per trained parameter.
     num_bytes = 16 if config.train == "everything" else Tensors.of(dense).dtype.itemsize
     num_bytes *= num_parameters(dense.model)
     shard = num_ranks() > 1 and is_sharded(load.sharding, num_bytes, device)
@@ -313,9 +313,9 @@ def finetune(
 
 @torch.no_grad()
 def write_student(student: Student, layout: ExpertLayout, out: Path) -> ExpertLayout:
-    """Write a dense checkpoint in the original order of neurons; all ranks together.
+    """Write a dense checkpoint in the original order of neurons; all ranks call this together.
 
-    Returns the student's experts with the trained routers, centred as extraction does.
+    Returns the student's experts with the trained routers, centred as in extraction.
     """
     if student.tuner is not None:
         student.tuner.merge_and_unload()
@@ -328,10 +328,10 @@ def write_student(student: Student, layout: ExpertLayout, out: Path) -> ExpertLa
 
 
 def write_weights(dense: DenseModel, out: Path) -> None:
-    """Write a dense checkpoint in place of `out`, a file for each layer; all ranks together."""
+    """Replace `out` by a dense checkpoint, a file per layer; all ranks call this together."""
     if is_rank_zero():
         begin_checkpoint(dense, out)
-    # Not the config's dtype: Transformers sets that to the one in which it loaded the model.
+    # Not the config's dtype: Transformers sets that to the dtype in which it loaded the model.
     dtype, num_files = Tensors.of(dense).dtype, len(dense.family.layers(dense.model)) + 1
     weight_map, total = dict[str, str](), 0
     for number, parts in enumerate(_by_layers(dense), 1):
@@ -349,7 +349,7 @@ def write_weights(dense: DenseModel, out: Path) -> None:
 
 
 def begin_checkpoint(dense: DenseModel, out: Path) -> None:
-    """Make a folder, in place of what is there, with all of a dense checkpoint but its weights."""
+    """Replace `out` by a folder with all files of a dense checkpoint except its weights."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
     for name in ("config.json", "generation_config.json", INDEX):
@@ -359,7 +359,7 @@ def begin_checkpoint(dense: DenseModel, out: Path) -> None:
 
 
 def _by_layers(dense: DenseModel) -> Iterator[dict[str, Tensor]]:
-    """Tensors of each layer by their names in a checkpoint, then all that are in none."""
+    """Yield each layer's tensors by their checkpoint names, then those that are in no layer."""
     rest: dict[str, Tensor] = dict(dense.model.named_parameters())
     for index, layer in enumerate(dense.family.layers(dense.model)):
         prefix, ffn = f"model.layers.{index}.", layer.get_submodule("mlp")
@@ -370,7 +370,7 @@ def _by_layers(dense: DenseModel) -> Iterator[dict[str, Tensor]]:
                 plain_name = dense.family.ffn_tensor(index, projection)
                 name = dense.family.stored(dense.config, plain_name).stored
                 weight = rows_ND.T if projection == "down" else rows_ND
-                # Of a fused projection, the gate's rows come first.
+                # In a fused projection the gate's rows come first.
                 parts[name] = torch.cat([parts[name], weight]) if name in parts else weight
         yield parts
     yield rest

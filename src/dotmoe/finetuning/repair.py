@@ -1,4 +1,4 @@
-"""Repair: W_down and W_O refitted under the masks in closed form, then FFNs trained, by layers."""
+"""Repair by layers: refit W_down and W_O under the masks in closed form, then train the FFNs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,41 +27,41 @@ from dotmoe.progress import Update, no_update
 from dotmoe.training.loop import cosine_with_warmup
 
 FIGURES, _WEIGHTS = "repair.json", "weights.safetensors"
-"""Of the stage what `repair` returns, of a checkpoint the figures of its layer; and its weights."""
+"""Metrics (the stage's, and each layer's in its checkpoint), and a checkpoint's weights."""
 RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
-"""Penalties that are tried, as shares of the mean diagonal of the Gram matrix."""
+"""Penalties to try, as shares of the mean diagonal of the Gram matrix."""
 _TOKENS_AN_INPUT, _HELD_OUT, _LARGEST_WEIGHT = 40, 8, 10.0
 _BATCH, _RATE, _WARMUP = 256, 0.02, 0.1
-"""Of the training: tokens a step, peak rate as a share of a matrix's root mean square, share of the
-steps in which it rises."""
+"""Training: tokens per step, peak learning rate as a share of a matrix's root mean square, and
+share of the steps that warm up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepairConfig:
-    """The refit of W_down of FFNs and W_O of attention, and the training of FFNs behind it."""
+    """Options of a repair: refit W_down of FFNs and W_O of attention, then train the FFNs."""
 
     repair_tokens: Annotated[int, at_least(1)] | None = None
-    """Tokens of training text that a repair is fitted to, at most; they are drawn evenly over the
-    text. Default: 40 for each input of a projection, such as a neuron of an FFN."""
+    """Maximum number of training tokens that a repair is fitted to, drawn evenly over the text.
+    Default: 40 for each input of a projection, such as a neuron of an FFN."""
     repair_active_experts: tuple[Annotated[int, at_least(1)], ...] = ()
-    """Numbers of active experts (k) that a repair serves, all alike; of one target alone. Default:
-    the layout's k."""
+    """Numbers of active experts (k) that a repair is fitted to, all with equal weight; only if one
+    target is split. Default: the layout's k."""
     repair_epochs: Annotated[int, at_least(0)] = 3
-    """Passes over those tokens in which all three projections of each FFN are then trained to the
-    same end, layer by layer; 0: W_down alone, in closed form. Attention has no such training."""
+    """Number of passes over these tokens that train all three projections of each FFN after the
+    refit, layer by layer, to the same end; 0: refit W_down only. Attention is only refitted."""
 
     def tokens(self, split: Granularity, dense_config: Any) -> int:
-        """`repair_tokens`, or the default for the projections of that split."""
+        """Number of tokens: `repair_tokens`, or the default for the projections of that split."""
         inputs = [TARGETS[part.target].inputs(dense_config) for part in parts_of(split)]
         return self.repair_tokens or _TOKENS_AN_INPUT * max(inputs)
 
     def require(self, split: Granularity) -> None:
-        """Raise a `UserError` for a k out of range, or one k for two targets."""
+        """Raise a `UserError` for a k out of range, or if k is given for two targets at once."""
         ks = self.repair_active_experts
         if ks and split.beside:
             raise UserError(
-                f"repair_active_experts is {', '.join(map(str, ks))}, but FFNs and attention have "
-                "k of their own. Leave it out."
+                f"repair_active_experts is {', '.join(map(str, ks))}, but FFNs and attention each "
+                "have their own k. Leave it out."
             )
         if max(ks, default=0) > split.num_experts:
             raise UserError(
@@ -80,14 +80,14 @@ class NormalEquations:
         self.missing = zeros(())
 
     def add(self, hidden_TN: Tensor, missing_TD: Tensor, weight_T: Tensor) -> None:
-        """Add tokens: masked activations z, what the output lacks r, and weights; float32."""
+        """Add tokens: masked activations z, what the output lacks (r), and weights w; float32."""
         weighted_TN = hidden_TN * weight_T[:, None]
         self.gram_NN += weighted_TN.T @ hidden_TN
         self.cross_ND += weighted_TN.T @ missing_TD
         self.missing += (missing_TD.square().sum(1) * weight_T).sum()
 
     def solved(self, ridge: float) -> Float[Tensor, "N D"]:
-        """The solution with a penalty on its square, a share of the mean diagonal, above 0."""
+        """The solution with a penalty on its square: `ridge` (above 0) times the mean diagonal."""
         penalised_NN = self.gram_NN.clone()
         penalised_NN.diagonal().add_(ridge * self.gram_NN.diagonal().mean())
         factor_NN, failed = torch.linalg.cholesky_ex(penalised_NN)
@@ -96,7 +96,7 @@ class NormalEquations:
         return torch.cholesky_solve(self.cross_ND, factor_NN)
 
     def error(self, change_ND: Tensor) -> float:
-        """What dW leaves of the weighted square error of dW = 0: 1 is no gain, less is better."""
+        """Weighted square error with dW, as a share of that with 0: below 1 is a gain."""
         change = ((self.gram_NN @ change_ND - 2 * self.cross_ND) * change_ND).sum()
         return float(1 + change / self.missing) if self.missing else 1.0
 
@@ -104,10 +104,10 @@ class NormalEquations:
 def refit(
     fit: NormalEquations, heldout: NormalEquations, *, whole: bool
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Change of a projection, [N, D], under the penalty best for held-out tokens, and figures.
+    """Change of a projection, [N, D], with the penalty best for held-out tokens, and its metrics.
 
-    It is fitted to the `whole` text, or without held-out tokens, and zero where no penalty gains
-    anything. Figures: `ridge`, None for zero, and `heldout_error` as of `NormalEquations.error`.
+    It is fitted to all tokens if `whole`, else to those not held out; it is zero if no penalty
+    gains. Metrics: `ridge`, None for zero, and `heldout_error` as of `NormalEquations.error`.
     """
     errors = {ridge: heldout.error(fit.solved(ridge)) for ridge in RIDGES}
     ridge = min(errors, key=errors.__getitem__)
@@ -131,21 +131,21 @@ def repair(
 ) -> dict[str, Any]:
     """Refit W_down or W_O of each split layer, so that the masked model follows the dense one.
 
-    Two residual streams go through the layers side by side, the dense model's and that of the
-    masked model as far as it is repaired. Behind each split FFN or attention, ridge regression
-    changes its output projection such that the second comes as close as it can to the first, token
-    by token relative to its size. Every 8th row of text chooses the penalty. With `repair_epochs`
-    Adam then trains all projections of an FFN to the same end on the other rows; a layer that gains
-    nothing on every 8th keeps its refit. A process that was stopped goes on after the layers that
-    are finished, with the same result. `dense` is whole in memory, and the same afterwards.
+    Two residual streams go through the layers side by side: the dense model's, and that of the
+    masked model as repaired so far. After each split FFN or attention, ridge regression changes its
+    output projection so that the second comes as close as it can to the first, token by token
+    relative to its size. Every 8th row of text is held out to choose the penalty. With
+    `repair_epochs`, Adam then trains all projections of an FFN to the same end on the other rows; a
+    layer that gains nothing on held-out rows keeps its refit. A stopped process resumes after the
+    finished layers, with the same result. `dense` is whole in memory, and unchanged afterwards.
 
     `folder` receives `model/`, a dense checkpoint with the new projections in the dtypes of its
     source, `layout.safetensors` and `repair.json`.
 
-    Returns the contents of `repair.json`: `tokens`, `active_experts`, and of each of `layers` (and
-    with attention `target`) what `refit` says, and of a trained FFN the `trained_error`, which is
-    what is left on held-out tokens of the error of the dense weights. Raises a `UserError`: too
-    little text, or a k out of range.
+    Returns the contents of `repair.json`: `tokens`, `active_experts`, and for each of `layers`
+    (and, with attention, each `target`) the metrics of `refit`, and for a trained FFN the
+    `trained_error`: its held-out error relative to that of the dense weights. Raises a `UserError`
+    if there is too little text, or a k is out of range.
     """
     config.require(layout.granularity)
     streams = _Streams(dense, layout, blocks, config)
@@ -191,7 +191,7 @@ def repair(
 
 
 class _Streams:
-    """The residual streams of a dense model and of its masked one."""
+    """The residual streams of a dense model and of its masked model."""
 
     def __init__(
         self, dense: DenseModel, layout: ExpertLayout, blocks: TokenBlocks, config: RepairConfig
@@ -203,18 +203,18 @@ class _Streams:
         wanted = config.tokens(layout.granularity, dense.config)
         tokens_BT, self._num_fitted = _drawn(blocks, wanted)
         rows, num = max(1, TOKENS_AT_ONCE // blocks.seq_len), self._num_fitted
-        # Rows that run at once are all of the fit, or all held out.
+        # Rows that run at once are either all fitted or all held out.
         self._parts = [slice(row, min(row + rows, num)) for row in range(0, num, rows)]
         self._parts += [slice(row, row + rows) for row in range(num, len(tokens_BT), rows)]
         self.num_tokens = tokens_BT.numel()
         self._dense = Stream(dense, tokens_BT, self._parts)
         self.converted = self._dense
-        """That of the masked model."""
+        """The stream of the masked model."""
         self._attended_BTD = torch.empty(0)
-        """The dense stream between attention and FFN of the last layer."""
+        """The dense stream between attention and FFN of the layer it went through last."""
 
     def advance_dense(self, index: int) -> None:
-        """Take the dense stream through a layer; the other one is still before it."""
+        """Advance the dense stream through a layer; the masked model's stays before it."""
         if index == self.maskings[0].first_layer:
             self.converted = self._dense.clone()
         attended: list[Tensor] = []
@@ -226,8 +226,8 @@ class _Streams:
             self._attended_BTD = torch.cat(attended)
 
     def repaired(self, index: int, masking: Masking) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Weights of an FFN or attention that bring the masked stream to the dense one, by their
-        names in it; and the layer's figures.
+        """Weights, by their names, with which an FFN or attention brings the masked stream close to
+        the dense one; and the layer's metrics.
         """
         target, layer, own_k = TARGETS[masking.target], self._layers[index], masking.active_experts
         ks = self._config.repair_active_experts or (own_k,)
@@ -238,7 +238,7 @@ class _Streams:
         weight_BT = self._token_weights(dense_BTD)
         sizes = output.in_features, output.out_features, self._device
         sums = NormalEquations(*sizes), NormalEquations(*sizes)
-        inputs, wanted = dict[int, Tensor](), dict[int, Tensor]()  # of any k, up to rounding
+        inputs, wanted = dict[int, Tensor](), dict[int, Tensor]()  # same for any k, up to rounding
         seen, tapped = dict[int, Tensor](), list[tuple[Tensor, Tensor]]()
         tap = output.register_forward_hook(
             lambda module, args, output: tapped.append((args[0].float(), output.float()))
@@ -281,9 +281,9 @@ class _Streams:
         wanted_TD: Tensor,
         weight_T: Tensor,
     ) -> tuple[dict[str, Tensor], float]:
-        """An FFN's weights, trained where held-out tokens gain, and what is left of their error.
+        """An FFN's weights, trained if held-out tokens gain, and the share of error left on them.
 
-        Steps take the `ks` in turn, and leave the last of them in `masking`.
+        Steps cycle through `ks`; afterwards `masking` has the last of them.
         """
         ffn, norm = TARGETS["ffn"].block(self._layers[index]), self._norm(index, TARGETS["ffn"])
         dense = {name: weight.float() for name, weight in ffn.named_parameters()}
@@ -330,28 +330,28 @@ class _Streams:
         return {name: weight.detach() for name, weight in kept.items()}, left
 
     def _norm(self, index: int, target: Target) -> nn.Module:
-        """What is between a part and the stream, before a residual multiplier."""
+        """The norm (or identity) between a part and the stream, before a residual multiplier."""
         norms_after, layer = self._traits.norms_after, self._layers[index]
         return layer.get_submodule(target.norm_after) if norms_after else nn.Identity()
 
     def _after_attention(self, index: int) -> nn.Module:
-        """What is called with the stream between attention and FFN."""
+        """The module that is called with the stream between attention and FFN."""
         name = "mlp" if self._traits.norms_after else "post_attention_layernorm"
         return self._layers[index].get_submodule(name)
 
     def _token_weights(self, dense_BTD: Tensor) -> Tensor:
-        """1 / mean square of the dense stream, [B, T], over its median and at most 10."""
+        """Token weights [B, T]: 1 / mean square of the stream, over its median and at most 10."""
         parts = [1 / dense_BTD[part].float().square().mean(2) for part in self._parts]
         weight_BT = torch.cat(parts)
         return (weight_BT / weight_BT.median()).clamp(max=_LARGEST_WEIGHT).to(self._device)
 
 
 def _drawn(blocks: TokenBlocks, num_tokens: int) -> tuple[Tensor, int]:
-    """Rows drawn evenly over the text, every 8th of them put last, and how many come before."""
+    """Rows drawn evenly over the text, every 8th (held out) put last; and how many are fitted."""
     if blocks.num_blocks < 2:
         raise UserError(
-            f"the text gives 1 block of {blocks.seq_len} tokens, and a repair needs two: one to "
-            "choose its penalty on. Give more text, or lower seq_len."
+            f"the text gives 1 block of {blocks.seq_len} tokens, but a repair needs two, one of "
+            "them held out to choose its penalty. Give more text, or lower seq_len."
         )
     tokens_BT = blocks.drawn(max(num_tokens, 2 * blocks.seq_len))
     rows = len(tokens_BT)
@@ -360,15 +360,15 @@ def _drawn(blocks: TokenBlocks, num_tokens: int) -> tuple[Tensor, int]:
 
 
 def _before_norm(missing_TD: Tensor, product_TD: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-    """What a product lacks before a norm, as long as its size is what it is; and its size, [T]."""
+    """What a product lacks before a norm, if its size stays what it is; and that size, [T]."""
     scale_T, gain_D = product_TD.square().mean(1).sqrt(), norm.weight.float()
     scale_T = scale_T.clamp_min(float(scale_T.median()) / _LARGEST_WEIGHT + 1e-30)
-    power_D = gain_D.square()  # where it is next to nothing, next to nothing is asked for
+    power_D = gain_D.square()  # damped: a gain near zero asks for next to nothing
     return missing_TD * scale_T[:, None] * gain_D / (power_D + 0.01 * power_D.mean()), scale_T
 
 
 def _write(dense: DenseModel, changed: Mapping[str, Path], out: Path) -> None:
-    """The files of a dense checkpoint with other values of some stored tensors."""
+    """Write a dense checkpoint with new values of some of its stored tensors."""
     begin_checkpoint(dense, out)
     for path in sorted(set(tensor_files(dense.folder).values())):
         tensors = load_file(path)

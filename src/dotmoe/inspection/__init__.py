@@ -1,4 +1,4 @@
-"""What a conversion would give and cost, from the config alone: before anything is paid."""
+"""Estimates of what a conversion would give and cost, from the config alone."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,43 +38,43 @@ from dotmoe.models.family import DenseModel, Multipliers, family_of, meta_model
 from dotmoe.options import at_least, check
 
 EXPORTED = (torch.float32, torch.bfloat16)
-"""Dtypes whose range and spacing hold the scaled routers."""
+"""Dtypes whose range and precision can hold the scaled routers."""
 MANY_LAYERS = 16
-"""From so many on one dense layer costs few parameters; of a model of 5 it did not pay."""
+"""Number of layers from which one dense layer costs few parameters; with 5 it did not pay."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InspectConfig:
-    """What to look at before paying for a conversion."""
+    """Options of an inspection: the model, its split, and the run to plan."""
 
     model: Annotated[Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Local folder, GGUF file or hub name of the dense model; `embedded` is the bundled one."""
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     task: Literal["align", "finetune"] = "align"
-    """What is planned: the alignment, or fine-tuning of what it gave."""
+    """The training to plan: the alignment, or the finetuning of its result."""
     steps: Annotated[int, at_least(0)] | None = None
-    """Optimizer steps of the task, 0 for none. Left out: the paper's; `dotmoe convert` takes none
-    by itself."""
+    """Number of optimizer steps of the task; 0: none. Default: the paper's number, whereas `dotmoe
+    convert` takes none by default."""
     batch_size: Annotated[int, at_least(1)] | None = None
-    """Sequences a step. Left out: the paper's."""
+    """Sequences per step. Default: the paper's number."""
     seq_len: Annotated[int, at_least(1)] = 2_048
-    """Tokens a sequence. Paper: 2,048 (tab:hyperparams_moefication)."""
+    """Tokens per sequence. Paper: 2,048 (tab:hyperparams_moefication)."""
     train: Literal["everything", "router", "lora"] = "everything"
-    """What fine-tuning trains: all weights and the routers, the routers alone, or low-rank
-    adapters on experts and attention and the routers."""
+    """What finetuning trains: all weights and the routers, only the routers, or low-rank adapters
+    on experts and attention together with the routers."""
     device: str = "auto"
-    """Where it would run, and what is measured: cpu, cuda, or auto (a GPU if there is one)."""
+    """Device to plan for and to measure: cpu, cuda, or auto (a GPU if there is one)."""
     gpu: Literal[tuple(ACCELERATORS)] | None = None  # type: ignore[valid-type]
-    """GPU type to plan for. Left out: this machine, and each of them."""
+    """GPU type to plan for. Default: this machine, and every known type."""
     gpus: Annotated[int, at_least(1)] | None = None
-    """GPUs of one node. Left out: 1 and 8."""
+    """GPUs per node. Default: 1 and 8."""
     nodes: Annotated[int, at_least(1)] = 1
-    """Nodes of so many GPUs, joined by InfiniBand."""
+    """Number of nodes with that many GPUs each, joined by InfiniBand."""
     export_dtype: Literal["source", "float32", "bfloat16"] = "source"
     """Dtype of the exported weights, as for convert; `source` keeps the checkpoint's."""
     json: bool = False
-    """Print JSON instead of tables: also what each size is the sum of, and all ways to run that
-    were weighed."""
+    """Print JSON instead of tables, with the items that each size is the sum of, and all ways to
+    run that were compared."""
 
 
 def inspect_model(
@@ -83,8 +83,8 @@ def inspect_model(
     """Sizes, costs and warnings of converting a model of this Hugging Face config, as JSON values.
 
     `stored` is the dtype of its checkpoint. `here` is this machine; None measures it (0.6 s, and as
-    long in float32, if it is not that). Raises a `UserError`: the family is not supported, the
-    split does not fit the model, a size is out of range, or the device is not there.
+    long again in float32 if its dtype is another). Raises a `UserError` if the family is not
+    supported, the split does not fit the model, a size is out of range, or the device is absent.
     """
     check(options)
     is_alignment, device = options.task == "align", resolved_device(options.device)
@@ -163,7 +163,7 @@ def stored_dtype(config: Any, folder: Path) -> torch.dtype:
 
 
 def _warnings(config: Any, sizes: Sizes, options: InspectConfig, refusal: str | None) -> list[str]:
-    """Sentences about one conversion, what the export would refuse first."""
+    """Warnings about one conversion; what the export would refuse comes first."""
     split, widths, traits = sizes.split, sizes.widths, sizes.traits
     of_neurons, served = split.target == "ffn", not sizes.has_heads
     size, active = split.expert_size, split.active_experts
@@ -177,23 +177,23 @@ def _warnings(config: Any, sizes: Sizes, options: InspectConfig, refusal: str | 
             options.export_dtype == "source" and sizes.stored not in EXPORTED
         ),
         f"Export refuses this: {refusal}": refusal is not None,
-        "Some heads of attention run per token, which no server can do: the checkpoint runs in "
-        "Transformers alone, by code of its own (import dotmoe, or trust_remote_code=True). vLLM, "
+        "Only some attention heads run per token, which no server supports: the checkpoint runs "
+        "only in Transformers, with its own code (import dotmoe, or trust_remote_code=True). vLLM, "
         "SGLang and llama.cpp cannot load it, and there is no GGUF of it.": sizes.has_heads,
         f"{active} experts run per token; llama.cpp runs at most {most} of this model, so a GGUF "
-        "of it is refused. Larger experts need fewer.": served and active > most,
+        "of it is refused. With larger experts fewer run.": served and active > most,
         f"Experts have {size} neurons, not a multiple of 64: GPU kernels pad or slow down, and "
         "llama.cpp quantises down_proj in multiples of 32 only.": of_neurons and size % 64 > 0,
-        "SmolLM2-135M kept more with its first layer dense (--first-dense-layers 1) and half of "
-        "what runs always on (--shared).": (
+        "SmolLM2-135M lost less with its first layer dense (--first-dense-layers 1) and half of "
+        "the active neurons always on (--shared).": (
             of_neurons
             and widths.layers >= MANY_LAYERS
             and not (split.first_dense_layers and split.shared_size)
             and not (traits.norms_after or traits.output_bias)  # whose formats hold neither
             and traits.multipliers == Multipliers()
         ),
-        f"Attention slides over {window:,} tokens, which the exported format cannot: its context "
-        f"is lowered from {widths.context:,} to {window:,}, exact up to there.": (
+        f"Attention has a window of {window:,} tokens, and the exported format none: its context "
+        f"is lowered from {widths.context:,} to {window:,}, and exact up to that length.": (
             served and window < widths.context
         ),
     }
@@ -201,7 +201,7 @@ def _warnings(config: Any, sizes: Sizes, options: InspectConfig, refusal: str | 
 
 
 def _refusal(config: Any, split: Granularity, written: torch.dtype, source: str) -> str | None:
-    """Why no format can hold such a conversion, as the export says it; raised if none is split."""
+    """The export's reason why no format can hold this, or None; raised if no layer is split."""
     dense = DenseModel(model=meta_model(config), family=family_of(config), source=source)
     try:
         format_for(dense, split, "auto", written)

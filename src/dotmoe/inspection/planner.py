@@ -1,8 +1,8 @@
-"""Where and how a conversion would run: does it fit, how fast, how long.
+"""Plan where and how a conversion would run: whether it fits, how fast, how long.
 
-A step takes products of matrices, and bytes that other operations read and write, counted in passes
-over the model width, the FFN width and the vocabulary; how many passes a forward makes is fitted to
-measured steps, and a backward makes twice as many. Nothing overlaps within a device.
+The time of a step is that of its matrix products, and of the bytes that other operations move,
+counted in passes over the model width, the FFN width and the vocabulary. The passes of a forward
+are fitted to measured steps; a backward makes twice as many. Nothing overlaps within a device.
 """
 
 from bisect import bisect_right
@@ -18,26 +18,26 @@ from dotmoe.finetuning.repair import RIDGES
 from dotmoe.inspection.sizes import FLOAT32, Sizes, Step, step_memory
 
 ROUTED_PASSES = 3
-"""Over the input of an expert, once for each of k: it is gathered, and the outputs are summed."""
+"""Memory passes over an expert's input, for each of k: inputs are gathered, outputs summed."""
 ASSIGNMENT_BYTES = 190
-"""Per entry of A and step: Newton's method, rounding, implicit gradient, plan's gradient."""
+"""Bytes per entry of A and step: Newton's method, rounding, implicit gradient, plan's gradient."""
 ADAM_BYTES = 40
-"""Per trainable entry: clipping reads the gradient twice; AdamW reads four and writes three."""
+"""Bytes per trained entry: clipping reads the gradient twice; AdamW reads four and writes three."""
 USABLE_SHARE = 0.9
-"""Of a GPU's memory; the rest is for the framework, the allocator and an error of the estimate."""
+"""Share of a GPU's memory to use; the rest is for framework, allocator and errors of estimates."""
 AS_FAST = 0.99
 """Share of the highest speed that still counts as the highest."""
 LINK_SHARE = 0.7
-"""Of a link's rate that collectives are assumed to reach."""
+"""Share of a link's rate that collectives are assumed to reach."""
 MOST_GPUS = 1_024
-"""Beyond which no number of GPUs is looked for."""
+"""Largest number of GPUs that is tried."""
 
 
 class Efficiency(NamedTuple):
-    """Shares of a device's rates that a step reaches, and how often operations pass over memory.
+    """Shares of a device's rates that a step reaches, and passes of its operations over memory.
 
-    A layer's forward passes over the model width and the FFN width (masks and routers included),
-    the distillation loss with its gradient over the logits of a token.
+    `width` and `neurons` count passes of a layer's forward (masks and routers included),
+    `vocabulary` those of the distillation loss and its gradient over the logits of a token.
     """
 
     products: float
@@ -48,18 +48,18 @@ class Efficiency(NamedTuple):
 
 
 ON_CPU = Efficiency(products=0.95, moved=0.65, width=31, neurons=13, vocabulary=44)
-"""Fitted to measured steps."""
+"""Efficiency of CPUs, fitted to measured steps."""
 ON_GPU = Efficiency(products=0.65, moved=0.75, width=56, neurons=5, vocabulary=60)
-"""Assumed, not measured."""
+"""Efficiency of GPUs, assumed, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accelerator:
     """A machine to plan for: this one, measured, or a GPU type as its vendor describes it.
 
-    Rates are of matrix products in `dtype` (measured on large ones, or the dense tensor-core peak)
-    and of its memory, read and written; those of links are of one direction: to the other GPUs of
-    its node (NVLink, or PCIe), and to other nodes (its share of the node's InfiniBand).
+    Rates are those of matrix products in `dtype` (measured on large ones, or the dense tensor-core
+    peak) and of memory reads and writes. Link rates are for one direction: to the other GPUs of its
+    node (NVLink, or PCIe), and to other nodes (its share of the node's InfiniBand).
     """
 
     name: str
@@ -74,7 +74,7 @@ class Accelerator:
 
     @property
     def efficiency(self) -> Efficiency:
-        """What a step reaches of its rates."""
+        """The share of its rates that a step reaches."""
         return ON_CPU if self.on_cpu else ON_GPU
 
     @property
@@ -100,11 +100,11 @@ ACCELERATORS = {
         ("l40s", 362, 48, 0.864, 32, 25),
     )
 }
-"""GPU types: TFLOP/s in bfloat16, memory in GB, its TB/s, GB/s of link and network by vendors."""
+"""GPU types by vendors' data: bfloat16 TFLOP/s, memory in GB, its TB/s, link and network GB/s."""
 
 
 def measured_here(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.3) -> Accelerator:
-    """This machine: square matrices multiplied for about so long, and memory copied as long."""
+    """This machine, measured by matrix products and memory copies, for about `seconds` each."""
     on_cpu = device.type == "cpu"
     width, entries = (512, 1 << 24) if on_cpu else (8_192, 1 << 28)
     # Varied entries: a GPU multiplies constants faster than it would real data.
@@ -129,15 +129,15 @@ def measured_here(device: torch.device, dtype: torch.dtype, *, seconds: float = 
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`bfloat16`, not `torch.bfloat16`."""
+    """Short name of a dtype: `bfloat16`, not `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def products(step: Step) -> dict[str, int]:
     """FLOP of the matrix products of one step on one GPU, by part.
 
-    A backward costs one forward for the activations and, where all weights are trained, one more
-    for the weights. Of attention the whole square counts. An alignment runs teacher and student.
+    A backward costs one forward for the activations and, if all weights are trained, one more for
+    the weights. Attention counts the whole square. An alignment runs teacher and student.
     """
     sizes, counts, widths = step.sizes, step.sizes.counts, step.sizes.widths
     tokens, trains_all = step.part(step.batch_size) * step.seq_len, step.train == "everything"
@@ -155,11 +155,11 @@ def products(step: Step) -> dict[str, int]:
 
 
 def repair_flops(sizes: Sizes, tokens: int, epochs: int) -> int:
-    """FLOP of a repair on so many tokens as if all were in float32; those in float64 count twice.
+    """FLOP of a repair on `tokens` tokens as if all were in float32; those in float64 count twice.
 
     The dense stream goes through the layers once and the masked one twice. The Gram matrix and its
-    solutions are of the inputs of a projection. A pass of training costs 7/3 forwards of the FFN,
-    whose input needs no gradient.
+    solutions have the size of a projection's inputs. A pass of training costs 7/3 forwards of the
+    FFN, whose input needs no gradient.
     """
     counts, width = sizes.counts, sizes.widths.model
     streams = 3 * 2 * (counts.attention_and_norms + counts.ffn_total) * tokens
@@ -172,7 +172,7 @@ def repair_flops(sizes: Sizes, tokens: int, epochs: int) -> int:
 
 
 def moved(step: Step, passes: Efficiency) -> dict[str, int]:
-    """Bytes that operations other than products read and write in one step on one GPU, by part."""
+    """Bytes that all but matrix products read and write in one step on one GPU, by part."""
     sizes, widths, tokens = step.sizes, step.sizes.widths, step.part(step.batch_size) * step.seq_len
     layer = passes.width * widths.model + passes.neurons * step.neurons
     logits = passes.vocabulary * widths.vocabulary
@@ -181,7 +181,7 @@ def moved(step: Step, passes: Efficiency) -> dict[str, int]:
         optimizer += ADAM_BYTES * sizes.counts.routers
     else:
         layer += ROUTED_PASSES * sizes.split.active_experts * widths.model
-        logits //= 2  # of one model, not two
+        logits //= 2  # logits of one model, not two
         optimizer = ADAM_BYTES * (step.part(step.trained) if step.sharded else step.trained)
     forward = tokens * step.held * widths.layers * layer
     return {
@@ -195,7 +195,7 @@ def moved(step: Step, passes: Efficiency) -> dict[str, int]:
 def seconds(step: Step, machine: Accelerator) -> dict[str, float]:
     """Time of one step by part, without communication: products / (u_p F) + moved / (u_m B).
 
-    F and B are the rates of the device, u the shares of them.
+    F and B are the rates of the device, u_p and u_m the shares of them that a step reaches.
     """
     share, flops = machine.efficiency, products(step)
     return {
@@ -208,10 +208,10 @@ def seconds(step: Step, machine: Accelerator) -> dict[str, float]:
 def traffic(step: Step) -> int:
     """Bytes that one GPU exchanges in a step: weights gathered, and gradients reduced.
 
-    Sharded layers are gathered for teacher, student and backward of every micro-batch, or for
-    forward and backward. An alignment reduces the plan's gradient to the owner of each layer.
-    Fine-tuning sums gradients on every GPU; those of sharded weights, to their owner only, but of
-    every micro-batch.
+    For every micro-batch, sharded layers are gathered for teacher, student and backward, or (in
+    finetuning) for forward and backward. An alignment reduces the plan's gradient to the owner of
+    each layer. Finetuning sums gradients on every GPU; those of sharded weights only on their
+    owner, but for every micro-batch.
     """
     sizes, times = step.sizes, -(-step.part(step.batch_size) // step.micro_batch_size)
     layers = step.held * sizes.widths.layers * sizes.layer_parameters
@@ -223,11 +223,11 @@ def traffic(step: Step) -> int:
 
 
 def plan(step: Step, machine: Accelerator, gpus: int, nodes: int, *, tokens: int) -> dict[str, Any]:
-    """What is recommended for a run of so many tokens on nodes of so many GPUs, as JSON values.
+    """Recommend how to run on `tokens` tokens on `nodes` nodes of `gpus` GPUs, as JSON values.
 
-    `choices` are the ways to run, whole before sharded weights and both before checkpointing, at
-    the largest micro-batch. `recommended` is the fastest that fits, or an earlier one that is as
-    fast; where none fits it is None, as are the hours, and `gpus_needed` says on how many one does.
+    `choices` are the ways to run at the largest micro-batch: whole weights, sharded ones, and both
+    with checkpointing. `recommended` is the fastest that fits, or an earlier one that is as fast;
+    if none fits it is None, as are the hours, and `gpus_needed` is how many GPUs would do.
     """
     ranks, choices = gpus * nodes, []
     step = replace(step, held=machine.held, on_cpu=machine.on_cpu)
@@ -258,7 +258,7 @@ def plan(step: Step, machine: Accelerator, gpus: int, nodes: int, *, tokens: int
 def _on_machine(step: Step, machine: Accelerator, gpus: int, nodes: int) -> dict[str, Any]:
     """Memory of each GPU by item, and seconds of a step by part, as JSON values.
 
-    Communication hides behind computing as far as that lasts.
+    Communication overlaps with computation as far as that lasts.
     """
     parts, memory = seconds(step, machine), step_memory(step)
     if step.ranks > 1:
@@ -282,7 +282,7 @@ def _on_machine(step: Step, machine: Accelerator, gpus: int, nodes: int) -> dict
 
 
 def most_at_once(step: Step, machine: Accelerator) -> int:
-    """The largest micro-batch with which a step fits on each GPU; 0: none does."""
+    """The largest micro-batch with which a step fits on each GPU; 0 if none fits."""
 
     def memory(size: int) -> int:
         return sum(step_memory(replace(step, micro_batch_size=size)).values())

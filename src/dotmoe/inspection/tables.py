@@ -9,7 +9,7 @@ from dotmoe.tables import Table, in_bytes, in_time, table_of, to_rich
 
 
 def render(record: Values) -> RenderableType:
-    """A record of `inspect_model`: what would be made of the model, its cost, and warnings."""
+    """Render a record of `inspect_model`: the conversion, its cost, and warnings."""
     before = [_model(record), counts_table(record["counts"]), _sizes(record)]
     after = [_plans(record["run"], record["plans"])] if record["plans"] else []
     if record["warnings"]:
@@ -43,7 +43,7 @@ def _model(record: Values) -> Table:
 
 
 def counts_table(counts: Values, title: str = "") -> Table:
-    """Those of `ParameterCounts` that are there; each weight once, however often it is stored."""
+    """Table of the `ParameterCounts` given; each weight counts once, however often it is stored."""
     whole = " (whole)" if counts.get("heads_total") else ""
     names = {
         "dense_total": "dense model",
@@ -77,7 +77,7 @@ def _sizes(record: Values) -> Table:
     }
     title = f"memory and disk (estimated; weights in {record['here']['held']} bytes each)"
     total = {"size": lambda key: in_bytes(record[f"{key}_total"])}
-    note = "--json has what each is the sum of."
+    note = "--json lists the items of each size."
     return table_of(names, {title: lambda key: names[key], **total}, note=note)
 
 
@@ -87,13 +87,13 @@ def _repair(record: Values) -> str:
     return (
         f"on {here['name']}, {here['dtype']} (estimated; measured "
         f"{here['flops_per_s'] / 1e12:,.3g} TFLOP/s, {here['bytes_per_s'] / 1e9:,.3g} GB/s):\n"
-        f"  repair, as by default: {tokens:,} tokens, {record['repair_flops']:.2e} "
-        f"FLOP, most in float32: {in_time(here['hours_repair'])}\n"
+        f"  default repair: {tokens:,} tokens, {record['repair_flops']:.2e} "
+        f"FLOP, mostly in float32: {in_time(here['hours_repair'])}\n"
     )
 
 
 def _plans(run: Values, plans: list[Values]) -> Table:
-    """What is recommended on each machine, how fast that is and how long it takes."""
+    """The recommended way to run on each machine, its speed and how long it takes."""
     rows = []
     for plan in plans:
         if way := plan["recommended"]:
@@ -105,13 +105,13 @@ def _plans(run: Values, plans: list[Values]) -> Table:
             needed = plan["gpus_needed"] if plan["origin"] != "measured" else None
             why = f"needs {needed} of them" if needed else "does not fit"
             rows.append([_machine(plan), why, *[""] * 5])
-    task = {"align": "alignment, not by default,", "finetune": "fine-tuning"}[run["task"]]
+    task = {"align": "alignment (optional)", "finetune": "finetuning"}[run["task"]]
     return Table(
         title=f"{task} of {run['tokens']:,} tokens (estimated; GPUs with weights in 2 bytes each, "
-        "from quoted figures, of which shares are assumed, not measured)",
+        "at assumed shares of the rates that vendors quote, not measured)",
         columns=("on", "weights", "at once", "memory", "tokens/s", "time", "GPU h"),
         rows=rows,
-        note="--json has all ways that were weighed, and where memory and time of each go.",
+        note="--json lists all ways that were compared, with memory by item and time by part.",
     )
 
 

@@ -1,6 +1,6 @@
-"""Other ways to a cheaper model: published methods that prune, each a row beside the conversions.
+"""Published pruning methods: other ways to a cheaper model, compared with the conversions.
 
-Each file says what is the rival's and what differs; `contract.py` is what a method has to do.
+Each file describes its method and how ours differs; `contract.py` defines the interface.
 """
 
 import time
@@ -27,23 +27,23 @@ from dotmoe.pruning.slicegpt import require_norms_before, sliced, slicegpt
 from dotmoe.pruning.whole_layers import shortgpt, sleb
 
 FIGURES, TENSORS = "pruning.json", "tensors.safetensors"
-"""What `prune` returns, and what is kept in place of a checkpoint, in the stage's folder."""
+"""Files in the stage's folder: what `prune` returns, and tensors kept instead of a checkpoint."""
 
 
 class Method(NamedTuple):
-    """A published way to prune a model."""
+    """A published pruning method."""
 
     prune: Callable[[PruneInputs], Pruned]
-    """Changes the model that it is given."""
+    """Prunes the model in place."""
     require: Callable[[DenseModel, torch.device], None] = lambda dense, device: None
-    """Raises a `UserError` where the method does not fit a model, be it without weights, or the
-    device that is to hold it."""
+    """Raises a `UserError` if the method does not fit the model, which may be without weights, or
+    the device that will hold it."""
     is_fixed: bool = False
-    """Whether it removes the same whatever the budget."""
+    """Whether the method removes the same at any budget."""
     is_trained: bool = False
-    """Whether it takes steps on training text, with a seed."""
+    """Whether the method trains on training text, with a seed."""
     applied: Callable[..., AbstractContextManager[None]] | None = None
-    """Where no stock checkpoint can hold it: inside, the model computes it by `Pruned.tensors`."""
+    """If no stock checkpoint holds the result: within this context the model uses `tensors`."""
 
 
 PRUNING = {
@@ -60,7 +60,7 @@ PRUNING = {
     "shortgpt": Method(shortgpt),
     "sleb": Method(sleb),
 }
-"""Methods by the name on the command line: a new one is one line here."""
+"""Pruning methods by command-line name; a new one needs one line here."""
 
 if TYPE_CHECKING:
     PruningName = str
@@ -70,14 +70,14 @@ else:
 
 @torch.no_grad()
 def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
-    """Prune a model by a method of `PRUNING`, to as many parameters as are wanted if it can.
+    """Prune a model by a method of `PRUNING`, to the wanted number of parameters if it can.
 
-    `folder` receives `model/`, a stock checkpoint in the dtype of the dense one, or in its place
-    `tensors.safetensors`, and `pruning.json`.
+    `folder` receives `pruning.json`, and `model/`, a stock checkpoint in the dtype of the dense
+    one, or instead of it `tensors.safetensors`.
 
-    Returns the contents of `pruning.json`: `parameters` that work on a token and that are `stored`,
-    `calibration_tokens` read, `seconds` without reading and writing models, `plan`. Raises a
-    `UserError`: the method does not fit the model.
+    Returns the contents of `pruning.json`: the numbers of `parameters` that work on a token, of
+    those `stored` and of `calibration_tokens` read, `seconds` without reading and writing models,
+    and `plan`. Raises a `UserError` if the method does not fit the model.
     """
     chosen, total, started = PRUNING[method], num_parameters(inputs.dense.model), time.monotonic()
     chosen.require(inputs.dense, inputs.dense.device)

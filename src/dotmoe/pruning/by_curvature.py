@@ -1,18 +1,18 @@
-"""Rows and columns of single matrices that the loss turns on least: K-OBD and LLM Surgeon.
+"""K-OBD and LLM Surgeon: remove the rows and columns of matrices that affect the loss least.
 
 The curvature of the loss at a linear map W is taken as the Kronecker product of two sums over
-tokens: A of x x^T, with a 1 behind x for a bias, and G of g g^T, where g is the slope of a window's
-mean next-token loss at the map's output. Rows and columns of all maps of the decoder layers, each
-map on its own, go below one threshold of cost, the highest within the budget, in 40 shots of equal
-size; before each the curvature is that of the model as it is then. Parameters are counted as if
+tokens: A of x x^T, with a 1 appended to x for a bias, and G of g g^T, where g is the gradient of a
+window's mean next-token loss at the map's output. Rows and columns of all maps of the decoder
+layers, each map on its own, are removed below one threshold of cost, the highest within the budget,
+in 40 shots of equal size; before each the curvature is computed anew. Parameters are counted as if
 every map were cut; the checkpoint holds zeros.
 
-K-OBD (optimal brain damage) is the control of the LLM Surgeon's authors: row r costs
-w_r A w_r^T G_rr / 2, column c w_c^T G w_c A_cc / 2, and nothing changes but to zero. LLM Surgeon
-(optimal brain surgeon), without its interleaved low-rank training, damps both factors by 1 % of
-their mean diagonal: row r costs w_r A w_r^T / [G^-1]_rr / 2, column c w_c^T G w_c / [A^-1]_cc / 2.
-The best change of the rest under G x A is, for columns, the least-squares fit of what the others
-read, and for rows the same with G; both are taken from the same weight, and added.
+K-OBD (optimal brain damage) is the control of the LLM Surgeon's authors: row r costs w_r A w_r^T
+G_rr / 2, column c w_c^T G w_c A_cc / 2, and the rest does not change. LLM Surgeon (optimal brain
+surgeon), without its interleaved low-rank training, damps both factors by 1 % of their mean
+diagonal: row r costs w_r A w_r^T / [G^-1]_rr / 2, column c w_c^T G w_c / [A^-1]_cc / 2. The best
+change of the rest under G x A is, for columns, the least-squares fit of the removed ones' inputs by
+the kept ones', and for rows the same with G; both are computed from the same weight, and added.
 """
 
 import math
@@ -45,34 +45,34 @@ from dotmoe.tables import in_bytes, in_time
 SHOTS = 40
 
 Pair = tuple[Tensor, Tensor]
-"""Of what a map reads and of what it writes, in this order: factors A and G, costs, what stays."""
+"""A pair for a map's columns and rows, in this order: factors A and G, costs, or kept masks."""
 
 
 def k_obd(inputs: PruneInputs) -> Pruned:
-    """Remove rows and columns by their own curvature."""
+    """Remove rows and columns by their own curvature; the rest does not change."""
     return _in_shots(inputs, damage, lambda weight_OI, factors, kept: weight_OI)
 
 
 def damage(weight_OI: Tensor, factors: Pair) -> Pair:
-    """Costs of columns and rows where nothing makes up for them."""
+    """Costs of columns and rows if nothing compensates for them."""
     column_I, row_O = _quadratics(weight_OI, factors)
     return column_I * factors[0].diagonal() / 2, row_O * factors[1].diagonal() / 2
 
 
 def llm_surgeon(inputs: PruneInputs) -> Pruned:
-    """Remove rows and columns by what the loss would be behind the best change of the rest."""
+    """Remove rows and columns by the loss after the best change of the rest, which is applied."""
     return _in_shots(inputs, damage_left, moved)
 
 
 def damage_left(weight_OI: Tensor, factors: Pair) -> Pair:
-    """Costs of columns and rows behind the best change of the rest."""
+    """Costs of columns and rows after the best change of the rest."""
     inverse_I, inverse_O = (damped_inverse(factor).diagonal() for factor in factors)
     column_I, row_O = _quadratics(weight_OI, factors)
     return column_I / inverse_I / 2, row_O / inverse_O / 2
 
 
 def moved(weight_OI: Tensor, factors: Pair, kept: Pair) -> Tensor:
-    """The weight whose kept columns and rows make up for the others."""
+    """The weight whose kept columns and rows compensate for the removed ones."""
     by_columns_OI = made_up(weight_OI, factors[0], kept[0])
     return by_columns_OI + made_up(weight_OI.T, factors[1], kept[1]).T - weight_OI
 
@@ -88,14 +88,14 @@ def _in_shots(
     costs_of: Callable[[Tensor, Pair], Pair],
     updated: Callable[[Tensor, Pair, Pair], Tensor],
 ) -> Pruned:
-    """Remove rows and columns by their costs; weights have the bias as last column, in float64."""
+    """Remove rows and columns by cost; weights are float64 with the bias as their last column."""
     maps = linears_of(inputs.layers)
     sizes = [size for each in maps for size in _sizes(each)]
     total = sum(math.prod(_sizes(each)) for each in maps)
     rank, bound = torch.zeros(sum(sizes), device=inputs.dense.device), -math.inf
 
     def above(bound: float) -> list[Pair]:
-        """Which columns and rows of each map have a rank above."""
+        """Masks of the columns and rows of each map whose ranks are above the bound."""
         stays = torch.split(rank > bound, sizes)
         return list(zip(stays[::2], stays[1::2], strict=True))
 
@@ -111,10 +111,10 @@ def _in_shots(
         factors, costs = curvature(inputs), list[Tensor]()
         for each, pair, (columns_I, rows_O) in zip(maps, factors, above(bound), strict=True):
             column_I, row_O = costs_of(*_in_float64(each, pair))
-            column_I[each.in_features :] = math.inf  # the bias is no column of its own
+            column_I[each.in_features :] = math.inf  # the bias is never removed
             costs += [column_I.where(columns_I, -math.inf), row_O.where(rows_O, -math.inf)]
-        # Many cost nothing, such as a gate's row for a neuron that nothing reads any more. By their
-        # places in the order, first those that are gone, they go one by one within the budget.
+        # Many cost nothing, such as a gate's row for a neuron that nothing reads any more. Ranks,
+        # with removed ones first, let them go one by one within the budget.
         cost = torch.cat(costs)
         rank = cost.argsort(stable=True).argsort().double().where(cost < math.inf, math.inf)
         bound = threshold([rank], removed, inputs.excess * (shot + 1) // SHOTS)
@@ -129,7 +129,7 @@ def _in_shots(
 
 
 def _estimate(inputs: PruneInputs, costs_of: Callable[[Tensor, Pair], Pair]) -> str:
-    """What all shots take, from one window and the costs by it; an update takes as long."""
+    """Estimated work and time of all shots, from one window; updates count as much as costs."""
     times, windows = [time.monotonic()], inputs.tokens_BT
     factors = curvature(replace(inputs, tokens_BT=windows[:1]))
     times.append(time.monotonic())
@@ -137,27 +137,27 @@ def _estimate(inputs: PruneInputs, costs_of: Callable[[Tensor, Pair], Pair]) -> 
         costs_of(*_in_float64(each, pair))
     times.append(time.monotonic())
     seconds = SHOTS * (len(windows) * (times[1] - times[0]) + 2 * (times[2] - times[1]))
-    work = f"{SHOTS} times the curvature of {windows.numel():,} tokens"
+    work = f"curvature computed {SHOTS} times on {windows.numel():,} tokens"
     return f"{work}, about {in_time(seconds / 3_600)}"
 
 
 def require_memory(dense: DenseModel, device: torch.device) -> None:
-    """Refuse a model whose factors the device cannot hold."""
+    """Raise a `UserError` if the device cannot hold the factors of the model."""
     maps = linears_of(dense.family.layers(dense.model))
     sizes = [size for each in maps for size in _sizes(each)]
-    # All factors, one in float64 three times over, and the model.
+    # All factors, three float64 copies of the largest, and the model.
     weights = sum(each.nbytes for each in dense.model.parameters())
     needed = 4 * sum(size**2 for size in sizes) + 24 * max(sizes) ** 2 + weights
     held = memory_of(device)
     if needed > held:
         raise UserError(
-            f"k_obd and llm_surgeon need {in_bytes(needed)} for the curvature of this model, and "
-            f"there are {in_bytes(held)} of memory. Leave them out, or choose a larger machine."
+            f"k_obd and llm_surgeon need {in_bytes(needed)} for this model's curvature, but the "
+            f"device has {in_bytes(held)} of memory. Leave them out, or choose a larger machine."
         )
 
 
 def curvature(inputs: PruneInputs) -> list[Pair]:
-    """A and G of all maps of the decoder layers, in float32, by one backward pass a window."""
+    """Factors A and G of all maps of the decoder layers, float32, by one backward pass a window."""
     sums = dict[nn.Linear, Pair]()
     for each in linears_of(inputs.layers):
         reads, writes = (torch.zeros(n, n, device=inputs.dense.device) for n in _sizes(each))
@@ -183,11 +183,11 @@ def curvature(inputs: PruneInputs) -> list[Pair]:
 
 
 def _sizes(linear: nn.Linear) -> tuple[int, int]:
-    """Columns, that of the bias among them, and rows."""
+    """Numbers of columns, including the bias, and of rows."""
     return linear.in_features + (linear.bias is not None), linear.out_features
 
 
 def _in_float64(linear: nn.Linear, factors: Pair) -> tuple[Tensor, Pair]:
-    """A map's weight with the bias as its last column, and its factors."""
+    """A map's weight with the bias as its last column, and its factors, in float64."""
     parts = [linear.weight] if linear.bias is None else [linear.weight, linear.bias[:, None]]
     return torch.cat(parts, dim=1).double(), (factors[0].double(), factors[1].double())

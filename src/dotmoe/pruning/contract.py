@@ -1,4 +1,4 @@
-"""The contract of a method that prunes, and what several of them compute."""
+"""The interface of a pruning method, and functions that several methods share."""
 
 import math
 from bisect import bisect_right
@@ -18,44 +18,44 @@ from dotmoe.progress import Update, no_update
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PruneInputs:
-    """What every method gets: the same model, tokens and budget."""
+    """The inputs of every method: the same model, tokens and budget."""
 
     dense: DenseModel
-    """In memory; the method changes it, without gradients unless it turns them on."""
+    """The model, in memory; the method changes it, with gradients off unless it enables them."""
     tokens_BT: Int[Tensor, "B T"]
     """Calibration text, int64."""
     wanted: int
-    """Parameters that are to work on one token, counted as `ParameterCounts.active`."""
+    """Number of parameters to keep active per token, counted as `ParameterCounts.active`."""
     batch: Callable[[int], Int[Tensor, "B T"]]
-    """Training text of a step, for a method that is trained; so are the next two."""
+    """Returns the training text of a step. It, `steps` and `seed` are for methods that train."""
     steps: int = 0
     seed: int = 0
     on_progress: Update = no_update
     log: Callable[[str], None] = lambda text: None
-    """Shows a line."""
+    """Shows the user a line of text."""
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers."""
+        """The decoder layers of the model."""
         return self.dense.family.layers(self.dense.model)
 
     @property
     def excess(self) -> int:
-        """Parameters to remove."""
+        """Number of parameters to remove."""
         return num_parameters(self.dense.model) - self.wanted
 
 
 class Pruned(NamedTuple):
-    """What a method took out of the model that it was given."""
+    """What a method removed from its model."""
 
     removed: int
-    """Parameters that work on no token any more, by the plan: a zero may be there by chance."""
+    """Number of parameters removed, by the plan; weights that are zero by chance do not count."""
     plan: dict[str, Any]
-    """What was removed, as JSON values."""
+    """What was removed, or what was kept, as JSON values."""
     config: dict[str, Any] | None = None
-    """What has another value in the config of the checkpoint."""
+    """Values that differ in the config of the checkpoint."""
     tensors: dict[str, Tensor] | None = None
-    """What is kept in place of a checkpoint, where none can hold the result."""
+    """Tensors kept instead of a checkpoint, if no checkpoint can hold the result."""
 
 
 def linears_of(module: nn.Module) -> list[nn.Linear]:
@@ -64,7 +64,7 @@ def linears_of(module: nn.Module) -> list[nn.Linear]:
 
 
 def threshold(scores: Iterable[Tensor], removed: Callable[[float], int], most: int) -> float:
-    """The highest score such that, without it and all below it, at most so many parameters go."""
+    """The highest score such that dropping all up to it removes at most `most` parameters."""
     order = torch.cat(list(scores)).sort().values.tolist()
     number = bisect_right(order, most, key=removed)
     return float(order[number - 1]) if number else -math.inf
@@ -73,11 +73,11 @@ def threshold(scores: Iterable[Tensor], removed: Callable[[float], int], most: i
 def refusing(
     has: Callable[[DecoderTraits], bool], why: str
 ) -> Callable[[DenseModel, torch.device], None]:
-    """What raises a `UserError` for a model whose family has such traits, and says why."""
+    """A check that raises a `UserError`, with `why`, if `has` is true of a model's family."""
 
     def require(dense: DenseModel, _: torch.device) -> None:
         if has(dense.family.traits(dense.config)):
-            raise UserError(f"{dense.config.model_type} has {why}. Leave it out.")
+            raise UserError(f"{dense.config.model_type} has {why}. Leave the method out.")
 
     return require
 
@@ -89,10 +89,10 @@ def backward(
     after: Callable[[], None] = lambda: None,
     of_weights: bool = True,
 ) -> None:
-    """Gradients of the next-token loss of each row of the calibration text, summed; of matrices.
+    """Add up, over the rows of the calibration text, gradients of the next-token loss for matrices.
 
-    So many rows run at once; `after` is called behind each such step. Without weights, only what
-    depends on the residual stream has gradients.
+    `rows` of them run at once; `after` is called after each such batch. Without `of_weights`, only
+    what depends on the residual stream has gradients.
     """
     model: Any = inputs.dense.model
     for parameter in inputs.layers.parameters():
@@ -110,18 +110,18 @@ def backward(
 def damped_inverse(moment_II: Float[Tensor, "I I"]) -> Float[Tensor, "I I"]:
     """Inverse of a moment X^T X with 1 % of its mean diagonal added to the diagonal."""
     mean, moment_II = float(moment_II.diagonal().mean()), moment_II.clone()
-    moment_II.diagonal().add_(0.01 * mean or 1e-30)  # what is all zero has an inverse, too
+    moment_II.diagonal().add_(0.01 * mean or 1e-30)  # an all-zero moment has an inverse, too
     factor_II, failed = torch.linalg.cholesky_ex(moment_II)
     if failed:
         raise UserError(
-            "the inputs of a linear map are no finite numbers, so it cannot be pruned by them. "
+            "the inputs of a linear map are not finite, so it cannot be pruned by them. "
             "Load the model with --dtype float32."
         )
     return torch.cholesky_inverse(factor_II)
 
 
 def made_up(weight_OI: Tensor, moment_II: Tensor, kept_I: Tensor) -> Float[Tensor, "O I"]:
-    """Weight whose kept columns make up for the others, which are zero: damped least squares."""
+    """Weight whose kept columns compensate for the others, now zero, by damped least squares."""
     inverse_CI = damped_inverse(moment_II)[~kept_I]
     lost_CI: Tensor = torch.linalg.solve(inverse_CI[:, ~kept_I], inverse_CI)
     return (weight_OI - weight_OI[:, ~kept_I] @ lost_CI) * kept_I

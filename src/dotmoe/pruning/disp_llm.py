@@ -1,15 +1,15 @@
-"""DISP-LLM: what of the residual stream attention and FFN read and write, learned by masks.
+"""DISP-LLM: learned masks on the stream features that attention and FFN read and write.
 
-The published method: in each layer five selections, of the features that attention reads and
+The published method: each layer has five selections, of the features that attention reads and
 writes, of those that the FFN reads and writes, and of its neurons; the stream keeps its width, so
-they need not agree. A network makes their logits from fixed random inputs: a bidirectional GRU, a
-norm, GELU, and one linear map a selection. A gate is sigmoid((logit + 3 + g) / 0.4) with Gumbel
-noise g; only that network is trained, by AdamW, on the next-token loss of the softly gated model
-plus 6 |ln(R / p)|, where R is the share of the layers' weights that a second sample keeps, rounded
-with the gradient of the unrounded, and p the wanted one. Here one threshold over all logits meets
-the budget in the end, in place of one more sample, and leaves no selection empty; neurons are gated
-once, not in both branches. Biases stay but those of attention's output. No stock config holds
-selections that differ: the checkpoint holds zeros.
+selections need not agree. A network computes their logits from fixed random inputs: a bidirectional
+GRU, a norm, GELU, and one linear map per selection. A gate is sigmoid((logit + 3 + g) / 0.4) with
+Gumbel noise g; only the network is trained, by AdamW, on the next-token loss of the softly gated
+model plus 6 |ln(R / p)|: R is the share of the layers' weights that a second sample keeps, rounded
+with the gradient of the unrounded one, and p the wanted share. Here one threshold over all logits
+meets the budget in the end, instead of one more sample, and leaves no selection empty; neurons are
+gated once, not in both branches. All biases stay except those of attention's output. No stock
+config can describe such selections, so the checkpoint holds zeros.
 """
 
 import math
@@ -31,7 +31,7 @@ _LR, _WEIGHT_DECAY = 1e-3, 0.05
 
 
 class _Network(nn.Module):
-    """Logits of every selection."""
+    """The network that computes the logits of every selection."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class _Network(nn.Module):
 
 
 def disp_llm(inputs: PruneInputs) -> Pruned:
-    """Learn the selections, and set to zero what they leave out."""
+    """Learn the selections, and set to zero all weights outside them."""
     dense, size = inputs.dense, inputs.dense.widths.model
     widths = [size, size, size, dense.widths.ffn, size] * dense.widths.layers
     if inputs.excess <= 0:
@@ -77,7 +77,7 @@ def disp_llm(inputs: PruneInputs) -> Pruned:
 
 
 def kept_parameters(dense: DenseModel, selected: Sequence[Any]) -> Any:
-    """Weights of the layers that work, given how much each selection of each layer keeps."""
+    """Number of layer weights that are kept, given how much each selection of each layer keeps."""
     kept = 0
     for _, reading, output, five in _by_layer(dense, selected):
         reads, writes, ffn_reads, neurons, ffn_writes = five
@@ -88,7 +88,7 @@ def kept_parameters(dense: DenseModel, selected: Sequence[Any]) -> Any:
 
 @torch.enable_grad()
 def _trained(inputs: PruneInputs, network: nn.Module, whole: int) -> list[Tensor]:
-    """Logits of every selection."""
+    """Logits of every selection, from the trained network."""
     dense, model = inputs.dense, cast(Any, inputs.dense.model)
     optimizer = torch.optim.AdamW(network.parameters(), lr=_LR, weight_decay=_WEIGHT_DECAY)
     wanted = math.log(max(1, whole - inputs.excess) / whole)
@@ -113,10 +113,10 @@ def _gate(logits: Tensor) -> Tensor:
 
 @contextmanager
 def gated(dense: DenseModel, gates: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, what each selection of each layer chooses from is multiplied by its gate."""
+    """Within this context, the features of each selection are multiplied by its gates."""
 
     def weigh(gate: Tensor, *called: Any) -> Tensor:
-        """Weigh what a module was called with before it runs, or what it gave behind it."""
+        """Multiply a module's input (before it runs) or its output (after) by the gate."""
         x: Tensor = called[-1]
         return x * gate.to(x.dtype)
 
@@ -133,7 +133,7 @@ def gated(dense: DenseModel, gates: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _by_layer(dense: DenseModel, selections: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Each layer, the maps by which attention reads, that of its output, and five selections."""
+    """Yield each layer, attention's input and output projections, and its five selections."""
     for index, layer in enumerate(dense.family.layers(dense.model)):
         attention: Any = layer.get_submodule("self_attn")
         reading = [each for each in linears_of(attention) if each is not attention.o_proj]

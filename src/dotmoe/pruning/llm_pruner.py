@@ -1,13 +1,13 @@
-"""LLM-Pruner: groups of attention heads and of FFN neurons that the loss depends on least.
+"""LLM-Pruner: remove the groups of attention heads and FFN neurons that affect the loss least.
 
 The published block-wise method with first-order importance: a group is one key-value head with its
-query heads, or one neuron; its score the sum of |w dL/dw| over all its weights, for the next-token
-loss L of the calibration text; in every layer but the first L/8 and the last L/16 the same share of
-the groups of each kind goes, the lowest first. No weight changes but to zero. The published code
-reads ten samples of 64 tokens and, where query heads share keys, adds the scores of heads that do
-not belong together; here all calibration tokens are read and heads belong to the keys they use. At
-least one head stays. Layers come to differ in width, which no stock config can say: the checkpoint
-holds zeros.
+query heads, or one neuron; its score is the sum of |w dL/dw| over all its weights, for the
+next-token loss L of the calibration text. Every layer but the first 1/8 and the last 1/16 loses the
+same share of its groups of each kind, the lowest scores first. The other weights do not change. The
+published code reads ten samples of 64 tokens and, where query heads share keys, adds the scores of
+heads that do not belong together; here all calibration tokens are read and heads belong to the keys
+they use. At least one head stays. Layers end up with different widths, which no stock config can
+describe, so the checkpoint holds zeros.
 """
 
 from typing import NamedTuple
@@ -21,11 +21,11 @@ from dotmoe.pruning.contract import Pruned, PruneInputs, backward, refusing
 
 
 class Kind(NamedTuple):
-    """Groups of one kind in a layer, all of one size."""
+    """The groups of one kind in a layer, all of equal size."""
 
     groups: int
     members: dict[str, int]
-    """Tensors that each group has an equal part of, and in which dimension."""
+    """Names of the tensors that groups share equally, and along which dimension."""
 
 
 def llm_pruner(inputs: PruneInputs) -> Pruned:
@@ -59,7 +59,7 @@ require_separate_heads = refusing(
 
 
 def removed_parameters(dense: DenseModel, idle: Int[Tensor, "*M"]) -> Int[Tensor, "*M"]:
-    """Parameters that go where `idle` of the neurons and as large a share of the heads do."""
+    """Number of parameters removed with `idle` of the neurons and as large a share of the heads."""
     of_a_layer = torch.zeros_like(idle)
     for kind in kinds_of(dense):
         size = sum(part.numel() for part in grouped(dense, 0, kind).values()) // kind.groups
@@ -73,7 +73,7 @@ def _touched(dense: DenseModel) -> range:
 
 
 def kinds_of(dense: DenseModel) -> tuple[Kind, Kind]:
-    """Key-value heads with their query heads, and neurons."""
+    """The two kinds of groups: key-value heads with their query heads, and neurons."""
     rows = [f"self_attn.{name}_proj.{part}" for name in "qkv" for part in ("weight", "bias")]
     heads = dict.fromkeys(rows, 0) | {"self_attn.o_proj.weight": 1}
     ffn = {"mlp.gate_proj.weight": 0, "mlp.up_proj.weight": 0, "mlp.down_proj.weight": 1}
@@ -85,13 +85,13 @@ def _kept(kind: Kind, idle: Int[Tensor, "*M"], num_neurons: int) -> Int[Tensor, 
 
 
 def grouped(dense: DenseModel, index: int, kind: Kind, slopes: bool = False) -> dict[str, Tensor]:
-    """What the groups of a layer have of each of their tensors, or of its gradient, [G, ...]."""
+    """Each tensor of a layer's groups, or (`slopes`) its gradient, divided by group: [G, ...]."""
     named, parts = dict(dense.model.named_parameters()), dict[str, Tensor]()
     for name, dimension in kind.members.items():
         place = dense.family.stored(dense.config, f"model.layers.{index}.{name}")
         parameter = named.get(place.stored)
         tensor = parameter.grad if parameter is not None and slopes else parameter
-        if tensor is not None:  # there may be no bias, and it has no gradient
+        if tensor is not None:  # a bias may not exist, and has no gradient
             rows = tensor.detach()[slice(*(place.rows or (None,)))].movedim(dimension, 0)
             parts[name] = torch.unflatten(rows, 0, (kind.groups, -1))
     return parts

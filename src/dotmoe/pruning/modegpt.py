@@ -1,13 +1,13 @@
-"""MoDeGPT: each module of a layer is cut by the decomposition that fits it, without gradients.
+"""MoDeGPT: cut each module of a layer by a decomposition that fits it, without gradients.
 
-The published method. All moments are of the dense model. Of an FFN the neurons of largest ridge
-leverage C (C + lambda)^-1 in the moment C of their activations stay, and W_down is refitted to them
-(Nystrom). Of queries and keys, pairs of features that rotate together stay by the product of their
-norms behind the rotation (CR), pooled over the queries of a key. Values and outputs of a key-value
-head become the best joint map of lower rank, by two SVDs. Shares of each module that layers lose
-are as softmax(-s) of their block influence s, but at most 0.8. Here the SVDs are taken by the
-moment of the values, which has the bias in it; lambda and the ridge of the refit are 1 % of C's
-mean diagonal. No stock config holds widths that differ: the checkpoint holds zeros.
+The published method. All moments are of the dense model. An FFN keeps the neurons of largest ridge
+leverage C (C + lambda)^-1 in the moment C of their activations, and W_down is refitted to them
+(Nystrom). Queries and keys keep the pairs of jointly rotated features with the largest product of
+norms after the rotation (CR), pooled over the queries of a key. Values and outputs of a key-value
+head become the best joint map of lower rank, by two SVDs. The share of each module that a layer
+loses is proportional to softmax(-s) of its block influence s, but at most 0.8. Here the SVDs use
+the moment of the values, bias included; lambda and the ridge of the refit are 1 % of C's mean
+diagonal. No stock config can describe widths that differ, so the checkpoint holds zeros.
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ require_plain_heads = refusing(
 
 
 def joint_rank(moment_WW: Tensor, output_RWD: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Maps of a head's values to K numbers and back that change its R queries' output least."""
+    """Maps of a head's values to K features and back that change its R queries' output least."""
     energy_W, axes_WW = torch.linalg.eigh(moment_WW)
     scale_W = energy_W.clamp_min(1e-10 * energy_W[-1].clamp_min(1e-30)).sqrt()
     back_WW = axes_WW * scale_W
@@ -68,7 +68,7 @@ def joint_rank(moment_WW: Tensor, output_RWD: Tensor, rank: int) -> tuple[Tensor
 
 
 def _modules(dense: DenseModel) -> Tensor:
-    """Of FFN, query-key and value-output: parameters for each of a width, the width, its step."""
+    """For FFN, query-key and value-output: parameters per unit of width, the width, its step."""
     size, bias = dense.widths.model, int(dense.family.traits(dense.config).qkv_bias)
     queries, keys = dense.config.num_attention_heads, dense.config.num_key_value_heads
     rotated, width = (queries + keys) * (size + bias), head_dim(dense.config)
@@ -78,7 +78,7 @@ def _modules(dense: DenseModel) -> Tensor:
 
 @contextmanager
 def _moments(dense: DenseModel, index: int) -> Iterator[dict[str, Any]]:
-    """Inside, moments of what runs through a layer, in float64: all that the cuts need."""
+    """Within this context, collect the moments of a layer that its cuts need, in float64."""
     moments: dict[str, Any] = {}
     layer, before = dense.family.layers(dense.model)[index], dense.config._attn_implementation
 

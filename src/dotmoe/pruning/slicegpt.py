@@ -1,12 +1,12 @@
-"""SliceGPT: the residual stream is rotated to its principal axes and cut to the first of them.
+"""SliceGPT: rotate the residual stream to its principal axes, and keep only the first of them.
 
-The published method rotates weights with the PCA of the stream at the embedding, behind every
-attention and behind every FFN but the last, each taken with all cuts before it, and cuts them to
-the same width everywhere; every addition to the stream gets a matrix from the axes before to those
-behind. Here the weights stay and the stream is projected on the axes at these places, which gives
-the same logits; parameters are counted as if the weights were cut. No stock architecture has those
-matrices, so there is no checkpoint. The published code takes the mean off each embedding, which
-suits LayerNorm alone; that is left out.
+The published method rotates weights with the PCA of the stream at the embedding, after every
+attention and after every FFN but the last, each computed with all earlier cuts in place, and cuts
+them to one width everywhere; every addition to the stream gets a matrix from the axes before to
+those after it. Here the weights stay and the stream is projected onto the axes at these places,
+which gives the same logits; parameters are counted as if the weights were cut. No stock
+architecture has those matrices, so there is no checkpoint. The published code subtracts each
+embedding's mean, which suits only LayerNorm; that is left out.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,14 +23,14 @@ from dotmoe.pruning.contract import Pruned, PruneInputs, refusing
 
 
 def slicegpt(inputs: PruneInputs) -> Pruned:
-    """Axes of the stream at each place, as many as come nearest to the budget."""
+    """Find the axes of the stream at each place, as many as come nearest to the budget."""
     dense, size = inputs.dense, inputs.dense.widths.model
     counts = {width: sliced_parameters(dense, width) for width in (*range(8, size, 8), size)}
     width = min(counts, key=lambda width: abs(counts[width] - inputs.wanted))
     stream, axes = Stream(dense, inputs.tokens_BT), list[Tensor]()
 
     def cut(index: int) -> None:
-        """Axes of the first place that has none, which that layer comes by."""
+        """Add axes for the first place that has none, which the stream passes in this layer."""
         moment_DD = torch.zeros(size, size, dtype=torch.float64, device=dense.device)
 
         def see(hidden_BTD: Tensor) -> None:
@@ -45,7 +45,7 @@ def slicegpt(inputs: PruneInputs) -> Pruned:
     last = len(inputs.layers) - 1
     cut(0)
     for index in range(last + 1):
-        for _ in range(1 if index == last else 2):  # behind attention, behind FFN
+        for _ in range(1 if index == last else 2):  # after attention, after FFN
             cut(index)
         with sliced(dense, axes):
             stream.advance(index)
@@ -56,7 +56,7 @@ def slicegpt(inputs: PruneInputs) -> Pruned:
 
 require_norms_before = refusing(
     lambda traits: traits.norms_after,
-    "norms behind attention and FFN, and slicegpt needs them before",
+    "norms after attention and FFN, but slicegpt needs them before",
 )
 
 
@@ -64,10 +64,10 @@ require_norms_before = refusing(
 def sliced(
     dense: DenseModel, axes_SDK: Sequence[Tensor] | Tensor, see: Any = None
 ) -> Iterator[None]:
-    """Inside, the stream is projected on the axes of each place, of which the last may be missing.
+    """Within this context, the stream is projected onto the axes of each place that has them.
 
-    Places are the embedding, then behind attention and FFN of each layer but the last FFN; `see` is
-    given the stream at the first place that has no axes.
+    Places are the embedding, then after attention and after FFN of each layer except the last FFN;
+    the last places may have no axes. `see` is called with the stream at the first such place.
     """
     layers = dense.family.layers(dense.model)
     factor = dense.family.traits(dense.config).multipliers.residual
@@ -103,7 +103,7 @@ def sliced(
 
 
 def sliced_parameters(dense: DenseModel, width: int) -> int:
-    """Parameters of the model cut to a width, with each layer's two matrices and an uncut head."""
+    """Parameters of the model cut to a width, with two matrices in each layer and an uncut head."""
     size, layers = dense.widths.model, dense.family.layers(dense.model)
     total = (width + size) * dense.widths.vocabulary
     for index, layer in enumerate(layers):

@@ -1,24 +1,24 @@
-"""Two zeros in every four weights of a row (2:4), by four published scores.
+"""2:4 sparsity, two zeros in every four weights of a row, by four published scores.
 
-All linear maps of the decoder layers are pruned; embeddings, head and norms stay. The fours lie
-along the inputs of an output, and of equal scores the first go.
+All linear maps of the decoder layers are pruned; embeddings, head and norms stay. The four weights
+belong to consecutive inputs of one output; of equal scores the first are removed.
 
-Magnitude, the control, reads no text. Wanda keeps weights that are large times what they multiply:
-|W_ij| ||x_j||, with the norm of input feature j over all calibration tokens, behind layers that are
-pruned already; here norms are summed in float64.
+Magnitude, the control, reads no text. Wanda scores weights by |W_ij| ||x_j||, with the norm of
+input feature j over all calibration tokens, computed after the layers that are already pruned; here
+norms are summed in float64.
 
-Pruner-Zero, found by genetic search: w^2 (g - min g), with g the root of the sum over windows of
-(dl/dw)^2, l the next-token loss of one window in the dense model, and min g the least g of the
-matrix. What the maps read does not enter. The published code takes 128 windows; here all windows of
-the calibration text are read.
+Pruner-Zero, found by genetic search, scores weights by w^2 (g - min g), with g the root of the sum
+over windows of (dl/dw)^2, l the next-token loss of one window in the dense model, and min g the
+least g of the matrix. Inputs of the maps do not enter. The published code takes 128 windows; here
+all windows of the calibration text are read.
 
-SparseGPT lets the weights that stay make up for those that go (optimal brain surgeon, blocked).
-With the Hessian H = X^T X of a map's inputs, damped by 1 % of its mean diagonal, and H^-1 = U^T U,
-columns go from left to right: of each four the two of smallest w^2 / U_jj^2 are chosen when its
-first column comes, by the weights as they are then, and the error w / U_jj of what is set to zero
-is taken out of all later columns in proportion to U's row. Columns of 128 are corrected at once,
-the others after them. Here all of it is float64, features that are never read are pruned first, and
-what has no Cholesky factor is refused.
+SparseGPT lets the remaining weights compensate for the removed ones (optimal brain surgeon, in
+blocks). H = X^T X is the Hessian of a map's inputs, damped by 1 % of its mean diagonal, and U^T U =
+H^-1. Columns are processed from left to right: at the first column of each four, the two weights of
+smallest w^2 / U_jj^2 are chosen by their current values, and the error w / U_jj of what is set to
+zero is subtracted from all later columns in proportion to U's row, within blocks of 128 columns at
+once, in later columns after each block. Here all of it is float64, weights of features that are
+always zero are pruned first, and a Hessian without a Cholesky factor is refused.
 """
 
 from collections.abc import Callable
@@ -37,14 +37,14 @@ _COLUMNS_AT_ONCE = 128
 
 
 def magnitude(inputs: PruneInputs) -> Pruned:
-    """Zero the two smallest weights of each four."""
+    """Set the two smallest weights of each four to zero."""
     for linear in linears_of(inputs.layers):
         linear.weight *= kept_of_four(linear.weight.abs())
     return _halved(inputs)
 
 
 def wanda(inputs: PruneInputs) -> Pruned:
-    """Prune every linear map by weight times input."""
+    """Prune every linear map by |weight| times the norm of its input feature."""
 
     def by_inputs(square_I: Tensor) -> Callable[[Tensor], Tensor]:
         norm_I = square_I.sqrt()
@@ -54,7 +54,7 @@ def wanda(inputs: PruneInputs) -> Pruned:
 
 
 def pruner_zero(inputs: PruneInputs) -> Pruned:
-    """Prune every linear map by weight and slope."""
+    """Prune every linear map by weight and gradient."""
     weights = [linear.weight for linear in linears_of(inputs.layers)]
     squares = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
 
@@ -73,12 +73,12 @@ def pruner_zero(inputs: PruneInputs) -> Pruned:
 
 
 def sparsegpt(inputs: PruneInputs) -> Pruned:
-    """Prune every linear map and correct the rest of it."""
+    """Prune every linear map, and correct its remaining weights."""
     return _by_layers(inputs, lambda x_TI: x_TI.T @ x_TI, correcting)
 
 
 def correcting(hessian_II: Float[Tensor, "I I"]) -> Callable[[Tensor], Tensor]:
-    """What prunes and corrects the weight [O, I] of a map whose inputs have that Hessian."""
+    """Make a function that prunes and corrects the weight [O, I] of a map with this Hessian."""
     is_read_I = hessian_II.diagonal() > 0
     hessian_II.diagonal()[~is_read_I] = 1
     factor_II = torch.linalg.cholesky(damped_inverse(hessian_II), upper=True)
@@ -103,17 +103,17 @@ def correcting(hessian_II: Float[Tensor, "I I"]) -> Callable[[Tensor], Tensor]:
 
 
 def require(dense: DenseModel, _: torch.device) -> None:
-    """Refuse widths that are no whole fours."""
+    """Raise a `UserError` if a linear map's number of inputs is not a multiple of 4."""
     for linear in linears_of(dense.family.layers(dense.model)):
         if linear.in_features % 4:
             raise UserError(
-                f"a linear map reads {linear.in_features} features, which are not whole fours, so "
+                f"a linear map reads {linear.in_features} features, not a multiple of 4, so "
                 "2:4 does not fit the model. Leave the 2_4 methods out."
             )
 
 
 def kept_of_four(score_OI: Float[Tensor, "O I"]) -> Bool[Tensor, "O I"]:
-    """Where a score is one of the two largest of its four; of equal ones the later is larger."""
+    """Mask of the two largest scores in each four; of equal scores the later ones are kept."""
     fours = score_OI.reshape(len(score_OI), -1, 4)
     rank = fours.argsort(dim=-1, stable=True).argsort(dim=-1)
     return rank.flatten(1) >= 2
@@ -124,16 +124,16 @@ def _by_layers(
     moment: Callable[[Tensor], Tensor],
     pruner: Callable[[Tensor], Callable[[Tensor], Tensor]],
 ) -> Pruned:
-    """Prune the linear maps of each layer by what they read behind the pruned layers before it.
+    """Prune the linear maps of each layer by their inputs after the pruned layers before it.
 
-    `moment` of inputs [T, I] is summed over all tokens; `pruner` makes of that sum, once for maps
-    that read the same tensor, what gives a weight [O, I] anew, in float64.
+    `moment` of inputs [T, I] is summed over all tokens; from that sum `pruner` makes, once for maps
+    that read the same tensor, a function from a weight [O, I] to the pruned one, in float64.
     """
     stream = Stream(inputs.dense, inputs.tokens_BT)
     readers, first, sums = dict[int, tuple[int, Tensor]](), dict[int, int](), dict[int, Any]()
 
     def see(number: int, x: Tensor) -> None:
-        first[number], _ = readers.setdefault(id(x), (number, x))  # held, so that its id is its own
+        first[number], _ = readers.setdefault(id(x), (number, x))  # x is held: its id stays unique
         if first[number] == number:
             sums[number] = sums.get(number, 0) + moment(x.flatten(0, -2).double())
 

@@ -1,13 +1,13 @@
-"""Whole layers that cost least are dropped: ShortGPT and SLEB.
+"""ShortGPT and SLEB: drop the whole layers that cost least.
 
-ShortGPT drops them all at once, those of least block influence: 1 - the mean cosine, over tokens,
-of the stream before and behind a layer, in one pass of the dense model. The published code reads
-the last layer's from behind the final norm; here all are of the stream.
+ShortGPT drops the layers of least block influence, all at once. The influence of a layer is 1 - the
+mean cosine, over tokens, of the stream before and after it, in one pass of the dense model. The
+published code measures the last layer's after the final norm; here all are of the stream.
 
-SLEB drops one after the other: in every round each layer that is left, but the first and the last,
-is bypassed on trial, and the one with the least summed next-token loss on the calibration text
-goes. The published code reads a few windows; here it is all calibration tokens, and what comes
-before the layer is computed once. Nothing else changes in either.
+SLEB drops one layer after the other: in every round each remaining layer, except the first and the
+last, is bypassed on trial, and the one with the least summed next-token loss on the calibration
+text is dropped. The published code reads a few windows; here all calibration tokens are read, and
+what comes before the layer is computed once. Neither method changes anything else.
 """
 
 from typing import Any
@@ -23,13 +23,13 @@ from dotmoe.pruning.contract import Pruned, PruneInputs
 
 
 def shortgpt(inputs: PruneInputs) -> Pruned:
-    """Drop as many layers as come nearest to the budget, by their influence."""
+    """Drop the layers of least block influence, as many as come nearest to the budget."""
     order = block_influence(inputs).argsort(stable=True).tolist()
     return _without(inputs, order[: _num_to_drop(inputs, keeping=1)])
 
 
 def block_influence(inputs: PruneInputs) -> Float[Tensor, " L"]:
-    """How far each layer turns the stream, 0 to 2, on average over the tokens."""
+    """Block influence of each layer, 0 to 2: 1 - the mean cosine of the stream before and after."""
     stream, scores = Stream(inputs.dense, inputs.tokens_BT), []
     for index in range(len(inputs.layers)):
         before_BTD = stream.hidden_BTD.double()
@@ -41,7 +41,7 @@ def block_influence(inputs: PruneInputs) -> Float[Tensor, " L"]:
 
 
 def sleb(inputs: PruneInputs) -> Pruned:
-    """Drop as many layers as come nearest to the budget, by what each costs then."""
+    """Drop layers one by one by their current cost, as many as come nearest to the budget."""
     alive, dropped = list(range(len(inputs.layers))), list[int]()
     start, rounds = Stream(inputs.dense, inputs.tokens_BT), _num_to_drop(inputs, keeping=2)
     for done in range(rounds):
@@ -60,7 +60,7 @@ def sleb(inputs: PruneInputs) -> Pruned:
 
 
 def _loss(inputs: PruneInputs, stream: Stream) -> float:
-    """Summed next-token loss of what comes out of the last layer."""
+    """Summed next-token loss of the stream after the last layer."""
     dense, loss = inputs.dense, 0.0
     norm = dense.family.trunk(dense.model).get_submodule("norm")
     for part in stream.parts:
@@ -70,7 +70,7 @@ def _loss(inputs: PruneInputs, stream: Stream) -> float:
 
 
 def _num_to_drop(inputs: PruneInputs, keeping: int) -> int:
-    """Layers whose parameters come nearest to the excess, with at least `keeping` left."""
+    """Number of layers whose parameters are nearest to the excess; at least `keeping` stay."""
     wanted = round(inputs.excess / num_parameters(inputs.layers[0]))
     return max(0, min(wanted, len(inputs.layers) - keeping))
 
@@ -83,7 +83,7 @@ def _without(inputs: PruneInputs, dropped: list[int]) -> Pruned:
     trunk: Any = dense.family.trunk(dense.model)
     trunk.layers = nn.ModuleList(layers[old] for old in kept)
     for index, layer in enumerate(trunk.layers):
-        layer.self_attn.layer_idx = index  # where the cache keeps its keys
+        layer.self_attn.layer_idx = index  # the cache keeps its keys under this index
     changed: dict[str, Any] = {"num_hidden_layers": len(kept)}
     if types := getattr(dense.config, "layer_types", None):
         changed["layer_types"] = [types[old] for old in kept]
