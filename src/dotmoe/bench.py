@@ -1,4 +1,4 @@
-"""`dotmoe bench`: how fast a dense model and its MoE run, in one run, beside what is possible."""
+"""`dotmoe bench`: the speed of a dense model and of its MoE, compared with the ideal ratio."""
 
 import copy
 import os.path
@@ -35,17 +35,17 @@ from dotmoe.tables import Table, in_bytes, percent, table_of
 from dotmoe.worker import Worker
 
 PROTOCOL = (
-    "Both models, each in a process of its own, are warmed up at each point and take turns, in "
-    "alternating order; every round starts from the same cache, with tokens drawn evenly from the "
-    "vocabulary. Speeds and their ratio are from the 0.1 quantile of the times of all steps. Ideal "
-    "ratio: of the bytes of weights read (decode; of the distinct experts that independent, even "
-    "routing would choose) or of multiply-adds with weights (prefill), without attention over the "
-    "context, which costs both the same. Above 1 its share means that something else bounds the "
-    "dense model."
+    "Both models, each in its own process, are warmed up at each point and take turns in "
+    "alternating order; every round starts from the same cache, with tokens drawn uniformly from "
+    "the vocabulary. Speeds and their ratio use the 0.1 quantile of the times of all steps. Ideal "
+    "ratio: ratio of the bytes of weights read (decode; with the distinct experts of independent, "
+    "uniform routing) or of the multiply-adds with weights (prefill), without attention over the "
+    "context, which costs the same in both. A share of the ideal above 100 % means that something "
+    "other than these limits the dense model."
 )
 
 QUANTILE = 0.1
-"""Of the seconds of all steps, that a speed is taken from: low, since machines are busy."""
+"""Quantile of the times of all steps that gives a speed: low, because machines are busy."""
 _CPU = torch.device("cpu")
 
 Rounds = Sequence[Sequence[float]]
@@ -54,45 +54,45 @@ Rounds = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchConfig:
-    """Two models, and what to measure on them."""
+    """Two models, and what to measure with them."""
 
     dense: Annotated[Positional[str], tyro.conf.arg(metavar="DENSE")]
     """Dense model: checkpoint folder, hub name or .gguf file."""
     moe: Annotated[Positional[str], tyro.conf.arg(metavar="MOE")]
-    """What was made of it, of a run folder its export: run by Transformers, as DENSE then is too,
-    or a .gguf file like DENSE, both run by llama.cpp on the CPU."""
+    """MoE made from DENSE: checkpoint, run folder (its export is used) or .gguf file. Transformers
+    runs both models, or llama.cpp on the CPU if both are .gguf files."""
     batch_sizes: tuple[Annotated[int, at_least(1)], ...] = (1, 4, 16)
-    """Sequences that are decoded at once, each at least 1; none to leave decode out."""
+    """Numbers of sequences that are decoded at once, each at least 1; none skips decode."""
     prompt_tokens: Annotated[int, at_least(0)] = 512
-    """Length of the prompt of prefill; 0 to leave prefill out."""
+    """Length of the prompt in prefill, in tokens; 0 skips prefill."""
     context_tokens: Annotated[int, at_least(1)] = 128
-    """Tokens that each sequence has in its cache when a round of decode starts, at least 1."""
+    """Number of tokens in each sequence's cache when a round of decode starts, at least 1."""
     decode_steps: Annotated[int, at_least(1)] = 8
-    """Tokens that each sequence decodes in a round, at least 1."""
+    """Number of tokens that each sequence decodes in a round, at least 1."""
     rounds: Annotated[int, at_least(1)] = 10
-    """Turns of each model at each point, at least 1."""
+    """Number of rounds of each model at each measured point, at least 1."""
     threads: Annotated[int | None, at_least(1)] = None
-    """CPU threads of each model, at least 1. Left out: those that torch uses."""
+    """Number of CPU threads of each model, at least 1. Default: as many as torch uses."""
     clock: Literal["wall", "cpu"] = "wall"
-    """What times are taken from. cpu: seconds that one thread computed, without those in which
-    other processes had its processor; for a busy machine, with --threads 1 and no GPU."""
+    """Clock that measures times. wall: elapsed time. cpu: computing time of one thread, excluding
+    time that other processes used; for a busy machine, with --threads 1 and no GPU."""
     load: LoadConfig = field(default_factory=LoadConfig)
     seed: Annotated[int, at_least(0)] = 0
-    """Of the tokens that are fed in."""
+    """Seed of the input tokens."""
     json: bool = False
     """Print JSON instead of tables."""
 
     def check_together(self) -> None:
-        """Refuse a benchmark of nothing."""
+        """Refuse a benchmark with nothing to measure."""
         if not self.batch_sizes and not self.prompt_tokens:
             raise UserError(
-                "batch_sizes is empty and prompt_tokens 0, which leaves nothing to measure. "
-                "Give one of them."
+                "batch_sizes is empty and prompt_tokens is 0, which leaves nothing to measure. "
+                "Set one of them."
             )
 
     @property
     def points(self) -> list[Values]:
-        """What is measured, in order: `name`, `batch`, `tokens`, and `steps` of decode."""
+        """The measured points in order: `name`, `batch`, `tokens`, and `steps` (0 in prefill)."""
         prefill = {"name": "prefill", "batch": 1, "tokens": self.prompt_tokens, "steps": 0}
         decode = {"name": "decode", "tokens": self.context_tokens, "steps": self.decode_steps}
         points = [decode | {"batch": batch} for batch in self.batch_sizes]
@@ -100,13 +100,13 @@ class BenchConfig:
 
 
 def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
-    """Measure both models in one run, in turns; both are in memory, each in its own process.
+    """Measure both models in turns; both are in memory at once, each in its own process.
 
-    `on_progress` is told rounds done, rounds in all, and the point.
+    `on_progress` is called with the rounds done, the total number of rounds and the point.
 
     Returns JSON values: both models, every point of both, ratios, settings and provenance. Raises a
-    `UserError`: the two are not a dense model and its MoE, or not for the same software; no such
-    model, device or context, no llama.cpp, or too little memory.
+    `UserError` if the two are not a dense model and its MoE, or not for the same software; if there
+    is no such model or device, or no llama.cpp; if the context is too long, or memory too small.
     """
     check(config)
     in_gguf = config.moe.lower().endswith(".gguf")
@@ -119,8 +119,8 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
     device = "cpu" if in_gguf else str(resolved_device(config.load.device))
     if config.clock == "cpu" and (threads > 1 or device != "cpu"):
         raise UserError(
-            f"clock is cpu with {threads} threads on {device}, but it adds up all threads and sees "
-            "no GPU. Set threads to 1 and device to cpu, or clock to wall."
+            f"clock is cpu with {threads} threads on {device}, but it adds up all threads and "
+            "ignores GPUs. Set threads to 1 and device to cpu, or clock to wall."
         )
     runtime = "llama.cpp" if in_gguf else "transformers"
     runner = f"dotmoe.bench:{'LlamaRunner' if in_gguf else 'TransformersRunner'}"
@@ -155,9 +155,9 @@ def _require_a_pair(config: BenchConfig, dense: Values, moe: Values) -> None:
     first, second = dense["weights"], moe["weights"]
     if first["experts"] or not second["experts"] or first["embedding"] != second["embedding"]:
         raise UserError(
-            f"{config.dense} has {first['experts']} experts a layer and an embedding "
+            f"{config.dense} has {first['experts']} experts per layer and an embedding "
             f"{first['embedding']}, {config.moe} {second['experts']} and {second['embedding']}. "
-            "Give a dense model, then what was made of it."
+            "Give a dense model, then the MoE that was made from it."
         )
     context = min(dense["context"], moe["context"])
     in_context("prompt_tokens", config.prompt_tokens, context, least=0)
@@ -196,7 +196,7 @@ def _measured(
 
 
 def _side(point: Values, weights: Values, rounds: Rounds) -> Values:
-    """One model at one point."""
+    """Speed of one model at one point, and what bounds it."""
     head, fixed, expert = weights["head"], weights["fixed"], weights["expert"]
     active, tokens = weights["active_experts"], point["batch" if point["steps"] else "tokens"]
     touched = expected_experts(weights["experts"], active, tokens)
@@ -210,19 +210,19 @@ def _side(point: Values, weights: Values, rounds: Rounds) -> Values:
 
 
 def expected_experts(num_experts: int, active_experts: int, tokens: int) -> float:
-    """Distinct experts a layer where tokens route independently and evenly: E (1 - (1 - k/E)^T)."""
+    """Mean distinct experts per layer with independent, uniform routing: E (1 - (1 - k/E)^T)."""
     return num_experts * (1 - (1 - active_experts / max(1, num_experts)) ** tokens)
 
 
 def ratio_quartiles(dense: Rounds, moe: Rounds) -> list[float]:
-    """First and third quartile, over rounds, of how many times faster the MoE was in a round."""
+    """First and third quartile, over rounds, of the MoE's speedup in a round."""
     ratios = [np.median(a) / np.median(b) for a, b in zip(dense, moe, strict=True)]
     quartiles: list[float] = np.quantile(ratios, [0.25, 0.75]).tolist()
     return quartiles
 
 
 def table(result: Values) -> Table:
-    """What `bench` measured: a line for each point."""
+    """Table of a result of `bench`, with one row for each point."""
     settings, models = result["settings"], []
     for label in ("dense", "moe"):
         about = result[label]["weights"]
@@ -250,30 +250,30 @@ def table(result: Values) -> Table:
         },
         title=f"{result['runtime']} on {result['provenance']['hardware']}, {settings['threads']} "
         f"threads, {settings['rounds']} rounds in turns",
-        note=f"dense: {models[0]}. MoE: {models[1]}. ratio: of the best steps; quartiles: "
-        "over rounds, median times. ideal: bytes of weights read (decode), multiply-adds (prefill),"
-        " dense / MoE. peak memory: of the process on a CPU, allocated on a GPU.",
+        note=f"dense: {models[0]}. MoE: {models[1]}. ratio: of the fastest steps; quartiles: of "
+        "median times over rounds. ideal: bytes of weights read (decode) or multiply-adds "
+        "(prefill), dense / MoE. peak memory: of the process on a CPU, allocated on a GPU.",
     )
 
 
 def weights_of(tensors: Mapping[str, tuple[int, tuple[int, ...]]], active_experts: int) -> Values:
-    """What a model must read and multiply for a token.
+    """Bytes of weights that a model reads, and multiply-adds that it computes, for a token.
 
-    Of a Mixture-of-Experts only the chosen experts count. Caches, activations and attention over
-    the context are left out: they are the same in both models.
+    Only the chosen experts of a Mixture-of-Experts count. Caches, activations and attention over
+    the context are left out, because they are the same in both models.
 
-    `tensors` are bytes in memory and shape by name, of Transformers or GGUF; `active_experts` is k,
-    0 for a dense model.
+    `tensors` maps a name of Transformers or GGUF to bytes in memory and shape; `active_experts` is
+    k, 0 for a dense model.
 
     Returns:
         Shape of the `embedding`; `stored_bytes` of all tensors; `experts` (E) and `active_experts`
-        (k) a layer; and `bytes` and `products` (multiply-adds a token) of the `head`, of what is
-        `fixed`, and of one `expert` of every layer.
+        (k) per layer; and `bytes` and `products` (multiply-adds per token) of the `head`, of the
+        other weights that always run, `fixed`, and of one `expert` of every layer.
     """
     tied = next(name for name in tensors if re.search("embed_tokens|token_embd", name))
     head = next((name for name in ("lm_head.weight", "output.weight") if name in tensors), tied)
     routed = {name for name in tensors if re.search(r"\.experts\.|_exps\.", name)}
-    routed |= {name for name, (_, shape) in tensors.items() if len(shape) == 3}  # those of heads
+    routed |= {name for name, (_, shape) in tensors.items() if len(shape) == 3}  # experts of heads
     experts = max((tensors[name][1][0] for name in routed), default=0)
 
     def used(names: Iterable[str], dims: int = 2, share: int = 1) -> Values:
@@ -293,27 +293,27 @@ def weights_of(tensors: Mapping[str, tuple[int, tuple[int, ...]]], active_expert
 
 
 class Runner(ABC):
-    """One model: `prepare` a point, then `run` it as often as wanted."""
+    """One model to measure: `prepare` a point, then call `run` once for each round."""
 
     weights: Values
     dtype: str
     context: int
     _ids_BT: torch.Tensor
     _spans: list[tuple[int, int]]
-    """Positions that each step of a round computes."""
+    """Start and end of the positions that each step of a round computes."""
 
     def __init__(self, device: str, threads: int, clock: str, seed: int) -> None:
         self._now = time.process_time if clock == "cpu" else time.perf_counter
         self._device, self._threads, self._seed = torch.device(device), threads, seed
 
     def loaded(self) -> Values:
-        """`weights` as `weights_of` gives them, the `dtype` of most, and the longest `context`."""
+        """The model's `weights` (see `weights_of`), the `dtype` of most, and longest `context`."""
         return {"weights": self.weights, "dtype": self.dtype, "context": self.context}
 
     def prepare(self, batch: int, tokens: int, steps: int) -> None:
-        """Fill the cache with so many tokens of each sequence, to decode `steps` more, and warm up.
+        """Fill the cache with `tokens` of each sequence, to decode `steps` more, and warm up.
 
-        Without steps it is the tokens that are timed. Ids are drawn evenly, for both models alike.
+        With 0 steps, prefill of the tokens is timed. Ids are uniform, the same for both models.
         """
         forget_peak(self._device)
         ids, count = range(self.weights["embedding"][0]), batch * (tokens + steps)
@@ -328,7 +328,7 @@ class Runner(ABC):
             self.run()
 
     def run(self) -> list[float]:
-        """One round: seconds of each step. Every round starts from the same cache."""
+        """Run a round and return the seconds of each step; all rounds start from one cache."""
         seconds = []
         self._rewind(self._spans[0][0])
         for span in self._spans:
@@ -339,7 +339,7 @@ class Runner(ABC):
         return seconds
 
     def peak(self) -> int:
-        """Largest memory since `prepare`, in bytes."""
+        """Peak memory since `prepare`, in bytes."""
         return peak_bytes(self._device)
 
     @abstractmethod
@@ -348,11 +348,11 @@ class Runner(ABC):
 
     @abstractmethod
     def _rewind(self, start: int) -> None:
-        """Drop from the cache what lies at and after a position."""
+        """Drop everything at and after position `start` from the cache."""
 
     @abstractmethod
     def _call(self, start: int, end: int) -> Callable[[], None]:
-        """What computes these positions of all sequences, and the logits of the last one."""
+        """Return a function that computes these positions, with the logits of the last one."""
 
 
 class TransformersRunner(Runner):
@@ -365,8 +365,8 @@ class TransformersRunner(Runner):
         self._model = model.to(self._device)
         if getattr(model.config, "head_experts_per_tok", 0):
             raise UserError(
-                f"{path} has experts of neurons and of heads, and a measurement has one k. "
-                "Measure a run of either alone."
+                f"{path} has experts of neurons and of heads, but a measurement has only one k. "
+                "Measure a run that splits only one of them."
             )
         self.context = model.config.max_position_embeddings
         self.dtype = str(model.dtype).removeprefix("torch.")
@@ -380,7 +380,7 @@ class TransformersRunner(Runner):
         if start == 0:
             self._open()
             return
-        # A layer of a cache grows by making new tensors, so rounds share what they start from.
+        # A cache layer grows by creating new tensors, so rounds can share their initial cache.
         self._cache = copy.copy(self._filled)
         self._cache.layers = [copy.copy(layer) for layer in self._filled.layers]
 
@@ -397,10 +397,10 @@ class TransformersRunner(Runner):
 
 
 class LlamaRunner(Runner):
-    """A GGUF file in llama.cpp, on a CPU; its number format is its own."""
+    """A GGUF file in llama.cpp, on a CPU, in the file's own number format."""
 
     def __init__(self, path: str, dtype: str, *options: Any) -> None:
-        from dotmoe.checkpoint.from_gguf import GgufFile  # an extra
+        from dotmoe.checkpoint.from_gguf import GgufFile  # optional dependency
 
         super().__init__(*options)
         file = GgufFile(Path(path))
@@ -433,7 +433,7 @@ class LlamaRunner(Runner):
 
 
 def peak_bytes(device: torch.device = _CPU) -> int:
-    """Most memory that was held since `forget_peak`, or since the start if it cannot forget."""
+    """Peak memory in bytes since `forget_peak`, or since the start if the peak cannot be reset."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -445,7 +445,7 @@ def peak_bytes(device: torch.device = _CPU) -> int:
 
 
 def forget_peak(device: torch.device = _CPU) -> None:
-    """Let the peak start again from what is held now, where the system allows it."""
+    """Reset the peak to the memory that is held now, if the system allows it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return

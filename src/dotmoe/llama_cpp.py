@@ -1,4 +1,4 @@
-"""llama.cpp by way of llama-cpp-python: logits and tokens of a GGUF, and the k that it can run."""
+"""llama.cpp through llama-cpp-python: logits and tokens of a GGUF, and the largest k it can run."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dotmoe.errors import UserError
 from dotmoe.worker import Worker
 
-if TYPE_CHECKING:  # torch stays out of the child process
+if TYPE_CHECKING:  # the child process does not import torch
     import numpy as np
     from jaxtyping import Float, Int
     from torch import Tensor
@@ -18,10 +18,10 @@ if TYPE_CHECKING:  # torch stays out of the child process
 
 
 def most_active_experts(num_tensors: int, num_layers: int, moe_layers: int) -> int:
-    """Largest k that llama.cpp runs of a file; it aborts beyond (`GGML_ASSERT(obj_new)`).
+    """Largest k with which llama.cpp runs a file; with more it aborts (`GGML_ASSERT(obj_new)`).
 
-    Its graph has room for 8 nodes a tensor of the file, at least 1,024. A layer takes 52 to
-    56 nodes, and the sum over the k experts of a token 2 k - 1 more (llama-cpp-python 0.3.36).
+    Its graph has room for 8 nodes per tensor of the file, at least 1,024. A layer takes 52 to
+    56 nodes, and the sum over a token's k experts takes 2 k - 1 more (llama-cpp-python 0.3.36).
     """
     room = max(1024, 8 * num_tensors) - 16 - 56 * num_layers
     return max(0, (room // moe_layers + 1) // 2)
@@ -30,7 +30,7 @@ def most_active_experts(num_tensors: int, num_layers: int, moe_layers: int) -> i
 def most_active_experts_of(
     traits: "DecoderTraits", split: "Granularity", num_layers: int, moe_tensors: int
 ) -> int:
-    """`most_active_experts` of a file that is not written yet.
+    """`most_active_experts` for a file that is not written yet.
 
     A split FFN has `moe_tensors` tensors: 8 in `gguf_glm4moe`, 5 in `gguf_llama`.
     """
@@ -41,15 +41,15 @@ def most_active_experts_of(
 
 
 def is_installed() -> bool:
-    """Whether llama-cpp-python is there; nothing of it is loaded."""
+    """Whether llama-cpp-python is installed; it is not imported."""
     return importlib.util.find_spec("llama_cpp") is not None
 
 
 class LlamaCppModel(Worker):
-    """A GGUF held by llama.cpp on the CPU, in a process of its own; use it in a `with` block."""
+    """A GGUF file in llama.cpp on the CPU, in its own process; use it in a `with` block."""
 
     def __init__(self, path: Path, *, context: int) -> None:
-        """Load a file, for texts of up to `context` tokens."""
+        """Load a file for texts of up to `context` tokens."""
         import torch
 
         name, threads = f"llama.cpp on {path}", torch.get_num_threads()
@@ -59,7 +59,7 @@ class LlamaCppModel(Worker):
         self.ask("open", context, 1, {"type_k": 0, "type_v": 0, "flash_attn_type": 0})
 
     def logits(self, tokens_T: "Int[Tensor, ' T']") -> "Float[Tensor, 'T V']":
-        """Logits of every token of one text no longer than the context; texts do not mix."""
+        """Logits of every token of one text that fits into the context; texts are independent."""
         import torch
 
         return torch.from_numpy(self.ask("logits", tokens_T.tolist()))
@@ -70,14 +70,14 @@ class LlamaCppModel(Worker):
 
 
 class Runtime:
-    """A file in llama.cpp's low-level interface, in the child process."""
+    """A GGUF file in llama.cpp's low-level interface; runs in the child process."""
 
     def __init__(self, path: str, threads: int) -> None:
         try:
             self.lib: Any = importlib.import_module("llama_cpp")
         except (ImportError, OSError, RuntimeError) as error:
             raise UserError(
-                f"llama-cpp-python is not usable ({error}), and only it can run a GGUF here. "
+                f"llama-cpp-python is not usable ({error}), but running a GGUF needs it. "
                 "Run pip install -e '.[llama-cpp]' in the checkout; it compiles llama.cpp."
             ) from error
         self._threads = threads
@@ -85,7 +85,7 @@ class Runtime:
         self.lib.llama_backend_init()
         settings = self.lib.llama_model_default_params()
         settings.n_gpu_layers = 0
-        settings.use_extra_bufts = False  # weights as stored; kernels for AMX have crashed
+        settings.use_extra_bufts = False  # keep weights as stored; the AMX kernels crashed
         self._model = self.lib.llama_model_load_from_file(path.encode(), settings)
         if not self._model:
             raise RuntimeError("llama.cpp cannot load the file")
@@ -96,7 +96,7 @@ class Runtime:
         return str(self.lib.__version__)
 
     def open(self, tokens: int, sequences: int, options: dict[str, Any]) -> None:
-        """Make room for sequences of so many tokens each; what was computed before is dropped."""
+        """Create a context for `sequences` of `tokens` each; the previous context is dropped."""
         if self.context:
             self.lib.llama_free(self.context)
         settings = self.lib.llama_context_default_params()
@@ -110,12 +110,12 @@ class Runtime:
             raise RuntimeError(f"no room for {sequences} sequences of {tokens} tokens")
 
     def forget(self, sequence: int, start: int) -> None:
-        """Drop what was computed of a sequence from a position on."""
+        """Drop a sequence's cache from position `start` on."""
         memory = self.lib.llama_get_memory(self.context)
         self.lib.llama_memory_seq_rm(memory, sequence, start, -1)
 
     def call(self, items: Sequence[tuple[int, int, int, bool]]) -> Callable[[], None]:
-        """What computes tokens, given as (id, position, sequence, whether logits are wanted)."""
+        """Return a function that computes tokens: (id, position, sequence, whether with logits)."""
         batch = self.lib.llama_batch_init(len(items), 0, 1)
         batch.n_tokens = len(items)
         for at, (token, position, sequence, wanted) in enumerate(items):
@@ -127,7 +127,7 @@ class Runtime:
             self.lib.llama_synchronize(self.context)
             self.lib.llama_batch_free(batch)
             if status:
-                raise RuntimeError(f"llama_decode gave status {status} for {len(items)} tokens")
+                raise RuntimeError(f"llama_decode returned status {status} for {len(items)} tokens")
 
         return compute
 

@@ -1,4 +1,4 @@
-"""The experts of a finished run, exported again: in another format or dtype, with other experts."""
+"""Export a finished run again: in another format or dtype, with another k or fewer experts."""
 
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,27 +24,27 @@ from dotmoe.options import at_least, check
 from dotmoe.progress import Update, no_update
 
 LOAD_TOKENS = 16384
-"""Tokens of training text by which experts are dropped."""
+"""Number of training tokens on which the energy of experts is measured to drop some."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReexportConfig:
-    """A run, and how to write it."""
+    """A finished run, and how to export it."""
 
     run: Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
-    """Folder of a run whose extract stage, or repair or finetune stage, is finished."""
+    """Folder of a run that has finished its extract stage, or its repair or finetune stage."""
     out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT")]
-    """Folder to write; must not exist, or be empty."""
+    """Folder to write; must be new or empty."""
     active_experts: Annotated[int | None, at_least(1)] = None
-    """Experts that run per token (k), 1 to E. Default: the run's."""
+    """Number of experts that run per token (k), 1 to E. Default: that of the run."""
     drop_experts: Annotated[int, at_least(0)] = 0
-    """Experts of each split layer that are left out: those that give the text of the run the
-    least energy. Files are smaller, and as many neurons run; k stays below E."""
+    """Number of experts to leave out of each split layer: those with the least output energy on
+    the run's text, at most E - k. Files become smaller; the same number of neurons runs."""
     export: GgufConfig = field(default_factory=GgufConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
 
     def check_together(self) -> None:
-        """Refuse options that say nothing about the format."""
+        """Refuse options that do not apply to the format."""
         name, plain = self.export.format, GgufConfig()
         is_gguf = name in GGUF_NAMES
         ignored = ("export_dtype", "max_shard_gib") if is_gguf else ("gguf_type", "gguf_tokenizer")
@@ -53,14 +53,14 @@ class ReexportConfig:
             options += [each for each in ("active_experts", "drop_experts") if getattr(self, each)]
         for option in options:
             raise UserError(
-                f"--{option.replace('_', '-')} says nothing about format {name}. Leave it out."
+                f"--{option.replace('_', '-')} does not apply to format {name}. Leave it out."
             )
 
 
 def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportRecord:
     """Export the experts of a run again; the run itself is not changed.
 
-    The dense model's weights stay on disk: memory holds one decoder layer, or embedding or head.
+    The dense model's weights stay on disk: memory holds one decoder layer, the embedding or head.
     """
     check(config)
     run, out = FinishedRun(Path(config.run)), new_folder(Path(config.out))
@@ -74,7 +74,7 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
     if run.has_own_weights:
         revision = None
         if not is_local(run.model):
-            with suppress(UserError):  # it need not be within reach any more
+            with suppress(UserError):  # the model may no longer be available
                 revision = checkpoint_folder(run.model, config_only=True).name
         origin = replace(described, source=run.model, revision=revision)
     tokens_BT = run.text.heldout.tokens_BT
@@ -86,7 +86,7 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
 def _without_idlest(
     run: FinishedRun, layout: ExpertLayout, dense: DenseModel, num: int, on_progress: Update
 ) -> ExpertLayout:
-    """The layout without so many experts a layer, those that give its own text the least energy."""
+    """The layout without the `num` experts per layer with the least energy on the run's text."""
     if layout.target != "ffn" or layout.beside:
         raise UserError(
             f"drop_experts is {num}, but {run.folder.path} has experts made of heads, all of which "

@@ -1,4 +1,4 @@
-"""An object in a process of its own: its memory, its crashes and its output stay there."""
+"""Run an object in a child process, which isolates its memory, its crashes and its output."""
 
 import os
 import pkgutil
@@ -20,16 +20,16 @@ _REMEDIES = {
 
 
 class WorkerDiedError(UserError):
-    """The child ended before it answered; its output is attached as a note."""
+    """The child process ended before it answered; its output is attached as a note."""
 
 
 class Worker:
-    """Calls the methods of an object in a child process; a context manager that ends the child."""
+    """Calls the methods of an object in a child process, which ends when the context is left."""
 
     def __init__(self, target: str, *arguments: Any, name: str, remedy: str = "") -> None:
-        """Start the child and call `target`, a `package.module:name`, for the object.
+        """Start the child, which makes the object by calling `target`, a `package.module:name`.
 
-        Errors say that `name` has ended; `remedy` is added where the end itself suggests none.
+        Errors state that `name` has ended, and `remedy` if the way it ended suggests none.
         """
         self._name, self._remedy = name, remedy
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
@@ -46,7 +46,7 @@ class Worker:
         self.ask(target, *arguments)
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """The result of a method; a `UserError` of it, or that the child has died."""
+        """Call a method and return its result; raise its `UserError`, or a `WorkerDiedError`."""
         try:
             self._pipe.send((method, arguments))
             refusal, value = self._pipe.recv()
@@ -58,7 +58,7 @@ class Worker:
         return value
 
     def close(self) -> None:
-        """End the child and give its memory back."""
+        """End the child and free its memory."""
         self._process.kill()
         self._process.wait()
         self._pipe.close()
@@ -86,7 +86,7 @@ class Worker:
 
 
 def main() -> None:
-    """Make an object as the first request says, then call its methods until the pipe closes."""
+    """Make the object that the first request names, then call its methods until the pipe closes."""
     pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
     subject: Any = None
     with suppress(EOFError):

@@ -136,7 +136,7 @@ def test_without_llama_cpp_the_remedy_is_told(monkeypatch):
 SLOW = (  # told by the models' own processes
     ("dense glm4_moe", {"prompt_tokens": 257}, "257, but must lie in 0 to 256"),
     ("dense glm4_moe", {"context_tokens": 255}, r"tokens \+ decode_steps is 257"),
-    ("run dense", {}, r"run has 12 experts a layer .* 0 and .* Give a dense model"),
+    ("run dense", {}, r"run has 12 experts per layer .* 0 and .* Give a dense model"),
     ("dense nowhere", {}, r"nowhere does not exist"),
     ("wider glm4_moe", {}, r"embedding \[264, 32\], .* 12 and \[264, 64\]"),
 )

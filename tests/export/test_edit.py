@@ -179,7 +179,7 @@ def test_a_folder_that_dotmoe_did_not_export_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"holds no dotmoe\.json"):
         set_active_experts(tmp_path, 6)
     (tmp_path / "dotmoe.json").write_text(with_checksum({"name": "another version"}))
-    with pytest.raises(UserError, match=r"is no record of an export"):
+    with pytest.raises(UserError, match=r"is not an export record"):
         set_active_experts(tmp_path, 6)
 
 

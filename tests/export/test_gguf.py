@@ -123,10 +123,10 @@ def test_frequency_factors_give_the_frequencies_of_transformers(dense_of, write)
     [
         ("llama", LLAMA3_ROPE, {}, "gguf_glm4moe", "rope_type is 'llama3'.*gguf_llama"),
         ("llama", YARN_ROPE, {}, "gguf_glm4moe", "rope_type is 'yarn'.*gguf_llama"),
-        ("qwen3", {}, {}, "gguf_llama", "norms: head, for which gguf_llama has no place"),
+        ("qwen3", {}, {}, "gguf_llama", "norms: head, which gguf_llama cannot hold"),
         ("qwen3", LLAMA3_ROPE, {}, "gguf", "rope_type is 'llama3'"),
         ("llama", {}, {"shared_size": 12}, "gguf_llama", "a shared expert.*gguf_glm4moe"),
-        ("llama", LLAMA3_ROPE, {"shared_size": 12}, "gguf_llama", r"shared expert.*no place\.$"),
+        ("llama", LLAMA3_ROPE, {"shared_size": 12}, "gguf_llama", r"shared expert.*cannot hold\.$"),
         ("llama", {}, {"dense_layers": 1}, "gguf_llama", "dense layers.*gguf_glm4moe"),
         ("llama", {}, {"num_experts": 1, "active_experts": 1}, "gguf_llama", "1 experts"),
         ("llama", {}, {}, "gguf_lama", "Did you mean gguf_llama"),
@@ -206,7 +206,7 @@ def test_a_file_that_llama_cpp_dies_of_is_kept_unverified(write, tmp_path, monke
     died = Mock(side_effect=WorkerDiedError("llama.cpp ended with SIGKILL"))
     monkeypatch.setattr(llama_cpp, "is_installed", lambda: True)
     monkeypatch.setattr(llama_cpp, "LlamaCppModel", died)
-    with pytest.raises(VerificationError, match=r"SIGKILL The .* kept, unverified, as .*out_"):
+    with pytest.raises(VerificationError, match=r"SIGKILL The .* export is kept as .*out_"):
         write()
     assert (tmp_path / "out_unverified/model-f32.gguf").is_file()
 
@@ -238,7 +238,7 @@ def test_values_come_back_with_the_error_of_their_format(stored, bits, most, sca
 
 
 def test_what_float16_cannot_hold_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"cannot be stored as F16: 70000 .*Choose type bf16"):
+    with pytest.raises(UserError, match=r"as F16: 70000 .*Choose --gguf-type bf16"):
         stored_rows(tmp_path / "x.gguf", torch.full((1, 32), 70000.0), "F16")
 
 
@@ -262,7 +262,7 @@ def test_without_gguf_the_remedy_is_told():
 @pytest.mark.parametrize(
     ("export_options", "options", "said"),
     [
-        ({"gguf_type": "q8_0"}, {}, "--gguf-type says nothing about format auto"),
+        ({"gguf_type": "q8_0"}, {}, "--gguf-type does not apply to format auto"),
         ({"format": "gguf", "export_dtype": "bfloat16"}, {}, "--export-dtype .* gguf"),
         ({"format": "gguf_llama", "max_shard_gib": 1.0}, {}, "--max-shard-gib .* gguf_llama"),
         ({"format": "gguf_dense"}, {"active_experts": 2}, "--active-experts .* gguf_dense"),

@@ -196,14 +196,14 @@ def test_the_name_says_phi3_if_and_only_if_the_tokenizer_is_its(source, holding)
 @pytest.mark.parametrize(
     ("tokenizer", "reason"),
     [
-        (lambda: trained(split(r"\p{L}+|\P{L}+")), "no rule known here"),
-        (lambda: trained(split(LLAMA3.replace("{1,3}", "{1,2}"))), "no rule known here"),
-        (lambda: trained(split(QWEN2), ignore_merges=True), "no rule known here"),
-        (lambda: trained(cuts.ByteLevel(add_prefix_space=True)), "no rule known here"),
-        (lambda: ruled("gpt-2", "'s|", ""), "no rule known here"),
-        (lambda: ruled("qwen2", "\\p{L}+|", "\\w+|"), "no rule known here"),
-        (lambda: ruled("tekken", "/", ""), "no rule known here"),
-        (lambda: ruled("viking", "!", ""), "no rule known here"),
+        (lambda: trained(split(r"\p{L}+|\P{L}+")), "no known rule of llama.cpp"),
+        (lambda: trained(split(LLAMA3.replace("{1,3}", "{1,2}"))), "no known rule of llama.cpp"),
+        (lambda: trained(split(QWEN2), ignore_merges=True), "no known rule of llama.cpp"),
+        (lambda: trained(cuts.ByteLevel(add_prefix_space=True)), "no known rule of llama.cpp"),
+        (lambda: ruled("gpt-2", "'s|", ""), "no known rule of llama.cpp"),
+        (lambda: ruled("qwen2", "\\p{L}+|", "\\w+|"), "no known rule of llama.cpp"),
+        (lambda: ruled("tekken", "/", ""), "no known rule of llama.cpp"),
+        (lambda: ruled("viking", "!", ""), "no known rule of llama.cpp"),
         (lambda: trained(GPT2, normalizer=normalizers.Lowercase()), "Lowercase"),
         (
             lambda: byte_fallback([("h", "e"), ("e", "l"), ("he", "l")]),
@@ -211,7 +211,7 @@ def test_the_name_says_phi3_if_and_only_if_the_tokenizer_is_its(source, holding)
         ),
         (
             lambda: byte_fallback([("a", "b"), ("b", "c"), ("ab", "c"), ("d", "e"), ("a", "bc")]),
-            "merges of 'abc' do not stand together",
+            "merges of 'abc' are not consecutive",
         ),
         (lambda: byte_fallback([], normalizer="lower"), "treats spaces"),
         (lambda: byte_fallback([], missing="<0x41>"), "<0x41> is not in its vocabulary"),

@@ -183,7 +183,7 @@ def test_frozen_repaired_and_finetuned_are_three_rows(tiny_dense, text_file, tmp
     for name in ("frozen", "repaired", "later"):
         card = (at[name] / "5_export/README.md").read_text()
         assert ("give back the dense model" in card) == (name == "frozen")
-        assert ("Beside the repaired or finetuned model" in card) == (name != "frozen")
+        assert ("with the repaired or finetuned model" in card) == (name != "frozen")
     rows = {name: RunResults(at[name]).models for name in ("repaired", "later", "tuned")}
     assert list(rows["repaired"]) == list(rows["later"]) == ["dense", "frozen", "repaired"]
     assert list(rows["tuned"]) == ["dense", "frozen", "repaired", "finetuned"]

@@ -1,4 +1,4 @@
-"""STAGE export: the files of a dense checkpoint and an `ExpertLayout` become a servable model."""
+"""STAGE export: write a servable model from a dense checkpoint's files and an `ExpertLayout`."""
 
 import shutil
 from dataclasses import asdict, replace
@@ -25,7 +25,7 @@ from dotmoe.worker import WorkerDiedError
 
 
 def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
-    """Dtype of routers and experts, from the files; refuses one that cannot be kept."""
+    """Dtype of written routers and experts; `source` needs stored float32 or bfloat16 weights."""
     if config.format in GGUF_NAMES:
         return torch.float32
     if config.export_dtype != "source":
@@ -33,7 +33,7 @@ def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
     stored = Tensors.of(dense).dtype
     if stored not in (torch.float32, torch.bfloat16):
         raise UserError(
-            f"The weights in {dense.folder} are {stored}, but an export's are float32 or bfloat16: "
+            f"The weights in {dense.folder} are {stored}, but exports are float32 or bfloat16: "
             "float16 cannot hold the scaled routers. Set --export-dtype to float32 (exact for "
             "float16) or bfloat16 (rounds the weights)."
         )
@@ -41,10 +41,10 @@ def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
 
 
 def require_exportable(dense: DenseModel, split: Granularity, config: ExportConfig) -> torch.dtype:
-    """Refuse what export would refuse, before anything is trained; cheap. Gives `export_dtype`."""
+    """Refuse, quickly and before any training, what export would refuse; return `export_dtype`."""
     if config.format in GGUF_NAMES:
         raise UserError(
-            f"export format {config.format} is written from a finished run: convert to a "
+            f"export format {config.format} needs a finished run: convert to a "
             f"Transformers format first, then dotmoe export RUN OUT --format {config.format}."
         )
     dtype = export_dtype(dense, config)
@@ -62,27 +62,27 @@ def export(
     origin: DenseModel | None = None,
     on_progress: Update = no_update,
 ) -> ExportRecord:
-    """Scale the routers, write the folder, verify it, and only then give it its name.
+    """Scale the routers, write the folder, verify it, and only then rename it to `out`.
 
-    Weights are read from the files of `dense.folder`, whatever `dense.model` holds, and written
-    tensor by tensor: writing needs memory for one dense tensor. Verifying needs more, see `verify`.
+    Weights are read from the files of `dense.folder`, not from `dense.model`, and written tensor
+    by tensor: writing needs memory for one dense tensor. Verification needs more, see `verify`.
 
     Args:
-        dense: The dense model, loaded or only described; it says where to compute.
-        layout: Experts, routers and k, of this model. Routers are rounded to the written dtype.
-        out: Folder to create; must not exist, or be empty.
-        config: For a GGUF format it may be a `GgufConfig`.
-        token_ids: Real text, to scale the routers and to verify with.
-        origin: The dense model that the work began with, where `dense` is what training made of it.
-        on_progress: Told tensors written, then layers verified.
+        dense: The dense model, loaded or only described; its device is used for computation.
+        layout: The model's experts, routers and k. Routers are rounded to the written dtype.
+        out: Folder to create; must be new or empty.
+        config: Options; a GGUF format also accepts a `GgufConfig`.
+        token_ids: Real text, used to scale the routers and to verify the export.
+        origin: The original dense model, if `dense` is its repaired or finetuned successor.
+        on_progress: Called with the number of tensors written, then of layers verified.
 
     Returns:
-        What was done and measured; also written as `dotmoe.json`.
+        The record of the export and its measurements; also written as `dotmoe.json`.
 
     Raises:
-        UserError: The pair cannot be exported, the folder exists, or the disk is full.
-        VerificationError: A runtime would route otherwise than the layout, or the written model
-            computes something else. It lies in `OUT_unverified` then, with the reason on record.
+        UserError: The model and layout cannot be exported, `out` exists, or the disk is full.
+        VerificationError: A runtime would route differently from the layout, or the written model
+            computes something else. The export is kept in `OUT_unverified` with a record of why.
     """
     dtype = export_dtype(dense, config)
     form = format_for(dense, layout.granularity, config.format, dtype)
@@ -94,10 +94,10 @@ def export(
     exact = on_disk(dense, device, torch.float32)
     unverified = out.with_name(out.name + "_unverified")
     with complete_folder(out) as folder:
-        if (unverified / RECORD_FILE).is_file():  # left by an earlier try
+        if (unverified / RECORD_FILE).is_file():  # left by an earlier attempt
             shutil.rmtree(unverified)
         if unverified.exists():
-            raise UserError(f"{unverified} is in the way: it is no export. Move it.")
+            raise UserError(f"{unverified} exists and is not an export. Move it away.")
         sample_BT = sample_tokens(token_ids, config.scale_tokens, form.context(dense))
         routers = []
         if form.gating.score != "none":
@@ -134,8 +134,8 @@ def export(
         record.write(folder)
         if problems:
             folder.rename(unverified)
-            more = f" ({len(problems)} such figures)" if len(problems) > 1 else ""
+            more = f" ({len(problems)} problems in all)" if len(problems) > 1 else ""
             raise VerificationError(
-                f"{problems[0]}{more} The export is kept, unverified, as {unverified}."
+                f"{problems[0]}{more} The unverified export is kept as {unverified}."
             )
     return record

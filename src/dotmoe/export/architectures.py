@@ -1,4 +1,4 @@
-"""The MoE architectures of Transformers, and which format a model is exported to."""
+"""The MoE architectures of Transformers, and the choice of the format for a model."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,19 +18,19 @@ from dotmoe.models import modeling_dotmoe
 from dotmoe.models.family import DenseModel, head_dim
 
 SHARED_GATE = 2.0**-20
-"""Entry of the gate of Qwen2-MoE's shared expert: its sigmoid is 1/2. A gate of zero would do in
-Transformers, but llama.cpp divides by it."""
+"""Entries of the weight of Qwen2-MoE's shared-expert gate, so that its sigmoid is 1/2. Zeros would
+do in Transformers, but llama.cpp divides by the gate's logit."""
 EMPTY_SHARED_SIZE = 128
-"""Neurons of a shared expert of zeros; servers fail on one without neurons."""
+"""Size of the all-zero shared expert of a model without one; servers fail on an empty one."""
 CODE = Path(modeling_dotmoe.__file__)
 _EVERYWHERE = ("Transformers", "vLLM", "SGLang", "llama.cpp's converter")
 
 
 class _Glm4Moe(TransformersFormat):
-    """GLM4-MoE: gates of 2 sigmoid(l), so that k can be edited after export.
+    """GLM4-MoE: gates are 2 sigmoid(l), so that k can be edited after export.
 
-    As the `routed_scaling_factor` of the config the 2 would be dropped by vLLM in float16. The
-    shared expert, which the architecture cannot do without, holds the neurons that are always on.
+    The down projections contain the 2, since vLLM drops a `routed_scaling_factor` in float16. The
+    architecture requires a shared expert, which holds the neurons that are always on.
     """
 
     name = "glm4_moe"
@@ -55,12 +55,12 @@ class _Glm4Moe(TransformersFormat):
 
     def exactness(self, conversion: Conversion) -> str:
         dtype = "" if conversion.keeps_dtypes else f" as {conversion.dtype_name}"
-        split = f"expert weights are those that were split{dtype}"
+        split = f"expert weights are copied from the dense weights{dtype}"
         return f"{split}, down projections times two (exact); {GATES}"
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
         config, dense = super().header(conversion), conversion.dense
-        # Read from rope_parameters by 5.x and from the top level by 4.5x; the default is 0.5.
+        # Transformers 5.x reads it here, 4.5x from the top level; the default is 0.5.
         config["rope_parameters"]["partial_rotary_factor"] = 1.0
         return config | {
             "use_qk_norm": dense.family.traits(dense.config).qk_norm == "head",
@@ -78,7 +78,7 @@ class _Glm4Moe(TransformersFormat):
 
 
 class _Mixtral(TransformersFormat):
-    """Mixtral, the native twin of LLaMA, Mistral and Phi-3; in every runtime."""
+    """Mixtral, the native twin of LLaMA, Mistral and Phi-3; every runtime supports it."""
 
     name = "mixtral"
     servers = _EVERYWHERE
@@ -111,9 +111,9 @@ class _Qwen3Moe(TransformersFormat):
 
 
 class _Qwen2Moe(_Qwen3Moe):
-    """Qwen2-MoE, the native twin of Qwen2: softmax over all experts, not renormalised; k is free.
+    """Qwen2-MoE, the native twin of Qwen2: softmax over all experts, not renormalised.
 
-    llama.cpp never renormalises here, whatever the config says.
+    k can be edited. llama.cpp never renormalises here, whatever the config states.
     """
 
     name = "qwen2_moe"
@@ -138,9 +138,9 @@ class _Qwen2Moe(_Qwen3Moe):
 
 
 class _GraniteMoe(TransformersFormat):
-    """GraniteMoe, the native twin of Granite 3; with a shared expert GraniteMoeShared.
+    """GraniteMoe, the native twin of Granite 3; GraniteMoeShared if there is a shared expert.
 
-    Experts are chosen by their logits and weighted by a softmax over the chosen.
+    Experts are chosen by their logits and weighted by a softmax over the chosen experts' logits.
     """
 
     name = "granitemoe"
@@ -184,7 +184,7 @@ class _GraniteMoe(TransformersFormat):
 
 
 class _FlexOlmo(TransformersFormat):
-    """FlexOlmo, the native twin of OLMo 2; in Transformers and vLLM."""
+    """FlexOlmo, the native twin of OLMo 2; supported by Transformers and vLLM."""
 
     name = "flex_olmo"
     holds = ("qkvo biases",)
@@ -194,30 +194,30 @@ class _FlexOlmo(TransformersFormat):
 
 
 class _DotMoe(TransformersFormat):
-    """Our own: the dense decoder with experts of heads, and of neurons; its code lies beside it."""
+    """dotmoe's own: the dense decoder with experts of heads (and neurons); exports its code too."""
 
     name = "dotmoe"
     servers = ("Transformers with dotmoe imported or trust_remote_code=True",)
-    holds_window = True  # and all else: the decoder is the dense model's
+    holds_window = True  # like every feature of the dense model, whose decoder it is
     gating = Gating(score="none")
     active_experts_editable = True
 
     def refusal(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
         if split.targets == "ffn":
             return f"{self.name} is for experts made of heads. Set targets to attention or both."
-        if split.target == "attention":  # whose sizes no stock implementation limits
+        if split.target == "attention":  # no stock kernel limits the sizes of these experts
             return None
         return self.no_kernel(dense, split, dtype)
 
     def exactness(self, conversion: Conversion) -> str:
-        return "all weights are those that were split, and gates are 1 (exact)"
+        return "all weights are copied from the dense weights, and gates are 1 (exact)"
 
     def notes(self, conversion: Conversion) -> list[str]:
         return [
-            "Served by Transformers alone: vLLM, SGLang and llama.cpp have no attention of which "
-            "some heads run, and cannot load it. `import dotmoe` makes Transformers know it; "
+            "Only Transformers can load it: vLLM, SGLang and llama.cpp have no attention in which "
+            "only some heads run. `import dotmoe` registers it with Transformers; "
             "without dotmoe, give from_pretrained trust_remote_code=True, which runs "
-            f"{CODE.name} of this folder.",
+            f"{CODE.name} from this folder.",
             "All keys and values are computed, so the KV cache is as large as the dense model's.",
         ]
 
@@ -235,7 +235,7 @@ class _DotMoe(TransformersFormat):
                 "AutoConfig": f"{CODE.stem}.DotMoeConfig",
                 "AutoModelForCausalLM": f"{CODE.stem}.DotMoeForCausalLM",
             },
-            # Phi-3 is Mistral's decoder with its projections fused, which are written apart.
+            # Phi-3 is Mistral's decoder with fused projections; exports write them separately.
             "dense_model_type": "mistral" if family == "phi3" else family,
             "head_dim": head_dim(dense.config),
             "tie_word_embeddings": False,
@@ -263,7 +263,7 @@ class _DotMoe(TransformersFormat):
 
     def run_active_experts(self, model: nn.Module, layers: range, active_experts: int) -> None:
         cast(Any, model).config.num_experts_per_tok = active_experts
-        for layer in layers:  # of attention alone: k is fixed where FFNs are split, too
+        for layer in layers:  # attention only: k is fixed if FFNs are split as well
             router = model.get_submodule(f"model.layers.{layer}.self_attn.q_proj.router")
             cast(Any, router).active = active_experts
 
@@ -277,7 +277,7 @@ class _DotMoe(TransformersFormat):
         columns_NC = torch.arange(heads.num_neurons * width).view(-1, width)
         columns_EC = columns_NC[heads.neurons_of_expert(layer).cpu()].flatten(1)
         axis_of = {"o_proj.weight": 1}
-        # Where all queries are normed at once, W_Q is computed in full.
+        # If one norm spans all queries, W_Q is computed in full.
         if dense.family.traits(dense.config).qk_norm != "full":
             axis_of |= {"q_proj.weight": 0, "q_proj.bias": 0}
         for name in layer_names(dense, layer, ffn=ffn is None):
@@ -308,13 +308,13 @@ class _DotMoe(TransformersFormat):
 
 _MADE = (_Glm4Moe(), _Mixtral(), _Qwen2Moe(), _Qwen3Moe(), _GraniteMoe(), _FlexOlmo(), _DotMoe())
 FORMATS: dict[str, TransformersFormat] = {form.name: form for form in _MADE}
-"""In order of preference: the first that can hold a model is its default."""
+"""Formats in order of preference: the first that can hold a model is its default."""
 GGUF_NAMES = ("gguf", "gguf_glm4moe", "gguf_llama", "gguf_dense")
-"""`gguf` is the first of the next two that can hold the model; `gguf_dense` is the dense model."""
+"""`gguf` selects the first of the next two that can hold the model; `gguf_dense` is not split."""
 
 
 def explained() -> str:
-    """A line for each format: who runs it, and whether k stays free."""
+    """One line for each format: the software that runs it, and whether k can be edited."""
     kinds = {True: "can be edited", False: "is fixed"}
     return "\n\n".join(
         f"{name}: runs in {', '.join(form.servers)}; k {kinds[form.active_experts_editable]}."
@@ -323,7 +323,7 @@ def explained() -> str:
 
 
 def formats_like(name: str) -> Mapping[str, Format]:
-    """The formats of the container that a name asks for, in order of preference."""
+    """All formats of the container (Transformers or GGUF) of `name`, in order of preference."""
     if name == "auto" or name in FORMATS:
         return FORMATS
     if name in GGUF_NAMES:
@@ -339,9 +339,9 @@ def formats_like(name: str) -> Mapping[str, Format]:
 
 
 def format_for(dense: DenseModel, split: Granularity, name: str, dtype: torch.dtype) -> Format:
-    """The format of that name, or for `auto` and `gguf` the first that can hold the model.
+    """The format called `name`, or for `auto` and `gguf` the first that can hold the model.
 
-    A refusal names those that can.
+    If it cannot hold the model, the error names the formats that can.
     """
     leading, layers = split.first_dense_layers, dense.widths.layers
     if leading >= layers:

@@ -1,7 +1,7 @@
-"""The one idea of a format: what it holds, how it weights experts, its header, tensors and check.
+"""Base class of export formats: supported features, gating, header, tensors and verification.
 
-Transformers checkpoints and GGUF files are members alike. What they write are the tensors of a
-`Conversion`, each described before it is made.
+Transformers checkpoints and GGUF files are both subclasses. They write the tensors of a
+`Conversion`, each of which is described before it is computed.
 """
 
 from abc import ABC, abstractmethod
@@ -26,84 +26,84 @@ from dotmoe.progress import Update, no_update
 
 BLOCKS = {name: (1, dtype.itemsize) for name, dtype in DTYPES.items()}
 BLOCKS |= {"Q8_0": (32, 34), "Q4_0": (32, 18)}
-"""Number formats of files: weights that are stored together, and bytes for them."""
+"""Number formats of files: number of weights in a block, and bytes of a block."""
 STORED = {dtype: name for name, dtype in DTYPES.items()}
-"""Name of a dtype in a file."""
+"""Name of each dtype in a file."""
 PROJECTIONS = ("gate", "up", "down")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """One tensor to be written; its size is known before its content is made."""
+    """Description of a tensor to write; its size is known before its content is computed."""
 
     name: str
     shape: tuple[int, ...]
     stored: str
     """Number format in the file, a key of `BLOCKS`."""
     make: Callable[[], Tensor]
-    """Gives the tensor on the CPU; whoever writes it rounds it to `stored`, once."""
+    """Returns the tensor on the CPU; the writer rounds it to `stored`, once."""
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, dtype: torch.dtype) -> "TensorSpec":
-        """One that is made already, written in a dtype."""
+        """Spec of an existing tensor, to be written in `dtype`."""
         shape = tuple(tensor.shape)
         return cls(name=name, shape=shape, stored=STORED[dtype], make=lambda: tensor)
 
     @property
     def num_bytes(self) -> int:
-        """In the file."""
+        """Size of the tensor in the file, in bytes."""
         weights, size = BLOCKS[self.stored]
         return prod(self.shape) // weights * size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportConfig:
-    """What is written, and how carefully it is checked."""
+    """Options of an export and its verification."""
 
     format: str = "auto"
     """Stock architecture to write: glm4_moe, mixtral, qwen2_moe, qwen3_moe, granitemoe, flex_olmo,
-    or auto: glm4_moe where it can hold the model, else the family's native twin. Experts made of
-    heads have dotmoe alone, which only Transformers runs, with code of its own. From a finished
-    run `dotmoe export` also writes gguf, gguf_glm4moe, gguf_llama and gguf_dense."""
+    or auto: glm4_moe if it can hold the model, else the family's native twin. Experts made of
+    heads need format dotmoe, which only Transformers runs, with code that the export contains.
+    From a finished run, `dotmoe export` also writes gguf, gguf_glm4moe, gguf_llama, gguf_dense."""
     export_dtype: Literal["source", "float32", "bfloat16"] = "source"
-    """Dtype of the written weights. `source` keeps that of every dense tensor, bit for bit; float16
-    cannot hold the scaled routers and must be given another."""
+    """Dtype of the written weights. `source` keeps every dense tensor's own dtype, bit for bit;
+    float16 models need another choice, because float16 cannot hold the scaled routers."""
     max_shard_gib: Annotated[float, above(0)] = 4.0
-    """Largest weight file, in GiB, above 0."""
+    """Maximum size of a weight file, in GiB; above 0."""
     scale_tokens: Annotated[int, at_least(1)] = 2048
-    """Tokens of text from which the scale of the routers is chosen, at least 1."""
+    """Number of text tokens from which the router scales are chosen, at least 1."""
     verify_tokens: Annotated[int, at_least(1)] = 512
-    """Tokens of text on which the export is compared with the masked dense model, at least 1."""
+    """Number of text tokens on which export and masked dense model are compared, at least 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GgufConfig(ExportConfig):
-    """With what is special to GGUF files."""
+    """Options of an export, including those of GGUF files."""
 
     gguf_type: Literal["f32", "f16", "bf16", "q8_0", "q4_0"] = "f16"
-    """Number format of a GGUF's matrices."""
+    """Number format of the weight matrices in a GGUF file."""
     gguf_tokenizer: Literal["auto", "none"] = "auto"
-    """auto: the model's tokenizer goes into the GGUF; none: it will take token ids only."""
+    """auto: store the model's tokenizer in the GGUF file; none: the file takes token ids only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gating:
-    """How the runtimes of a format weight the chosen experts by their logits."""
+    """How a format's runtimes compute the weights of the chosen experts from their logits."""
 
     score: Literal["none", "softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
-    """Softmax or sigmoid over all experts before the k are chosen, or softmax over the chosen;
-    none: every weight is 1, and no router is scaled."""
+    """Function of the logits: softmax or sigmoid over all experts before k of them are chosen, or
+    softmax over the chosen ones; none: every weight is 1, and no router is scaled."""
     renormalised: bool = True
-    """Weights are divided by their sum over the chosen."""
+    """Whether weights are divided by their sum over the chosen experts."""
     casts: bool = True
-    """Transformers rounds the weights to the dtype of the model."""
+    """Whether Transformers rounds the weights to the dtype of the model."""
     only_in: str | None = None
-    """The one runtime that runs such files; None: all may."""
+    """The only runtime that runs such files; None: any runtime may."""
     exponent: int | None = None
-    """p of every layer's router; None: chosen by layer from the router's logits."""
+    """Exponent p of every layer's router; None: chosen for each layer from its router logits."""
 
     def constant(self, active_experts: int, num_experts: int) -> float:
-        """2, k or E: times the weight of a chosen expert it is 1 but for the logits times 2^-p."""
+        """Factor (2, k or E) that makes a chosen expert's weight 1, up to about l 2^-p."""
         if self.score == "sigmoid":
             return 2.0
         return float(active_experts if self.renormalised else num_experts)
@@ -111,43 +111,43 @@ class Gating:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """Everything a format may look at."""
+    """All inputs from which a format writes an export."""
 
     dense: DenseModel
     tensors: Tensors
     """The dense checkpoint's files, the only source of weights."""
     layout: ExpertLayout
-    """Routers are exact in `dtype`."""
+    """Experts, routers and k; `dtype` represents the router entries exactly."""
     exponents: Mapping[int, int]
-    """p of each split layer: its router is written as 2^-p W_r."""
+    """Exponent p of each split layer, whose router is written as 2^-p W_r."""
     dtype: torch.dtype
-    """Of routers and experts, and of what the dense model lacks."""
+    """Dtype of routers and experts, and of tensors that the dense model lacks."""
     config: GgufConfig
     origin: DenseModel
-    """The dense model that the work began with."""
+    """The original dense model, before any repair or finetuning."""
     on_progress: Update = no_update
-    """Told tensors written, then layers verified."""
+    """Called with the number of tensors written, then of layers verified."""
 
     @property
     def keeps_dtypes(self) -> bool:
-        """Every dense tensor keeps the dtype in which it is stored; else all take `dtype`."""
+        """Whether every dense tensor keeps its stored dtype; otherwise all become `dtype`."""
         return self.config.export_dtype == "source"
 
     @property
     def dtype_name(self) -> str:
-        """Of `dtype`, such as bfloat16."""
+        """Name of `dtype`, such as bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def shared_experts(self) -> int:
-        """Experts as wide as a routed one for the neurons that are always on, at least 1."""
+        """Number of experts of routed size that hold the always-on neurons, at least 1."""
         split = self.layout.granularity
         return max(1, -(-split.shared_size // split.expert_size))
 
     def spec(
         self, source: str, name: str = "", change: Callable[[Tensor], Tensor] = lambda whole: whole
     ) -> TensorSpec:
-        """A dense tensor as it is, or under another name and changed."""
+        """Spec of a dense tensor; `name` renames it, `change` transforms it."""
         shape, dtype = self.tensors.describe(source)
         changed = change(torch.empty(shape, dtype=dtype, device="meta"))
         return TensorSpec(
@@ -158,7 +158,7 @@ class Conversion:
         )
 
     def router(self, layer: int, name: str, part: ExpertLayout | None = None) -> TensorSpec:
-        """Router rows times 2^-p, [E, D]; exact, since the layout's rows are so in the dtype."""
+        """Spec of the router rows times 2^-p, [E, D]; exact, as the rows are exact in `dtype`."""
         scale = 2.0 ** -self.exponents.get(layer, 0)
         rows_ED = (part or self.layout).router_LED[layer].cpu().double() * scale
         return TensorSpec.of(name, rows_ED, self.dtype)
@@ -166,11 +166,11 @@ class Conversion:
     def slices(
         self, source: str, axis: int, index: Tensor, name: str, times: float = 1.0, size: int = 0
     ) -> TensorSpec:
-        """Rows (axis 0) or columns (axis 1) of a dense tensor.
+        """Spec of some rows (axis 0) or columns (axis 1) of a dense tensor.
 
-        An index [S] gives one matrix, one of experts, [E, S], a tensor of theirs, [E, ...]. Weights
-        are multiplied by `times`, which rounds once more unless it is a power of two, and filled up
-        with zeros to `size` rows or columns.
+        An index [S] gives one matrix, an index [E, S] a stack of the experts' matrices, [E, ...].
+        Weights are multiplied by `times`, which rounds once more unless it is a power of two, and
+        padded with zeros to `size` rows or columns.
         """
         missing = max(0, size - index.numel())
 
@@ -189,14 +189,14 @@ class Conversion:
     def neurons(
         self, layer: int, part: str, neurons: Tensor, name: str, times: float = 1.0, size: int = 0
     ) -> TensorSpec:
-        """The `slices` of one projection that belong to some neurons."""
+        """Spec of the `slices` of one FFN projection that belong to some neurons."""
         source = self.dense.family.ffn_tensor(layer, part)
         return self.slices(source, int(part == "down"), neurons, name, times, size)
 
     def projections(
         self, layer: int, neurons: Tensor, name: str, down: float = 1.0, size: int = 0
     ) -> Iterator[TensorSpec]:
-        """All three of some neurons, the last times `down`; `{}` in `name` stands for which."""
+        """Specs of all projections of some neurons, W_down times `down`; `name` contains `{}`."""
         for part in PROJECTIONS:
             times = down if part == "down" else 1.0
             yield self.neurons(layer, part, neurons, name.format(part), times, size)
@@ -204,7 +204,7 @@ class Conversion:
     def linears(
         self, layer: int, neurons: Tensor, names: tuple[str, str], times: float = 1.0
     ) -> Iterator[TensorSpec]:
-        """Gate and up projections as one, [2 S, D] or of experts [E, 2 S, D], and the down ones."""
+        """Specs of fused gate and up projections, [2 S, D] or [E, 2 S, D], and of the down ones."""
         gate, up = (self.neurons(layer, part, neurons, names[0]) for part in ("gate", "up"))
         *outer, size, width = gate.shape
 
@@ -215,11 +215,11 @@ class Conversion:
         yield self.neurons(layer, "down", neurons, names[1], times)
 
     def require_no_others(self, format_name: str) -> None:
-        """Refuse a checkpoint with weights that would be left behind."""
+        """Refuse a checkpoint with weights that the export would leave out."""
         layers = range(self.dense.widths.layers)
         names = {NORM}.union(*(layer_names(self.dense, layer) for layer in layers))
         reached = {self.tensors.stored_name(name) for name in names} | {EMBEDDING, HEAD}
-        # Old checkpoints store the rotary frequencies, a constant.
+        # Old checkpoints also store the rotary frequencies, which are constant.
         others = sorted(x for x in self.tensors.names - reached if not x.endswith(".inv_freq"))
         if others:
             raise UserError(
@@ -229,7 +229,7 @@ class Conversion:
 
 
 def layer_names(dense: DenseModel, layer: int, *, ffn: bool = True) -> list[str]:
-    """Tensors of one layer in LLaMA's form, with or without those of its FFN, which come last."""
+    """Names of a layer's tensors in LLaMA's form; those of its FFN come last, if `ffn` is set."""
     traits = dense.family.traits(dense.config)
     after = ("post_attention", "post_feedforward")
     norms = after if traits.norms_after else ("input", "post_attention")
@@ -244,19 +244,19 @@ def layer_names(dense: DenseModel, layer: int, *, ffn: bool = True) -> list[str]
 
 
 class Format(ABC):
-    """A format to export to."""
+    """Base class of a format that a model can be exported to."""
 
     name: str
     servers: tuple[str, ...]
-    """Software that runs it without further code."""
+    """Software that runs the format without additional code."""
     holds: tuple[str, ...] = ()
-    """Of the features in `refusal`, those that it has a place for."""
+    """Features named in `refusal` that the format can represent."""
     demands: tuple[str, ...] = ()
-    """Those that it cannot do without."""
+    """Features named in `refusal` that the format requires."""
     rope_types: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
-    """Rotary embeddings that it computes as the dense model does."""
+    """Types of rotary embeddings that the format computes as the dense model does."""
     holds_window: bool = False
-    """Sliding attention windows; without, the context is cut to the window."""
+    """Whether it supports sliding attention windows; if not, the context is cut to the window."""
     active_experts_key: str = "num_experts_per_tok"
     """Key of the header that holds k."""
     active_experts_editable: bool = False
@@ -264,10 +264,10 @@ class Format(ABC):
     gating: Gating = Gating()
     writes_tied_head: bool = True
     splits: bool = True
-    """Whether FFNs become experts; if not, it is the dense model in another container."""
+    """Whether FFNs become experts; if not, the format stores the dense model as it is."""
 
     def refusal(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
-        """Why such a split cannot be exported exactly, in one sentence, or None."""
+        """One sentence that states why this split cannot be exported exactly, or None."""
         traits, config = dense.family.traits(dense.config), dense.config
         biases = "qkv" * traits.qkv_bias + "o" * traits.output_bias
         rope = config.rope_parameters["rope_type"]
@@ -285,9 +285,9 @@ class Format(ABC):
         }
         present = {name for name, is_present in features.items() if is_present}
         for name in sorted(present.difference(self.holds, self.demands)):
-            return f"{dense.source} has {name}, for which {self.name} has no place."
+            return f"{dense.source} has {name}, which {self.name} cannot hold."
         for name in sorted(set(self.demands) - present):
-            return f"{dense.source} has no {name}, which {self.name} demands."
+            return f"{dense.source} has no {name}, which {self.name} requires."
         if rope == "dynamic" and self.context(dense) < dense.widths.context:
             return (
                 f"{dense.source} has rope_type 'dynamic' together with a sliding window; both "
@@ -297,7 +297,7 @@ class Format(ABC):
 
     @abstractmethod
     def exactness(self, conversion: Conversion) -> str:
-        """What is exact and what is not, in a clause."""
+        """A clause that states what is exact and what is not."""
 
     def context(self, dense: DenseModel) -> int:
         """Longest context in which the export computes what the dense model does, in tokens."""
@@ -308,14 +308,14 @@ class Format(ABC):
         """What a user of the exported model must know, one sentence each."""
         context, whole = self.context(conversion.dense), conversion.dense.widths.context
         note = (
-            f"The dense model attends through a sliding window of {context} tokens, which "
-            f"{self.name} has not: its context is lowered from {whole} to the window, up to which "
-            "the two are the same."
+            f"The dense model attends in a sliding window of {context} tokens, which "
+            f"{self.name} does not support: the context is lowered from {whole} to the window, up "
+            "to which both compute the same."
         )
         return [] if context == whole else [note]
 
     def details(self, conversion: Conversion) -> dict[str, Any]:
-        """What goes on record of this container alone."""
+        """Extra fields of the record that only this format has."""
         return {}
 
     @abstractmethod
@@ -323,7 +323,7 @@ class Format(ABC):
         """Content of config.json, or the metadata keys of a GGUF."""
 
     def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
-        """The tensors in the order in which they are best read and written."""
+        """Specs of all tensors, in the order that is best for reading and writing."""
         conversion.require_no_others(self.name)
         is_left_out = conversion.dense.config.tie_word_embeddings and not self.writes_tied_head
         for name in [EMBEDDING, NORM] + [HEAD] * (not is_left_out):
@@ -332,7 +332,7 @@ class Format(ABC):
             yield from self.layer_tensors(conversion, layer)
 
     def layer_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        """The tensors of one decoder layer."""
+        """Specs of one decoder layer's tensors."""
         is_split = self.splits and layer in conversion.layout.moe_layers
         for name in layer_names(conversion.dense, layer, ffn=not is_split):
             yield self.carried(conversion, name)
@@ -340,22 +340,22 @@ class Format(ABC):
             yield from self.moe_tensors(conversion, layer)
 
     def carried(self, conversion: Conversion, name: str) -> TensorSpec:
-        """A dense tensor that is written."""
+        """Spec of a dense tensor that is not split."""
         return conversion.spec(name)
 
     @abstractmethod
     def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        """Router and experts of a split layer."""
+        """Specs of a split layer's router and experts."""
 
     @abstractmethod
     def write(self, conversion: Conversion, folder: Path) -> list[str]:
-        """Write header, tensors and tokenizer into a folder; returns the names of weight files."""
+        """Write header, tensors and tokenizer into a folder; return the names of weight files."""
 
     @abstractmethod
     def check(
         self, conversion: Conversion, folder: Path, tokens_BT: Int[Tensor, "B T"]
     ) -> tuple[dict[str, Any], list[str]]:
-        """What was measured beside the masked dense model, and a sentence for each limit exceeded.
+        """Compare the written files with the masked dense model; see `verify` and `check_gguf`.
 
-        See `verify` and `check_gguf`.
+        Returns the measurements, and a sentence for each exceeded limit.
         """

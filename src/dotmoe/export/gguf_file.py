@@ -1,4 +1,4 @@
-"""GGUF, the container of llama.cpp: written tensor by tensor, compared, run."""
+"""Write GGUF files, the container of llama.cpp, tensor by tensor; compare and run them."""
 
 import shutil
 from collections.abc import Sequence
@@ -34,13 +34,13 @@ _KINDS = {
     list: GGUFValueType.ARRAY,
 }
 EXACT_GATES_ERROR, SOFTMAX_GATES_ERROR = 1e-4, 5e-3
-"""Largest logits error in float32, of exactly binary gates and of those after a softmax."""
+"""Largest accepted logits error in float32, with exactly binary gates and with softmax gates."""
 STORED_ERROR = {"f32": 0.0, "f16": 1e-2, "bf16": 5e-2, "q8_0": 0.1, "q4_0": 0.6}
-"""What number formats add to that where nothing is routed; 4 bits were seen to add 0.3."""
+"""What each number format adds to that limit without routing; 4 bits added 0.3 when measured."""
 ROUTED_ERROR = 0.5
-"""Largest logits error where rounding decides at near-ties of the k-th place; another
-computation comes to 0.8 and more."""
-_REPORT = "Report this as a defect of dotmoe."
+"""Largest accepted logits error if rounding decides near-ties for the k-th expert; a wrong
+computation gives 0.8 or more."""
+_REPORT = "Report this as a bug in dotmoe."
 PROBES = (
     "Once upon a time, there was a little girl named Lily.",
     "def f(x):\n\treturn x ** 2  # 1234567890, 3.14\n\n\nprint(f(12))  ",
@@ -48,7 +48,7 @@ PROBES = (
     "Grüße, café, naïve — “quotes” … 日本語 中文 한국어 Привет мир 🙂🚀 ½ ² ٣",
     "I'm, you're, he'LL, don't; WE'VE 'tis 100,000.00 x=1e-5 {}[]()<>@#$%^&*",
 )
-"""Texts on which the tokenizers are compared: letters of many scripts, digits, spaces, lines."""
+"""Texts on which tokenizers are compared: letters of many scripts, digits, spaces, line breaks."""
 
 
 def write_gguf(
@@ -58,9 +58,9 @@ def write_gguf(
     specs: Sequence[TensorSpec],
     on_progress: Update = no_update,
 ) -> None:
-    """Write a file; no more than one tensor is in memory.
+    """Write a GGUF file with at most one tensor in memory.
 
-    `arch` is `general.architecture`, `keys` are all others; whole numbers become uint32, in lists
+    `arch` is `general.architecture`, `keys` are all other keys; integers become uint32, in lists
     int32. A weight that does not fit into its number format is refused.
     """
     require_free(path.parent, sum(spec.num_bytes for spec in specs))
@@ -79,20 +79,20 @@ def write_gguf(
 
 
 def encoded(spec: TensorSpec, tensor: Tensor) -> np.ndarray:
-    """A tensor as it is stored, in its number format."""
+    """The tensor in the number format of its spec; refuses values that float16 cannot hold."""
     values = tensor.float().contiguous().numpy()
     assert values.shape == spec.shape, f"{spec.name} is {values.shape}"
     if spec.stored == "F16" and (largest := np.abs(values).max()) > np.finfo(np.float16).max:
         raise UserError(
             f"{spec.name} cannot be stored as F16: {largest:g} does not fit into float16. "
-            "Choose type bf16 or f32."
+            "Choose --gguf-type bf16 or f32."
         )
     stored: np.ndarray = quants.quantize(values, GGMLQuantizationType[spec.stored])
     return stored
 
 
 def write_with_active_experts(path: Path, active_experts: int, out: Path) -> None:
-    """Copy a file with another k that llama.cpp can run; it is then what an export writes."""
+    """Copy a GGUF file with another k that llama.cpp can run, as an export with that k writes."""
     file = GgufFile(path)
     layers = file.size("block_count")
     moe_layers = layers - file.size("leading_dense_block_count", 0)
@@ -100,7 +100,7 @@ def write_with_active_experts(path: Path, active_experts: int, out: Path) -> Non
     if active_experts > most:
         raise UserError(
             f"active_experts is {active_experts}, but llama.cpp's graph has room for {most} in "
-            f"{path}, and it aborts beyond. Choose {most} or fewer."
+            f"{path}, and it aborts with more. Choose {most} or fewer."
         )
     shutil.copyfile(path, out)
     copy = GgufFile(out, writable=True)
@@ -117,14 +117,14 @@ def write_with_active_experts(path: Path, active_experts: int, out: Path) -> Non
 def check_gguf(
     form: "GgufFormat", conversion: Conversion, folder: Path, tokens_BT: Int[Tensor, "B T"]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Compare every key and byte of a file, and run it where llama-cpp-python is installed.
+    """Compare every key and byte of a file, and run it if llama-cpp-python is installed.
 
-    Needs memory for a few dense tensors; running, for the file and one decoder layer in float32.
+    Needs memory for a few dense tensors; a run, for the file and one decoder layer in float32.
 
     Returns:
-        `tensors`, their number; `storing_error`, the largest root mean square error of one in root
-        mean squares of it; `run`, see `_run`, None where it was not run. And a sentence for each
-        limit exceeded; a difference in a key, byte or tokenised text is a `VerificationError`.
+        `tensors`, their number; `storing_error`, the largest root mean square (RMS) error of a
+        tensor relative to its RMS; `run`, see `_run`, None if not run. And a sentence for each
+        exceeded limit. A different key, byte or tokenised text raises a `VerificationError`.
     """
     (path,) = folder.glob("*.gguf")
     file, header, worst = GgufFile(path), form.header(conversion), 0.0
@@ -135,7 +135,7 @@ def check_gguf(
             difference = f"{str(value)[:40]!r} instead of {str(wanted)[:40]!r}"
             raise VerificationError(f"{key} in {path} is {difference}. {_REPORT}")
     for name in sorted(file.tensors.keys() ^ specs.keys()):
-        raise VerificationError(f"{name} in {path} is missing or too much. {_REPORT}")
+        raise VerificationError(f"{name} in {path} is missing or unexpected. {_REPORT}")
     for name, spec in specs.items():
         exact = spec.make().float()
         if encoded(spec, exact).tobytes() != file.tensors[name].data.tobytes():
@@ -152,9 +152,9 @@ def check_gguf(
 def _run(
     form: "GgufFormat", conversion: Conversion, file: GgufFile, tokens_BT: Int[Tensor, "B T"]
 ) -> dict[str, Any]:
-    """llama.cpp beside float32 Transformers with the weights as stored, each routing for itself.
+    """Compare llama.cpp with float32 Transformers on the dense weights, each with its own routing.
 
-    Errors are mean |differences| of a token's logits, in standard deviations of all logits.
+    Errors are medians of a token's mean |logit difference|, in standard deviations of all logits.
     """
     dense, layout = conversion.dense, conversion.layout
 
@@ -171,7 +171,7 @@ def _run(
             expected_TV = logits_of(twin.model, tokens_BT)
         copy = file.path.with_name(".all_experts.gguf")
         try:
-            with suppress(UserError):  # llama.cpp has no room for so many experts
+            with suppress(UserError):  # llama.cpp may have no room for all experts
                 if not layout.granularity.dropped_size:
                     write_with_active_experts(file.path, layout.num_experts, copy)
                     all_experts_error = float(logits_error(run(copy)[0], dense_TV).median())
@@ -188,7 +188,7 @@ def _run(
 
 
 def _compare_tokens(model: llama_cpp.LlamaCppModel, file: GgufFile, stock: Any) -> int:
-    """How many texts were cut alike."""
+    """Number of texts that both tokenise alike; a difference raises a `VerificationError`."""
     kind = file.metadata("tokenizer.ggml.model")
     if kind == "none":
         return 0
@@ -199,7 +199,7 @@ def _compare_tokens(model: llama_cpp.LlamaCppModel, file: GgufFile, stock: Any) 
         if actual != expected:
             raise VerificationError(
                 f"llama.cpp tokenises {text[:24]!r} into {actual[:12]}, but Transformers into "
-                f"{expected[:12]}. Export with --gguf-tokenizer none, and report this."
+                f"{expected[:12]}. Export with --gguf-tokenizer none, and report a bug."
             )
     return len(PROBES)
 
@@ -212,5 +212,5 @@ def _problems(run: dict[str, Any], form: "GgufFormat", gguf_type: str) -> list[s
         ("masked dense model", run["logits_error"], max(limit, ROUTED_ERROR * is_routed)),
         ("dense model, all experts on", run["all_experts_error"] or 0.0, limit),
     ]
-    what = "llama.cpp runs the file otherwise: median logit error beside the"
+    what = "llama.cpp computes something else: median logit error against the"
     return [f"{what} {problem}" for problem in beyond(figures)]

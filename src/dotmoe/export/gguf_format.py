@@ -1,11 +1,11 @@
 """GGUF files for llama.cpp: a MoE as architecture `glm4moe` or `llama`, or the dense model itself.
 
-`glm4moe` has gates that are exactly binary. Gating function 3 chooses experts by their logits and
-takes the softmax over the chosen alone; with router rows times 2^-40 all k logits are equal to
-float32, so each weight is 1/k, and `expert_weights_scale` makes that 1. Ranking is untouched.
+`glm4moe` has exactly binary gates. Gating function 3 chooses experts by their logits and takes the
+softmax over the chosen experts; with router rows times 2^-40, their float32 exponentials are equal,
+so each weight is 1/k, which `expert_weights_scale` makes 1. The ranking of experts is unchanged.
 
 `llama` weights the chosen experts by the renormalised softmax of their logits, 1/k for a scaled
-router, and multiplies the output of each by its entry of `ffn_down_exps.scale`, which is k. Its
+router, and multiplies each expert's output by its entry of `ffn_down_exps.scale`, which is k. Its
 weights are the dense ones for every k, and it reads any static scaling of rotary embeddings.
 """
 
@@ -30,33 +30,33 @@ from dotmoe.llama_cpp import most_active_experts_of
 from dotmoe.models.family import DenseModel
 
 SOFTMAX_OF_CHOSEN = 3
-"""`expert_gating_func` of the softmax over the chosen logits; gguf has no name for it."""
+"""`expert_gating_func` for the softmax over the chosen logits; gguf has no name for it."""
 MOST_EXPERTS = 1024
-"""Limit of llama.cpp as in llama-cpp-python 0.3.36, which ends the process beyond."""
+"""Limit of llama.cpp in llama-cpp-python 0.3.36, which ends the process if it is exceeded."""
 
 
 class GgufFormat(Format):
-    """A decoder in LLaMA's form under llama.cpp's names; the dense model itself, in `gguf_dense`.
+    """Format `gguf_dense`, the dense model itself, and base class of the GGUF formats with experts.
 
     Architecture `llama` rotates neighbouring entries of a head and reads frequency factors; the
-    others rotate halves, as Transformers does, and know no scaling but a linear one.
+    others rotate halves, as Transformers does, and support linear scaling only.
     """
 
     name = "gguf_dense"
     servers = ("llama.cpp",)
     active_experts_key = "expert_used_count"
-    writes_tied_head = False  # llama.cpp takes the embedding then
+    writes_tied_head = False  # llama.cpp then uses the embedding
     splits = False
     holds = FORMATS["glm4_moe"].holds
     rope_types = ("default", "linear", "llama3", "yarn")
-    """Those whose frequencies do not depend on the text."""
+    """Types of rotary embeddings whose frequencies do not depend on the text."""
     gating = Gating(score="none")
     num_moe_tensors = 0
-    """Tensors of a split FFN, with its router."""
+    """Number of tensors of a split FFN, including its router."""
     check = check_gguf
 
     def arch(self, dense: DenseModel) -> str:
-        """`general.architecture`."""
+        """Value of the key `general.architecture`."""
         return "qwen3" if dense.family.traits(dense.config).qk_norm == "head" else "llama"
 
     def refusal(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
@@ -66,8 +66,8 @@ class GgufFormat(Format):
         if self.arch(dense) != "llama" and kind not in ("default", "linear"):
             return (
                 f"rope_type is {kind!r}, but llama.cpp reads no frequency factors for {self.name} "
-                "and would silently rotate wrongly. Choose --format gguf_llama, which takes no "
-                "shared expert and no leading dense layers."
+                "and would silently rotate wrongly. Choose --format gguf_llama, which supports "
+                "no shared expert and no leading dense layers."
             )
         if not self.splits:
             return None
@@ -75,19 +75,19 @@ class GgufFormat(Format):
         most = most_active_experts_of(traits, split, layers, self.num_moe_tensors)
         if not 2 <= split.num_experts <= MOST_EXPERTS:
             return (
-                f"The layout has {split.num_experts} experts a layer, but llama.cpp takes 2 to "
+                f"The layout has {split.num_experts} experts a layer, but llama.cpp runs 2 to "
                 f"{MOST_EXPERTS}. Choose another expert_size."
             )
         if split.active_experts > most:
             return (
                 f"{split.active_experts} experts run per token, but llama.cpp's graph has room for "
-                f"{most} in a model of this form, and it aborts beyond. Choose --active-experts "
+                f"{most} in such a model, and it aborts with more. Choose --active-experts "
                 f"{most} or fewer, or larger experts."
             )
         return None
 
     def exactness(self, conversion: Conversion) -> str:
-        return f"expert weights are those that were split, stored as {conversion.config.gguf_type}"
+        return f"expert weights are the dense weights, stored as {conversion.config.gguf_type}"
 
     def details(self, conversion: Conversion) -> dict[str, Any]:
         return {
@@ -106,7 +106,7 @@ class GgufFormat(Format):
         )
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
-        """All keys but `general.architecture`, in full."""
+        """All metadata keys except `general.architecture`, with their full names."""
         dense, config = conversion.dense, conversion.dense.config
         head_dim, rope = dense.family.traits(config).head_dim, config.rope_parameters
         scaling: dict[str, Any] = {}
@@ -150,7 +150,7 @@ class GgufFormat(Format):
             yield TensorSpec.of("rope_freqs.weight", factors, torch.float32)
 
     def carried(self, conversion: Conversion, name: str) -> TensorSpec:
-        """A dense tensor; where neighbours are rotated, its heads in that order."""
+        """Spec of a dense tensor; for arch `llama`, queries and keys are in `pairwise_order`."""
         dense, config = conversion.dense, conversion.dense.config
         arch = self.arch(dense)
         stored_name = _names(arch, dense.widths.layers).get_name(name, (".weight", ".bias"))
@@ -164,11 +164,11 @@ class GgufFormat(Format):
         return self._stored(conversion, spec)
 
     def _stored(self, conversion: Conversion, spec: TensorSpec) -> TensorSpec:
-        """In its number format.
+        """The spec with its number format in the file.
 
-        What is added, routed by or multiplied into everything stays float32. Embedding and head are
-        a large part of a model's error and a small part of its time, so 4-bit files keep them at 8
-        bits. A row that is no multiple of the format's block is stored as float16 instead.
+        Biases and norms, like routers, stay float32. Embedding and head cause much of a model's
+        error but take little of its time, so 4-bit files store them with 8 bits. A tensor whose row
+        length is no multiple of the format's block is stored as float16 instead.
         """
         stored = conversion.config.gguf_type.upper()
         if stored == "Q4_0" and spec.name in ("token_embd.weight", "output.weight"):
@@ -193,7 +193,7 @@ class GgufFormat(Format):
 
 
 class GgufGlm4Moe(GgufFormat):
-    """Architecture `glm4moe`; neurons that are always on lie in its shared expert."""
+    """Architecture `glm4moe`; its shared expert holds the neurons that are always on."""
 
     name = "gguf_glm4moe"
     splits = True
@@ -240,8 +240,8 @@ class GgufLlama(GgufFormat):
 
     def notes(self, conversion: Conversion) -> list[str]:
         return [
-            "A llama.cpp that does not know ffn_down_exps.scale refuses the file: it was run with "
-            "that of llama-cpp-python 0.3.36.",
+            "A llama.cpp that does not support ffn_down_exps.scale refuses the file; the version "
+            "in llama-cpp-python 0.3.36 supports it.",
             *super().notes(conversion),
         ]
 
@@ -261,20 +261,20 @@ class GgufLlama(GgufFormat):
 
 
 GGUF_FORMATS = (GgufGlm4Moe(), GgufLlama(), GgufFormat())
-"""In order of preference: the first has exactly binary gates."""
+"""GGUF formats in order of preference: the first has exactly binary gates."""
 
 
 @cache
 def _names(arch: str, num_layers: int) -> Any:
-    """llama.cpp's names of an architecture's tensors."""
+    """Map from the tensor names of Transformers to llama.cpp's for an architecture."""
     (member,) = [each for each, name in MODEL_ARCH_NAMES.items() if name == arch]
     return get_tensor_name_map(member, num_layers)
 
 
 def pairwise_order(num_heads: int, head_dim: int) -> Int[Tensor, " R"]:
-    """Rows of a query or key projection in the order that arch `llama` rotates them in.
+    """Row indices that put a query or key projection into the order that arch `llama` rotates.
 
-    Transformers rotates entry i of a head with entry i + head_dim / 2, arch `llama` neighbours.
+    Transformers pairs entry i of a head with entry i + head_dim / 2, arch `llama` neighbours.
 
     Example:
         >>> pairwise_order(1, 6)
@@ -285,10 +285,10 @@ def pairwise_order(num_heads: int, head_dim: int) -> Int[Tensor, " R"]:
 
 
 def frequency_factors(config: Any) -> tuple[Float[Tensor, " F"] | None, float]:
-    """What arch `llama` divides the plain frequencies by, and multiplies sine and cosine by.
+    """Divisors of the unscaled rotary frequencies, and the factor of sine and cosine (`llama`).
 
-    Any static scaling is such a division: one tensor [head_dim / 2] of float32 states it exactly,
-    from the frequencies of Transformers; None where nothing is scaled.
+    Any static scaling is such a division: one float32 tensor [head_dim / 2] expresses it exactly,
+    computed from the frequencies of Transformers; None if nothing is scaled.
     """
     rope = config.rope_parameters
     if rope["rope_type"] == "default":

@@ -1,4 +1,4 @@
-"""The record and the card of an export, whether its files are as written, and k changed in them."""
+"""Record and model card of an export; verify its checksums, and change its k."""
 
 import hashlib
 import json
@@ -50,18 +50,18 @@ class ExportRecord:
     servers: list[str]
     exactness: str
     source: str
-    """Dense model that the conversion began with: hub name or folder."""
+    """Original dense model, before any repair or finetuning: hub name or folder."""
     revision: str | None
     is_finetuned: bool
-    """Whether the written weights are others than the dense model's."""
+    """Whether the written weights differ from the original dense model's."""
     dotmoe_version: str
     dtype: str
-    """Of the written weights; of a GGUF the number format of its matrices."""
+    """Dtype of the written weights; for a GGUF, the number format of its matrices."""
     num_layers: int
     first_dense_layers: int
     model_width: int
     num_experts: int
-    """Experts a layer (E); 0 for a dense file, as are all numbers of its split."""
+    """Experts per layer (E); this and all other sizes of the split are 0 for a dense file."""
     expert_size: int
     shared_size: int
     active_experts: int
@@ -72,41 +72,41 @@ class ExportRecord:
     active_experts_key: str
     active_experts_editable: bool
     parameters: dict[str, int]
-    """Exact counts: `dense`, of a MoE `_COUNTS`, and `written`: of all numbers in the files, with a
-    tied head written out and what only the architecture wants, such as zeros."""
+    """Exact counts: `dense`; for a MoE, `_COUNTS`; and `written`, all numbers in the files, with a
+    tied head that is written out and what only the architecture needs, such as zeros."""
     files: list[str]
     total_bytes: int
     routers: list[dict[str, Any]]
-    """As `routers.scale_routers` says."""
+    """Scale of each layer's router, as returned by `routers.scale_routers`."""
     details: dict[str, Any]
-    """What is special to the container; empty for Transformers."""
+    """Extra fields of a GGUF or of format dotmoe; empty for other formats."""
     verification: dict[str, Any] | None
-    """What `Format.check` measured; None: it could not be loaded."""
+    """Measurements of `Format.check`; None if it failed before it could measure."""
     problems: list[str]
-    """Why it failed its verification; none: it did not."""
+    """Reasons why the export failed its verification; empty if it passed."""
     notes: list[str]
     checksums: dict[str, Checksum]
-    """Size and SHA-256 of the files beside it but config and card."""
+    """Size and SHA-256 of the export's files except record, config and card."""
     config_sha256: str | None
-    """SHA-256 of what the config says besides k; None: a GGUF, which has no config."""
+    """SHA-256 of the config without its k; None for a GGUF, which has no config."""
     dropped_size: int = 0
-    """Neurons of a split layer that are left out."""
+    """Number of neurons of each split layer that are left out."""
 
     @classmethod
     def load(cls, folder: Path) -> "ExportRecord":
-        """The record of an exported folder; there must be one, whole and of this version."""
+        """Read the record of an exported folder; refuse a missing, damaged or foreign one."""
         path = folder / RECORD_FILE
         if not path.is_file():
-            raise UserError(f"{folder} holds no {RECORD_FILE}. Name an export of dotmoe.")
+            raise UserError(f"{folder} holds no {RECORD_FILE}. Give a folder that dotmoe exported.")
         try:
             return cls(**read_with_checksum(path))
         except (UserError, TypeError) as error:
             raise UserError(
-                f"{path} is no record of an export by dotmoe {__version__} ({error}). {_REMEDY}"
+                f"{path} is not an export record of dotmoe {__version__} ({error}). {_REMEDY}"
             ) from error
 
     def with_active_experts(self, active_experts: int) -> "ExportRecord":
-        """The record of the same weights with another k; what was measured stays, with a note."""
+        """The record after changing k; measurements stay, with a note of the k that they are at."""
         expert = 3 * self.model_width * self.expert_size
         expert = self.details.get("parameters_of_an_expert", expert)
         layers = self.num_layers - self.first_dense_layers
@@ -132,7 +132,7 @@ class ExportRecord:
         )
 
     def verification_in_short(self) -> dict[str, Any]:
-        """A few numbers of what was measured: the worst layer, and the whole model."""
+        """The main metrics of the verification: of the worst layer, and of the whole model."""
         measured = self.verification or {}
         if "layers" not in measured:  # of a GGUF
             run = measured.get("run") or {}
@@ -151,7 +151,7 @@ class ExportRecord:
 
 
 def record_of(conversion: Conversion, form: Format, folder: Path, **others: Any) -> ExportRecord:
-    """The record of a written folder; `others` are the fields that nothing here follows from."""
+    """Build the record of a written folder; `others` are the fields that are not derived here."""
     dense, origin, split = conversion.dense, conversion.origin, conversion.layout.granularity
     if not form.splits:
         split = Granularity(num_experts=1, expert_size=dense.widths.ffn, active_experts=1)
@@ -176,7 +176,7 @@ def record_of(conversion: Conversion, form: Format, folder: Path, **others: Any)
         active_fraction=split.active_fraction,
         verified_active_experts=sizes["active_experts"],
         active_experts_key=form.active_experts_key,
-        # Where attention has a k of its own, one number does not say it.
+        # If attention has a k of its own, one number cannot set both.
         active_experts_editable=form.active_experts_editable and split.beside is None,
         parameters={"dense": counts["dense_total"]}
         | {name: counts[name] for name in _COUNTS if form.splits}
@@ -189,10 +189,10 @@ def record_of(conversion: Conversion, form: Format, folder: Path, **others: Any)
 
 
 def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
-    """Refuse an exported folder of which a file, or k, is not as the export or an edit left it.
+    """Refuse an exported folder if a file, or k, was changed other than by `dotmoe edit`.
 
-    A folder without a record passes: it is not ours. Without `read_weights`, for who does not use
-    them, only the sizes of weight files are compared.
+    A folder without a record passes unless it is a run's `5_export`: dotmoe did not write it.
+    Without `read_weights`, for callers that do not use them, only sizes of weights are compared.
     """
     if not (folder / RECORD_FILE).is_file():
         if folder.name == "5_export":
@@ -207,25 +207,25 @@ def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
     active_experts = _require_config(folder, record)
     if active_experts != record.active_experts:
         raise UserError(
-            f"{folder / CONFIG_FILE} runs {active_experts} experts per token, but {RECORD_FILE} "
-            f"says {record.active_experts}. Set what is right: dotmoe edit {folder} "
+            f"{folder / CONFIG_FILE} sets {active_experts} experts per token, but {RECORD_FILE} "
+            f"records {record.active_experts}. Set the right number: dotmoe edit {folder} "
             "--active-experts K."
         )
 
 
 def _require_config(folder: Path, record: ExportRecord) -> Any:
-    """The k of an exported folder's config, which must be what the export wrote but for that."""
+    """Read k from an exported folder's config; refuse a config that was altered otherwise."""
     sha256, active_experts = _config_and_k(folder, record.active_experts_key)
     if sha256 != record.config_sha256:
         raise UserError(
             f"{folder / CONFIG_FILE} has been altered: its SHA-256 without "
-            f"{record.active_experts_key} is not that of what was written. {_REMEDY}"
+            f"{record.active_experts_key} is not the recorded one. {_REMEDY}"
         )
     return active_experts
 
 
 def _config_and_k(folder: Path, active_experts_key: str) -> tuple[str, Any]:
-    """SHA-256 of what an exported folder's config says besides k, and k."""
+    """SHA-256 of an exported folder's config without k, and k."""
     config = read_json(folder / CONFIG_FILE)
     active_experts = config.pop(active_experts_key, None)
     text = json.dumps(config, sort_keys=True, separators=(",", ":"))
@@ -235,11 +235,11 @@ def _config_and_k(folder: Path, active_experts_key: str) -> tuple[str, Any]:
 def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
     """Change how many experts of an exported folder run (k, 1 to E); its weights stay as they are.
 
-    What decides what a runtime does is replaced last and in one step: a process that is killed
-    leaves a model with the old k or one with the new, and the same call finishes what it left.
-    After an error in writing, such as a full disk, all files are the old ones. The card's
-    perplexities, measured with the old k, are left out of the new one. Raises a `UserError`: no
-    such export, it is damaged, its weights depend on k, or k out of range.
+    The file that a runtime reads k from is replaced last, atomically: if the process is killed, the
+    model has either the old k or the new one, and repeating the call completes the change. After a
+    write error, such as a full disk, all files are the old ones. The new card omits perplexities,
+    because they were measured with the old k. Raises a `UserError` if there is no such export, if
+    it is damaged, if its weights depend on k, or if k is out of range.
     """
     record = ExportRecord.load(folder)
     require_free_k(folder, record, active_experts)
@@ -252,7 +252,7 @@ def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
             require_package("gguf", "gguf", f"{folder / name}, a GGUF,")
             from dotmoe.export.gguf_file import write_with_active_experts
 
-            # With the k on record it is the file on record, whatever k an edit may have left in it.
+            # With the recorded k, the checksum must match, whatever k a killed edit left in it.
             write_with_active_experts(folder / name, record.active_experts, made / name)
             damage = damage_in(made, {name: record.checksums[name]})
             if damage is not None:
@@ -271,9 +271,9 @@ def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
 
 
 def require_free_k(folder: Path, record: ExportRecord, active_experts: int) -> None:
-    """Refuse a k that is out of range, or any where the weights of an export depend on it."""
+    """Refuse a k that is out of range, and any k if the weights of the export depend on it."""
     if not record.num_experts:
-        raise UserError(f"{folder} holds a dense model, which has no experts. Name a MoE.")
+        raise UserError(f"{folder} holds a dense model, which has no experts. Give a MoE.")
     if not 1 <= active_experts <= record.num_experts:
         raise UserError(
             f"active_experts is {active_experts}, but {folder} has {record.num_experts} experts a "
@@ -320,7 +320,7 @@ def _figures(what: str, values: dict[str, Any]) -> str:
 
 
 def _routing(record: ExportRecord) -> str:
-    """The worst layer of each runtime."""
+    """Table of each runtime's worst layer, in Markdown."""
     rows = []
     for layers in zip(*(router["runtimes"] for router in record.routers), strict=True):
         misrouted, deviation, gain = (

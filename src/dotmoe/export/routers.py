@@ -1,10 +1,10 @@
-"""Routers of an export: the power of two that makes every gate 1, and what runtimes make of it.
+"""Router scales of an export: the power of two that makes every gate 1, and its effects.
 
-Router rows times 2^-p give all experts the same weight but for `l 2^-p`, and keep their order; a
-constant of the format makes that weight 1. p is bounded on both sides: gates deviate from 1 by
-about `l 2^-p`, and most runtimes rank experts after a softmax or sigmoid in float32, where logits
-closer than 2^(p-22) become ties. At std(l) 2^-p = 2^-10.7 both losses are small. Few runtimes are
-at hand where a model is exported, so their routers are imitated here.
+Router rows times 2^-p give all experts nearly the same weight, up to about `l 2^-p` for logits l,
+and keep their order; a constant of the format makes that weight 1. p is bounded on both sides:
+gates deviate from 1 by about `l 2^-p`, and most runtimes rank experts after a softmax or sigmoid in
+float32, where logits closer than 2^(p-22) become ties. At std(l) 2^-p = 2^-10.7 both errors are
+small. Few runtimes are installed where a model is exported, so their routing is imitated here.
 """
 
 import math
@@ -24,33 +24,33 @@ from dotmoe.moe.router import router_logits
 LOG2_SCALED_STD = -10.7
 """Target of log2(std(logits) 2^-p)."""
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -16, 48
-"""Outside, a router is degenerate; inside, 2^-p W_r stays normal in bfloat16 and float32."""
+"""Range of p: outside, a router is degenerate; inside, 2^-p W_r is normal in bfloat16, float32."""
 MISROUTED = 5e-2
-"""Largest share of tokens that the scale may misroute in a runtime, beyond four standard errors of
-the sample. 148 experts of random logits come to 0.4 %, a real model's first layer at k = E / 2,
-where logits lie closest, to 4 %: near-ties. A scale that is wrong misroutes every tenth or more."""
+"""Largest share of tokens that the scale may misroute in a runtime, plus four standard errors of
+the sample. Near-ties misroute 0.4 % with 148 experts of random logits, and 4 % in a real model's
+first layer at k = E / 2, where logits are closest. A wrong scale misroutes a tenth or more."""
 GATE_DEVIATION = 2.0**-6
-"""Largest deviation of a gate from 1; the common factor of a runtime's gates is 2^-5 from 1 at
-most. Rounding of weights to bfloat16 is up to 2^-8, of their sum, in vLLM on a CPU, 2^-5.6."""
+"""Largest deviation of a gate from 1; the common factor of a runtime's gates may deviate by 2^-5.
+Rounding weights to bfloat16 adds up to 2^-8; rounding their sum, in vLLM on a CPU, 2^-5.6."""
 LOG2_RESOLVED = -20
 """Logits 2^(p - 20) apart get different scores in every runtime, whatever the error of its exp."""
 
 
 class Runtime(NamedTuple):
-    """What differs between the routers of runtimes."""
+    """The properties in which the routers of runtimes differ."""
 
     name: str
     ranks_logits: bool = False
-    """Experts are chosen by their logits, otherwise by their scores in float32."""
+    """Whether experts are chosen by their logits; otherwise by their scores in float32."""
     logits_in_float32: bool = False
     rounds_weights: bool = False
-    """To the dtype of the model."""
+    """Whether expert weights are rounded to the dtype of the model."""
     rounds_sum: bool = False
-    """The logarithm of the sum of exponentials, to the same."""
+    """Whether the logarithm of the sum of exponentials is rounded to the dtype of the model."""
 
 
 def runtimes_of(gating: Gating) -> list[Runtime]:
-    """The runtimes of formats with such a gating, and how each routes."""
+    """The runtimes of formats with this gating, and how each one routes."""
     own, casts = gating.score == "softmax_of_chosen", gating.casts
     if gating.only_in is not None:
         return [Runtime(gating.only_in, own, logits_in_float32=True)]
@@ -72,7 +72,7 @@ def route(
     gating: Gating,
     dtype: torch.dtype,
 ) -> tuple[Int[Tensor, "T K"], Float[Tensor, "T K"]]:
-    """The experts that logits times 2^-p choose, and their weights without the constant."""
+    """Imitate a runtime: the experts that scaled logits choose, and weights before the constant."""
     scores_TE = scaled_TE.sigmoid() if gating.score == "sigmoid" else scaled_TE.softmax(dim=1)
     ranked_TE = scaled_TE if runtime.ranks_logits else scores_TE
     chosen_TK = ranked_TE.topk(active_experts, dim=1).indices
@@ -86,7 +86,7 @@ def route(
 
 
 def misrouted_share(logits_TE: Float[Tensor, "T E"], chosen_TK: Int[Tensor, "T K"]) -> float:
-    """Share of tokens that leave out an expert with a larger logit than one that they chose.
+    """Share of tokens for which a left-out expert has a larger logit than a chosen one.
 
     Example:
         >>> misrouted_share(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([[0, 1]]))
@@ -105,18 +105,18 @@ def runtime_routing(
     gating: Gating,
     dtype: torch.dtype,
 ) -> list[dict[str, Any]]:
-    """What every runtime makes of a router that is written as 2^-p W_r, exact in the dtype.
+    """Routing errors in every runtime of a router written as 2^-p W_r, exact in the dtype.
 
     Returns:
         For each `runtime`: `misrouted`, the share of tokens that the scale sends to other experts
-        than the runtime's own logits without it; `gain_error`, the median of gate - 1, a common
+        than the runtime's unscaled logits would; `gain_error`, the median of gate - 1, a common
         factor of the block's output; `gate_deviation`, the 95th percentile over tokens of the
-        largest |gate - 1| of a token, less |gain_error|. A gate is a chosen expert's weight times
+        largest |gate - 1| of a token, minus |gain_error|. A gate is a chosen expert's weight times
         the constant.
     """
     x_TD, router_ED = x_TD.to(dtype), router_ED.to(dtype)
     constant = gating.constant(active_experts, len(router_ED))
-    # 2^-p passes through every rounding, so scaling the logits is scaling the rows.
+    # Multiplying by 2^-p commutes with rounding, so scaling the logits equals scaling the rows.
     float32_TE = router_logits(x_TD, router_ED)
     rounded_TE = (x_TD @ router_ED.T).float()
     rows = list[dict[str, Any]]()
@@ -133,7 +133,7 @@ def runtime_routing(
 
 
 def outliers_in(logits_TE: Float[Tensor, "T E"]) -> Bool[Tensor, " T"]:
-    """Which tokens have logits more than 8 times as far from 0 as those of the median token."""
+    """Mask of tokens whose logits have more than 8 times the RMS of the median token's."""
     size_T = logits_TE.double().square().mean(dim=1)
     return size_T > 8**2 * size_T.median()
 
@@ -145,7 +145,7 @@ def router_exponent(logits_TE: Float[Tensor, "T E"]) -> int:
         >>> router_exponent(2.5 * torch.randn(64, 16))
         12
     """
-    # Without outlier tokens, a few of which would decide it.
+    # Without outlier tokens, because a few of them would determine the result.
     std = float(logits_TE[~outliers_in(logits_TE)].double().std(correction=0))
     exponent = round(math.log2(std) - LOG2_SCALED_STD) if std else 0
     return min(max(exponent, SMALLEST_EXPONENT), LARGEST_EXPONENT)
@@ -158,14 +158,14 @@ def scale_routers(
     gating: Gating,
     dtype: torch.dtype,
 ) -> list[dict[str, Any]]:
-    """The scale of every split layer's router, from what it sees in the masked model on real text.
+    """Scale of every split layer's router, from its inputs in the masked model on real text.
 
-    `dense` can run, in float32; the router entries of `layout` are exact in `dtype`, that of the
-    exported weights.
+    `dense` must be able to run in float32; the router entries of `layout` must be exact in `dtype`,
+    the dtype of the exported weights.
 
     Returns:
         For each `layer`: `exponent`, p; `first_token_is_tied`, whether runtimes may route the first
-        token of every text differently; `runtimes`, of `runtime_routing`.
+        token of every text differently; `runtimes`, the result of `runtime_routing`.
     """
     first: dict[int, Tensor] = {}
     scales: list[dict[str, Any]] = []
@@ -205,12 +205,12 @@ def at_routers(
 
 
 def largest_share(expected: float, num_tokens: int) -> float:
-    """What a share of so many tokens may come to by chance: four standard errors above."""
+    """Largest share that chance explains in `num_tokens`: `expected` plus four standard errors."""
     return expected + 4 * float((expected / num_tokens) ** 0.5)
 
 
 def beyond(figures: Iterable[tuple[str, float, float]]) -> list[str]:
-    """Name, value and limit of each figure beyond its limit; NaN is beyond every one."""
+    """Name, value and limit of each metric above its limit; NaN is above every limit."""
     return [
         f"{what} is {value:.3g}, limit {limit:.3g}."
         for what, value, limit in figures
@@ -219,7 +219,7 @@ def beyond(figures: Iterable[tuple[str, float, float]]) -> list[str]:
 
 
 def routing_problems(scales: Sequence[Mapping[str, Any]], num_tokens: int) -> list[str]:
-    """What some runtime could not follow: layer, runtime, figure, limit and remedy, a line each."""
+    """A sentence for each exceeded limit: layer, runtime, metric, value, limit and remedy."""
     limits = {
         "misrouted": ("share of misrouted tokens", largest_share(MISROUTED, num_tokens)),
         "gate_deviation": ("95th percentile of the deviation of a gate from 1", GATE_DEVIATION),
@@ -236,10 +236,10 @@ def routing_problems(scales: Sequence[Mapping[str, Any]], num_tokens: int) -> li
 
 
 def routing_notes(scales: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a user must know of the first token, if it is tied."""
+    """A note for users if the first token of every text is at a near-tie."""
     tied = ", ".join(str(scale["layer"]) for scale in scales if scale["first_token_is_tied"])
     note = (
         f"The first token of every text is at a near-tie in layer {tied}: runtimes may send it to "
-        "different experts, and then perplexity and texts differ between them."
+        "different experts; perplexity and generated text then differ between runtimes."
     )
     return [note] if tied else []

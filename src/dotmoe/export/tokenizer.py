@@ -1,9 +1,9 @@
-"""The tokenizer as llama.cpp keeps it: inside the file, and only if it cuts text the same way.
+"""The tokenizer inside a GGUF file, written only if llama.cpp then splits text in the same way.
 
-`gpt2` is byte-level BPE, with a named rule that cuts text before merging. `llama` is SentencePiece
-BPE: it joins the two neighbours whose union is the token of highest score, which is merging in
+`gpt2` is byte-level BPE with a named rule that splits text before merging. `llama` is SentencePiece
+BPE: it joins the two neighbours whose union is the token with the highest score. That is merging in
 order of rank if every way to write a token as a union of two others is a merge, and the merges of
-one token stand together; both are checked.
+one token are consecutive; both conditions are checked.
 """
 
 import json
@@ -24,7 +24,7 @@ from dotmoe.models.family import DenseModel
 
 _FILE = Path(__file__).with_name("tokenizer_rules.toml")
 RULES: dict[str, dict[str, Any]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
-"""llama.cpp's rules that cut text, by name; the file says what is in one."""
+"""llama.cpp's rules that split text, by name; the file documents their entries."""
 _CHARACTERS = (
     *(" ", "\n", "\r", "\t", " \u00a0\u3000\u200b", "'", "'"),
     *("sStTdDmM", "lLvVrReE", "azAZ", "\u00e9\u00c9\u00df\u0436\u0416\u01c5\u02b0"),
@@ -32,45 +32,45 @@ _CHARACTERS = (
     *("0123456789", "0123456789\u0663\u00b2\u2167\u00bd", "!.,/-_()?:;@#%&*[]{}", "$+~`<=>|^"),
     *("\u2026\u3002\uff0c\u0964\u2014\u201c", "\U0001f642\u20ac\u00b0"),
 )
-"""Kinds of characters by which rules differ."""
+"""Groups of characters that different rules treat differently."""
 _NO_MERGES = ["<no> <merges>"]
-"""llama.cpp demands at least one merge; this one never applies."""
+"""llama.cpp requires at least one merge; this one never applies."""
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""Stands for a space inside tokens of SentencePiece."""
+"""Character that represents a space in the tokens of SentencePiece."""
 _PHI3_KEEP = {"<unk>", "<s>", "<|endoftext|>"}
-"""Special tokens of Phi-3 that leave the spaces after them."""
+"""Special tokens of Phi-3 that do not absorb the spaces after them."""
 
 
 class UnknownTokenizerError(Exception):
-    """llama.cpp has no tokenizer that cuts text as this one does; the message says what differs."""
+    """llama.cpp has no tokenizer equivalent to this one; the message states the difference."""
 
 
 def tokenizer_keys(
     dense: DenseModel, choice: Literal["auto", "none"], source: str
 ) -> tuple[Values, list[str]]:
-    """Keys of the tokenizer, `none` where llama.cpp has no such one, and what differs in it.
+    """Metadata keys of the tokenizer (`none` if llama.cpp has no equivalent), and notes for users.
 
-    A file with tokenizer `none` runs token ids; a tokenizer that cuts text into other tokens than
-    the model was trained on would be silently wrong, so an unknown one is never guessed.
+    A file with tokenizer `none` takes token ids only. A tokenizer that splits text differently from
+    the one used in training would be silently wrong, so an unknown one is never guessed.
 
-    llama.cpp looks for `phi-3` in `general.name`, the last part of `source`, and where it finds
-    that lets special tokens take the spaces after them: it is there if and only if they do.
+    llama.cpp looks for `phi-3` in `general.name`, the last part of `source`. If it finds that,
+    special tokens absorb the spaces after them; so the name has it if and only if they should.
     """
     name = re.sub("phi-?3", "Phi 3", Path(source).name, flags=re.IGNORECASE)
     backend, notes = getattr(dense.tokenizer, "backend_tokenizer", None), list[str]()
     parts = json.loads(backend.to_str()) if backend else {}
     try:
         if choice == "none" or not parts:
-            why = "it is not one of the tokenizers library"
-            raise UnknownTokenizerError("no tokenizer was asked for" if choice == "none" else why)
+            why = "it is not from the tokenizers library"
+            raise UnknownTokenizerError("--gguf-tokenizer is none" if choice == "none" else why)
         tokens, types = _vocabulary(parts, int(dense.config.vocab_size))
-        if parts["model"].get("byte_fallback"):  # a byte without a token is one like <0x0A>
+        if parts["model"].get("byte_fallback"):  # bytes without a token become <0x0A> etc.
             keys = _sentencepiece(parts, tokens, types, notes)
         else:
             keys = _byte_level(backend, parts, notes)
         keys |= _special(dense, len(tokens))
     except UnknownTokenizerError as reason:
-        note = f"The file holds no tokenizer ({reason}): llama.cpp runs token ids only."
+        note = f"The file has no tokenizer ({reason}): llama.cpp takes token ids only."
         return {"general.name": name, "tokenizer.ggml.model": "none"}, [note]
     keys |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": list(map(int, types))}
     template = getattr(dense.tokenizer, "chat_template", None)
@@ -83,29 +83,29 @@ def tokenizer_keys(
         name += " (Phi-3 tokenizer)"
     elif greedy:
         notes.append(
-            f"The token {greedy[0]!r} takes spaces beside it or whole words only, which llama.cpp "
-            f"cannot express ({len(greedy)} such tokens)."
+            f"The token {greedy[0]!r} absorbs spaces beside it or matches whole words only, which "
+            f"llama.cpp does not support ({len(greedy)} such tokens)."
         )
     return {"general.name": name, **keys}, notes
 
 
 def tokenizer_name(keys: Values) -> str:
-    """`gpt2`, `llama` or `none` (token ids only); after a slash the rule that cuts text."""
+    """`gpt2`, `llama` or `none` (token ids only); after a slash, the rule that splits text."""
     model, pre = (keys.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     return f"{model}/{pre}" if pre else str(model)
 
 
 def _vocabulary(parts: Values, rows: int) -> tuple[list[str], list[TokenType]]:
-    """A text and a type for every row of the embedding."""
+    """Text and type of the token of every embedding row."""
     model = parts["model"]
     if model["type"] != "BPE":
-        raise UnknownTokenizerError(f"its model is {model['type']}, and only BPE is known")
+        raise UnknownTokenizerError(f"its model is {model['type']}, and only BPE is supported")
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise UnknownTokenizerError(f"its {key} is {model[key]!r}")
     largest = max([*model["vocab"].values(), *(added["id"] for added in parts["added_tokens"])])
     if largest >= rows:
-        raise UnknownTokenizerError(f"it has a token {largest}, but the model has {rows}")
+        raise UnknownTokenizerError(f"it has a token id {largest}, but the model has {rows} ids")
     tokens = [f"[PAD{number}]" for number in range(rows)]
     types = [TokenType.UNUSED] * rows
     for text, number in model["vocab"].items():
@@ -127,7 +127,7 @@ def _steps(part: Values | None) -> list[Values]:
 
 
 def _special(dense: DenseModel, rows: int) -> Values:
-    """Ids of special tokens, and which of them are put around a text."""
+    """Keys for the ids of special tokens, and for which of them are put around a text."""
     tokenizer = dense.tokenizer
     ids: dict[str, int] = {}
     for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
@@ -145,22 +145,22 @@ def _special(dense: DenseModel, rows: int) -> Values:
                 "tokenizer.ggml.add_bos_token": adds_bos,
                 "tokenizer.ggml.add_eos_token": adds_eos,
             }
-    raise UnknownTokenizerError(f"with special tokens it makes {full} of {bare}")
+    raise UnknownTokenizerError(f"it makes {full}, which is not {bare} between bos and eos")
 
 
 def _byte_level(backend: Any, parts: Values, notes: list[str]) -> Values:
     for step in _steps(parts["normalizer"]):
         if step["type"] != "NFC":
-            raise UnknownTokenizerError(f"it changes text by the rule {step['type']} first")
-        notes.append("The tokenizer composes characters (NFC), llama.cpp does not: give it such.")
+            raise UnknownTokenizerError(f"it first normalises text with {step['type']}")
+        notes.append("The tokenizer normalises text to NFC, llama.cpp does not: give it NFC text.")
     missing = len(set(pre_tokenizers.ByteLevel.alphabet()) - parts["model"]["vocab"].keys())
     if missing:
-        notes.append(f"The vocabulary lacks {missing} of 256 bytes: llama.cpp leaves them out.")
+        notes.append(f"The vocabulary lacks {missing} of 256 bytes: llama.cpp drops them.")
     merges = [" ".join(pair) for pair in parts["model"]["merges"]]
     takes_words = bool(parts["model"].get("ignore_merges", False))
     pre = _rule(backend.pre_tokenizer, takes_words) if merges else "gpt-2"
     if RULES[pre].get("approximate"):
-        notes.append("llama.cpp knows capitals in ASCII alone, and may cut other words otherwise.")
+        notes.append("llama.cpp recognises only ASCII capitals; it may split words differently.")
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
@@ -169,12 +169,12 @@ def _byte_level(backend: Any, parts: Values, notes: list[str]) -> Values:
 
 
 def _rule(cutter: Any, takes_words: bool) -> str:
-    """The rule that cuts a sample as the pre-tokenizer does, whatever steps it is made of."""
+    """Name of the rule that splits a sample text exactly as the pre-tokenizer does."""
     pieces = None if cutter is None else cutter.pre_tokenize_str(_sample())
     for name, rule in RULES.items():
         if rule.get("whole_words", False) == takes_words and _cut_by(tuple(rule["cuts"])) == pieces:
             return name
-    raise UnknownTokenizerError("llama.cpp has no rule known here that cuts text so")
+    raise UnknownTokenizerError("no known rule of llama.cpp splits text in this way")
 
 
 @cache
@@ -186,7 +186,7 @@ def _cut_by(patterns: tuple[str, ...]) -> list[Any]:
 
 @cache
 def _sample() -> str:
-    """Neighbours of all kinds; a letter first, to show a space put before."""
+    """Random text with characters of all groups; its first letter reveals a space put before it."""
     draw = random.Random(0)
     return "a" + "".join(draw.choice(draw.choice(_CHARACTERS)) for _ in range(30_000))
 
@@ -194,7 +194,7 @@ def _sample() -> str:
 def _sentencepiece(
     parts: Values, tokens: list[str], types: list[TokenType], notes: list[str]
 ) -> Values:
-    """The keys; marks the byte tokens and the unknown one among the types."""
+    """Keys of a SentencePiece tokenizer; sets the byte and unknown tokens in `types`."""
     model, vocabulary = parts["model"], parts["model"]["vocab"]
     for name in (f"<0x{byte:02X}>" for byte in range(256)):
         if name not in vocabulary:
@@ -203,7 +203,7 @@ def _sentencepiece(
     if model.get("unk_token") in vocabulary:
         types[vocabulary[model["unk_token"]]] = TokenType.UNKNOWN
     if model.get("ignore_merges"):
-        raise UnknownTokenizerError("it takes words that are tokens whole")
+        raise UnknownTokenizerError("it does not split words that are tokens")
     prefix = _puts_space_first(parts)
     if prefix and parts["pre_tokenizer"]:
         notes.append(
@@ -219,7 +219,7 @@ def _sentencepiece(
 
 
 def _puts_space_first(parts: Values) -> bool:
-    """Whether a space is put before a text; spaces must become `_SPACE`, nothing else change."""
+    """Whether a space is put before a text; refuses changes other than from spaces to `_SPACE`."""
     steps = [*_steps(parts["normalizer"]), *_steps(parts["pre_tokenizer"])]
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prepend = {"type": "Prepend", "prepend": _SPACE}
@@ -232,12 +232,12 @@ def _puts_space_first(parts: Values) -> bool:
 
 
 def _scores(parts: Values, tokens: list[str], types: list[TokenType]) -> list[float]:
-    """Minus the rank of a token's first merge; below all of them for tokens that none makes."""
+    """Score of each token: minus the rank of its first merge, lowest if no merge produces it."""
     merges = [(left, right) for left, right in parts["model"]["merges"]]
     merged = [left + right for left, right in merges]
     for token, runs in Counter(token for token, _ in groupby(merged)).items():
         if runs > 1:
-            raise UnknownTokenizerError(f"the merges of {token!r} do not stand together")
+            raise UnknownTokenizerError(f"the merges of {token!r} are not consecutive")
     rank_of = {token: rank for rank, token in reversed(list(enumerate(merged)))}
     vocabulary, merge_set = parts["model"]["vocab"], set(merges)
     for token, number in vocabulary.items():

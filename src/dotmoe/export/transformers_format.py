@@ -1,4 +1,4 @@
-"""What all exported Transformers architectures share: a decoder in LLaMA's form with new FFNs."""
+"""Base class of the Transformers formats: a decoder in LLaMA's form with MoE FFNs."""
 
 import json
 import shutil
@@ -25,61 +25,61 @@ _COPIED = (
     *("vocab_size", "rms_norm_eps", "initializer_range", "attention_dropout", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
-GATES = "gates 1 but for the deviations below"
+GATES = "gates are 1 except for the deviations below"
 _GRANITE = ("granitemoe", "granitemoeshared")
 _LIMITS = {
     ("biases", ("vLLM",), ("qwen3_moe",)): "The output projection of attention has no bias: "
-    "o_proj.bias is dropped without a word.",
-    ("biases", ("vLLM", "SGLang"), _GRANITE): "Attention has no biases: all of them are dropped "
-    "without a word.",
-    ("shared experts", ("SGLang",), ("glm4_moe",)): "On NVIDIA GPUs the shared expert is run as "
-    "one more routed expert, which works for a single one only: more than one stops the load, "
+    "o_proj.bias is silently dropped.",
+    ("biases", ("vLLM", "SGLang"), _GRANITE): "Attention has no biases: all of them are silently "
+    "dropped.",
+    ("shared experts", ("SGLang",), ("glm4_moe",)): "On NVIDIA GPUs the shared expert runs as "
+    "one more routed expert, which works for a single one only: with more, loading fails "
     "unless --disable-shared-experts-fusion is given.",
     ("head width", ("SGLang",), ("mixtral",)): "head_dim is not read: heads wider than "
-    "hidden_size / heads are cut without a word, narrower ones stop the load.",
+    "hidden_size / heads are silently truncated, with narrower ones loading fails.",
     ("scaled RoPE", ("SGLang",), ("mixtral", *_GRANITE)): "RoPE scaling is not read, and "
-    "rope_theta is cut to a whole number.",
-    ("window", ("SGLang",), ("mixtral",)): "The sliding window is not read: right only up to the "
+    "rope_theta is truncated to an integer.",
+    ("window", ("SGLang",), ("mixtral",)): "The sliding window is not read: correct only up to the "
     "window (--context-length).",
     ("dense layers", ("llama.cpp",), ("qwen2_moe",)): "This architecture cannot be loaded with "
     "dense layers.",
     ("dense layers", ("SGLang",), ("qwen2_moe", "qwen3_moe")): "Every layer is built with experts, "
-    "whatever mlp_only_layers says: the tensors of a dense layer are skipped and its experts stay "
-    "unset.",
+    "whatever mlp_only_layers contains: a dense layer's tensors are skipped and its experts stay "
+    "uninitialised.",
 }
-"""A feature, the servers that cannot do it in these `model_type`s, and what they do instead. Each
-was found in a server's source; tests/serving keeps where."""
+"""Feature, servers that do not support it, and `model_type`s concerned; then what they do instead.
+Each was found in the server's source; tests/serving records where."""
 
 
 class TransformersFormat(Format):
-    """A Transformers checkpoint: config.json, safetensors, tokenizer. A subclass adds its own."""
+    """A Transformers checkpoint: config.json, safetensors, tokenizer; subclasses per model type."""
 
     servers: tuple[str, ...] = ("Transformers", "vLLM", "SGLang")
     experts_key: str = "num_experts"
     size_key: str = "moe_intermediate_size"
-    """Key of config.json with the neurons of an expert."""
+    """Key of config.json for the expert size."""
     constants: ClassVar[dict[str, Any]] = {}
-    """Further keys of config.json."""
+    """Additional constant entries of config.json."""
     block_name: str = "mlp"
     stored_block: str = "mlp"
-    """Name of the block in the files."""
+    """Name of the FFN block in the files."""
     router_name: str = "gate"
-    """The router within the block; called with [T, D] it gives the chosen experts last."""
+    """Name of the router in the block; called with [T, D], it returns the chosen experts last."""
     router_weight: str = "weight"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """An expert's projections in the files."""
+    """Names of an expert's projections (gate, up, down) in the files."""
     block_has_shared: bool = True
-    """Whether the output of a block contains that of the shared expert."""
+    """Whether the output of a block includes that of the shared expert."""
     block_error: float = 4e-3
-    """Largest median relative error of a block in float32. Random routers come to 3e-4, a real
-    model's at k = E / 2 to 1.5e-3."""
+    """Largest accepted median relative error of a block in float32. Random routers cause 3e-4, a
+    real model's routers at k = E / 2 cause 1.5e-3."""
     check = verify
 
     def refusal(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
         return super().refusal(dense, split, dtype) or self.no_kernel(dense, split, dtype)
 
     def no_kernel(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
-        """Why stock Transformers could not run experts of that size, or None."""
+        """Reason why stock Transformers cannot run experts of this size, or None."""
         if split.num_experts < 2:
             return f"The layout has one expert a layer, but {self.name} needs at least 2."
         multiple = GROUPED_MATMUL_BYTES // dtype.itemsize
@@ -95,7 +95,7 @@ class TransformersFormat(Format):
 
     def exactness(self, conversion: Conversion) -> str:
         factor = "E" if self.active_experts_editable else "k"
-        return f"expert weights rounded once, down projections times {factor}; {GATES}"
+        return f"expert weights are rounded once, down projections times {factor}; {GATES}"
 
     def notes(self, conversion: Conversion) -> list[str]:
         folded = (
@@ -111,7 +111,7 @@ class TransformersFormat(Format):
         ]
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
-        """Rotary settings and dtype are written twice: readers of one miss the other."""
+        """Content of config.json, with old and new keys of rotary settings and dtype."""
         dense, split = conversion.dense, conversion.layout.granularity
         traits = dense.family.traits(dense.config)
         rope = {key: each for key, each in dense.config.rope_parameters.items() if key != "type"}
@@ -149,11 +149,11 @@ class TransformersFormat(Format):
         yield from self.experts(conversion, layer, prefix)
 
     def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
-        """What a split layer's block holds besides the router."""
+        """Specs of the tensors of a split layer's block, except the router."""
         layout = conversion.layout
         constant = self.gating.constant(layout.active_experts, layout.num_experts)
         neurons_ES = layout.neurons_of_expert(layer)
-        # Projection outside, expert inside: the slices of one dense matrix follow each other.
+        # Projections in the outer loop, so that the slices of one dense matrix are consecutive.
         for projection, part in zip(PROJECTIONS, self.parts, strict=True):
             factor = constant if projection == "down" else 1.0
             for expert, neurons_S in enumerate(neurons_ES):
@@ -178,15 +178,15 @@ class TransformersFormat(Format):
         return [layer.get_submodule(self.block_name) for layer in layers]
 
     def routed(self, model: nn.Module, target: str) -> list[tuple[nn.Module, nn.Module]]:
-        """By layer what is called with the router's input, and what gives out the experts' sum."""
+        """Of each layer, the module called with the router's input, and the one with the output."""
         return [(block, block) for block in self.blocks(model)]
 
     def chosen_experts(self, block: nn.Module, x_TD: Tensor) -> Tensor:
-        """Numbers of the k experts that a reloaded block runs for each token, [T, K]."""
+        """Indices of the k experts that a reloaded block runs for each token, [T, K]."""
         return cast(Tensor, block.get_submodule(self.router_name)(x_TD)[2])
 
     def run_active_experts(self, model: nn.Module, layers: range, active_experts: int) -> None:
-        """Give the split layers of a reloaded model another k."""
+        """Set k in the split layers of a reloaded model."""
         setattr(cast(Any, model).config, self.active_experts_key, active_experts)
         blocks = self.blocks(model)
         for layer in layers:
@@ -194,7 +194,7 @@ class TransformersFormat(Format):
 
 
 def limits_met(config: Mapping[str, Any]) -> list[str]:
-    """What servers get wrong about an exported config, each a sentence with the server's name."""
+    """A sentence for each thing that a server gets wrong with an exported config."""
     rope, window = config["rope_parameters"], config.get("sliding_window")
     has = {
         "biases": config.get("attention_bias"),
@@ -217,12 +217,12 @@ def write_checkpoint(
 ) -> list[str]:
     """Write `model.safetensors`, or `model-0000i-of-0000n.safetensors` with an index.
 
-    No more than one tensor is in memory. Files have `max_bytes` at most; a single larger tensor
-    gets a file of its own. Gives the names of the weight files, in order.
+    At most one tensor is in memory. Files have at most `max_bytes`; a single larger tensor gets a
+    file of its own. Returns the names of the weight files, in order.
     """
     specs = list(specs)
     by_name = {spec.name: spec for spec in specs}
-    assert len(by_name) == len(specs), "a tensor comes twice"
+    assert len(by_name) == len(specs), "two tensors have the same name"
     # Some servers crash on tensors without elements.
     assert all(spec.num_bytes for spec in by_name.values()), "a tensor is empty"
     plan = split_state_dict_into_shards_factory(
@@ -236,7 +236,7 @@ def write_checkpoint(
     require_free(folder, total)
     for file_name, names in plan.filename_to_tensors.items():
         ordered = [by_name[name] for name in names]
-        # Widest number format first keeps every tensor aligned to its own size, as maps expect.
+        # Widest dtype first, so that every tensor is aligned to its own size for memory mapping.
         ordered.sort(key=lambda spec: -DTYPES[spec.stored].itemsize)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         ends = accumulate((spec.num_bytes for spec in ordered), initial=0)

@@ -1,7 +1,7 @@
-"""An exported folder, reloaded by plain Transformers, beside the masked dense model.
+"""Verification: an export, reloaded by stock Transformers, compared with the masked dense model.
 
-Both compute in float32 from weights as they were written. Figures are quantiles over tokens;
-outlier tokens, which every language model has, are counted and left out of those of a block.
+Both compute in float32 from the written weights. Metrics are quantiles over tokens; outlier tokens,
+which every language model has, are counted and left out of the metrics of a block.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,34 +29,34 @@ if TYPE_CHECKING:
     from dotmoe.export.transformers_format import TransformersFormat
 
 FOLDED = 2.0**-8
-"""Relative error of a block whose down projections were rounded to bfloat16 with their factor."""
+"""Relative error of a block whose down projections were rounded to bfloat16 after scaling."""
 LOGITS, DENSE_LOGITS = 5e-3, 2e-3
-"""Largest median error of a token's logits for up to 4 layers, at k and at k = E. They grow with
-the root of the number of layers, as every layer adds its own deviation of the gates."""
+"""Largest median error of a token's logits for up to 4 layers, at k and at k = E. Limits grow with
+the square root of the number of layers, because every layer adds its own gate deviation."""
 DISAGREEMENT = 1e-2
-"""Largest share of tokens with another most likely next token for up to 4 layers, beyond four
-standard errors; it grows alike."""
+"""Largest share of tokens whose most likely next token differs, for up to 4 layers, plus four
+standard errors; it grows in the same way."""
 
 
 @torch.no_grad()
 def verify(
     form: "TransformersFormat", conversion: Conversion, folder: Path, tokens_BT: Int[Tensor, "B T"]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Check an exported folder block by block, at its own k, and at k = E.
+    """Check an exported folder block by block, then its logits at its own k and at k = E.
 
     Weights of both models stay on disk. Memory holds one part at a time in float32: an exported
-    layer beside one projection of the dense FFN; or a dense layer; or the embedding or head. Of the
-    text it holds activations and up to five times the logits. Models of up to `on_disk.KEPT_BYTES`
-    are held whole.
+    layer and one projection of the dense FFN; or a dense layer; or the embedding or head. For the
+    text it holds activations and up to five copies of the logits. Models of up to
+    `on_disk.KEPT_BYTES` are loaded whole.
 
     Returns:
-        The figures, and a sentence for each beyond its limit. `layers`: of each block (of attention
-        its output projection), on the exported model's own inputs and routes, the relative L2 error
-        of its output over typical tokens (median `block_error`, 95th percentile
-        `block_error_tail`), and the shares of tokens `misrouted` and of `outliers`. `logits_error`
-        and `logits_error_tail`, `top1_agreement`: against the masked dense model with the same
-        routes, in standard deviations of the logits. `dense_error`: against the dense model at
-        k = E, None where k is not free or neurons are dropped.
+        The metrics, and a sentence for each one above its limit. `layers`: for each block (for
+        attention, its output projection), with the exported model's own inputs and routing, the
+        relative L2 error of its output over typical tokens (median `block_error`, 95th percentile
+        `block_error_tail`), and the shares of tokens `misrouted` and of `outliers`. `logits_error`,
+        `logits_error_tail` and `top1_agreement`: against the masked dense model with the same
+        routing, in standard deviations of the logits. `dense_error`: against the dense model at
+        k = E; None if k cannot be edited or neurons are dropped.
     """
     if read_json(folder / "config.json") != form.header(conversion):
         raise VerificationError(f"config.json in {folder} is not what was written. Export again.")
@@ -92,7 +92,7 @@ def verify(
     rounded_to = None if conversion.keeps_dtypes else conversion.dtype
     exact = on_disk(dense, dense.device, torch.float32, rounded_to=rounded_to)
     # At a near-tie two exact implementations may choose differently, which changes every later
-    # token. With the same routes, all the rest can be compared closely.
+    # token. With the same routing, everything else can be compared closely.
     with ExitStack() as hooks:
         for part in parts:
             hooks.enter_context(routed(exact, part, routes[part.target]))
@@ -115,9 +115,9 @@ def verify(
 
 
 def problems(found: Mapping[str, Any], block_error: float, rounding: float) -> list[str]:
-    """A sentence for each figure beyond its limit.
+    """A sentence for each metric above its limit.
 
-    `block_error` is the format's limit in float32; rounding of folded weights adds `rounding`.
+    `block_error` is the format's limit in float32; rounding of scaled weights adds `rounding`.
     """
     grows = max(1.0, len(found["layers"]) / 4) ** 0.5
     block, logits = block_error + rounding, (LOGITS + rounding) * grows
@@ -152,7 +152,7 @@ def _compare(
     seen_TN: Tensor,
     actual_TD: Tensor,
 ) -> dict[str, Any]:
-    """What a block computed beside the binary-gate one (eq:moe_output) for the experts it chose."""
+    """Compare a block's output with the binary-gate one (eq:moe_output) for the same experts."""
     dense, tensors, target = conversion.dense, conversion.tensors, TARGETS[layout.target]
 
     def weights(*names: str) -> Iterator[Tensor]:
@@ -190,14 +190,14 @@ def _compare(
 def binary_gate_ffn(
     x_TD: Float[Tensor, "T D"], mask_TN: Bool[Tensor, "T N"], weights: Iterator[Tensor]
 ) -> Float[Tensor, "T D"]:
-    """(SiLU(x W_gate) * (x W_up) * mask) W_down; each weight is taken when it is needed."""
+    """(SiLU(x W_gate) * (x W_up) * mask) W_down; each weight is read when it is needed."""
     hidden_TN = F.silu(F.linear(x_TD, next(weights)))
     hidden_TN = hidden_TN * F.linear(x_TD, next(weights))
     return F.linear(hidden_TN * mask_TN, next(weights))
 
 
 def logits_of(model: Any, tokens_BT: Int[Tensor, "B T"]) -> Float[Tensor, "T V"]:
-    """Logits of all tokens, row after row, float32 on the CPU."""
+    """Logits of all tokens, row after row, as float32 on the CPU."""
     device = next(model.parameters()).device
     logits: Tensor = model(input_ids=tokens_BT.to(device), use_cache=False).logits
     return logits.flatten(0, 1).float().cpu()
@@ -206,7 +206,7 @@ def logits_of(model: Any, tokens_BT: Int[Tensor, "B T"]) -> Float[Tensor, "T V"]
 def logits_error(
     logits_TV: Float[Tensor, "T V"], reference_TV: Float[Tensor, "T V"]
 ) -> Float[Tensor, " T"]:
-    """Mean |difference| of each token, in standard deviations of the reference logits."""
+    """Mean |logit difference| of each token, in standard deviations of the reference logits."""
     return (logits_TV - reference_TV).abs().mean(dim=1) / reference_TV.std()
 
 
@@ -216,7 +216,7 @@ def top1_agreement(logits_TV: Float[Tensor, "T V"], reference_TV: Float[Tensor, 
 
 
 def sample_tokens(tokens_BT: Int[Tensor, "B T"], limit: int, context: int) -> Tensor:
-    """At most `limit` tokens, in rows no longer than the context; refuses none at all."""
+    """At most `limit` tokens, in rows no longer than the context; refuses an empty text."""
     if tokens_BT.numel() == 0:
         raise UserError("No tokens are left for verification. Give more text.")
     length = min(tokens_BT.shape[1], context, limit)
