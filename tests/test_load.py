@@ -129,7 +129,7 @@ def test_refuses_a_missing_folder_and_proposes_its_neighbour(copied):
     assert "~no-such-user/model does not exist" in refusal_of("~no-such-user/model")
     message = refusal_of("nobody-at-all/no-such-model")
     assert re.search(
-        "^nobody-.*/no-such-model is no folder here.*Check the name and the net", message
+        "^nobody-.*/no-such-model is no local folder.*Check the name and the net", message
     )
 
 
@@ -179,7 +179,7 @@ def with_a_tensor_missing_from_its_shard(folder):
     [
         (without_a_shard, "model-0000.-of-.*safetensors cannot be read"),
         (with_a_tensor_missing_from_its_shard, f"{GATE} is not in .*model-0000.-of-0000"),
-        (cut_short, "model.safetensors is no whole safetensors file"),
+        (cut_short, "model.safetensors is no valid safetensors file"),
         (
             with_text("model.safetensors", "version https://git-lfs.github.com/spec/v1\noid s"),
             "lfs pull",

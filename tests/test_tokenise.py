@@ -76,7 +76,7 @@ def test_the_last_blocks_are_kept_apart(text, dense, tokenised):
     assert made.text.heldout_name == ("blocks of the data kept out of training",)
     made = tokenised(text, seq_len=512)
     assert made.text.training.seq_len == 256
-    assert made.lines[0] == "seq_len lowered to 256: the model has no longer context"
+    assert made.lines[0] == "seq_len lowered to 256, the context of the model"
 
 
 def test_text_to_measure_on_is_read_in_order_and_unmixed(text, dense, tokenised):
@@ -85,8 +85,8 @@ def test_text_to_measure_on_is_read_in_order_and_unmixed(text, dense, tokenised)
     assert torch.equal(made.text.heldout.tokens_BT, expected[None])
     assert made.text.heldout_name == (text,)
     assert len(made.record["training"]["sources"]) == 2
-    shares = next(line for line in made.lines if "asked" in line)
-    assert shares.count("text.jsonl 50.0% of the tokens (asked 50.0%), ran out after") == 2
+    shares = next(line for line in made.lines if "requested" in line)
+    assert shares.count("text.jsonl 50.0% of the tokens (requested 50.0%), ran out after") == 2
 
 
 def test_the_model_itself_may_be_the_source(tokenised):

@@ -1,7 +1,7 @@
-"""Stage load: a folder, GGUF or hub name -> `DenseModel`, frozen, every weight accounted for.
+"""Stage load: a folder, GGUF file or hub name -> `DenseModel`, frozen, with every weight checked.
 
-Under torchrun FSDP2 may divide the weights: each rank holds its rows of every tensor. A decoder
-layer, or the embedding, is whole only while it runs; the head where `full_tensor` asks for it.
+Under torchrun FSDP2 may shard the weights: each rank holds its rows of every tensor. A decoder
+layer, or the embedding, is gathered only while it runs; the head only by a call of `full_tensor`.
 """
 
 import logging
@@ -37,35 +37,35 @@ from dotmoe.options import HOW
 
 Sharding = Literal["auto", "replicate", "shard"]
 LARGEST_SHARE = 0.5
-"""Of a GPU's memory, that whole weights may take; activations and what is learned need the rest."""
+"""Share of a GPU's memory for replicated weights; activations and training need the rest."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadConfig:
-    """Where and in which number format the dense model is held."""
+    """Device, dtype and sharding of the dense model in memory."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of the weights while working. auto: the checkpoint's own on a GPU, float32 on a
-    CPU, where 16-bit arithmetic is slow. The export keeps the checkpoint's own either way."""
+    """Dtype of the weights in memory. auto: the checkpoint's own on a GPU, float32 on a CPU, where
+    16-bit arithmetic is slow. The export keeps the checkpoint's own dtype either way."""
     device: Annotated[str, HOW] = "auto"
     """`cpu`, `cuda` or `cuda:N`. auto: the GPU if there is one, else the CPU."""
     sharding: Annotated[Sharding, HOW] = "auto"
-    """Under torchrun: `replicate` gives every rank all weights, `shard` each rank its part (FSDP2).
-    auto: shard what would take more than half of a GPU's memory."""
+    """Under torchrun: `replicate` gives every rank all weights, `shard` only its part (FSDP2).
+    auto: shard if the weights would take more than half of a GPU's memory."""
 
 
 def load_dense(source: str, config: LoadConfig) -> DenseModel:
-    """A dense checkpoint, frozen, every parameter read and finite; all ranks must come here.
+    """Load a dense checkpoint, frozen, with finite parameters only; every rank must call this.
 
-    `source` is a local folder, GGUF file, hub name, or `embedded` (what the package carries; a
-    folder of that name is reached as `./embedded`).
+    `source` is a local folder, GGUF file, hub name, or `embedded` (the model in the package; name a
+    folder of that name as `./embedded`).
 
     Raises:
-        UserError: Nothing usable under that name, a family that cannot be converted (checked before
-            any weight is read or downloaded), files missing or damaged, tensors missing, of another
-            shape or not finite, or a tokenizer that does not fit. On every rank, if on one.
+        UserError: Nothing usable has that name, the family cannot be converted (checked before any
+            weight is read or downloaded), files are missing or damaged, tensors are missing, not
+            finite or of another shape, or the tokenizer does not fit. On all ranks if on one.
     """
     device = distributed.resolved_device(config.device)
     if device.index is not None and distributed.num_ranks() > 1:
@@ -95,7 +95,7 @@ def load_dense(source: str, config: LoadConfig) -> DenseModel:
 
 
 def load_here(dense: DenseModel, config: LoadConfig) -> DenseModel:
-    """A model with its weights whole, on this rank alone; loaded where it is not so already."""
+    """The model with unsharded weights on this rank alone; loads them unless they are there."""
     if dense.device.type != "meta" and not is_divided(dense.model):
         return dense
     device = distributed.resolved_device(config.device)
@@ -104,17 +104,17 @@ def load_here(dense: DenseModel, config: LoadConfig) -> DenseModel:
 
 
 def left_on_disk(dense: DenseModel, config: LoadConfig) -> DenseModel:
-    """A described model that can run while its weights stay in its folder, see `on_disk`."""
+    """Make a described model runnable while its weights stay in its folder; see `on_disk`."""
     device = distributed.resolved_device(config.device)
     return on_disk(dense, device, resolved_dtype(config.dtype, device))
 
 
 def describe_dense(source: str) -> DenseModel:
-    """A dense checkpoint without its weights: on the meta device, refused as by `load_dense`."""
+    """Describe a dense checkpoint, without weights (meta device); raises as `load_dense` does."""
     config, _ = dense_config(source)
     folder = checkpoint_folder(source)
     tensor_files(folder)
-    # Without its files Transformers makes an empty tokenizer for some families, and says nothing.
+    # If files are missing, Transformers silently makes an empty tokenizer for some families.
     for name in require_tokenizer(folder):
         if name.endswith(".json"):
             read_json(folder / name)
@@ -142,14 +142,14 @@ def describe_dense(source: str) -> DenseModel:
 
 
 def dense_config(source: str) -> tuple[Any, Path]:
-    """The config of a checkpoint, and the local folder that it lies in."""
+    """The config of a checkpoint, and the local folder that contains it."""
     folder = checkpoint_folder(source, config_only=True)
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{folder} holds no config.json. Name a Hugging Face checkpoint folder.")
     plain = read_json(path)
     model_type = str(plain.get("model_type", ""))
-    if model_type not in FAMILIES:  # Transformers need not know it either
+    if model_type not in FAMILIES:  # Transformers may not know it either
         family_of(SimpleNamespace(**plain | {"model_type": model_type}))
     if plain.get("quantization_config"):
         raise UserError(
@@ -158,7 +158,7 @@ def dense_config(source: str) -> tuple[Any, Path]:
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # of any type, by what a foreign value does in Transformers
+    except Exception as error:  # of any type: it depends on the invalid value
         raise UserError(
             f"{path} is no valid {model_type} config ({one_line(error)}). "
             "Compare it with the original checkpoint's."
@@ -168,7 +168,7 @@ def dense_config(source: str) -> tuple[Any, Path]:
 
 
 def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Module:
-    """A checkpoint as plain Transformers loads it: on the CPU, frozen, with every weight."""
+    """Load a checkpoint with stock Transformers: on the CPU, frozen, no weight missing."""
     try:
         with quiet_transformers():
             model, loaded = AutoModelForCausalLM.from_pretrained(
@@ -186,13 +186,13 @@ def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Modul
     if missing:
         raise UserError(
             f"{missing[0]} is not in the checkpoint {folder} ({len(missing)} missing in all), so "
-            "it would be random. Download the checkpoint again or mend its config.json."
+            "it would be random. Download the checkpoint again or fix its config.json."
         )
     if mismatched:
         name, stored, expected = mismatched[0]
         raise UserError(
-            f"{name} has shape {tuple(stored)} in {folder}, but its config.json asks for "
-            f"{tuple(expected)} ({len(mismatched)} such tensors). Mend the config."
+            f"{name} has shape {tuple(stored)} in {folder}, but its config.json requires "
+            f"{tuple(expected)} ({len(mismatched)} such tensors). Fix the config."
         )
     if extra := sorted(loaded["unexpected_keys"]):
         logger.warning("%d tensors of %s are not used, such as %s", len(extra), folder, extra[0])
@@ -201,7 +201,7 @@ def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Modul
 
 
 def resolved_dtype(name: str, device: torch.device) -> torch.dtype | Literal["auto"]:
-    """What `LoadConfig.dtype` means on that device; `auto` is the checkpoint's own."""
+    """The dtype that `LoadConfig.dtype` means on a device; `auto` is the checkpoint's own."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     dtype: torch.dtype = getattr(torch, name)
@@ -209,7 +209,7 @@ def resolved_dtype(name: str, device: torch.device) -> torch.dtype | Literal["au
 
 
 def is_sharded(sharding: Sharding, num_bytes: int, device: torch.device) -> bool:
-    """Whether weights of that size are divided over the ranks, if there are several."""
+    """Whether weights of `num_bytes` are sharded when there are several ranks."""
     if sharding != "auto" or device.type != "cuda":
         return sharding == "shard"
     return num_bytes > LARGEST_SHARE * torch.cuda.get_device_properties(device).total_memory
@@ -218,7 +218,7 @@ def is_sharded(sharding: Sharding, num_bytes: int, device: torch.device) -> bool
 def load_sharded(
     dense: DenseModel, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype
 ) -> nn.Module:
-    """A described model with its weights; each rank reads its own rows, tensor by tensor."""
+    """Load a described model in shards; each rank reads its own rows, tensor by tensor."""
     family, model, tensors = dense.family, meta_model(dense.config, dtype), Tensors.of(dense)
     tensors.require_shapes(model)
     trunk, head = family.trunk(model), family.head(model)
@@ -239,13 +239,13 @@ def load_sharded(
 
 
 def is_divided(model: nn.Module) -> bool:
-    """Whether the ranks hold parts of the weights."""
+    """Whether the weights are sharded over the ranks."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 @contextmanager
 def whole_weights(layer: nn.Module) -> Iterator[None]:
-    """Inside, a decoder layer that is divided is whole; every rank must come here."""
+    """Within this context, a sharded decoder layer is gathered; every rank must enter it."""
     if not isinstance(layer, FSDPModule):
         yield
         return

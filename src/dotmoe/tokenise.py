@@ -1,4 +1,4 @@
-"""STAGE tokenise: text, or samples of the dense model -> blocks to train on and to measure on."""
+"""Stage tokenise: text, or samples of the dense model -> training blocks and held-out blocks."""
 
 import hashlib
 import shutil
@@ -26,37 +26,37 @@ from dotmoe.progress import Progress, Update
 
 _TRAINING, _HELDOUT, _RECORD = "training.safetensors", "heldout.safetensors", "data.json"
 OTHER = "other.safetensors"
-"""Blocks of another text to measure on, in the stage's folder."""
+"""File with blocks of a second text to evaluate on, in the stage's folder."""
 _READ_FOR_ONE = 8
-"""Tokens of text for one that is drawn from it: the first documents alone are one topic."""
+"""Tokens read per token drawn from the text: the first documents alone may share one topic."""
 HELDOUT_FILES = (_HELDOUT, _RECORD)
-"""Files in the stage's folder that say what to measure on."""
+"""Files in the stage's folder that hold and describe the held-out text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleConfig:
-    """How text is sampled where `data` is `self`."""
+    """How text is sampled when `data` is `self`."""
 
     sample_tokens: Annotated[int | None, at_least(2)] = None
-    """Tokens to sample for training, at most. Default: as many as the steps use."""
+    """Maximum number of tokens to sample for training. Default: as many as the steps use."""
     sample_temperature: Annotated[float, above(0)] = 1.0
-    """Divides the logits; 1: the model's own distribution. Nothing is cut off from it."""
+    """Temperature that divides the logits; 1: the model's own distribution, without any cut-off."""
     sample_batch_size: Annotated[int, at_least(1)] = 16
-    """Blocks sampled side by side: more is faster and takes more memory (their keys and values)."""
+    """Blocks sampled in one batch: more is faster but takes memory for their keys and values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Text:
-    """Blocks to train on, and blocks to measure on that are never trained on."""
+    """Training blocks, and held-out blocks that are never trained on."""
 
     training: TokenBlocks
     heldout: TokenBlocks
     heldout_name: tuple[str, ...]
-    """What to call the held-out text: its files, or where its blocks are from."""
+    """Name of the held-out text: its files, or a description of where its blocks come from."""
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """What `tokenise` wrote, mapped into memory."""
+        """Map what `tokenise` wrote into memory."""
         return cls(
             training=TokenBlocks.load(folder / _TRAINING),
             heldout=TokenBlocks.load(folder / _HELDOUT),
@@ -65,7 +65,7 @@ class Text:
 
 
 def require_sources(data: DataConfig, eval_text: tuple[str, ...]) -> None:
-    """Refuse sources that are not there by a `UserError`, before anything is loaded."""
+    """Raise `UserError` for sources that do not exist, before anything is loaded."""
     if not samples_itself(data):
         sources_of(data)
     if eval_text:
@@ -92,17 +92,17 @@ def tokenise(
 ) -> Text:
     """Write blocks of training and held-out text, and a record of both, into the stage's folder.
 
-    Of training text `blocks` are read; or more, where calibration and repair want `min_tokens` that
-    are drawn evenly from all there is. The block length is lowered to the model's context.
+    `blocks` blocks of training text are read, or more if calibration and repair need `min_tokens`
+    tokens drawn evenly from the whole. The block length is at most the model's context.
 
-    The held-out text, `eval_tokens` at most, is `eval_text`; else that of `beside`, the text of the
-    run that is finetuned; else the last training blocks. With `beside`, blocks that are part of the
-    held-out text are left out of training. Raises a `UserError`: a source that cannot be read, too
-    little text, or no room.
+    The held-out text, at most `eval_tokens` tokens, is `eval_text`; else that of `beside`, the text
+    of the run that is finetuned; else the last training blocks. With `beside`, blocks that are part
+    of the held-out text are left out of training. Raises `UserError` if a source cannot be read, or
+    there is too little text or disk space.
     """
     if data.seq_len > dense.widths.context:
         data = replace(data, seq_len=dense.widths.context)
-        progress.log(f"seq_len lowered to {data.seq_len}: the model has no longer context")
+        progress.log(f"seq_len lowered to {data.seq_len}, the context of the model")
     if samples_itself(data):
         tokens = max(blocks * data.seq_len, min_tokens)
         tokens = min(tokens, sample.sample_tokens or tokens)
@@ -132,7 +132,7 @@ def tokenise(
         record["training"] = write(training, tokens + eval_tokens)
         split_off_tail(training, heldout, eval_tokens)
     if beside is not None:
-        # Some of the held-out text may be part of the source, and is left out.
+        # The source may contain some of the held-out text, which is left out below.
         avoided = TokenBlocks.load(heldout)
         record["training"] = write(whole, tokens + avoided.num_tokens)
         left_out = write_decontaminated(TokenBlocks.load(whole), avoided, training)
@@ -156,7 +156,7 @@ def write_windows(
     tokens: int,
     progress: Progress,
 ) -> Record:
-    """Write blocks of a text to measure on, and return their record. Raises as `tokenise`."""
+    """Write blocks of a text to evaluate on; returns their record and raises as `tokenise` does."""
     windows = replace(_in_order(data, sources), seq_len=min(2048, dense.widths.context))
     return _packed(windows, dense, path, tokens, progress)
 
@@ -170,7 +170,7 @@ def _packed(
     for source in record["sources"]:
         words = f"{source['name']} {source['share']:.1%} of the tokens"
         if source["weight"] is not None:
-            words += f" (asked {source['weight']:.1%})"
+            words += f" (requested {source['weight']:.1%})"
             words += f", ran out after {source['tokens']:,}" * source["ran_out"]
         shares.append(words)
     if len(shares) > 1:
@@ -179,7 +179,7 @@ def _packed(
 
 
 def _in_order(data: DataConfig, sources: tuple[str, ...]) -> DataConfig:
-    """Other sources, read in their own order."""
+    """The config with other sources, read in their own order."""
     return replace(data, data=sources, data_weights=(), shuffle_buffer=0)
 
 
@@ -194,11 +194,11 @@ def sample_blocks(
     num_tokens: int,
     on_progress: Update,
 ) -> Record:
-    """Write `TokenBlocks` of ancestral samples of the dense model, each block one of its own.
+    """Sample blocks from the dense model, token by token and independently, into a file.
 
-    Finished batches are kept beside `path` until all are done, so that a process that was killed
-    goes on where it was. A batch is a pure function of model, config, seed and its number.
-    `num_tokens` is rounded up to whole blocks. Returns and raises as `pack_sources`.
+    Finished batches are kept beside `path` until all are done, so that a killed process resumes
+    where it stopped. A batch is a pure function of model, config, seed and its number.
+    `num_tokens` is rounded up to whole blocks. Returns and raises as `pack_sources` does.
     """
     num_blocks, size = -(-num_tokens // data.seq_len), config.sample_batch_size
     parts = path.with_name(path.name + ".parts")
@@ -230,11 +230,11 @@ def sampled_rows(
 ) -> Tensor:
     """Independent samples of the model: int32, [rows, seq_len].
 
-    A row begins with BOS; where the tokenizer has none, with a token drawn evenly from those that
-    are not special. Every token after it is drawn from the model's softmax at `temperature`, over
-    the tokenizer's own tokens, given all tokens before it. A row goes on after EOS: with BOS where
-    that is another token (then a document begins, as in packed text), else as the model likes.
-    The generator of the draws is on the model's device.
+    A row begins with BOS or, if the tokenizer has none, with a token drawn uniformly from those
+    that are not special. Each later token is drawn from the model's softmax at `temperature` over
+    the tokenizer's own tokens, given all tokens before it. After EOS a row continues with BOS if
+    that is another token (a new document, as in packed text), else with what the model predicts.
+    `generator` must be on the model's device.
     """
     tokenizer = dense.tokenizer
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id

@@ -176,7 +176,7 @@ def test_a_gguf_file_is_converted_finetuned_and_measured_as_a_folder_is(
         ("llama", {}, {"name": "gguf_glm4moe"}, "mixture of 4 experts"),
         ("llama", {}, {"tokenizer": "none"}, "no tokenizer"),
         ("llama", rope("linear", factor=2.0), {}, "scaled rotary frequencies"),
-        ("qwen2", {}, {}, "in part only"),  # written as a llama with biases
+        ("qwen2", {}, {}, "reads only part of"),  # written as a llama with biases
     ],
 )
 def test_what_transformers_would_misread_is_refused(

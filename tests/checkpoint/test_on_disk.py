@@ -112,7 +112,7 @@ def test_damaged_dense_files_are_named(tiny_dense, tmp_path, tokens_BT):
     with pytest.raises(UserError, match=f"{name} in .* contains NaN or infinity"):
         logits_of(dense.model, tokens_BT)
     change(folder, name, lambda tensor: tensor[:-8].clone())
-    with pytest.raises(UserError, match=rf"{name} has shape \(88, 64\) .* asks for \(96, 64\)"):
+    with pytest.raises(UserError, match=rf"{name} has shape \(88, 64\) .* requires \(96, 64\)"):
         on_disk(describe_dense(str(folder)), CPU, torch.float32)
     change(folder, name, lambda tensor: None)
     with pytest.raises(UserError, match=f"{name} is missing from the safetensors"):
@@ -150,7 +150,7 @@ def test_a_gguf_is_compared_with_one_part_in_memory(
 
 
 def test_a_name_that_leads_to_no_model_is_one_line(monkeypatch):
-    with pytest.raises(UserError, match="is no folder here and cannot be fetched from the hub"):
+    with pytest.raises(UserError, match="is no local folder and cannot be fetched from the hub"):
         checkpoint_folder("a" * 300)
     with pytest.raises(UserError, match="does not exist"):
         checkpoint_folder("a text instead of a name, " * 99 + "/model")

@@ -122,7 +122,7 @@ def test_a_bad_text_is_named(option, content, words, text_file, tmp_path, comman
     assert list(tmp_path.iterdir()) == [bad]
 
 
-@pytest.mark.parametrize("damage", [r"layers\.1\.mlp.*random", "no whole", r"no tokenizer\.json"])
+@pytest.mark.parametrize("damage", [r"layers\.1\.mlp.*random", "no valid", r"no tokenizer\.json"])
 def test_a_broken_model_is_named(damage, tiny_dense, text_file, tmp_path, command):
     model = shutil.copytree(tiny_dense("llama"), tmp_path / "model")
     weights = model / "model.safetensors"
@@ -130,7 +130,7 @@ def test_a_broken_model_is_named(damage, tiny_dense, text_file, tmp_path, comman
         tensors = load_file(weights)
         del tensors["model.layers.1.mlp.up_proj.weight"]
         save_file(tensors, weights, metadata={"format": "pt"})
-    elif "whole" in damage:
+    elif "valid" in damage:
         weights.write_bytes(weights.read_bytes()[:5000])
     else:
         (model / "tokenizer.json").unlink()

@@ -152,8 +152,8 @@ def test_dolmino_on_the_hub_is_its_configurations(three):
         (("dolmino", "b"), {}, "0 numbers, but dolmino, b are a mix of 2"),
         (("self", "b"), {}, "cannot be mixed"),
         (("nowhere.txt",), {"data_weights": (1.0,)}, "nowhere.txt does not exist"),
-        (("{short}",), {}, "has 6 tokens, .* but one block of 16"),
-        (("{short}",), {"tokens": 15}, "has .* tokens, of 15 at most"),
+        (("{short}",), {}, "has 6 tokens .* too few for a block of 16"),
+        (("{short}",), {"tokens": 15}, "has .* tokens .read at most: 15"),
     ],
 )
 def test_refuses_what_makes_no_block_and_leaves_no_file(data, options, message, packed, tmp_path):

@@ -144,10 +144,10 @@ def test_requests_longer_than_the_context_are_counted(tiny_dense, task_data, tmp
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tasks": "hellaswog"}, "hellaswog has no place in a local folder"),
+        ({"tasks": "hellaswog"}, "hellaswog cannot be read from a folder"),
         ({"tasks": "paper"}, "winogrande needs winogrande_xl/train.jsonl.gz"),
         ({"tasks": "piqa", "max_length": 257}, "max_length is 257"),
-        ({"tasks": "sciq"}, r"the data of sciq cannot be read .* Mend .*sciq/test\.jsonl"),
+        ({"tasks": "sciq"}, r"the data of sciq cannot be read .* Repair .*sciq/test\.jsonl"),
     ],
 )
 def test_wrong_use_is_refused_in_one_line_and_writes_nothing(

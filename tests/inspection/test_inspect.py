@@ -140,5 +140,5 @@ def test_without_weights_the_config_says_the_dtype_and_damaged_ones_are_refused(
         config = tiny(dtype=stated)
         assert stored_dtype(config, tmp_path) == found
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(UserError, match=r"model.safetensors is no whole .*Get it again\.$"):
+    with pytest.raises(UserError, match=r"model.safetensors is no valid .*Get it again\.$"):
         stored_dtype(tiny(), tmp_path)

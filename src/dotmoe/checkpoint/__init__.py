@@ -1,4 +1,4 @@
-"""A checkpoint folder: found by its name, downloaded if need be, checked, its tensors read."""
+"""Checkpoint folders: find one by name, download it if needed, check it, read its tensors."""
 
 import hashlib
 import os.path
@@ -20,11 +20,11 @@ from dotmoe.files import read_json
 from dotmoe.models.family import DenseModel, TensorPart
 
 EMBEDDED = "embedded"
-"""Name of the checkpoint that the package carries."""
+"""Name of the checkpoint that is part of the package."""
 GGUF = ".gguf"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """One of these is in every folder with a tokenizer."""
-# Some hubs hold the weights twice, the second time as consolidated* or in a subfolder.
+# Some repositories hold the weights twice, the second time as consolidated* or in a subfolder.
 _WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
 _UNWANTED = ["consolidated*", "*/*"]
 _END_BYTES = 1 << 20
@@ -37,9 +37,9 @@ HEAD = "lm_head.weight"
 
 
 def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
-    """Local folder of a checkpoint: a folder, hub name, GGUF file, or `embedded`.
+    """Local folder of a checkpoint, given as a folder, hub name, GGUF file or `embedded`.
 
-    What a hub name lacks is downloaded; with `config_only` no more than config.json.
+    Missing files of a hub checkpoint are downloaded; with `config_only` only config.json.
     """
     if source == EMBEDDED:
         return Path(__file__).parents[1] / "embedded"
@@ -66,20 +66,20 @@ def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
         ) from error
     except Exception as error:  # its errors, and those of its transports, have no common base
         raise UserError(
-            f"{source} is no folder here and cannot be fetched from the hub ({one_line(error)}). "
+            f"{source} is no local folder and cannot be fetched from the hub ({one_line(error)}). "
             f"Check the name and the network.{meant}"
         ) from error
     return Path(snapshot).resolve()
 
 
 def is_local(source: str) -> bool:
-    """Whether `source` means something on this machine rather than on the hub."""
+    """Whether `source` names something on this machine rather than on the hub."""
     is_path = source.startswith((".", "/", "~")) or source.endswith(GGUF) or os.path.exists(source)
     return is_path or source == EMBEDDED or not _HUB_NAME.fullmatch(source)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Checkpoint tensor name -> safetensors file, from the headers of files that must be whole."""
+    """Map tensor names to safetensors files, from their headers; refuses incomplete files."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return dict.fromkeys(_tensor_names(single), single)
@@ -108,7 +108,7 @@ def _tensor_names(path: Path) -> list[str]:
 
 
 def require_tokenizer(folder: Path) -> list[str]:
-    """Refuse a folder without tokenizer files; returns their names."""
+    """Names of the tokenizer files in a folder; raises `UserError` if there are none."""
     present = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not present:
         raise UserError(f"{folder} holds no {' or '.join(TOKENIZER_FILES)}. Copy the tokenizer.")
@@ -126,7 +126,7 @@ def require_checkpoint(folder: Path) -> None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Tells checkpoints apart: config, tokenizer, size and both ends of each weight file; cheap."""
+    """Cheap hash of a checkpoint: config, tokenizer, size and both ends of each weight file."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
@@ -142,28 +142,28 @@ def fingerprint(folder: Path) -> str:
 
 
 class Tensors:
-    """Named tensors of a safetensors checkpoint; nothing is read until it is asked for.
+    """The tensors of a safetensors checkpoint by name, read on demand.
 
-    Every family answers to the names of LLaMA's form, and to its own; a tied matrix to both its
-    names. The tensor read last is kept, so that slices of one matrix in a row cost one read.
+    In every family a tensor has its name in LLaMA's form and its own name; a tied matrix has both
+    its names. The last tensor read is cached, so consecutive slices of one matrix cost one read.
     """
 
     def __init__(
         self, folder: Path, *, tied: bool, part_of: Callable[[str], TensorPart] = TensorPart
     ) -> None:
-        """As `tensor_files`."""
+        """Read the headers, as `tensor_files` does; `part_of` maps names to stored tensors."""
         self.folder = folder
         self._part_of = part_of
         self._file_of = tensor_files(folder)
         self.names = set(self._file_of)
-        """As stored, without aliases."""
+        """Names of the tensors as stored, without aliases."""
         stored = EMBEDDING if EMBEDDING in self._file_of else HEAD
         self._alias = {EMBEDDING: stored, HEAD: stored} if tied else {}
         self._last: tuple[str, Tensor] | None = None
 
     @classmethod
     def of(cls, dense: DenseModel) -> "Tensors":
-        """The files of a dense model."""
+        """The tensors of a dense model's checkpoint."""
         config, family = dense.config, dense.family
         return cls(
             dense.folder,
@@ -173,11 +173,11 @@ class Tensors:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the FFNs, which are most of a checkpoint."""
+        """Dtype of the FFN weights, which are most of a checkpoint."""
         return self.describe("model.layers.0.mlp.gate_proj.weight")[1]
 
     def stored_name(self, name: str) -> str:
-        """Name in the files of the tensor that holds `name`, which must be there."""
+        """Name of the stored tensor that contains `name`; raises `UserError` if it is missing."""
         part = self._part_of(name).stored
         stored = self._alias.get(part, part)
         if stored not in self._file_of:
@@ -187,7 +187,7 @@ class Tensors:
         return stored
 
     def describe(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype, from the file's header alone."""
+        """Shape and dtype of a tensor, from the file's header alone."""
         stored = self.stored_name(name)
         with _opened(self._file_of[stored]) as file:
             view = file.get_slice(stored)
@@ -201,7 +201,7 @@ class Tensors:
         return shape if rows is None else (rows[1] - rows[0], *shape[1:]), DTYPES[dtype]
 
     def read(self, name: str) -> Tensor:
-        """The tensor on the CPU, in the dtype it is stored in."""
+        """Read a tensor to the CPU, in the dtype that it is stored in."""
         stored, rows = self.stored_name(name), self._part_of(name).rows
         if self._last is None or self._last[0] != stored:
             self._last = None  # free the old tensor before the new one is read
@@ -211,7 +211,7 @@ class Tensors:
         return whole if rows is None else whole[slice(*rows)]
 
     def read_all(self, stored: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors by their names in the files, each of which is opened once."""
+        """Read tensors by their stored names, opening each file once; yields names and tensors."""
         file_of = self._file_of.__getitem__
         for path, names in groupby(sorted(stored, key=file_of), file_of):
             with _opened(path) as file:
@@ -219,14 +219,14 @@ class Tensors:
                     yield name, file.get_tensor(name)
 
     def read_rows(self, name: str, rows: slice) -> Tensor:
-        """Rows of a tensor that is stored under its own name or alias; no others are read."""
+        """Read only some rows of a tensor that is stored under its own name or an alias."""
         stored = self.stored_name(name)
         with _opened(self._file_of[stored]) as file:
             part: Tensor = file.get_slice(stored)[rows]
         return part
 
     def forget(self) -> None:
-        """Let go of the tensor read last."""
+        """Drop the cached tensor."""
         self._last = None
 
     def require_shapes(self, model: nn.Module) -> None:
@@ -235,14 +235,14 @@ class Tensors:
             shape, _ = self.describe(name)
             if shape != tuple(parameter.shape):
                 raise UserError(
-                    f"{name} has shape {shape} in {self.folder}, but its config.json asks for "
-                    f"{tuple(parameter.shape)}. Mend the config."
+                    f"{name} has shape {shape} in {self.folder}, but its config.json requires "
+                    f"{tuple(parameter.shape)}. Fix the config."
                 )
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A file, opened anew for each tensor: what a mapped one has read counts as memory."""
+    """Open a file; anew for each tensor, because what is read of a mapped file counts as memory."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -252,4 +252,4 @@ def _opened(path: Path) -> Iterator[Any]:
         with path.open("rb") as raw:
             is_pointer = raw.read(40).startswith(b"version https://git-lfs")
         cause = "a Git LFS pointer; git lfs pull gets the file" if is_pointer else one_line(error)
-        raise UserError(f"{path} is no whole safetensors file ({cause}). Get it again.") from error
+        raise UserError(f"{path} is no valid safetensors file ({cause}). Get it again.") from error

@@ -1,7 +1,7 @@
-"""A GGUF file, and that of a dense model read by Transformers into an ordinary checkpoint folder.
+"""GGUF files: reading one, and converting a dense model's to an ordinary checkpoint folder.
 
-The folder lies in a cache by the file's path, size and time, since commands without a run folder
-read models too, and several runs of one model share it. What follows reads it as any checkpoint.
+The folder is cached by the file's path, size and modification time: commands without a run folder
+read models too, and several runs can share it. Later stages read it like any other checkpoint.
 """
 
 import json
@@ -28,44 +28,44 @@ try:
     import gguf
 except ImportError as error:
     raise UserError(
-        "the gguf package is not installed, and GGUF files are read and written with it. "
+        "the gguf package, which reads and writes GGUF files, is not installed. "
         "Run pip install -e '.[gguf]' in the checkout."
     ) from error
 
 SPLIT_AS_GPT2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"}
-"""Rules by which llama.cpp cuts text before merging that Transformers follows by default."""
+"""Pre-tokenizers of llama.cpp that split text as Transformers does by default."""
 SPLIT_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
-"""The same with every digit alone, of which Transformers' reader knows nothing."""
+"""Pre-tokenizers of llama.cpp that also split digits, which Transformers' reader leaves out."""
 
 _ANOTHER = "Name the model's own checkpoint folder."
 
 
 class GgufFile:
-    """A file, mapped into memory."""
+    """A GGUF file, mapped into memory."""
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
-        """Open a file; refuses what is not there, or no GGUF."""
+        """Open a file; raises `UserError` if it is missing or no valid GGUF."""
         if not path.is_file():
             raise UserError(f"{path} does not exist. Name a .gguf file.")
         try:
             self.reader = gguf.GGUFReader(path, "r+" if writable else "r")
         except Exception as error:
             raise UserError(
-                f"{path} is no whole GGUF file ({one_line(error)}). Get it again."
+                f"{path} is no valid GGUF file ({one_line(error)}). Get it again."
             ) from error
         self.path = path
         self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
-        """By name; `data` is as stored, mapped: writing to it changes a writable file."""
+        """Tensors by name; `data` is mapped as stored, so writes to it change a writable file."""
         self.keys = {key for key in self.reader.fields if not key.startswith("GGUF.")}
         self.arch = str(self.metadata("general.architecture"))
 
     def metadata(self, key: str) -> Any:
-        """A plain value; None where the key is missing."""
+        """The value of a metadata key; None if it is missing."""
         field = self.reader.fields.get(key)
         return None if field is None else field.contents()
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A whole number of the architecture, by its key without the prefix; there must be one."""
+        """Integer under the architecture's `key`, or `default`; `UserError` if there is neither."""
         value = self.metadata(f"{self.arch}.{key}")
         value = default if value is None else value
         if value is None:
@@ -73,18 +73,18 @@ class GgufFile:
         return int(value)
 
     def tensor(self, name: str) -> Tensor:
-        """Values, float32."""
+        """Values of a tensor, dequantised to float32."""
         stored = self.tensors[name]
         values = gguf.quants.dequantize(stored.data, stored.tensor_type)
         return torch.from_numpy(np.array(values, dtype=np.float32))
 
 
 def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
-    """The folder that holds a GGUF file's dense model, or its config alone, made at the first call.
+    """Folder with a GGUF file's dense model, or with its config alone; the first call makes it.
 
-    Weights are dequantised, and stored in bfloat16 where that holds all of them exactly, else in
-    float32. Reading needs memory for them in float32 about twice. What Transformers cannot read, or
-    not as a whole, is refused.
+    Weights are dequantised, and stored in bfloat16 if that represents all of them exactly, else in
+    float32. Reading takes about twice the memory of the float32 weights. Raises `UserError` for a
+    file that Transformers cannot read completely.
     """
     require_package("accelerate", "gguf", f"{file}, a GGUF,")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dotmoe"
@@ -101,7 +101,7 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
             with complete_folder(config) as partial:
                 _config(opened).save_pretrained(partial)
         if not config_only:
-            Progress().log(f"{file}: read into {whole}, from where later commands take it")
+            Progress().log(f"{file}: converted to {whole}, which later commands use")
             entries = sum(int(each.n_elements) for each in opened.tensors.values())
             require_free(cache, 4 * entries)
             with complete_folder(whole) as partial, quiet_transformers():
@@ -112,11 +112,11 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
 
 
 def _config(file: GgufFile) -> Any:
-    """Transformers' config; a file that it would take for another model is refused."""
+    """The config as Transformers reads it; refuses a file that Transformers would misread."""
     if experts := file.size("expert_count", 0):
         raise UserError(
             f"{file.path} is a mixture of {experts} experts already. Name the dense model that it "
-            "was made of."
+            "was made from."
         )
     if "tokenizer.ggml.tokens" not in file.keys:
         raise UserError(f"{file.path} holds no tokenizer. {_ANOTHER}")
@@ -128,7 +128,7 @@ def _config(file: GgufFile) -> Any:
         )
     config = _read(AutoConfig, file)
     types = {tensor.tensor_type.name for tensor in file.tensors.values()}
-    # What the weights will be stored in; norms beside bfloat16 matrices are float32 in a GGUF.
+    # Dtype of the weights in the folder; a GGUF stores norms in float32 beside bfloat16 matrices.
     is_narrow = "BF16" in types and types <= {"F32", "BF16"}
     config.dtype = torch.bfloat16 if is_narrow else torch.float32
     return config
@@ -137,7 +137,7 @@ def _config(file: GgufFile) -> Any:
 def _read(reader: Any, file: GgufFile, **options: Any) -> Any:
     path = file.path
     try:
-        with quiet_transformers(), redirect_stderr(StringIO()):  # a bar that knows no verbosity
+        with quiet_transformers(), redirect_stderr(StringIO()):  # a bar ignores verbosity
             return reader.from_pretrained(path.parent, gguf_file=path.name, **options)
     except Exception as error:
         raise UserError(
@@ -153,28 +153,28 @@ def _weights(file: GgufFile, config: Any) -> Any:
     lacking = sorted(loaded["missing_keys"]) + sorted(map(str, loaded["mismatched_keys"]))
     if lacking or stored != own:
         what = lacking[0] if lacking else f"{stored} tensors, but the model has {own}"
-        raise UserError(f"Transformers reads {file.path} in part only ({what}). {_ANOTHER}")
+        raise UserError(f"Transformers reads only part of {file.path} ({what}). {_ANOTHER}")
     if all(torch.equal(each.bfloat16().float(), each) for each in model.parameters()):
         model = model.bfloat16()
-    # Plain numbers from here on; Transformers refuses to save what it takes for quantised.
+    # The weights are plain now; Transformers refuses to save a model marked as quantised.
     model.config.__dict__.pop("quantization_config", None)
     model.hf_quantizer, model.is_quantized = None, False
     return model
 
 
 def _tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
-    """Transformers' tokenizer without what its classes add to the file, which cuts as this says."""
+    """Transformers' tokenizer without the tokens it adds; splits text as the file specifies."""
     read = _read(AutoTokenizer, file)
     parts = json.loads(read.backend_tokenizer.to_str())
     cut, rule = parts["pre_tokenizer"], file.metadata("tokenizer.ggml.pre") or "default"
-    # Transformers leaves the rule of GPT-2 where it knows none.
+    # Transformers keeps the rule of GPT-2 for those that it does not know.
     if file.metadata("tokenizer.ggml.model") == "gpt2" and cut["type"] == "ByteLevel":
         if rule in SPLIT_DIGITS:
             cuts = [{"type": "Digits", "individual_digits": True}, cut]
             parts["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cuts}
         elif rule not in SPLIT_AS_GPT2:
             raise UserError(
-                f"The tokenizer in {file.path} cuts text by the rule {rule!r}, which Transformers "
+                f"The tokenizer in {file.path} splits text by rule {rule!r}, which Transformers "
                 f"does not know. {_ANOTHER}"
             )
     num_tokens = len(file.metadata("tokenizer.ggml.tokens"))

@@ -1,7 +1,7 @@
-"""A Transformers model whose weights stay on disk: each part is read when it runs, then let go.
+"""A Transformers model whose weights stay on disk: each part is read when it runs, then freed.
 
 Parts are the decoder layers, and outside them each module with weights of its own: the embedding,
-the last norm and the head. Memory never holds more than one, except of small models.
+the last norm and the head. Memory holds one part at a time, except for small models.
 """
 
 import math
@@ -27,7 +27,7 @@ KEPT_BYTES = 2**28
 _LAYER = re.compile(r"model\.layers\.(\d+)(?![^.])")
 
 Read = Callable[[str, Iterable[str]], Mapping[str, Tensor]]
-"""The tensors of a part by their names within it, in the dtypes in which it computes."""
+"""Function from a part and its tensor names to the tensors, in the dtypes it computes in."""
 
 
 def on_disk(
@@ -39,9 +39,9 @@ def on_disk(
 ) -> DenseModel:
     """The same dense model, loaded or only described, with its weights left in its folder.
 
-    It computes in `dtype` (auto: that of the stored FFNs), with weights that are rounded to
-    `rounded_to` first. A tensor that is missing or of another shape is refused at once, a weight
-    that is not finite when its part runs.
+    It computes in `dtype` (auto: that of the stored FFNs); weights are first rounded to
+    `rounded_to`. Raises `UserError` at once if a tensor is missing or of another shape, and when a
+    part runs if its weights are not finite.
     """
     tensors = Tensors.of(dense)
     dtype = tensors.dtype if dtype == "auto" else dtype
@@ -61,11 +61,11 @@ def on_disk(
 
 
 def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The exported model in the class that Transformers has for it, weights on disk.
+    """An exported model in its Transformers class, with its weights left on disk.
 
-    Transformers gets each layer, when it runs, as a checkpoint of that layer, and of the rest as
-    tensors without storage: naming, stacking and checking of tensors are its work. A
-    `VerificationError` says that it misses one or does not know one.
+    When a layer runs, Transformers loads a checkpoint of that layer, with tensors without storage
+    for what lies outside the layers, so that it names, stacks and checks tensors itself. Raises
+    `VerificationError` if it reports a tensor as missing or unknown.
     """
     plain = read_json(folder / "config.json")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -86,7 +86,7 @@ def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> 
             values = (tensor for tensor in state.values() if tensor.dtype != kind)
             return all(torch.equal(each.to(kind).to(each.dtype), each) for each in values)
 
-        # Transformers holds experts twice over while it stacks them, so not in a wide dtype.
+        # Transformers holds experts twice while stacking them: use the narrowest exact dtype.
         kinds = {dtype} | {tensor.dtype for tensor in state.values()}
         narrow = next(filter(keeps, sorted(kinds, key=lambda kind: kind.itemsize)))
         nothing = torch.zeros((), dtype=narrow)
@@ -131,7 +131,7 @@ def _layer_of(name: str) -> int | None:
 
 
 def _with_one_layer(plain: dict[str, Any], layer: int | None) -> dict[str, Any]:
-    """Config of a model whose only layer is of the kind of that one; None: without layers."""
+    """Config of a model with one layer of the same kind as `layer`; None: without layers."""
     kept = [] if layer is None else [layer]
     changed: dict[str, Any] = {"num_hidden_layers": len(kept)}
     for key in ("layer_types", "heads_of_experts"):
@@ -147,8 +147,8 @@ def _with_one_layer(plain: dict[str, Any], layer: int | None) -> dict[str, Any]:
 def empty_model(config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The stock model of a config, with a placeholder for each weight.
 
-    It has the shape, dtype and device of the weight, no storage, and NaN as its value: what is
-    computed with a weight that was not read cannot pass for a result.
+    A placeholder has the weight's shape, dtype and device, no storage, and the value NaN, so that
+    a computation with a weight that was not read cannot pass for a result.
     """
     model: Any = meta_model(config, dtype)
     compute_constants(model, device)
@@ -163,7 +163,7 @@ def empty_model(config: Any, device: torch.device, dtype: torch.dtype) -> nn.Mod
 
 
 def parts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The parts by name, in the order in which the model lists them."""
+    """The parts of a model by name, in the model's order."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -183,7 +183,7 @@ def _read_when_run(model: nn.Module, read: Read, folder: Path, error: type[UserE
 
 
 class _Part:
-    """Fills the weights of a module while it runs."""
+    """A part that reads its weights before it runs and drops them after."""
 
     def __init__(
         self, name: str, module: nn.Module, read: Read, folder: Path, error: type[UserError]
@@ -197,7 +197,7 @@ class _Part:
         if self._is_filled:
             return
         for key, tensor in self._read(self._name, self._weights).items():
-            # The two ends tell, and need no memory of the tensor's size.
+            # Minimum and maximum suffice, without memory of the tensor's size.
             if not all(map(math.isfinite, tensor.aminmax())):
                 where = f"{self._name}.{key} in {self._folder}"
                 raise self._error(f"{where} contains NaN or infinity. Repair it.")
@@ -212,7 +212,7 @@ class _Part:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars and no load report of Transformers; afterwards as before."""
+    """Within this context, Transformers shows no progress bars and no load report."""
     verbosity = transformers_logging.get_verbosity()
     had_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

@@ -1,6 +1,6 @@
-"""Documents -> tokens joined end to end -> `TokenBlocks`, of one source or of many by their shares.
+"""Documents -> tokens joined end to end -> `TokenBlocks`, from one source or a weighted mix.
 
-Every batch of blocks is a pure function of the step.
+Every batch of blocks is a pure function of step, batch size and seed.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ from dotmoe.errors import UserError
 from dotmoe.progress import Update, no_update
 
 RUN_TOKENS = 64
-"""Tokens in a row that two texts must share for one to count as part of the other."""
+"""Length, in tokens, of the runs of held-out text that no training block may contain."""
 
 Record = dict[str, Any]
-"""What is written about a text, or about one source of it."""
+"""JSON record of a text, or of one of its sources."""
 
 _HEADER_BYTES, _BUFFER_BYTES = 512, 1 << 22
 _BLOCKS_AT_ONCE = 256
-_PIECES_AT_ONCE = 64  # since tokenizers work in parallel
+_PIECES_AT_ONCE = 64  # tokenizers process a batch in parallel
 _BASE = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
@@ -39,16 +39,16 @@ class TokenBlocks:
     """Documents joined end to end and cut into blocks of equal length."""
 
     def __init__(self, tokens_BT: Tensor) -> None:
-        """Of int32 token ids, [blocks, seq_len]."""
+        """Wrap int32 token ids, [blocks, seq_len]."""
         self.tokens_BT, self.num_tokens = tokens_BT, tokens_BT.numel()
         self.num_blocks, self.seq_len = tokens_BT.shape
 
     def batch(self, step: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1) -> Tensor:
-        """A rank's blocks of one step: int64, [batch_size / ranks, seq_len].
+        """The blocks of one step for one rank: int64, [batch_size / ranks, seq_len].
 
-        Blocks are dealt in seeded permutations, one an epoch, end to end. The same arguments give
-        the same blocks, so that the step is all there is to resume. The parts of all `ranks`, which
-        divide `batch_size`, put one after the other are the batch of one rank.
+        Blocks come in seeded permutations, a new one for each epoch. The same arguments give the
+        same blocks, so a resumed run needs only the step number. `ranks` must divide `batch_size`;
+        the parts of all ranks, joined in order, are the batch of a run on one rank.
         """
         share = batch_size // ranks
         first, rows = step * batch_size + rank * share, list[int]()
@@ -58,7 +58,7 @@ class TokenBlocks:
         return self.tokens_BT[rows].long()
 
     def drawn(self, num_tokens: int) -> Tensor:
-        """Blocks drawn evenly over the text that hold so many tokens: int64, [B, seq_len]."""
+        """Blocks at equal distances in the text, enough for `num_tokens`: int64, [B, seq_len]."""
         rows = min(-(-num_tokens // self.seq_len), self.num_blocks)
         return self.tokens_BT[torch.arange(rows) * self.num_blocks // rows].long()
 
@@ -69,7 +69,7 @@ class TokenBlocks:
 
     @classmethod
     def load(cls, path: Path) -> "TokenBlocks":
-        """Map a file into memory. A `UserError`: it is missing, damaged or another."""
+        """Map a file into memory; raises `UserError` if it is missing, damaged or another kind."""
         try:
             with safe_open(path, framework="pt") as file:
                 return cls(file.get_tensor("tokens"))
@@ -81,25 +81,25 @@ class TokenBlocks:
 
 @dataclass(slots=True)
 class BlockWriter:
-    """A file of blocks under way; see `block_writer`."""
+    """A file of blocks that is being written; see `block_writer`."""
 
     file: IO[bytes]
     num_tokens: int = 0
-    """Appended so far; the last of them may fill no block, and are dropped in the end."""
+    """Number of tokens appended so far; those after the last full block are dropped at the end."""
 
     def append(self, tokens: Sequence[int] | Tensor) -> None:
-        """Write token ids after those before."""
+        """Append token ids to the file."""
         self.num_tokens += len(tokens)
         self.file.write(torch.as_tensor(tokens, dtype=torch.int32).numpy().data)
 
 
 @contextmanager
 def block_writer(path: Path, seq_len: int) -> Iterator[BlockWriter]:
-    """Inside, tokens are appended to a safetensors file of blocks; memory does not grow with it.
+    """Within this context, append tokens to a safetensors file of blocks, in constant memory.
 
-    The file has a temporary name until the block ends without an exception: a file of the right
-    name is whole, and one that is there stays until then. Raises a `UserError`: the disk is full,
-    no permission, or no such folder.
+    The write is atomic: the file has a temporary name until the context ends without an exception,
+    and an older file of the final name is kept until then. Raises `UserError` if the disk is full,
+    permission is missing, or the folder does not exist.
     """
     partial = path.with_name(path.name + ".partial")
     try:
@@ -110,7 +110,7 @@ def block_writer(path: Path, seq_len: int) -> Iterator[BlockWriter]:
             num_blocks = writer.num_tokens // seq_len
             end = 4 * num_blocks * seq_len
             file.truncate(_HEADER_BYTES + end)
-            # A safetensors header is its length and JSON, which may end in blanks.
+            # A safetensors header is its length, then JSON that may be padded with blanks.
             tokens = {"dtype": "I32", "shape": [num_blocks, seq_len], "data_offsets": [0, end]}
             header, size = json.dumps({"tokens": tokens}).encode(), _HEADER_BYTES - 8
             file.seek(0)
@@ -128,15 +128,15 @@ def block_writer(path: Path, seq_len: int) -> Iterator[BlockWriter]:
 
 
 def split_off_tail(path: Path, tail: Path, num_tokens: int) -> None:
-    """Move the blocks that hold the last `num_tokens` of a file, at most half of all, to another.
+    """Move the last `num_tokens` of a file, as whole blocks but at most half of all, to another.
 
-    Raises a `UserError`: there is only one block, so nothing can be kept apart; or no room.
+    Raises `UserError` if there is only one block, so none can be held out, or if the disk is full.
     """
     blocks = TokenBlocks.load(path)
     if blocks.num_blocks < 2:
         raise UserError(
-            f"the text gives 1 block of {blocks.seq_len} tokens, and one block or more must be "
-            "kept out of training to measure on. Give more text, or lower seq_len."
+            f"the text gives 1 block of {blocks.seq_len} tokens, but at least one more is "
+            "needed as held-out text. Give more text, or lower seq_len."
         )
     head = blocks.num_blocks - min(-(-num_tokens // blocks.seq_len), blocks.num_blocks // 2)
     TokenBlocks(blocks.tokens_BT[head:]).save(tail)
@@ -146,11 +146,11 @@ def split_off_tail(path: Path, tail: Path, num_tokens: int) -> None:
 def write_decontaminated(training: TokenBlocks, heldout: TokenBlocks, path: Path) -> int:
     """Write the training blocks that share no run of tokens with the held-out text, in order.
 
-    The held-out text is cut into runs of `RUN_TOKENS` tokens, and each run is looked for at every
-    place of every training block: one with twice that many held-out tokens in a row is certain to
-    be found. Memory does not grow with the training text.
+    The held-out text is cut into runs of `RUN_TOKENS` tokens, and each run is searched for at every
+    position of every training block, so a block with twice that many held-out tokens in a row is
+    always found. Memory does not grow with the training text.
 
-    Returns how many blocks are left out. A `UserError`: no block is left, or there is no room.
+    Returns the number of blocks left out. Raises `UserError` if none remains, or the disk is full.
     """
     run = min(RUN_TOKENS, training.seq_len, heldout.seq_len)
     parts = torch.split(heldout.tokens_BT, _BLOCKS_AT_ONCE)
@@ -162,14 +162,14 @@ def write_decontaminated(training: TokenBlocks, heldout: TokenBlocks, path: Path
         left_out = training.num_blocks - writer.num_tokens // training.seq_len
         if left_out == training.num_blocks:
             raise UserError(
-                f"all {left_out} blocks of training text are part of the held-out text, on which "
-                "the result would be measured. Give other data, or other eval_text."
+                f"all {left_out} blocks of training text are part of the held-out text that "
+                "results are measured on. Give other data, or another eval_text."
             )
     return left_out
 
 
 def _hashes(tokens_BT: Tensor, run: int) -> Tensor:
-    """Hash of the `run` tokens from each place on, modulo 2^64: [B, T - run + 1]."""
+    """Hash, modulo 2^64, of the `run` tokens that start at each position: [B, T - run + 1]."""
     places = tokens_BT.shape[1] - run + 1
     result = torch.zeros(len(tokens_BT), places, dtype=torch.int64)
     for offset in range(run):
@@ -188,7 +188,7 @@ def _permutation(num_blocks: int, seed: int, epoch: int) -> Tensor:
 
 
 class Piece(NamedTuple):
-    """Token ids of a document, or of a part of a long one, and the bytes of its text."""
+    """Token ids of a document, or of a part of a long one, and the size of its text in bytes."""
 
     ids: list[int]
     is_start: bool
@@ -200,12 +200,12 @@ def pack(
 ) -> tuple[Tensor, float]:
     """Tokenise documents and join them: this packing is used for training and for perplexity.
 
-    Each document is preceded by the BOS token; where the tokenizer has none it is followed by EOS;
-    where it has neither, nothing is put between. They are read no further than `max_tokens` needs.
+    BOS goes before each document; if the tokenizer has none, EOS goes after each; without either,
+    documents are joined as they are. No more text is read than `max_tokens` needs.
 
     Returns:
-        Token ids, int32, and tokens a byte of the same text, which turns nats a token into bits a
-        byte. A `UserError`: the documents hold no text.
+        Token ids, int32, and the tokens per byte of this text, which convert nats per token to bits
+        per byte. Raises `UserError` if the documents contain no text.
     """
     tokens, num_bytes = array("i"), 0
     source = (source_record("", None), tokenised(documents, tokenizer))
@@ -222,11 +222,11 @@ def pack(
 def pack_sources(
     config: DataConfig, tokenizer: Any, path: Path, max_tokens: int, on_progress: Update = no_update
 ) -> Record:
-    """Tokenise, mix, join and cut into blocks of `config.seq_len` tokens, straight to a file.
+    """Tokenise, mix and join sources, and write blocks of `config.seq_len` tokens to a file.
 
-    Memory does not grow with the text, which is read up to `max_tokens`. Returns a record of the
-    text and of each source. Raises a `UserError`: the text, or `max_tokens`, is shorter than one
-    block; a source is refused.
+    Reads at most `max_tokens` tokens, in constant memory. Returns a record of the text and of each
+    source. Raises `UserError` if the text or `max_tokens` is shorter than one block, or a source
+    cannot be used.
     """
     records = [source_record(source, weight) for source, weight in sources_of(config)]
     sources = [(one, tokenised(opened(one["name"], config), tokenizer)) for one in records]
@@ -240,9 +240,9 @@ def pack_sources(
                 break
         if writer.num_tokens < config.seq_len:
             raise UserError(
-                f"{', '.join(config.data)} has {writer.num_tokens} tokens, of {max_tokens} at "
-                f"most, but one block of {config.seq_len} must be filled. Give more text, ask for "
-                "more tokens, or, of training text, lower seq_len."
+                f"{', '.join(config.data)} has {writer.num_tokens} tokens (read at most: "
+                f"{max_tokens}), too few for a block of {config.seq_len}. Give more text, ask for "
+                "more tokens, or, for training text, lower seq_len."
             )
     for record in records:
         record["share"] = record["tokens"] / writer.num_tokens
@@ -255,7 +255,7 @@ def pack_sources(
 
 
 def source_record(name: str, weight: float | None) -> Record:
-    """Of a source of which nothing is read yet."""
+    """The record of a source before any of it is read."""
     counts = {"share": 0.0, "tokens": 0, "documents": 0, "ran_out": False}
     return {"name": name, "weight": weight, **counts}
 
@@ -263,14 +263,14 @@ def source_record(name: str, weight: float | None) -> Record:
 def joined(
     sources: Sequence[tuple[Record, Iterator[Piece]]], tokenizer: Any
 ) -> Iterator[tuple[Record, list[int], int]]:
-    """Piece after piece of sources that are read side by side or one after the other.
+    """Iterate over the pieces of several sources, mixed by weight or one source after the other.
 
-    With weights, the next piece is always of the source whose tokens, divided by its weight, are
-    fewest; docs/data.md has the bounds of its share at every moment. Where another source comes
-    between the pieces of a long document, the rest of it counts as a document of its own.
+    With weights, the next piece comes from the source with the fewest tokens for its weight;
+    docs/data.md gives bounds on each source's share at any time. If another source comes between
+    the pieces of a long document, the rest of it counts as a document of its own.
 
-    Yields the record of the source, which is kept up to date, token ids with their separators, and
-    bytes of text.
+    Yields the record of the source (updated in place), token ids with their separators, and the
+    number of bytes of text.
     """
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     start = [] if bos is None else [bos]
@@ -297,7 +297,7 @@ def joined(
 
 
 def tokenised(documents: Iterable[str], tokenizer: Any) -> Iterator[Piece]:
-    """Pieces of documents as token ids; empty documents leave no trace."""
+    """Tokenise documents piece by piece; empty documents are skipped."""
     pieces = (
         (piece, number == 0 and not isinstance(document, Continuation))
         for document in documents
@@ -316,7 +316,7 @@ def tokenised(documents: Iterable[str], tokenizer: Any) -> Iterator[Piece]:
 
 
 def separator_of(tokenizer: Any) -> str:
-    """How documents are separated by this tokenizer, in words."""
+    """Description of what separates documents under this tokenizer."""
     if tokenizer.bos_token_id is not None:
         return f"{tokenizer.bos_token} before each"
     if tokenizer.eos_token_id is not None:

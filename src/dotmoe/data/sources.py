@@ -1,4 +1,4 @@
-"""From the names a user gives to weighted sources, and to streams of documents in files."""
+"""Sources of text: the names that a user gives, their weights, and streams of their documents."""
 
 import gzip
 import io
@@ -23,12 +23,12 @@ from dotmoe.errors import UserError, nearest, one_line
 from dotmoe.options import above, at_least
 
 SELF = "self"
-"""Source name of text sampled from the dense model, which only a conversion can make."""
+"""Name of the source that is sampled from the dense model; it can only be trained on."""
 STDLIB, STDLIB_HELDOUT = "python-stdlib", "python-stdlib-heldout"
 PIECE_CHARACTERS = 1 << 16
-"""Longest piece of a document that is tokenised at once."""
+"""Maximum number of characters that are tokenised at once; longer documents are cut."""
 FIELDS = ("text", "content", "page", "passage", "document")
-"""Fields looked for in a row, in this order, where none is named."""
+"""Field names tried in a row, in this order, when no text field is given."""
 FORMATS = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
@@ -43,11 +43,11 @@ DOLMINO_PERCENT = {
     "stackexchange": 2.45,
     "math": 20.8,
 }
-"""Percent of the tokens, by configuration of the data set."""
+"""Percentage of the tokens that each configuration of the data set contributes."""
 
 
 class Continuation(str):
-    """A further piece of the document before it."""
+    """A piece that continues the document of the piece before it."""
 
     __slots__ = ()
 
@@ -57,47 +57,47 @@ class DataConfig:
     """Text to train or calibrate on."""
 
     data: tuple[str, ...] = ()
-    """Sources, read in this order: .txt (one document a file), .jsonl or .parquet files (one
-    document a row), the first two also as .gz; `python-stdlib` (the source files of this Python's
-    own library) or `python-stdlib-heldout` (the sixteenth of them kept apart); names for the
-    `datasets` library, streamed (`allenai/c4:en`: after the colon the configuration); `dolmino`
-    (the paper's mix, from the hub; `dolmino:FOLDER`: a copy on this machine); or `self`: text that
-    the dense model itself samples. `SOURCE@SPLIT#FIELD` gives one source a split and a text field
-    of its own."""
+    """Sources of text, read in this order: .txt files (one document per file), .jsonl or .parquet
+    files (one document per row), the first two also as .gz; `python-stdlib` (the source files of
+    this Python's standard library) or `python-stdlib-heldout` (the sixteenth of them that is held
+    out); data sets of the `datasets` library, streamed (`allenai/c4:en`: the configuration follows
+    the colon); `dolmino` (the paper's mix, from the hub; `dolmino:FOLDER`: a local copy); `self`:
+    text sampled from the dense model itself. `SOURCE@SPLIT#FIELD` sets the split and the text field
+    of one source."""
     data_weights: tuple[Annotated[float, above(0)], ...] = ()
-    """Mix the sources: the share of each in the tokens, one number a source, of any sum. One that
-    has run out is not read again, and the others go on in their proportions. Default: one source
-    after the other."""
+    """Mix the sources in these proportions of the tokens: one weight per source, with any sum. A
+    source that runs out is not repeated; the others continue in their proportions. Default: read
+    one source after the other."""
     shuffle_buffer: Annotated[int | None, at_least(0)] = None
-    """Documents of a source that are held back and drawn from at random; 0: its own order. With
-    `datasets` also the order of the files that make up the source. Default: 10000 for `dolmino`,
-    else 0."""
+    """Size of each source's shuffle buffer in documents; 0 keeps the source's own order. For
+    `datasets` sources, a buffer also shuffles the order of their files. Default: 10000 for
+    `dolmino`, else 0."""
     data_seed: Annotated[int, at_least(0)] = 0
-    """Of the shuffle buffer, and of text sampled from the dense model."""
+    """Seed of the shuffle buffer, and of text sampled from the dense model."""
     text_field: str | None = None
     """Field of a row that holds the text. Default: the first of text, content, page, passage,
     document that the rows have."""
     split: str = "train"
     """Split of a `datasets` source; files have none."""
     seq_len: Annotated[int, at_least(2)] = 2048
-    """Tokens of a block, 2 or more. Paper: 2048. Lowered to the model's context if that is less."""
+    """Tokens per block, 2 or more. Paper: 2048. Lowered to the model's context if that is less."""
 
     @property
     def holds_dolmino(self) -> bool:
-        """Whether a source is the paper's mix, which is read by weights of its own."""
+        """Whether a source is the paper's mix, which has weights of its own."""
         return any(map(_is_dolmino, self.data))
 
     @property
     def is_mix(self) -> bool:
-        """Whether sources are read side by side, by their weights."""
+        """Whether sources are mixed by weight instead of read one after the other."""
         return bool(self.data_weights) or self.holds_dolmino
 
 
 def documents(config: DataConfig) -> Iterator[str]:
     """Stream the documents of all sources, one source after the other.
 
-    A long .txt file comes in pieces, those after the first as `Continuation`. Raises a `UserError`:
-    a mix, or a source that is not there; while reading, one that is empty, damaged or not text.
+    A long .txt file comes in pieces; the later ones are `Continuation`. Raises `UserError` for a
+    mix or a missing source, and, while reading, for one that is empty, damaged or not text.
     """
     if config.is_mix:
         raise UserError(
@@ -107,9 +107,9 @@ def documents(config: DataConfig) -> Iterator[str]:
 
 
 def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
-    """Every source with its share of the tokens, `dolmino` taken apart; None: read in order.
+    """Every source with its share of the tokens (None: read in order), `dolmino` as its parts.
 
-    Raises a `UserError`: no source, weights that do not fit them, or a source that is not there.
+    Raises `UserError` if none is named, one is missing, or the number of weights is another.
     """
     names = config.data
     if not names:
@@ -119,7 +119,7 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
     if SELF in names:
         raise UserError(
             f"{SELF} is text to train on, sampled from the dense model, and cannot be mixed or "
-            f"measured on. Give it alone, or name a text. (A folder: ./{SELF})"
+            f"measured on. Give it alone, or name a text. (For a folder: ./{SELF})"
         )
     sources: list[tuple[str, float | None]] = [(name, None) for name in names]
     if config.is_mix:
@@ -140,7 +140,7 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
 
 
 def opened(source: str, config: DataConfig) -> Iterator[str]:
-    """Stream the documents of one source, or refuse it by a `UserError` if it is not there."""
+    """Stream the documents of one source; raises `UserError` if it does not exist."""
     name, split, field = source, "", ""
     if not _is_there(name):
         name, _, field = name.partition("#")
@@ -167,7 +167,7 @@ def opened(source: str, config: DataConfig) -> Iterator[str]:
 
 
 def shuffled(stream: Iterable[str], size: int, seed: int) -> Iterator[str]:
-    """Documents, or pieces of long ones, in an order of the seed: drawn from `size` held back."""
+    """Shuffle documents, or pieces of long ones, in a seeded buffer of `size`; 0: no shuffling."""
     if size == 0:
         yield from stream
         return
@@ -185,7 +185,7 @@ def shuffled(stream: Iterable[str], size: int, seed: int) -> Iterator[str]:
 
 
 def _is_there(name: str) -> bool:
-    """Methods of `Path` would raise where there is no such user, or the name is too long."""
+    """Whether a path exists; methods of `Path` raise for an unknown ~user or a very long name."""
     return os.path.exists(os.path.expanduser(name))
 
 
@@ -207,7 +207,7 @@ def _dataset_documents(
         raise
     except (OSError, ValueError, RuntimeError, DatasetGenerationError) as error:
         cause = one_line(error)[:200].rstrip(".") or type(error).__name__
-        package = " Files of .zst need: pip install zstandard." if "zstd" in cause.lower() else ""
+        package = " Files in .zst need: pip install zstandard." if "zstd" in cause.lower() else ""
         raise UserError(
             f"{source} ({split}) cannot be read by datasets: {cause}. "
             f"Check the name, the split and the network.{package}"
@@ -215,7 +215,7 @@ def _dataset_documents(
 
 
 def _is_dolmino(name: str) -> bool:
-    """A file or folder of that very name is none."""
+    """Whether a name means the paper's mix; an existing file or folder of that name does not."""
     return name.partition(":")[0] == DOLMINO and not _is_there(name)
 
 
@@ -240,13 +240,13 @@ def _dolmino(name: str) -> list[tuple[str, float]]:
 
 
 def file_documents(path: Path, text_field: str | None) -> Iterator[str]:
-    """Stream the documents of one file; the format is told by its name.
+    """Stream the documents of one file; its suffix gives the format.
 
-    Raises a `UserError`: unknown format, or a file that is unreadable, damaged, empty or not text.
+    Raises `UserError` if the format is unknown, or the file unreadable, damaged, empty or not text.
     """
     name = path.name.lower()
     if not name.endswith(FORMATS):
-        raise UserError(f"{path} is none of {', '.join(FORMATS)}. Convert it to one.")
+        raise UserError(f"{path} is none of {', '.join(FORMATS)}. Convert it to one of them.")
     readers = {".txt": _text, ".jsonl": _jsonl, ".parquet": _parquet}
     read = readers[Path(name.removesuffix(".gz")).suffix]
     is_empty = True
@@ -258,17 +258,17 @@ def file_documents(path: Path, text_field: str | None) -> Iterator[str]:
     except (OSError, EOFError, zlib.error, UnicodeError, pyarrow.ArrowException) as error:
         cause = getattr(error, "strerror", None) or one_line(error)[:160].rstrip(".")
         raise UserError(
-            f"{path} cannot be read ({cause}). Get it again, or name it by its format."
+            f"{path} cannot be read ({cause}). Get it again, or correct its suffix."
         ) from error
     if is_empty:
         raise UserError(f"{path} is empty: it holds no text. Name a file with text in it.")
 
 
 def cut(text: str) -> Iterator[str]:
-    """Pieces of at most `PIECE_CHARACTERS`, cut before a line that starts with a letter or sign.
+    """Cut text into pieces of at most `PIECE_CHARACTERS`, before lines that start with no blank.
 
-    Joined they are `text`. At such a place byte-level tokenizers cut too, so the tokens are those
-    of the whole; a SentencePiece tokenizer may see one more blank there.
+    The pieces joined are `text`. Byte-level tokenizers split at such places too, so the tokens are
+    those of the whole text; a SentencePiece tokenizer may see one more blank there.
     """
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
@@ -276,7 +276,7 @@ def cut(text: str) -> Iterator[str]:
         line = end = text.rfind("\n", start, limit) + 1
         while end > start and text[end].isspace():
             end = text.rfind("\n", start, end - 1) + 1
-        # Before a visible sign, else at any line end, else at a blank, else anywhere.
+        # Before a visible character, else at any line end, else at a blank, else anywhere.
         places = (end, line, text.rfind(" ", start, limit), limit)
         end = next(place for place in places if place > start)
         yield text[start:end]
@@ -285,7 +285,7 @@ def cut(text: str) -> Iterator[str]:
 
 
 def text_of_row(row: dict[str, Any], text_field: str | None, place: str) -> str:
-    """Text of one row of a table; a null counts as empty. A `UserError`: no such field or text."""
+    """Text of one row, empty for null; raises `UserError` if the field is missing or not text."""
     field = text_field or next((name for name in FIELDS if name in row), None)
     if field is None or field not in row:
         wanted = repr(text_field) if text_field else f"any of {', '.join(FIELDS)}"
@@ -340,14 +340,14 @@ def _jsonl(path: Path, file: IO[bytes], text_field: str | None) -> Iterator[str]
         except ValueError as error:
             raise UserError(f"{place} is not JSON in UTF-8 ({error}). Fix it.") from error
         if not isinstance(row, dict):
-            raise UserError(f"{place} is not a JSON object. One object a line, please.")
+            raise UserError(f"{place} is not a JSON object. Write one object per line.")
         yield text_of_row(row, text_field, place)
 
 
 def _parquet(path: Path, file: IO[bytes], text_field: str | None) -> Iterator[str]:
     table = pyarrow.parquet.ParquetFile(file)
     wanted = [text_field] if text_field else FIELDS
-    # Columns of no use are not read; where there is none, the first row says which there are.
+    # Read only useful columns; without one, read all, so that the error can list their names.
     columns = [name for name in wanted if name in table.schema_arrow.names] or None
     batches = table.iter_batches(batch_size=256, columns=columns)
     rows = chain.from_iterable(batch.to_pylist() for batch in batches)
@@ -366,12 +366,12 @@ _PACKAGES, _TESTS = {"site-packages", "dist-packages"}, {"test", "tests", "idle_
 
 
 def stdlib_documents(split: Split, *, include_tests: bool = False) -> Iterator[str]:
-    """Source files of this Python's standard library, ordered by a hash of the path inside it.
+    """Source files of this Python's standard library, ordered by a hash of their path.
 
-    So the order is the same everywhere, and the first few are as good a sample as any. The hash
-    also says which are held out: the embedded model is trained on the others, and the quickstart
-    measures it on these, on any machine and Python version. With tests, the library's own test
-    suite is among them, which some distributions do not install.
+    The order is the same everywhere, and the first few files are as good a sample as any. The hash
+    also selects the held-out files: the embedded model is trained on the others, and the quickstart
+    measures it on these, on any machine and Python version. `include_tests` adds the library's own
+    test suite, which some distributions do not install.
     """
     root = Path(sysconfig.get_path("stdlib"))
     excluded = _PACKAGES if include_tests else _PACKAGES | _TESTS

@@ -1,4 +1,4 @@
-"""Stage evaluate: what a model is worth, measured, with the protocol beside each number."""
+"""Stage evaluate: measurements of a model, each number with the protocol beside it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,16 +24,16 @@ MEASUREMENTS: dict[str, tuple[Measure, Show]] = {
     "generation": (generation.measure_generation, generation.shown_texts),
     "curve": (perplexity.measure_curve, lambda result: [perplexity.curve_table(result)]),
 }
-"""What measures, and what makes tables and lines of the result, by the name of its file."""
+"""The function that measures and the one that shows the result, by the result file's name."""
 
 
 def evaluate(
     config: EvaluateConfig, progress: Progress | None = None, command: str | None = None
 ) -> Values:
-    """Make the one measurement that is asked for; `command` is what was typed, for the record.
+    """Make the one measurement that `config` selects; `command` is what was typed, for the record.
 
-    The result also lies in `config.out`/NAME.json if a folder was named. Raises a `UserError`:
-    options out of range, no such model or text, or one that does not fit the other.
+    The result is also written to `config.out`/NAME.json if `out` is given. Raises `UserError` if
+    options are out of range, or the model or text is missing, or they do not fit each other.
     """
     check(config)
     measure, _ = MEASUREMENTS[config.measurement]

@@ -1,4 +1,4 @@
-"""How close a model stays to its dense model: hidden states, logits, and FFN by FFN."""
+"""How close a model is to its dense model: hidden states, logits, and the output of each FFN."""
 
 from collections import defaultdict
 from functools import partial
@@ -29,17 +29,17 @@ from dotmoe.tables import Table, figure, percent, table_of
 def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
     """Compare a model with its dense model, both run on the same windows of `config.corpus.text`.
 
-    tab:output_aware_similarity is `before_head` and `after_head`, tab:motivation_mse_combined the
-    `mse` of one layer's `ffn`; docs/evaluation.md defines the figures. Tokens that do not fill a
-    window are left out, unless all are fewer. `ffn` is empty where the MoE blocks are not known, or
-    do not hold all that was an FFN.
+    `before_head` and `after_head` are tab:output_aware_similarity, and the `mse` of a layer's `ffn`
+    is tab:motivation_mse_combined; docs/evaluation.md defines the metrics. Tokens after the last
+    full window are left out, unless there is no full window. `ffn` is empty if the MoE blocks are
+    not known, or do not contain the whole FFN.
     """
     folder = model_folder(config.model)
     record = ExportRecord.load(folder) if (folder / RECORD_FILE).is_file() else None
     against = config.against or (record.source if record else None)
     if against is None:
         raise UserError(
-            f"{config.model} is no export of dotmoe, which would name its dense model. Name that "
+            f"{config.model} is no export of dotmoe, so its dense model is not known. Name it "
             "with --against."
         )
     dense, other = loaded(model_folder(against), config.load), loaded(folder, config.load)
@@ -97,7 +97,7 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
 
 
 def _ffns(dense: Any, other: Any, record: ExportRecord) -> dict[int, tuple[nn.Module, Any]]:
-    """Of each split layer the dense model's FFN, and what gives the other's output of its input."""
+    """For each split layer the dense FFN, and a function from its input to the other's output."""
     output = FORMATS[record.format]
     has_heads = record.details.get("splits", [{}])[0].get("target") == "attention"
     if has_heads or (record.shared_size and not output.block_has_shared):
@@ -108,7 +108,7 @@ def _ffns(dense: Any, other: Any, record: ExportRecord) -> dict[int, tuple[nn.Mo
 
 
 def _sums(other_TD: Tensor, dense_TD: Tensor) -> Tensor:
-    """Over tokens: cosine, mean squared difference, mean square of the dense entries."""
+    """Sums over tokens: cosine, mean squared difference, mean square of the dense entries."""
     other_TD, dense_TD = other_TD.float(), dense_TD.float()
     cosine_T = F.cosine_similarity(other_TD, dense_TD, dim=1)
     mse_T = (other_TD - dense_TD).square().mean(dim=1)

@@ -1,4 +1,4 @@
-"""What models write: the most likely continuations of prompts, side by side."""
+"""Text that models generate: greedy continuations of prompts, side by side."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,14 +14,14 @@ from dotmoe.progress import Progress, Update, no_update
 from dotmoe.tables import Table
 
 PROMPT_TOKENS = 32
-"""Of a prompt that is cut from the text."""
+"""Length, in tokens, of a prompt that is cut from the text."""
 
 
 def measure_generation(config: EvaluateConfig, progress: Progress) -> Values:
-    """`prompts` and the `texts` that continue them, of each model.
+    """For each model the `prompts`, and the `texts` that continue them.
 
-    Prompts from `config.corpus.text` are cut by the tokenizer of each model. Raises a `UserError`:
-    two tokenizers cut different ones, or a prompt has no tokens.
+    Prompts from `config.corpus.text` are cut by the tokenizer of each model. Raises `UserError` if
+    two tokenizers cut different prompts, or a prompt has no tokens.
     """
 
     def measured(stock: StockModel, update: Update) -> Values:
@@ -55,8 +55,8 @@ def continuations(
 ) -> list[list[int]]:
     """Token ids that continue each prompt greedily, at most `new_tokens`, without EOS.
 
-    The model's own generation settings (penalties, temperature) play no part: two models are
-    compared by their predictions alone. `UserError` beyond the context, or for an empty prompt.
+    The model's own generation settings (penalties, temperature) are ignored: two models are
+    compared by their predictions alone. Raises `UserError` if a prompt is empty or too long.
     """
     if not all(prompts):
         raise UserError("a prompt has no tokens, and this tokenizer adds none. Write some text.")

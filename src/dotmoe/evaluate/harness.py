@@ -1,4 +1,4 @@
-"""Benchmark tasks by lm-evaluation-harness, its own runner and definitions: what calls it."""
+"""Calls of lm-evaluation-harness: benchmark tasks with its own runner and definitions."""
 
 import logging
 import sys
@@ -19,15 +19,15 @@ from dotmoe.files import Values, write_json
 from dotmoe.load import resolved_dtype
 
 MAX_LOGITS = 1 << 28
-"""Logits of one forward pass, unless one request alone has more: 1 GiB in float32."""
+"""Maximum number of logits per forward pass (1 GiB in float32), unless one request has more."""
 CPU_BATCH, GPU_BATCH = 16, 64
-"""Requests a forward pass: on a CPU, where more at once are no faster; on a GPU the number where
-the harness starts to look for the largest that fits."""
+"""Requests per forward pass: on a CPU, where more are no faster; on a GPU, the number from which
+the harness starts its search for the largest batch that fits."""
 SPLITS = {"train": "training_split", "validation": "validation_split", "test": "test_split"}
 
 
 def require_harness() -> str:
-    """Version of the installed harness; `UserError` without one."""
+    """Version of the installed harness; raises `UserError` if there is none."""
     for package in ("lm_eval", "accelerate"):
         require_package(package, "eval", "lm-evaluation-harness, which runs the tasks,")
     return version("lm_eval")
@@ -35,7 +35,7 @@ def require_harness() -> str:
 
 @contextmanager
 def quiet_harness() -> Iterator[None]:
-    """Inside, the harness prints nothing to standard output, and only errors are logged."""
+    """Within this context, the harness prints nothing to stdout, and only errors are logged."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -50,10 +50,10 @@ def quiet_harness() -> Iterator[None]:
 def loaded_tasks(
     names: Sequence[str], local: Mapping[str, tuple[str, Mapping[str, Path]]]
 ) -> dict[str, list[Any]]:
-    """What the harness runs for each name: a group, or tasks.
+    """The objects that the harness runs for each name: one group, or tasks.
 
-    `local` are tasks whose rows come from files: the harness's own definition, of which nothing
-    else is changed, and a file for each split. Without it data come from the hub.
+    `local` gives, for tasks whose rows come from files, the harness's own definition, in which
+    nothing else is changed, and a file for each split. If it is empty, data come from the hub.
     """
     import lm_eval.tasks
 
@@ -82,11 +82,11 @@ def loaded_tasks(
                 )
             try:
                 found = manager.load([name])
-            except Exception as error:  # whatever a definition or its data set makes of the rows
+            except Exception as error:  # definitions and data sets raise errors of any type
                 why = one_line(error) or type(error).__name__
                 remedy = "Check the network, or give a folder with --task-data."
                 if local:
-                    remedy = f"Mend {' and '.join(map(str, local[name][1].values()))}."
+                    remedy = f"Repair {' and '.join(map(str, local[name][1].values()))}."
                 raise UserError(f"the data of {name} cannot be read ({why}). {remedy}") from error
             groups = found["groups"]
             loaded[name] = [groups[name]] if name in groups else list(found["tasks"].values())
@@ -94,9 +94,9 @@ def loaded_tasks(
 
 
 def harness_model(folder: Path, config: EvaluateConfig) -> Any:
-    """The harness's own runner of a folder.
+    """The harness's own runner for the model in a folder.
 
-    Raises a `UserError`: a length beyond the context, or what Transformers cannot load.
+    Raises `UserError` for a length beyond the context, or if Transformers cannot load the model.
     """
     from lm_eval.models.huggingface import HFLM
 
@@ -120,11 +120,11 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
 def run_tasks(model: Any, tasks: list[Any], shots: int | None, limit: int | None) -> Values:
     """Run tasks, or one group of them, with the harness's own seeds.
 
-    Without `shots` there are as many solved examples as the task's definition says.
+    If `shots` is None, the task's definition sets the number of solved examples.
 
     Returns:
-        `scores`, a row a metric of each task and member of a group (a filter's name after a comma);
-        `versions` of the definitions; `notes`: what sets the scores apart from official ones.
+        `scores`, a row per metric of each task and group member (a filter's name after a comma);
+        `versions` of the definitions; `notes`: how the scores differ from official ones.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -140,7 +140,7 @@ def run_tasks(model: Any, tasks: list[Any], shots: int | None, limit: int | None
     room = model.max_length + 1  # the last token is only predicted
     samples = [sample for rows in found["samples"].values() for sample in rows]
     texts = [f"{context}{answer}" for sample in samples for context, answer in _answers(sample)]
-    # A token has a byte or more, but for BOS and blank.
+    # A token has at least one byte, except BOS and a leading blank.
     long = [text for text in texts if len(text.encode()) + 2 > room]
     truncated = sum(len(model.tok_encode(text)) > room for text in long)
     notes = [] if limit is None else [f"only the first {limit} questions of each task are scored"]
@@ -158,7 +158,7 @@ def run_tasks(model: Any, tasks: list[Any], shots: int | None, limit: int | None
 
 def _rows(task: str, found: Values) -> Iterator[Values]:
     result, counts = found["results"][task], found["n-samples"]
-    members = [task] if task in counts else list(counts)  # of a group, all is that of its members
+    members = [task] if task in counts else list(counts)  # a group stands for its members
     chance = chance_of([sample for member in members for sample in found["samples"][member]])
     for key, value in result.items():
         name, comma, filtered_by = key.partition(",")
@@ -176,10 +176,10 @@ def _rows(task: str, found: Values) -> Iterator[Values]:
 
 
 def chance_of(samples: Sequence[Values]) -> float | None:
-    """Accuracy of guessing evenly, or of always giving the answer that is right most often.
+    """Accuracy of uniform guessing, or of always giving the answer that is right most often.
 
-    The larger counts; the second only where all questions have the same answers, as BoolQ's, of
-    which "yes" is right for 62 %. None without a choice.
+    The larger counts; the second only if all questions have the same answers, as in BoolQ, where
+    "yes" is right for 62 %. None if there is no choice.
     """
     answers = [[answer for _, answer in _answers(sample)] for sample in samples]
     if not answers or min(map(len, answers)) < 2:
@@ -192,5 +192,5 @@ def chance_of(samples: Sequence[Values]) -> float | None:
 
 
 def _answers(sample: Values) -> list[tuple[str, str]]:
-    """Context and answer of the requests of a question in which an answer is scored."""
+    """Context and answer of each request of a question that scores an answer."""
     return [pair for pair in sample["arguments"] if len(pair) == 2 and isinstance(pair[1], str)]

@@ -1,4 +1,4 @@
-"""What to measure, which model is meant, as stock Transformers loads it, and what scores tokens."""
+"""Options of an evaluation, models as stock Transformers loads them, and scores of tokens."""
 
 import os.path
 from collections.abc import Callable, Iterator
@@ -27,9 +27,9 @@ from dotmoe.run_folder import export_folder
 
 TokenNats = Callable[[Tensor], Tensor]
 """Token ids [B, T] -> cross-entropy of every token but the first of each row, in nats: float64 on
-the CPU, [B, T - 1]. Rows do not see each other. Perplexity needs no more of a model than this."""
+the CPU, [B, T - 1]. Rows are independent. Perplexity needs nothing else of a model."""
 CHUNK_LOGITS = 1 << 25
-"""Logits formed at once, in one model: 128 MiB in float32."""
+"""Maximum number of logits computed at once for one model: 128 MiB in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +37,9 @@ class TextConfig:
     """Text to measure on, and how it is cut into windows."""
 
     text: tuple[str, ...] = ()
-    """Files or other sources, as `data` takes them."""
+    """Text to measure on: files or other sources, named as for `--data` of convert."""
     window: Annotated[int | None, at_least(2)] = None
-    """Tokens of a window, 2 to the model's context. Default: 2048, or the whole context if less."""
+    """Tokens per window, 2 to the model's context. Default: 2048, or the context if it is less."""
     max_tokens: Annotated[int | None, at_least(2)] = None
     """Read no more tokens than this, 2 or more. Default: the whole text."""
     protocol: Literal["packed", "gptq"] = "packed"
@@ -47,77 +47,77 @@ class TextConfig:
     "\n\n" and tokenised whole, an unfilled last window dropped, as papers on quantisation and
     pruning measure WikiText-2."""
     batch_size: Annotated[int | Literal["auto"], at_least(1)] = "auto"
-    """Texts a forward pass, 1 or more. auto: found for tasks on a GPU; else 8 windows, 16 requests;
-    fewer requests run at once where the vocabulary is large."""
+    """Windows, or requests of tasks, per forward pass, 1 or more. auto: 8 windows; 16 requests on a
+    CPU, fewer if the vocabulary is large; on a GPU as many requests as fit."""
 
     def window_in(self, context: int) -> int:
-        """Tokens of a window for a model of this context; `UserError` if it is longer."""
+        """Tokens per window for a model with this context; raises `UserError` if it is longer."""
         return in_context("window", self.window or min(2048, context), context)
 
     @property
     def windows_at_once(self) -> int:
-        """Windows a forward pass."""
+        """Number of windows per forward pass."""
         return 8 if self.batch_size == "auto" else self.batch_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateConfig:
     """What to measure: perplexity of --text, unless --tasks, --word-perplexity, --fidelity,
-    --generate or --curve asks for something else.
+    --generate or --curve selects something else.
     """
 
     model: Annotated[Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """Dense model (a GGUF file too), exported checkpoint, run folder, or (perplexity only) exported
-    GGUF: the file, or its folder."""
+    """Dense model (folder, hub name or GGUF file), exported checkpoint, run folder, or, for
+    perplexity only, an exported GGUF (the file or its folder)."""
     against: str | None = None
-    """Measure this model too, side by side. For --fidelity the dense model; default there: the one
-    that MODEL was made from."""
+    """Second model to measure, side by side with MODEL. For --fidelity: the dense model, by default
+    the one that MODEL was made from."""
     out: str | None = None
-    """Folder to keep results in. Default for tasks: `6_evaluate` of a run, else
-    `evaluation-MODEL`; the rest is only printed."""
+    """Folder to write results to. Default for tasks: `6_evaluate` of a run, else
+    `evaluation-MODEL`; other results are only printed."""
     json: bool = False
     """Print JSON instead of tables."""
     tasks: tuple[str, ...] = ()
-    """Run these benchmark tasks by lm-evaluation-harness: `paper` (its six), or tasks and groups by
-    the harness's names (mmlu, gsm8k). What is finished is not run again."""
+    """Benchmark tasks to run with lm-evaluation-harness: `paper` (the paper's six), or tasks and
+    groups by the harness's names (mmlu, gsm8k). Finished tasks are not run again."""
     task_data: str | None = None
-    """Folder with the data of the tasks. Default: the hub."""
+    """Folder with the data of the tasks. Default: download them from the hub."""
     shots: Annotated[int | None, at_least(0)] = None
-    """Solved examples before each question, for all tasks. Default: the paper's, else the
-    harness's."""
+    """Number of solved examples before each question, for all tasks. Default: the paper's number,
+    else the harness's."""
     limit: Annotated[int | None, at_least(1)] = None
-    """Score only the first so many questions of each task, 1 or more; for trying out."""
+    """Score only this many questions of each task, the first ones, 1 or more; for a trial."""
     max_length: Annotated[int | None, at_least(2)] = None
-    """Tokens that the model may see at once in tasks, 2 to its context. Default: its context. Of
-    `wikitext` it is the window of the rolling log-likelihood."""
+    """Tokens that the model may see at once in tasks, 2 to its context. Default: its context. In
+    `wikitext` this is the window of the rolling log-likelihood."""
     word_perplexity: Annotated[tuple[int, ...] | None, at_least(1)] = None
-    """Measure perplexity a word of --text, by rolling log-likelihood in windows of so many tokens;
-    without numbers in the paper's of 2048, 4096, 8192 and 32768 that the context allows."""
+    """Measure perplexity per word of --text, by rolling log-likelihood in windows of these sizes
+    (tokens). Without numbers: 2048, 4096, 8192 and 32768, as in the paper, up to the context."""
     fidelity: bool = False
     """Compare hidden states, logits and FFN outputs with the dense model's on --text."""
     generate: Annotated[int | None, at_least(1)] = None
-    """Continue prompts by up to this many tokens, the most likely one each time, side by side with
+    """Continue prompts greedily by up to this many tokens, side by side with the model of
     --against."""
     prompts: tuple[str, ...] = ()
-    """Prompts to continue. Default: beginnings cut from --text at equal distances."""
+    """Prompts to continue. Default: pieces cut from --text at equal distances."""
     num_prompts: Annotated[int, at_least(1)] = 16
-    """Prompts cut from the text."""
+    """Number of prompts that are cut from --text."""
     curve: Annotated[tuple[int, ...] | None, at_least(1)] = None
-    """Measure an export at these k, and at k = E; without numbers at a ladder of them."""
+    """Measure perplexity of an export at these k, and at k = E. Without numbers: eighths of E."""
     tokenizer: str | None = None
-    """Model whose tokenizer cuts the text, for a GGUF to run in llama.cpp. Default: the one that
-    an exported GGUF was made from; any other GGUF is read by Transformers."""
+    """Model whose tokenizer is used for a GGUF that runs in llama.cpp. Default: the one that an
+    exported GGUF was made from; without this option Transformers reads any other GGUF."""
     corpus: TextConfig = field(default_factory=TextConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
 
     @property
     def names(self) -> dict[str, str]:
-        """Models to measure as the user named them, as `model` and `against`."""
+        """Names of the models to measure as the user gave them, as `model` and `against`."""
         return {"model": self.model} | ({"against": self.against} if self.against else {})
 
     @property
     def measurement(self) -> str:
-        """Name of the one measurement that is asked for, a key of `MEASUREMENTS`."""
+        """Name of the one selected measurement, a key of `MEASUREMENTS`."""
         options = {
             "tasks": self.tasks or None,
             "word_perplexity": self.word_perplexity,
@@ -135,11 +135,11 @@ class EvaluateConfig:
         return chosen[0] if chosen else "perplexity"
 
     def check_together(self) -> None:
-        """Refuse two measurements at once, one without text, and results that cannot be kept."""
+        """Refuse two measurements at once, one without text, and an `out` that is no folder."""
         has_prompts = self.measurement == "generation" and self.prompts
         if not (self.corpus.text or self.tasks or has_prompts):
             raise UserError(
-                "--text names no file. Give a text to measure on, or to --generate --prompts."
+                "--text names no file. Give a text to measure on, or --prompts for --generate."
             )
         if self.measurement == "curve" and self.against:
             raise UserError(
@@ -154,7 +154,7 @@ class EvaluateConfig:
 def in_context(
     name: str, tokens: int, context: int, least: int = 2, remedy: str = "Choose one."
 ) -> int:
-    """So many tokens; `UserError` beyond the context of the model."""
+    """Return `tokens`; raises `UserError` if they exceed the context of the model."""
     if tokens > context:
         raise UserError(
             f"{name} is {tokens}, but must lie in {least} to {context}, the model's context. "
@@ -164,18 +164,18 @@ def in_context(
 
 
 class StockModel(NamedTuple):
-    """A loaded checkpoint."""
+    """A checkpoint as stock Transformers loads it."""
 
     model: Any
     tokenizer: Any
     dtype: str
-    """Number format of its weights in memory."""
+    """Dtype of the weights in memory."""
     context: int
-    """Tokens that it can see at once."""
+    """Number of tokens that the model can see at once."""
 
 
 def loaded(folder: Path, load: LoadConfig) -> StockModel:
-    """A checkpoint and its tokenizer; a `UserError` for one that Transformers cannot load."""
+    """Load a checkpoint and its tokenizer; raises `UserError` if Transformers cannot."""
     device = resolved_device(load.device)
     with loading(folder):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -186,12 +186,12 @@ def loaded(folder: Path, load: LoadConfig) -> StockModel:
 
 @contextmanager
 def loading(folder: Path) -> Iterator[None]:
-    """Inside, what Transformers finds wrong with a checkpoint becomes a `UserError`."""
+    """Within this context, errors of Transformers about a checkpoint become a `UserError`."""
     try:
         yield
     except Exception as error:  # its errors are of many types
         if isinstance(error, UserError | MemoryError) or "memory" in str(error):
-            raise  # the command line tells what to do where memory ran out
+            raise  # the command line gives the remedy if memory runs out
         raise UserError(
             f"{folder} cannot be loaded by Transformers ({type(error).__name__}: "
             f"{one_line(error)}). Compare it with the original checkpoint."
@@ -201,13 +201,13 @@ def loading(folder: Path) -> Iterator[None]:
 def model_folder(name: str) -> Path:
     """Folder of a checkpoint that stock Transformers can load.
 
-    Raises a `UserError`: there is none, it is a damaged export, or a GGUF that dotmoe exported.
+    Raises `UserError` if there is none, or it is a damaged export or a GGUF of dotmoe.
     """
     file = gguf_file(Path(name))
     if file and (file.parent / RECORD_FILE).is_file():
         raise UserError(
-            f"{name} is a GGUF, of which only the perplexity is measured. Name the Transformers "
-            "export of the same run."
+            f"{name} is an exported GGUF: only its perplexity can be measured. Name the "
+            "Transformers export of the same run."
         )
     folder = export_folder(checkpoint_folder(str(file or name)))
     require_checkpoint(folder)
@@ -216,7 +216,7 @@ def model_folder(name: str) -> Path:
 
 
 def gguf_file(path: Path) -> Path | None:
-    """The GGUF meant by a path: the file itself, or the only one in a folder; None: none."""
+    """The GGUF at a path: the file itself, or the only one in the folder; None if there is none."""
     path = Path(os.path.expanduser(path))
     is_gguf = path.is_file() and path.suffix == ".gguf"
     files = [path] if is_gguf else list(path.glob("*.gguf"))
@@ -229,10 +229,10 @@ def by_side(
     measure: Callable[[StockModel, Update], Values],
     measure_gguf: Callable[[Path, Update], Values] | None = None,
 ) -> Values:
-    """What is measured of each model, as `model` and `against`, with its name and dtype.
+    """Measure each model; results are under `model` and `against`, with its name and dtype.
 
     With `measure_gguf` a GGUF runs in llama.cpp if dotmoe exported it or a tokenizer is named; any
-    other is a dense model for Transformers. Both models are found before the first is measured.
+    other is a dense model for Transformers. Both models are located before any is measured.
     """
     paths = {}
     for label, name in config.names.items():
@@ -240,7 +240,7 @@ def by_side(
         has_tokenizer = file and (config.tokenizer or (file.parent / RECORD_FILE).is_file())
         paths[label] = file if measure_gguf and file and has_tokenizer else model_folder(name)
 
-    def measured(path: Path) -> Values:  # after which the model is gone from memory
+    def measured(path: Path) -> Values:  # the model is freed on return
         if measure_gguf and path.is_file():
             return {"dtype": "gguf", **measure_gguf(path, update)}
         stock = loaded(path, config.load)
@@ -251,14 +251,14 @@ def by_side(
 
 
 def sides_of(result: Values) -> list[Values]:
-    """What was measured of each model; the other model first, as in the paper's tables."""
+    """Results of each model; that of `against` comes first, as in the paper's tables."""
     return [result[label] for label in ("against", "model") if label in result] or [result]
 
 
 def stock_nats(model: Any) -> TokenNats:
-    """Scores by a causal language model of Transformers in evaluation mode, in float32.
+    """Score tokens with a causal language model of Transformers in evaluation mode, in float32.
 
-    Rows may have one token more than the context, since the last one is only predicted.
+    Rows may have one token more than the context, because the last one is only predicted.
     """
 
     @torch.no_grad()
@@ -269,7 +269,7 @@ def stock_nats(model: Any) -> TokenNats:
 
 
 def nats_of(model: Any, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
-    """Cross-entropy of tokens given what the LM head reads, float64 on the CPU, [B, T]."""
+    """Cross-entropy of tokens given the LM head's hidden states, float64 on the CPU, [B, T]."""
     labels_T = labels_BT.flatten().long().to(hidden_BTD.device)
     parts = [
         cross_entropy(logits_TV, labels_T[part], reduction="none")
@@ -279,7 +279,7 @@ def nats_of(model: Any, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
 
 
 def row_nats(logits_of: Callable[[Tensor], Tensor]) -> TokenNats:
-    """Scores by a runtime that gives all logits [T, V] of one text [T], such as llama.cpp."""
+    """Score tokens by a runtime that gives all logits [T, V] of one text [T], such as llama.cpp."""
 
     def nats(row: Tensor) -> Tensor:
         return cross_entropy(logits_of(row[:-1]).double(), row[1:].long(), reduction="none")
@@ -288,7 +288,7 @@ def row_nats(logits_of: Callable[[Tensor], Tensor]) -> TokenNats:
 
 
 def hidden_states(model: Any, tokens_BT: Tensor) -> Tensor:
-    """What the LM head reads, [B, T, D]: hidden states after the last norm."""
+    """Hidden states after the last norm, which the LM head reads: [B, T, D]."""
     device = next(model.parameters()).device
     output = model.base_model(input_ids=tokens_BT.long().to(device), use_cache=False)
     hidden_BTD: Tensor = output.last_hidden_state
@@ -296,9 +296,9 @@ def hidden_states(model: Any, tokens_BT: Tensor) -> Tensor:
 
 
 def logits_in_parts(model: Any, hidden_TD: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Parts of a text and their logits in float32, no more than may exist at once.
+    """Iterate over parts of a text and their logits in float32, at most `CHUNK_LOGITS` at once.
 
-    With what Granite, Cohere and Gemma do to logits.
+    Applies the scaling of logits of Granite and Cohere, and the soft-capping of Gemma.
     """
     config, head = model.base_model.config, model.get_output_embeddings()
     scale, divisor = stated(config, "logit_scale", 1), stated(config, "logits_scaling", 1)

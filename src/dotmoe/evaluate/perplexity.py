@@ -1,4 +1,4 @@
-"""Perplexity of anything that scores tokens: a token, a word, and an export's at several k."""
+"""Perplexity of anything that scores tokens: per token, per word, of an export at several k."""
 
 import math
 import re
@@ -39,7 +39,7 @@ from dotmoe.tables import Table, figure, percent, table_of
 PAPER_WINDOWS = (2048, 4096, 8192, 32768)
 """Windows of tab:seqlen_ppl, in tokens."""
 Heldout = Mapping[tuple[str, ...], TokenBlocks]
-"""Blocks of held-out text by what to call them."""
+"""Blocks of held-out text, by the names of the text."""
 
 
 class Text(NamedTuple):
@@ -48,25 +48,25 @@ class Text(NamedTuple):
     tokens: Tensor
     """Token ids, one dimension."""
     tokens_per_byte: float
-    """Of the same text in UTF-8: turns nats a token into bits a byte."""
+    """Tokens per byte of the text in UTF-8; converts nats per token to bits per byte."""
     names: tuple[str, ...]
     joined: str
-    """How documents became one row of tokens, the beginning of a sentence."""
+    """How documents were joined to one row of tokens: the beginning of the protocol sentence."""
     only_full_windows: bool = False
 
 
 def perplexity(
     nats: TokenNats, text: Text, window: int, batch_size: int = 8, on_progress: Update = no_update
 ) -> Values:
-    """Perplexity a token over windows of the text that do not overlap, 2 tokens to the context.
+    """Perplexity per token over non-overlapping windows of the text, 2 tokens to the context.
 
-    Each token of a window but the first is predicted from those before it in the window. A last,
-    shorter window counts from 2 tokens up, unless `text.only_full_windows`. `nats` is given
-    `batch_size` windows a call; `on_progress` is told tokens.
+    Each token of a window but the first is predicted from those before it in the window. A shorter
+    last window counts if it has 2 tokens or more, unless `text.only_full_windows`. `nats` gets
+    `batch_size` windows per call; `on_progress` gets the number of tokens.
 
     Returns:
-        `loss` (mean nats a token), `perplexity`, `bits_per_byte` (comparable between tokenizers),
-        and how it was measured. `UserError` for nothing to score, or a loss that no model has.
+        `loss` (mean nats per token), `perplexity`, `bits_per_byte` (comparable between tokenizers),
+        and how it was measured. `UserError` for nothing to score, or a loss over 100 or not finite.
     """
     full, rest = divmod(text.tokens.numel(), window)
     whole = text.tokens[: full * window].view(full, window)
@@ -87,8 +87,8 @@ def perplexity(
     loss = total / scored
     if not math.isfinite(loss) or loss > 100:
         raise UserError(
-            f"the loss is {loss} nats a token, so the model is broken or its number format "
-            "overflows. Load it as float32 to tell which."
+            f"the loss is {loss} nats a token, so the model is broken or its dtype overflows. "
+            "Load it as float32 to find out which."
         )
     return {
         "origin": "measured",
@@ -106,11 +106,11 @@ def perplexity(
 
 
 def packed_text(config: TextConfig, tokenizer: Any) -> Text:
-    r"""Tokens of `config.text`, joined as `config.protocol` says.
+    r"""Tokens of `config.text`, joined as `config.protocol` specifies.
 
     packed: see `dotmoe.data.pack`. gptq: `"\n\n".join(lines)` tokenised whole with the tokenizer's
-    own special tokens. There a line keeps its line end, and a blank one is empty: these are the
-    rows of the data set `wikitext-2-raw-v1`, made again from the file they were cut from.
+    own special tokens. Lines keep their line ends, and blank lines become empty: this restores the
+    rows of the data set `wikitext-2-raw-v1` from the file that they were cut from.
     """
     pieces = documents(DataConfig(data=config.text))
     if config.protocol == "packed":
@@ -130,7 +130,7 @@ def packed_text(config: TextConfig, tokenizer: Any) -> Text:
 def heldout_perplexity(
     model: Any, tokenizer: Any, texts: Heldout, on_progress: Update = no_update
 ) -> Values:
-    """`perplexity` of a stock model on the first text; that on a second one as `other`."""
+    """`perplexity` of a stock model on the first text; a second text's is added as `other`."""
     results, joined = [], f"Documents joined ({separator_of(tokenizer)})"
     for names, blocks in texts.items():
         tokens = blocks.tokens_BT.flatten()
@@ -152,12 +152,12 @@ def perplexities(
     for name, folder in exports.items():
         model: Any = load_weights(folder, dtype).to(dense.device)
         results[name] = heldout_perplexity(model, dense.tokenizer, texts, on_progress)
-        del model  # before the next one is loaded
+        del model  # free it before the next one is loaded
     return results
 
 
 def measure_perplexity(config: EvaluateConfig, progress: Progress) -> Values:
-    """`perplexity` of `config.corpus` by each model; of a single one its values alone."""
+    """`perplexity` of each model on `config.corpus`; for a single model, its values alone."""
     corpus = config.corpus
 
     def measured(stock: StockModel, update: Update) -> Values:
@@ -165,7 +165,7 @@ def measure_perplexity(config: EvaluateConfig, progress: Progress) -> Values:
         return perplexity(stock_nats(stock.model), text, window, corpus.windows_at_once, update)
 
     def of_gguf(file: Path, update: Update) -> Values:
-        from dotmoe.checkpoint.from_gguf import GgufFile  # an extra
+        from dotmoe.checkpoint.from_gguf import GgufFile  # an optional package
         from dotmoe.llama_cpp import LlamaCppModel
 
         require_checksums(file.parent)
@@ -182,10 +182,10 @@ def measure_perplexity(config: EvaluateConfig, progress: Progress) -> Values:
 
 
 def measure_words(config: EvaluateConfig, progress: Progress) -> Values:
-    """Perplexity a word of `config.corpus.text` at each window, of each model."""
+    """Perplexity per word of each model on `config.corpus.text`, at each window."""
     if config.corpus.max_tokens is not None:
         raise UserError(
-            "--max-tokens cuts documents, and --word-perplexity scores whole ones. Leave it out, "
+            "--max-tokens cuts documents, but --word-perplexity scores whole ones. Leave it out, "
             "and give a shorter text."
         )
     texts: list[str] = []
@@ -214,13 +214,13 @@ def measure_words(config: EvaluateConfig, progress: Progress) -> Values:
 def rolling_perplexity(
     nats: TokenNats, tokenizer: Any, texts: Sequence[str], window: int, update: Update = no_update
 ) -> Values:
-    """Perplexity a word by rolling log-likelihood, as lm-evaluation-harness defines it.
+    """Perplexity per word by rolling log-likelihood, as lm-evaluation-harness defines it.
 
-    A document is preceded by the BOS token, or EOS where there is none, and tokenised whole with
-    the tokenizer's own special tokens: where it adds a BOS itself there are two and the second is
-    scored. Documents do not see each other. The model sees `window` tokens at once, 1 to its
-    context; a document's last window reaches back so that it is full too, and scores only what no
-    window scored before. `update` is told tokens.
+    Each document is preceded by the BOS token, or EOS if there is none, and tokenised whole with
+    the tokenizer's own special tokens: if it adds a BOS itself, there are two and the second is
+    scored. Documents are scored independently. The model sees `window` tokens at once, 1 to its
+    context; a document's last window reaches back to be full, too, and scores only tokens that no
+    window scored before. `update` gets the number of tokens.
     """
     prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     encoded = [tokenizer(text, verbose=False).input_ids for text in texts]
@@ -238,7 +238,7 @@ def rolling_perplexity(
     words = sum(len(re.split(r"\s+", text)) for text in texts)
     if not total / words < 700:  # the largest float is exp(709)
         raise UserError(
-            f"{total / words:.4g} nats a word are beyond any perplexity: the text has few words "
+            f"{total / words:.4g} nats a word overflow the perplexity: the text has few words "
             "between white space, or the model is broken. Leave out --word-perplexity."
         )
     num_bytes = sum(len(text.encode()) for text in texts)
@@ -254,16 +254,16 @@ def rolling_perplexity(
 
 
 def ladder(num_experts: int, active_experts: int) -> tuple[int, ...]:
-    """Values of k for a curve: some shares of E, the model's own k, and E, ascending."""
+    """Values of k for a curve, ascending: 1/8 to 6/8 of E, E itself, and the model's own k."""
     rungs = {max(1, round(eighths * num_experts / 8)) for eighths in (1, 2, 3, 4, 6, 8)}
     return tuple(sorted(rungs | {active_experts}))
 
 
 def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
-    """Perplexity of an export on `config.corpus` at several k, and what each k activates.
+    """Perplexity of an export on `config.corpus` at several k, and the parameters active at each.
 
-    k = E is always among them: the computation of the weights that were split, the dense model's
-    unless `all_experts.model` says otherwise. Without `config.curve` the others are `ladder`'s.
+    k = E is always among them: it computes with all weights that were split, the dense model's
+    unless `all_experts.model` states otherwise. Without `config.curve` the others are `ladder`'s.
     """
     folder, corpus = model_folder(config.model), config.corpus
     record = ExportRecord.load(folder)
@@ -313,7 +313,7 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
 
 
 def perplexity_table(models: Mapping[str, Values]) -> Table:
-    """Perplexity of models on the same text; the first is what the others are compared with."""
+    """Table of models' perplexities on one text; the others are compared with the first."""
     first, *others = rows = [result | {"model": name} for name, result in models.items()]
     unit, above = first["unit"], f"above {Path(first['model']).name}"
     columns: dict[str, Callable[[Values], str]] = {
@@ -334,7 +334,7 @@ def perplexity_table(models: Mapping[str, Values]) -> Table:
 
 
 def word_table(result: Values) -> Table:
-    """Perplexity a word of one model or two, at each window."""
+    """Table of perplexity per word of one model or two, at each window."""
     return table_of(
         [{"model": side["name"], **row} for side in sides_of(result) for row in side["windows"]],
         {
@@ -350,7 +350,7 @@ def word_table(result: Values) -> Table:
 
 
 def curve_table(curve: Values) -> Table:
-    """Perplexity of an export at several k."""
+    """Table of an export's perplexity at several k."""
     marks = {curve["active_experts"]: " (now)"}
     marks[curve["num_experts"]] = f" ({curve['all_experts']['model']})"
     return table_of(

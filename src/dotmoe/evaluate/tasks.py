@@ -1,4 +1,4 @@
-"""Benchmark tasks of one model or of two: the paper's, local data, averages, results kept."""
+"""Benchmark tasks of one model or two: the paper's tasks, local data, averages, kept results."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,14 +26,14 @@ class Task(NamedTuple):
     """A task of the paper's tables, or one that can be read from a folder."""
 
     metric: str
-    """Of the paper's table: `acc`, or `acc_norm`, the answer with the largest likelihood a byte."""
+    """Metric in the paper's table: `acc`, or `acc_norm` (answers by log-likelihood per byte)."""
     shots: int | None
-    """Solved examples before each question in the paper's tables; None: it is in none."""
+    """Number of solved examples per question in the paper's tables; None: the task is in none."""
     definition: str
-    """The harness's YAML of the task, below its folder of tasks, without its suffix."""
+    """Path of the harness's YAML for the task, in its folder of tasks, without suffix."""
     scored: str
-    """Local file that is scored, named as its split, without suffix. Solved examples are those of
-    `train` beside it."""
+    """Local file that is scored, without suffix; its name is the split. Solved examples come from
+    the file `train` beside it."""
 
 
 TASKS = {
@@ -57,17 +57,17 @@ STAND_INS = {
         "split, not from all 39,905, so that prompts differ from the official ones",
     },
 }
-"""Local files that are taken where another is missing, and what to say then."""
+"""Local files that replace a missing one, and the note that results then get."""
 PAPER = ("boolq", "sciq", "piqa", "winogrande", "arc_challenge", "hellaswag")
 """The six tasks of tab:zero_shot_results and tab:fine_tuned_results, `paper` in `--tasks`."""
 
 
 def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
-    """Run `config.tasks`: of each model its `tasks`, as in their files, and the paper's `average`.
+    """Run `config.tasks`; gives each model's `tasks`, as in their files, and the paper's `average`.
 
-    A task that is finished already, of the same model with the same settings, is read and not run
-    again; one that was interrupted starts anew. Raises a `UserError`: no harness, model, task or
-    file, or another result where one would be written.
+    A task that is already finished, for the same model and settings, is read and not run again; an
+    interrupted one starts anew. Raises `UserError` if there is no such harness, model, task or
+    file, or a result of other settings is where one would be written.
     """
     dtype = resolved_dtype(config.load.dtype, resolved_device(config.load.device))
     settings: Values = {
@@ -130,7 +130,7 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
 
 
 def _finished(file: Path, identity: Values) -> Values:
-    """The result that is there already; `UserError` for another model's or other settings."""
+    """The existing result; raises `UserError` if it is of another model or other settings."""
     result = read_json(file)
     stored = result.get("identity", {})
     for key, value in identity.items():
@@ -146,12 +146,12 @@ def _finished(file: Path, identity: Values) -> Values:
 def local_files(folder: Path, name: str, shots: int) -> tuple[dict[str, Path], list[str]]:
     """Files of one task below a folder, by split, and how they differ from the official data.
 
-    With solved examples (`shots`) a training split is among them. `UserError` for a task that is
-    not in `TASKS`, or a file that it needs and that is not there.
+    With solved examples (`shots`) the training split is included. Raises `UserError` if the task is
+    not in `TASKS`, or a file that it needs is missing.
     """
     if name not in TASKS:
         raise UserError(
-            f"{name} has no place in a local folder; {', '.join(TASKS)} have. Leave out "
+            f"{name} cannot be read from a folder; {', '.join(TASKS)} can. Leave out "
             "--task-data to take it from the hub."
         )
     files, notes = dict[str, Path](), []
@@ -173,9 +173,9 @@ def local_files(folder: Path, name: str, shots: int) -> tuple[dict[str, Path], l
 
 
 def mark_main(scores: Sequence[Values], name: str) -> None:
-    """Set `is_main` of the score that stands for the task or group `name`.
+    """Set `is_main` of each score: true for the one that represents the task or group `name`.
 
-    It is the one in the paper's metric, else in `acc`, else the first; of members of a group none.
+    It is the one in the paper's metric, else in `acc`, else the first; no member of a group has it.
     """
     metrics = [score["metric"] for score in scores if score["task"] == name]
     preferred = (TASKS[name].metric if name in TASKS else "", "acc", *metrics)
@@ -187,7 +187,7 @@ def mark_main(scores: Sequence[Values], name: str) -> None:
 def of_model(name: str, results: Iterable[Values]) -> Values:
     """The finished tasks of a model.
 
-    `average`: the unweighted mean of the paper's six, 0 to 1; None where one of them is missing.
+    `average`: the unweighted mean of the paper's six, 0 to 1; None if one of them is missing.
     """
     tasks = {result["task"]: result for result in results}
     scores = main_scores(tasks)
@@ -197,13 +197,13 @@ def of_model(name: str, results: Iterable[Values]) -> Values:
 
 
 def main_scores(tasks: Mapping[str, Values]) -> dict[str, Values]:
-    """The score that stands for each task."""
+    """The main score of each task."""
     scores = (score for task in tasks.values() for score in task["scores"])
     return {score["task"]: score for score in scores if score["is_main"]}
 
 
 def shown_tasks(result: Values) -> list[Table | str]:
-    """The main scores of each model; their average, and what must be known of the tasks."""
+    """Table of the main scores of each model; lines with their average and notes on the tasks."""
     sides, lines, notes = sides_of(result), list[str](), dict[str, dict[str, None]]()
     scores = [main_scores(side["tasks"]) for side in sides]
     for side in sides:
@@ -237,14 +237,14 @@ def shown_tasks(result: Values) -> list[Table | str]:
 
 def is_share(score: Values) -> bool:
     """Whether a score is a share of right answers, 0 to 1."""
-    name, _, _ = score["metric"].partition(",")  # after which a filter's name may stand
+    name, _, _ = score["metric"].partition(",")  # a filter's name may follow
     return name in ("acc", "acc_norm", "exact_match")
 
 
 def differ(score: Values, other: Values) -> bool:
     """Whether two scores differ by more than two standard errors, as if those were independent.
 
-    Both models answer the same questions, so a difference may be overlooked.
+    Both models answer the same questions, so this test may miss a difference.
     """
     error = math.hypot(score["stderr"] or math.inf, other["stderr"] or math.inf)
     return bool(abs(score["value"] - other["value"]) > 2 * error)

@@ -1,1 +1,1 @@
-"""Model families: what a dense architecture must tell us to be converted."""
+"""Model families: what a conversion needs to know about a dense architecture."""

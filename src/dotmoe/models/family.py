@@ -1,7 +1,7 @@
-"""What a dense architecture must tell to be converted: families in `FAMILIES`, parts in `TARGETS`.
+"""Dense architectures that can be converted (`FAMILIES`) and the parts to split (`TARGETS`).
 
-A target, the part that is split, ends in one output projection, and a unit is some columns of it:
-an FFN neuron one of `down_proj`, a query head those of `o_proj` that read its output.
+A target, the part that is split, ends in one output projection, and a unit owns some columns of it:
+an FFN neuron one column of `down_proj`, a query head the columns of `o_proj` that read its output.
 """
 
 import copy
@@ -27,13 +27,13 @@ _QK_NORMS: dict[str, Literal["head", "full"]] = {"qwen3": "head", "olmo2": "full
 
 
 class Multipliers(NamedTuple):
-    """Constant factors of a decoder, as Granite has them; 1 and None: none."""
+    """Constant factors in a decoder, as in Granite; the defaults change nothing."""
 
     embedding: float = 1.0
     residual: float = 1.0
-    """Of what attention and FFN add to the residual stream."""
+    """Factor of what attention and FFN add to the residual stream."""
     attention: float | None = None
-    """Of the attention scores; None: 1 / sqrt(head_dim)."""
+    """Factor of the attention scores; None: 1 / sqrt(head_dim)."""
     logits_divisor: float = 1.0
 
 
@@ -42,16 +42,16 @@ class DecoderTraits:
     """Features outside the FFN that an output architecture must be able to hold."""
 
     head_dim: int
-    """Width of one head; need not be hidden_size / heads."""
+    """Width of one attention head; it may differ from hidden_size / heads."""
     qkv_bias: bool = False
     output_bias: bool = False
-    """A bias on the attention's output projection."""
+    """Whether the attention's output projection has a bias."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMSNorm of queries and keys: none, on each head, or over all heads at once."""
     norms_after: bool = False
-    """RMSNorms after attention and FFN, inside the residual branch, instead of before them."""
+    """Whether RMSNorms follow attention and FFN, in the residual branch, not precede them."""
     sliding_window: int | None = None
-    """Tokens a layer looks back, or None for full attention."""
+    """Size of the attention window in tokens; None for full attention."""
     multipliers: Multipliers = field(default_factory=Multipliers)
 
 
@@ -64,14 +64,14 @@ class TensorPart(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Some rows of a fused projection, called like a projection of its own; nothing is copied."""
+    """Some rows of a fused projection, callable like a separate projection; nothing is copied."""
 
     fused: nn.Linear
     rows: slice
 
     @property
     def weight(self) -> Tensor:
-        """The rows, a view."""
+        """A view of the rows."""
         return self.fused.weight[self.rows]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class GatedFFN(NamedTuple):
 
 
 class Family:
-    """A decoder in LLaMA's form, whose traits its config states."""
+    """A decoder in LLaMA's form, with traits that its config states."""
 
     def __init__(self, model_type: str) -> None:
         self.model_type = model_type
@@ -98,13 +98,13 @@ class Family:
         if config.hidden_act not in ("silu", "swish"):
             return f"hidden_act is {config.hidden_act!r}, not SiLU. Choose a SwiGLU model."
         if getattr(config, "mlp_bias", False):
-            return "mlp_bias is true, but no stock MoE has it. Choose a model without."
+            return "mlp_bias is true, but no stock MoE has it. Choose a model without it."
         return None
 
     def traits(self, config: Any) -> DecoderTraits:
         """Features of the decoder outside its FFNs."""
         width, has_bias = head_dim(config), bool(stated(config, "attention_bias"))
-        # Full attention equals that of all layers up to the window.
+        # Up to the window, full and sliding attention compute the same.
         kinds = stated(config, "layer_types") or ("sliding_attention",)
         window = stated(config, "sliding_window")
         attention = stated(config, "attention_multiplier")
@@ -133,7 +133,7 @@ class Family:
         return GatedFFN(*(cast(nn.Linear, layer.get_submodule(name)) for name in names))
 
     def trunk(self, model: nn.Module) -> nn.Module:
-        """Token ids to the hidden states that the head reads."""
+        """The module from token ids to the hidden states that the head reads."""
         return model.get_submodule("model")
 
     def head(self, model: nn.Module) -> nn.Linear:
@@ -141,16 +141,16 @@ class Family:
         return cast(nn.Linear, model.get_submodule("lm_head"))
 
     def ffn_tensor(self, layer: int, projection: str) -> str:
-        """Name of `gate`, `up` or `down` of a layer, in LLaMA's form."""
+        """Name of the `gate`, `up` or `down` weight of a layer, in LLaMA's form."""
         return f"model.layers.{layer}.mlp.{projection}_proj.weight"
 
     def stored(self, config: Any, name: str) -> TensorPart:
-        """Where the tensor of that name in LLaMA's form lies in a checkpoint of this family."""
+        """Where this family's checkpoints store the tensor that has `name` in LLaMA's form."""
         return TensorPart(name)
 
 
 class _Phi3(Family):
-    """Phi-3 and Phi-4: fused projections; in memory they stay fused."""
+    """Phi-3 and Phi-4: projections are fused, and stay fused in memory."""
 
     def refusal(self, config: Any) -> str | None:
         rope = config.rope_parameters
@@ -193,25 +193,25 @@ FAMILIES: dict[str, Family] = {
 
 
 def stated(config: Any, key: str, default: Any = None) -> Any:
-    """What a config says under a key of its own; any config keeps those of others, unread."""
+    """Value of a key that the config's class declares; keys of other classes are ignored."""
     return getattr(config, key) if hasattr(type(config), key) else default
 
 
 def head_dim(config: Any) -> int:
     """Width of one attention head: stated in the config, else hidden_size / heads."""
-    width = getattr(config, "head_dim", None)  # read by stock models that do not declare it, too
+    width = getattr(config, "head_dim", None)  # stock models read it even undeclared
     return int(width or config.hidden_size // config.num_attention_heads)
 
 
 def family_of(config: Any) -> Family:
-    """The family of a Hugging Face config. A `UserError`: why it cannot be converted."""
+    """The family of a Hugging Face config; raises `UserError` if it cannot be converted."""
     model_type = config.model_type
     counts = {key: getattr(config, key, None) for key in _EXPERT_COUNTS}
     experts = [f"{key} is {n}" for key, n in counts.items() if isinstance(n, int) and n > 1]
     if model_type not in FAMILIES:
         why = WRAPPER if hasattr(config, "text_config") else None
         why = MOE if "moe" in model_type or experts else why
-        # No slip of the pen where Transformers knows the type: olmo3 is not meant to be olmo2.
+        # A type that Transformers knows is no typing error: olmo3 is not meant to be olmo2.
         is_slip = why is None and model_type not in CONFIG_MAPPING
         raise UserError(
             f"model_type is {model_type!r}, which dotmoe cannot convert"
@@ -238,7 +238,7 @@ class Widths(NamedTuple):
 
 
 def widths_of(config: Any) -> Widths:
-    """Those of a Hugging Face config."""
+    """The sizes in a Hugging Face config."""
     return Widths(
         model=config.hidden_size,
         ffn=config.intermediate_size,
@@ -254,31 +254,31 @@ class Target(NamedTuple):
     name: str
     units_named: str
     module: str
-    """Its name in a decoder layer; what it is called with is what its router reads."""
+    """Name of the module in a decoder layer; the router reads the module's input."""
     output_name: str
-    """Its output projection, which every family has unfused."""
+    """Name of the output projection, which no family fuses."""
     norm_after: str
-    """The norm of its output, in families that have one there."""
+    """Name of the norm after the module, in families that have one."""
 
     def units(self, config: Any) -> int:
-        """Units of a layer (N)."""
+        """Number of units of a layer (N)."""
         heads = self.name == "attention"
         return int(config.num_attention_heads if heads else config.intermediate_size)
 
     def unit_width(self, config: Any) -> int:
-        """Columns of the output projection that are one unit's."""
+        """Number of columns of the output projection per unit."""
         return head_dim(config) if self.name == "attention" else 1
 
     def inputs(self, config: Any) -> int:
-        """Columns of the output projection."""
+        """Number of columns of the output projection."""
         return self.units(config) * self.unit_width(config)
 
     def block(self, layer: nn.Module) -> nn.Module:
-        """The part itself."""
+        """The target's module in a decoder layer."""
         return layer.get_submodule(self.module)
 
     def output(self, layer: nn.Module) -> nn.Linear:
-        """Its output projection."""
+        """The target's output projection in a decoder layer."""
         return cast(nn.Linear, layer.get_submodule(f"{self.module}.{self.output_name}"))
 
     def output_tensor(self, layer: int) -> str:
@@ -286,7 +286,7 @@ class Target(NamedTuple):
         return f"model.layers.{layer}.{self.module}.{self.output_name}.weight"
 
     def of_columns(self, values_TN: Tensor, config: Any) -> Tensor:
-        """What is said of units, [..., N], said of the output projection's columns."""
+        """Repeat values of units, [..., N], for each unit's columns of the output projection."""
         return values_TN.repeat_interleave(self.unit_width(config), dim=-1)
 
 
@@ -297,7 +297,7 @@ TARGETS = {
         Target("attention", "query heads", "self_attn", "o_proj", "post_attention_layernorm"),
     )
 }
-"""By name; where both are split, in this order."""
+"""Targets by name; if both are split, in this order."""
 
 
 # --- a checkpoint -------------------------------------------------------------------------------
@@ -305,46 +305,46 @@ TARGETS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseModel:
-    """A dense checkpoint, frozen, in evaluation mode; or a model of which there is less."""
+    """A frozen dense checkpoint in evaluation mode; it may lack weights, tokenizer or folder."""
 
     model: nn.Module
-    """The Transformers causal language model; on the meta device where it is only described."""
+    """The Transformers causal language model; on the meta device if it is only described."""
     family: Family
     source: str
-    """What the user called it: a folder, a GGUF file or a hub name."""
+    """The name that the user gave: a folder, a GGUF file or a hub name."""
     tokenizer: Any = None
-    """Its tokenizer (a `PreTrainedTokenizerBase`)."""
+    """Tokenizer of the model (a `PreTrainedTokenizerBase`)."""
     folder: Path = Path()
     """Local folder that holds config, safetensors and tokenizer files."""
     revision: str | None = None
-    """Commit of a hub checkpoint, if it came from there."""
+    """Commit of the checkpoint if it came from the hub, else None."""
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of the weights."""
         return next(self.model.parameters()).device
 
     @property
     def config(self) -> Any:
-        """Its Hugging Face config."""
+        """Hugging Face config of the model."""
         return self.model.config
 
     @property
     def widths(self) -> Widths:
-        """Its sizes."""
+        """Sizes of the model."""
         return widths_of(self.config)
 
 
 class Stream:
-    """What goes from one decoder layer to the next, [B, T, D], on the CPU.
+    """The hidden states between two decoder layers, [B, T, D], on the CPU.
 
-    Layers are called as the model's own trunk calls them, and need not be the model's any more.
+    Layers are called as the model's trunk calls them, even if the model no longer has them.
     """
 
     def __init__(
         self, dense: DenseModel, tokens_BT: Tensor, parts: Sequence[slice] | None = None
     ) -> None:
-        """Start before the first layer; rows run in `parts`, in order, default 4,096 tokens."""
+        """Start before the first layer; rows run in `parts`, by default of up to 4,096 tokens."""
         num_rows, seq_len = tokens_BT.shape
         rows = max(1, TOKENS_AT_ONCE // seq_len)
         self.parts = parts or [slice(row, row + rows) for row in range(0, num_rows, rows)]
@@ -356,25 +356,25 @@ class Stream:
         self.hidden_BTD = torch.cat([(embed(part_BT) * factor).cpu() for part_BT in parts_BT])
 
     def after(self, index: int, part: slice) -> Tensor:
-        """Some rows behind a layer, on the model's device; the stream stays before it."""
+        """Hidden states of some rows after a layer, on its device; the stream does not advance."""
         hidden_BTD = self.hidden_BTD[part].to(self._device)
         output: Tensor = self._layers[index](hidden_BTD, **self._arguments[index])
         return output
 
     def advance(self, index: int) -> None:
-        """Take the stream through a layer."""
+        """Run the stream through a layer."""
         for part in self.parts:
             self.hidden_BTD[part] = self.after(index, part).cpu()
 
     def clone(self) -> Self:
-        """Another stream at the same place."""
+        """A copy of the stream at the same layer."""
         other = copy.copy(self)
         other.hidden_BTD = self.hidden_BTD.clone()
         return other
 
 
 def _arguments(dense: DenseModel, tokens_1T: Tensor) -> list[dict[str, Any]]:
-    """What the trunk gives each decoder layer besides the stream: positions and masks."""
+    """Keyword arguments that the trunk passes to each decoder layer: positions and masks."""
     arguments: list[dict[str, Any]] = []
 
     def keep(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -388,7 +388,7 @@ def _arguments(dense: DenseModel, tokens_1T: Tensor) -> list[dict[str, Any]]:
 
 
 def meta_model(config: Any, dtype: torch.dtype | None = None) -> nn.Module:
-    """The stock model of a config, frozen, without storage, in `dtype` or that of the config."""
+    """The stock model of a config, frozen, without storage, in `dtype` or the config's dtype."""
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=dtype or config.dtype
@@ -397,7 +397,7 @@ def meta_model(config: Any, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def compute_constants(model: nn.Module, device: torch.device) -> None:
-    """Make the modules anew that hold what no checkpoint stores: rotary frequencies."""
+    """Recreate the modules with buffers that no checkpoint stores: rotary frequencies."""
     config = model.config
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -1,11 +1,10 @@
-"""A dense decoder whose attention runs some query heads a token, and whose FFNs may be experts.
+"""A dense decoder that runs some query heads per token, and whose FFNs may consist of experts.
 
-This file needs torch and transformers alone, and lies in every checkpoint of `model_type` dotmoe;
+This file needs only torch and transformers, and is part of every checkpoint of `model_type` dotmoe;
 importing it from dotmoe registers its classes. The decoder is the stock one of the dense model's
-family, in which query and output projections (and FFNs) are replaced. A router chooses k experts,
-sets of heads, for each token; only their rows of W_Q and columns of W_O are multiplied, and what
-they write is added up with weight 1. Keys and values are those of the dense model, so the cache is,
-too.
+family, with query and output projections (and FFNs) replaced. A router chooses k experts, which are
+sets of heads, for each token; only their rows of W_Q and columns of W_O are multiplied, and their
+outputs are summed with weight 1. Keys and values are those of the dense model, and so is the cache.
 """
 
 from typing import Any
@@ -28,26 +27,26 @@ from transformers.utils import can_return_tuple
 
 
 class DotMoeConfig(PreTrainedConfig):
-    """The dense model's config, and of each layer the heads of every expert."""
+    """The dense model's config, and for each layer the heads of every expert."""
 
     model_type = "dotmoe"
     keys_to_ignore_at_inference = ("past_key_values",)
 
     dense_model_type: str = "llama"
-    """Family of the decoder, whose keys are all here."""
+    """Model type of the dense decoder; this config has all its keys."""
     heads_of_experts: Any = ()
-    """For each layer the query heads of expert 0, of expert 1 and so on, one list; None for a
+    """For each layer one list: the query heads of expert 0, then of expert 1 and so on; None for a
     dense layer."""
     head_experts: int = 0
-    """Experts made of heads a layer."""
+    """Number of experts made of heads in a layer."""
     ffn_experts: int = 0
-    """Experts of an FFN; 0: FFNs are dense."""
+    """Number of experts of an FFN; 0: FFNs are dense."""
     ffn_expert_size: int = 0
-    """Neurons of one."""
+    """Number of neurons of an FFN's expert."""
     num_experts_per_tok: int = 0
-    """Experts of an FFN that run for a token; where FFNs are dense, of heads."""
+    """Number of FFN experts that run per token; if FFNs are dense, of experts made of heads."""
     head_experts_per_tok: int = 0
-    """Experts of heads that run for a token, where FFNs have experts, too."""
+    """Number of experts made of heads that run per token, if FFNs have experts, too."""
 
     def dense(self) -> Any:
         """The config of the decoder without experts."""
@@ -58,7 +57,7 @@ class DotMoeConfig(PreTrainedConfig):
 
 
 class Router(nn.Module):
-    """One linear map, in float32 whatever the dtype of the model; the k largest logits run."""
+    """Linear map in float32, whatever the model's dtype; experts with the k largest logits run."""
 
     def __init__(self, experts: int, active: int, width: int) -> None:
         super().__init__()
@@ -66,7 +65,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, width))
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Experts of each token, [T, K]."""
+        """Indices of the chosen experts of each token, [T, K]."""
         return (x_TD.float() @ self.weight.float().T).topk(self.active, dim=1).indices
 
 
@@ -81,14 +80,14 @@ class HeadQueries(nn.Module):
         rows = dense.out_features // experts
         active = config.head_experts_per_tok if config.ffn_experts else config.num_experts_per_tok
         self.router = Router(experts, active, width)
-        # Where all queries are normed at once, all are computed.
+        # If one norm spans all queries, all are computed.
         shape = (dense.out_features,) if whole else (experts, rows)
         self.weight = nn.Parameter(torch.empty(*shape, width))
         self.bias = None if dense.bias is None else nn.Parameter(torch.empty(shape))
         self.chosen_TK = self.heads_TH = torch.empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., D] to [..., N d_h]; routes are kept for the outputs."""
+        """Map [..., D] to [..., N d_h]; the routing is kept for `HeadOutputs`."""
         x_TD = x.reshape(-1, x.shape[-1])
         self.chosen_TK = chosen_TK = self.router(x_TD)
         if self.numbers.device != x.device:
@@ -106,7 +105,7 @@ class HeadQueries(nn.Module):
 
 
 class HeadOutputs(nn.Module):
-    """What the chosen experts' heads write, added up; reads the concatenated heads."""
+    """Output projection of the chosen experts' heads, summed; reads the concatenated heads."""
 
     def __init__(self, dense: nn.Linear, queries: HeadQueries) -> None:
         super().__init__()
@@ -131,7 +130,7 @@ class HeadOutputs(nn.Module):
 
 @use_experts_implementation
 class Experts(nn.Module):
-    """Experts of neurons in the form that the stock implementations of Transformers run."""
+    """FFN experts in the layout that the stock expert implementations of Transformers run."""
 
     def __init__(self, config: DotMoeConfig) -> None:
         super().__init__()
@@ -142,14 +141,14 @@ class Experts(nn.Module):
         self.act_fn = nn.SiLU()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As Mixtral's: the chosen experts of each token, weighted and added up."""
+        """Weighted sum of the chosen experts' outputs for each token, as in Mixtral."""
         gate, up = by_expert(hidden_states, top_k_index, self.gate_up_proj).chunk(2, dim=-1)
         outputs_TKD = by_expert(self.act_fn(gate) * up, top_k_index, self.down_proj)
         return (outputs_TKD * top_k_weights.unsqueeze(-1)).sum(dim=1)
 
 
 class ExpertFFN(nn.Module):
-    """An FFN of experts; every weight is 1."""
+    """An FFN made of experts, whose outputs are summed with weight 1."""
 
     def __init__(self, config: DotMoeConfig) -> None:
         super().__init__()
@@ -167,9 +166,9 @@ class ExpertFFN(nn.Module):
 
 
 def by_expert(rows: Tensor, chosen_TK: Tensor, weight_EBA: Tensor) -> Tensor:
-    """Each token's row, [T, A] or one for each of its experts [T, K, A], times those: [T, K, B].
+    """Multiply each token's rows, [T, A] or [T, K, A], by its experts' weights: [T, K, B].
 
-    Rows are sorted by expert, so that each expert multiplies its own alone.
+    Rows are sorted by expert, so that each expert multiplies only its own rows.
     """
     num_tokens, active = chosen_TK.shape
     expert_R = chosen_TK.flatten()
@@ -189,7 +188,7 @@ def by_expert(rows: Tensor, chosen_TK: Tensor, weight_EBA: Tensor) -> Tensor:
 
 
 class DotMoeForCausalLM(PreTrainedModel, GenerationMixin):
-    """The stock decoder of a family with experts of heads, and its head."""
+    """The stock decoder of a family with experts made of query heads, and its LM head."""
 
     config_class = DotMoeConfig
     base_model_prefix = "model"
@@ -217,7 +216,7 @@ class DotMoeForCausalLM(PreTrainedModel, GenerationMixin):
     def forward(
         self, input_ids: Any = None, labels: Any = None, logits_to_keep: Any = 0, **kwargs: Any
     ) -> CausalLMOutputWithPast:
-        """As any causal language model of Transformers."""
+        """Run like any causal language model of Transformers."""
         output = self.model(input_ids=input_ids, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept, :])
@@ -237,9 +236,9 @@ class DotMoeForCausalLM(PreTrainedModel, GenerationMixin):
         )
 
     def _init_weights(self, module: nn.Module) -> None:
-        """The decoder's own; experts and routers are always read."""
+        """Nothing: the decoder initialises its own modules; experts and routers are always read."""
 
 
-if __name__ == "dotmoe.models.modeling_dotmoe":  # a checkpoint's copy Transformers registers
+if __name__ == "dotmoe.models.modeling_dotmoe":  # Transformers registers a copy itself
     AutoConfig.register(DotMoeConfig.model_type, DotMoeConfig)
     AutoModelForCausalLM.register(DotMoeConfig, DotMoeForCausalLM)
