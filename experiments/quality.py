@@ -10,6 +10,7 @@ finetuning take equally many steps. Measured on held-out text of the training do
 domain. Runs are kept in OUT, and a stopped run is resumed. Writes OUT/quality.json.
 """
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +20,7 @@ from tyro.conf import Positional
 
 from dotmoe import convert, finetune, finetune_recipe, recipe
 from dotmoe.config import RunConfig
+from dotmoe.errors import UserError
 from dotmoe.evaluate import evaluate
 from dotmoe.evaluate.models import EvaluateConfig, TextConfig
 from dotmoe.files import read_json, write_json
@@ -189,4 +191,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -100,8 +100,7 @@ def test_another_k_changes_the_config_alone(k, fixed_run, tmp_path):
     assert {n: described(w) for n, w in weights.items()} == {
         n: described(w) for n, w in before.items()
     }
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    assert config["num_experts_per_tok"] == k
+    assert json.loads((tmp_path / "out/config.json").read_text())["num_experts_per_tok"] == k
 
 
 def test_experts_and_the_shared_expert_are_slices_of_the_dense_weights(

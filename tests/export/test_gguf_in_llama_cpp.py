@@ -58,8 +58,7 @@ def test_every_family_runs_as_the_masked_dense_model(family, shape, dense_of, wr
         made = write(dense, name=name)
         assert error_of(made, tokens_BT) < LIMITS[name]
         assert made.record.verification["run"]["all_experts_error"] < LIMITS[name]
-    record = write(dense, name="gguf_dense").record
-    assert record.verification["run"]["logits_error"] < 1e-5
+    assert write(dense, name="gguf_dense").record.verification["run"]["logits_error"] < 1e-5
 
 
 @pytest.mark.parametrize(

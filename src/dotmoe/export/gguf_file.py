@@ -171,10 +171,11 @@ def _run(
             expected_TV = logits_of(twin.model, tokens_BT)
         copy = file.path.with_name(".all_experts.gguf")
         try:
-            with suppress(UserError):  # llama.cpp may have no room for all experts
-                if not layout.granularity.dropped_size:
+            if not layout.granularity.dropped_size:
+                with suppress(UserError):  # llama.cpp may have no room for all experts
                     write_with_active_experts(file.path, layout.num_experts, copy)
-                    all_experts_error = float(logits_error(run(copy)[0], dense_TV).median())
+            if copy.is_file():
+                all_experts_error = float(logits_error(run(copy)[0], dense_TV).median())
         finally:
             copy.unlink(missing_ok=True)
     return {
