@@ -118,7 +118,7 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
     for name in ("active_params", "finetune_steps"):
         if config.experts.targets != "ffn" and (value := getattr(config, name)):
             raise UserError(
-                f"{name} is {value:g}, which supports experts of neurons only, but targets is "
+                f"{name} is {value:g}, which works with experts of neurons only, but targets is "
                 f"{config.experts.targets}. Leave one of the two out."
             )
     dense = describe_dense(config.model)
