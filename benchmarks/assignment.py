@@ -75,7 +75,7 @@ class Case:
     stage: str
     """Name of a stage of the profile."""
     profile: dict[str, Any]
-    """Of that file."""
+    """Content of the profile's file."""
     seed: int = 0
 
 

@@ -33,7 +33,7 @@ class Settings:
     shape: Shape = field(default_factory=lambda: Shape(512, 2_048, 2, 8, 8, 4_096))
     experts: int = 16
     tokens: int = 512
-    """Of one step."""
+    """Tokens of one step."""
     forms: tuple[str, ...] = ("sparse", "masked")
     rounds: int = 7
     threads: int = 1

@@ -69,7 +69,7 @@ class Settings:
 
     parts: tuple[str, ...] = PARTS
     seconds: float = 1_500
-    """Of this call."""
+    """Time limit of this call."""
     out: Path = Path("results/gpu")
     """Folder for the results."""
     work: Path = Path("gpu-evidence")

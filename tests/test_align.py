@@ -235,8 +235,7 @@ def test_bfloat16_weights_train_float32_affinities_and_routers(tiny_dense, block
     folder = str(tiny_dense("llama", dtype="bfloat16"))
     runs = {}
     for dtype in ("float32", "bfloat16"):
-        dense = load_dense(folder, LoadConfig(device="cpu", dtype=dtype))
-        runs[dtype] = gradients(dense, blocks)
+        runs[dtype] = gradients(load_dense(folder, LoadConfig(device="cpu", dtype=dtype)), blocks)
     exact, mixed = runs["float32"], runs["bfloat16"]
     assert mixed[1].dtype == mixed[2].dtype == torch.float32
     assert mixed[0]["ce"] == pytest.approx(exact[0]["ce"], rel=0.02)

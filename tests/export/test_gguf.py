@@ -301,8 +301,7 @@ def test_with_another_k_the_file_becomes_that_of_a_fresh_export_byte_for_byte(
 def test_an_edit_that_is_killed_or_that_llama_cpp_has_no_room_for_leaves_the_file_as_it_was(
     dense_of, write, tmp_path, monkeypatch
 ):
-    dense = dense_of("llama", num_hidden_layers=12)
-    _, file = write(dense, ROOMY | {"active_experts": 3})
+    _, file = write(dense_of("llama", num_hidden_layers=12), ROOMY | {"active_experts": 3})
     before = file.path.read_bytes()
     with pytest.raises(UserError, match="has room for 28"):
         set_active_experts(tmp_path / "out", 32)

@@ -117,8 +117,7 @@ def test_every_number_format_runs(kind, dense_of, write):
 
 def test_k_of_all_experts_is_not_checked_where_llama_cpp_would_abort(dense_of, write):
     dense = dense_of("llama", num_hidden_layers=12)  # 171 tensors: room for k of 28
-    made = write(dense, {"num_experts": 48, "active_experts": 24})
-    run = made.record.verification["run"]
+    run = write(dense, {"num_experts": 48, "active_experts": 24}).record.verification["run"]
     assert run["all_experts_error"] is None
     assert run["logits_error"] < 1e-5
 

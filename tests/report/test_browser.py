@@ -28,8 +28,7 @@ def opened(page, folder):
     options += ["--virtual-time-budget=5000", "--dump-dom", page.as_uri()]
     done = subprocess.run([BROWSER, *options], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    return done.stdout, said
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
 @pytest.fixture

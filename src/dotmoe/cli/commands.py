@@ -97,8 +97,9 @@ class Line(NamedTuple):
             if not help_option:
                 line = _in_one_line(errors.getvalue())
                 raise UserError(f"{line} See dotmoe {self.name} --help.") from stop
-            # tyro wraps the help of options, but leaves the description on one line.
-            lines = (fill(line, _HELP_COLUMNS) for line in output.getvalue().splitlines())
+            # tyro wraps options, but not the description; help texts explain a default of None.
+            whole = re.sub(r"\s+\(default:\s*(None)?\)", "", output.getvalue())
+            lines = (fill(line, _HELP_COLUMNS) for line in whole.splitlines())
             text, is_short = "\n".join(lines), help_option != "--help-all" and command.common
             print(_short_help(text, command.common) if is_short else text)
             raise

@@ -178,7 +178,7 @@ class TransformersFormat(Format):
         return [layer.get_submodule(self.block_name) for layer in layers]
 
     def routed(self, model: nn.Module, target: str) -> list[tuple[nn.Module, nn.Module]]:
-        """Of each layer, the module called with the router's input, and the one with the output."""
+        """For each layer, the module called with the router's input, and that with the output."""
         return [(block, block) for block in self.blocks(model)]
 
     def chosen_experts(self, block: nn.Module, x_TD: Tensor) -> Tensor:
