@@ -28,7 +28,7 @@ from dotmoe.finished_run import FinishedRun
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.models.family import DenseModel
-from dotmoe.moe.masked import masked_by, neuron_mask, watched
+from dotmoe.moe.masked import input_hooks, masked_by, neuron_mask
 from dotmoe.run_folder import provenance
 
 Way = Callable[[DenseModel, ExpertLayout], AbstractContextManager[None]]
@@ -73,7 +73,7 @@ def chosen_by(mask_of: Callable[[Tensor, ExpertLayout, int], Tensor]) -> Way:
             energy_TN = (hidden.flatten(0, -2) * downs[layer].weight.norm(dim=0)).square()
             return hidden * mask_of(energy_TN, layout, layer).view_as(hidden)
 
-        return watched(downs, keep)
+        return input_hooks(downs, keep)
 
     return way
 

@@ -36,7 +36,7 @@ from dotmoe.finished_run import FinishedRun
 from dotmoe.layout import ExpertLayout, extract
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.models.family import DenseModel
-from dotmoe.moe.masked import masked, masked_by, watched
+from dotmoe.moe.masked import input_hooks, masked, masked_by
 from dotmoe.moe.objective import Taught
 from dotmoe.run_folder import provenance
 from dotmoe.training.loop import train
@@ -73,7 +73,7 @@ class LayerByLayer(Alignment):
         self.inputs: dict[int, Tensor] = {}
         modules = self.dense.family.layers(self.dense.model)
         ffns = {index: modules[index].get_submodule("mlp") for index in self.layers}
-        with watched(ffns, self.inputs.__setitem__):
+        with input_hooks(ffns, self.inputs.__setitem__):
             return super().teacher(tokens_BT)
 
     def losses(self, tokens_BT: Tensor, taught: Taught | None) -> dict[str, Tensor]:

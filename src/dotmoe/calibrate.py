@@ -18,7 +18,7 @@ from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.layout import AlignState
 from dotmoe.load import whole_weights
 from dotmoe.models.family import TARGETS, DenseModel, GatedFFN, Stream
-from dotmoe.moe.masked import watched
+from dotmoe.moe.masked import input_hooks
 from dotmoe.moe.router import router_logits, top_k_mask
 from dotmoe.options import above, at_least
 from dotmoe.progress import Update, no_update
@@ -127,7 +127,7 @@ def block_inputs(
         def keep(place: int, x: Tensor, kept: tuple[list[Tensor], ...] = (inputs, heads)) -> None:
             kept[place].append(x.flatten(0, -2))
 
-        with watched(places, keep):
+        with input_hooks(places, keep):
             (stream if converted is None else stream.clone()).advance(index)
         x_TD = torch.cat(inputs)
         yield x_TD, partial(_energy, dense, layer, x_TD, heads)

@@ -28,7 +28,7 @@ class FinishedRun:
         """The stage that made the experts."""
         self.has_own_weights = self.made_by != "extract"
         """Whether the run's weights differ from the original dense model's."""
-        if not folder.holds(self.made_by):
+        if not folder.has(self.made_by):
             raise UserError(
                 f"{path} is no run with a finished {self.made_by} stage. Give the OUT folder of "
                 "dotmoe convert or finetune, or finish that run by repeating its command."

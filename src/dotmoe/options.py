@@ -28,7 +28,7 @@ class Range(NamedTuple):
     """Numbers that a field may have, or each number if the field is a tuple."""
 
     words: str
-    holds: Callable[[float], bool]
+    contains: Callable[[float], bool]
 
 
 def above(low: float) -> Range:
@@ -67,7 +67,7 @@ def check(config: Any) -> None:
             if not math.isfinite(number):
                 raise UserError(f"{name} is {number}, but it must be a finite number.")
             for mark in marks:
-                if isinstance(mark, Range) and not mark.holds(number):
+                if isinstance(mark, Range) and not mark.contains(number):
                     raise UserError(f"{name} is {number}, but it must be {mark.words}.")
     if hasattr(config, "check_together"):
         config.check_together()

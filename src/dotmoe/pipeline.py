@@ -142,11 +142,11 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
                 figures = {"steps": steps, "tokens": tokens}
         if not run.is_first:
             return run.conversion()
-        if source.has_own_weights and not config.eval_text and source.folder.holds("evaluate"):
+        if source.has_own_weights and not config.eval_text and source.folder.has("evaluate"):
             measured = read_json(source.folder.verified("evaluate") / RESULTS)
             figures["frozen"] = measured["frozen"]  # on the same text, before the repair
         before = "repaired" if source.has_own_weights else "frozen" if repairs else "converted"
-        earlier = {before: source.folder.stage("export")} if source.folder.holds("export") else {}
+        earlier = {before: source.folder.stage("export")} if source.folder.has("export") else {}
         dense = left_on_disk(dense, config.load)
         run.export(dense, run.checkpoint("finetune"), layout)
         run.evaluate(dense, layout, lambda: figures, earlier)
@@ -208,8 +208,8 @@ class _Run:
 
         def start() -> bool:
             work.enter_context(folder.at_work(config))
-            is_done = folder.holds(last, "evaluate")
-            if not is_done and not folder.holds("data"):
+            is_done = folder.has(last, "evaluate")
+            if not is_done and not folder.has("data"):
                 texts = (*config.eval_text, *self.converted.other_text)
                 require_sources(self.converted.data, texts)
             if source:

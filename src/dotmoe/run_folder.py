@@ -99,7 +99,7 @@ class RunFolder:
         """Folder of a stage; it need not exist."""
         return self.path / STAGES[name]
 
-    def holds(self, *names: str) -> bool:
+    def has(self, *names: str) -> bool:
         """Whether these stages are finished and their results still exist."""
         return self.exists and all(
             name in self.manifest["stages"] and _is_filled(self._result_of(name)) for name in names
@@ -209,7 +209,7 @@ class RunFolder:
 
     def _is_ready(self, name: str) -> bool:
         """Whether a stage is finished; if not, prepares its folder and removes later results."""
-        if self.holds(name):
+        if self.has(name):
             self.verified(name)
             return True
         folder, stages = self.stage(name), self.manifest["stages"]

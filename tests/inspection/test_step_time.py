@@ -14,8 +14,8 @@ from dotmoe.finetuning.repair import RepairConfig, repair
 from dotmoe.inspection.planner import (
     ON_CPU,
     Accelerator,
+    bytes_moved,
     measured_here,
-    moved,
     products,
     repair_flops,
     seconds,
@@ -69,7 +69,7 @@ def test_the_products_of_a_repair_are_those_that_pytorch_counts(dense_of, layout
 
 def test_checkpointing_adds_one_forward_of_the_student():
     plain, again = (one_sequence(tiny(), checkpointing=flag) for flag in (False, True))
-    for kind in (products, lambda step: moved(step, ON_CPU)):
+    for kind in (products, lambda step: bytes_moved(step, ON_CPU)):
         assert kind(again)["backward"] - kind(plain)["backward"] == kind(plain)["forward"] // 2
 
 

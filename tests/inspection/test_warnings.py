@@ -74,7 +74,7 @@ def test_inspect_warns_of_exactly_the_k_that_no_gguf_takes(scaling, tiny_dense):
     for active in range(1, 41):
         found = inspection(dense.config, stored=torch.float32, experts=40, active_experts=active)
         split = Granularity(**found["granularity"])
-        reasons = [form.refusal(dense, split, torch.float32) for form in formats]
+        reasons = [form.unsupported(dense, split, torch.float32) for form in formats]
         refused.append(None not in reasons)
         assert any("llama.cpp runs at most" in said for said in found["warnings"]) is refused[-1]
     assert 0 < sum(refused) < 40

@@ -49,12 +49,12 @@ def test_a_bad_loss_stops_and_names_the_last_checkpoint(event, tmp_path):
 def test_a_skipped_batch_leaves_everything_as_it_was(event, tmp_path, caplog):
     weights = []
 
-    def watched(task, metrics):
+    def input_hooks(task, metrics):
         weights.append(task.weight.detach().clone())
         return event(task, metrics) if len(weights) == 1 else None
 
     with caplog.at_level(logging.WARNING):
-        task = trained(tmp_path, {9: watched, 10: watched}, SKIP)
+        task = trained(tmp_path, {9: input_hooks, 10: input_hooks}, SKIP)
     assert torch.equal(*weights)
     assert task.seen == SCHEDULE.steps - 1
     (warning,) = warnings_in(caplog)

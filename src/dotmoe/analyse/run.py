@@ -95,7 +95,7 @@ class AnalysedRun(FinishedRun):
         config, folder = self.config, self.folder
         if isinstance(config, FinetuneRunConfig):
             folder = RunFolder(Path(config.run))
-        was = folder.holds("align") and (folder.stage("align") / "metrics.jsonl").is_file()
+        was = folder.has("align") and (folder.stage("align") / "metrics.jsonl").is_file()
         return folder if was else None
 
 

@@ -27,7 +27,7 @@ from dotmoe.baselines.contract import (
 from dotmoe.errors import UserError
 from dotmoe.layout import ALWAYS_ON
 from dotmoe.models.family import DenseModel
-from dotmoe.moe.masked import watched
+from dotmoe.moe.masked import input_hooks
 from dotmoe.transport import greedy_assignment
 
 
@@ -71,7 +71,7 @@ def importance(
 
     layers = dense.family.layers(dense.model)
     downs = {index: dense.family.ffn(layer).down for index, layer in enumerate(layers)}
-    with watched(downs, keep):
+    with input_hooks(downs, keep):
         for first in range(0, len(tokens_BT), rows):
             with torch.enable_grad():
                 loss = next_token_loss(dense, tokens_BT[first : first + rows], summed=True)

@@ -83,14 +83,14 @@ class DataConfig:
     """Tokens per block, 2 or more. Paper: 2048. Lowered to the model's context if that is less."""
 
     @property
-    def holds_dolmino(self) -> bool:
+    def has_dolmino(self) -> bool:
         """Whether a source is the paper's mix, which has weights of its own."""
         return any(map(_is_dolmino, self.data))
 
     @property
     def is_mix(self) -> bool:
         """Whether sources are mixed by weight instead of read one after the other."""
-        return bool(self.data_weights) or self.holds_dolmino
+        return bool(self.data_weights) or self.has_dolmino
 
 
 def documents(config: DataConfig) -> Iterator[str]:
@@ -149,7 +149,7 @@ def opened(source: str, config: DataConfig) -> Iterator[str]:
     split, text_field = split or config.split, field or config.text_field
     size = config.shuffle_buffer
     if size is None:  # the files of the mix are sorted by origin
-        size = 10_000 if config.holds_dolmino else 0
+        size = 10_000 if config.has_dolmino else 0
     digest = sha256(f"{config.data_seed}/0/{source}".encode()).digest()
     seed = int.from_bytes(digest[:4], "little")
     if name in (STDLIB, STDLIB_HELDOUT):

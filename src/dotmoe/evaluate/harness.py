@@ -129,7 +129,7 @@ def run_tasks(model: Any, tasks: list[Any], shots: int | None, limit: int | None
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    found = simple_evaluate(
+    output = simple_evaluate(
         model=model,
         tasks=tasks,
         num_fewshot=shots,
@@ -138,7 +138,7 @@ def run_tasks(model: Any, tasks: list[Any], shots: int | None, limit: int | None
         batch_size=model.batch_size,
     )
     room = model.max_length + 1  # the last token is only predicted
-    samples = [sample for rows in found["samples"].values() for sample in rows]
+    samples = [sample for rows in output["samples"].values() for sample in rows]
     texts = [f"{context}{answer}" for sample in samples for context, answer in _answers(sample)]
     # A token has at least one byte, except BOS and a leading blank.
     long = [text for text in texts if len(text.encode()) + 2 > room]
@@ -150,16 +150,16 @@ def run_tasks(model: Any, tasks: list[Any], shots: int | None, limit: int | None
             "harness cuts off their beginning, with solved examples in it"
         )
     return {
-        "scores": [row for task in found["results"] for row in _rows(task, found)],
-        "versions": dict(found["versions"]),
+        "scores": [row for task in output["results"] for row in _rows(task, output)],
+        "versions": dict(output["versions"]),
         "notes": notes,
     }
 
 
-def _rows(task: str, found: Values) -> Iterator[Values]:
-    result, counts = found["results"][task], found["n-samples"]
+def _rows(task: str, output: Values) -> Iterator[Values]:
+    result, counts = output["results"][task], output["n-samples"]
     members = [task] if task in counts else list(counts)  # a group stands for its members
-    chance = chance_of([sample for member in members for sample in found["samples"][member]])
+    chance = chance_of([sample for member in members for sample in output["samples"][member]])
     for key, value in result.items():
         name, comma, filtered_by = key.partition(",")
         if comma and not name.endswith("_stderr"):
@@ -169,7 +169,7 @@ def _rows(task: str, found: Values) -> Iterator[Values]:
                 "metric": name if filtered_by == "none" else key,
                 "value": float(value),
                 "stderr": stderr if isinstance(stderr, float) else None,  # "N/A": none is known
-                "shots": max(int(found["n-shot"].get(member, 0)) for member in members),
+                "shots": max(int(output["n-shot"].get(member, 0)) for member in members),
                 "questions": sum(counts[member]["effective"] for member in members),
                 "chance": chance if name in ("acc", "acc_norm") else None,
             }

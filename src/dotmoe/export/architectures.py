@@ -34,7 +34,7 @@ class _Glm4Moe(TransformersFormat):
     """
 
     name = "glm4_moe"
-    holds = (
+    supports = (
         "qkv biases",
         "query norms: head",
         "its own head_dim",
@@ -82,8 +82,8 @@ class _Mixtral(TransformersFormat):
 
     name = "mixtral"
     servers = _EVERYWHERE
-    holds = ("its own head_dim",)
-    holds_window = True
+    supports = ("its own head_dim",)
+    supports_window = True
     experts_key = "num_local_experts"
     size_key = "intermediate_size"
     stored_block = "block_sparse_moe"
@@ -97,8 +97,8 @@ class _Qwen3Moe(TransformersFormat):
 
     name = "qwen3_moe"
     servers = _EVERYWHERE
-    holds: tuple[str, ...] = ("qkvo biases", "its own head_dim", "dense layers")
-    demands = ("query norms: head",)
+    supports: tuple[str, ...] = ("qkvo biases", "its own head_dim", "dense layers")
+    requires = ("query norms: head",)
     constants: ClassVar = {
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
@@ -118,8 +118,8 @@ class _Qwen2Moe(_Qwen3Moe):
 
     name = "qwen2_moe"
     gating = Gating(renormalised=False)
-    holds = ("a shared expert", "dense layers")
-    demands = ("qkv biases",)
+    supports = ("a shared expert", "dense layers")
+    requires = ("qkv biases",)
     active_experts_editable = True
     block_error = 8e-3
     constants: ClassVar = {**_Qwen3Moe.constants, "norm_topk_prob": False, "qkv_bias": True}
@@ -145,7 +145,7 @@ class _GraniteMoe(TransformersFormat):
 
     name = "granitemoe"
     gating = Gating(score="softmax_of_chosen")
-    holds = ("qkvo biases", "multipliers", "a shared expert")
+    supports = ("qkvo biases", "multipliers", "a shared expert")
     experts_key = "num_local_experts"
     size_key = "intermediate_size"
     block_name = stored_block = "block_sparse_moe"
@@ -187,8 +187,8 @@ class _FlexOlmo(TransformersFormat):
     """FlexOlmo, the native twin of OLMo 2; supported by Transformers and vLLM."""
 
     name = "flex_olmo"
-    holds = ("qkvo biases",)
-    demands = ("query norms: full", "norms after attention")
+    supports = ("qkvo biases",)
+    requires = ("query norms: full", "norms after attention")
     size_key = "intermediate_size"
     constants: ClassVar = {"norm_topk_prob": True}
 
@@ -198,11 +198,11 @@ class _DotMoe(TransformersFormat):
 
     name = "dotmoe"
     servers = ("Transformers with dotmoe imported or trust_remote_code=True",)
-    holds_window = True  # like every feature of the dense model, whose decoder it is
+    supports_window = True  # like every feature of the dense model, whose decoder it is
     gating = Gating(score="none")
     active_experts_editable = True
 
-    def refusal(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
+    def unsupported(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
         if split.targets == "ffn":
             return f"{self.name} is for experts made of heads. Set targets to attention or both."
         if split.target == "attention":  # no stock kernel limits the sizes of these experts
@@ -350,7 +350,7 @@ def format_for(dense: DenseModel, split: Granularity, name: str, dtype: torch.dt
             f"least one must be split. Choose 0 to {layers - 1}."
         )
     forms = formats_like(name)
-    refusals = {each: form.refusal(dense, split, dtype) for each, form in forms.items()}
+    refusals = {each: form.unsupported(dense, split, dtype) for each, form in forms.items()}
     able = [each for each, refusal in refusals.items() if refusal is None and forms[each].splits]
     chosen = name if name in forms else next(iter(able or forms))
     refusal = refusals[chosen]

@@ -249,13 +249,13 @@ class Format(ABC):
     name: str
     servers: tuple[str, ...]
     """Software that runs the format without additional code."""
-    holds: tuple[str, ...] = ()
-    """Features named in `refusal` that the format can represent."""
-    demands: tuple[str, ...] = ()
-    """Features named in `refusal` that the format requires."""
+    supports: tuple[str, ...] = ()
+    """Features named in `unsupported` that the format can represent."""
+    requires: tuple[str, ...] = ()
+    """Features named in `unsupported` that the format requires."""
     rope_types: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     """Types of rotary embeddings that the format computes as the dense model does."""
-    holds_window: bool = False
+    supports_window: bool = False
     """Whether it supports sliding attention windows; if not, the context is cut to the window."""
     active_experts_key: str = "num_experts_per_tok"
     """Key of the header that holds k."""
@@ -266,7 +266,7 @@ class Format(ABC):
     splits: bool = True
     """Whether FFNs become experts; if not, the format stores the dense model as it is."""
 
-    def refusal(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
+    def unsupported(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
         """One sentence that states why this split cannot be exported exactly, or None."""
         traits, config = dense.family.traits(dense.config), dense.config
         biases = "qkv" * traits.qkv_bias + "o" * traits.output_bias
@@ -284,9 +284,9 @@ class Format(ABC):
             "dense layers": split.first_dense_layers,
         }
         present = {name for name, is_present in features.items() if is_present}
-        for name in sorted(present.difference(self.holds, self.demands)):
+        for name in sorted(present.difference(self.supports, self.requires)):
             return f"{dense.source} has {name}, which {self.name} cannot hold."
-        for name in sorted(set(self.demands) - present):
+        for name in sorted(set(self.requires) - present):
             return f"{dense.source} has no {name}, which {self.name} requires."
         if rope == "dynamic" and self.context(dense) < dense.widths.context:
             return (
@@ -302,7 +302,7 @@ class Format(ABC):
     def context(self, dense: DenseModel) -> int:
         """Longest context in which the export computes what the dense model does, in tokens."""
         context, window = dense.widths.context, dense.family.traits(dense.config).sliding_window
-        return context if self.holds_window or window is None else min(window, context)
+        return context if self.supports_window or window is None else min(window, context)
 
     def notes(self, conversion: Conversion) -> list[str]:
         """What a user of the exported model must know, one sentence each."""
@@ -327,7 +327,7 @@ class Format(ABC):
         conversion.require_no_others(self.name)
         is_left_out = conversion.dense.config.tie_word_embeddings and not self.writes_tied_head
         for name in [EMBEDDING, NORM] + [HEAD] * (not is_left_out):
-            yield self.carried(conversion, name)
+            yield self.dense_tensor(conversion, name)
         for layer in range(conversion.layout.num_layers):
             yield from self.layer_tensors(conversion, layer)
 
@@ -335,11 +335,11 @@ class Format(ABC):
         """Specs of one decoder layer's tensors."""
         is_split = self.splits and layer in conversion.layout.moe_layers
         for name in layer_names(conversion.dense, layer, ffn=not is_split):
-            yield self.carried(conversion, name)
+            yield self.dense_tensor(conversion, name)
         if is_split:
             yield from self.moe_tensors(conversion, layer)
 
-    def carried(self, conversion: Conversion, name: str) -> TensorSpec:
+    def dense_tensor(self, conversion: Conversion, name: str) -> TensorSpec:
         """Spec of a dense tensor that is not split."""
         return conversion.spec(name)
 

@@ -47,7 +47,7 @@ class GgufFormat(Format):
     active_experts_key = "expert_used_count"
     writes_tied_head = False  # llama.cpp then uses the embedding
     splits = False
-    holds = FORMATS["glm4_moe"].holds
+    supports = FORMATS["glm4_moe"].supports
     rope_types = ("default", "linear", "llama3", "yarn")
     """Types of rotary embeddings whose frequencies do not depend on the text."""
     gating = Gating(score="none")
@@ -59,8 +59,8 @@ class GgufFormat(Format):
         """Value of the key `general.architecture`."""
         return "qwen3" if dense.family.traits(dense.config).qk_norm == "head" else "llama"
 
-    def refusal(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
-        if reason := super().refusal(dense, split, dtype):
+    def unsupported(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
+        if reason := super().unsupported(dense, split, dtype):
             return reason
         kind = dense.config.rope_parameters["rope_type"]
         if self.arch(dense) != "llama" and kind not in ("default", "linear"):
@@ -149,7 +149,7 @@ class GgufFormat(Format):
         if factors is not None and self.arch(conversion.dense) == "llama":
             yield TensorSpec.of("rope_freqs.weight", factors, torch.float32)
 
-    def carried(self, conversion: Conversion, name: str) -> TensorSpec:
+    def dense_tensor(self, conversion: Conversion, name: str) -> TensorSpec:
         """Spec of a dense tensor; for arch `llama`, queries and keys are in `pairwise_order`."""
         dense, config = conversion.dense, conversion.dense.config
         arch = self.arch(dense)
@@ -236,7 +236,7 @@ class GgufLlama(GgufFormat):
     gating = Gating(only_in="llama.cpp")
     active_experts_editable = True
     num_moe_tensors = 5
-    holds = ("o biases", "qkv biases", "qkvo biases", "its own head_dim")
+    supports = ("o biases", "qkv biases", "qkvo biases", "its own head_dim")
 
     def notes(self, conversion: Conversion) -> list[str]:
         return [

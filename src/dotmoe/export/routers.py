@@ -18,7 +18,7 @@ from torch import Tensor
 from dotmoe.export.format import Gating
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.family import TARGETS, DenseModel
-from dotmoe.moe.masked import masked_by, watched
+from dotmoe.moe.masked import input_hooks, masked_by
 from dotmoe.moe.router import router_logits
 
 LOG2_SCALED_STD = -10.7
@@ -200,7 +200,7 @@ def at_routers(
     layers = dense.family.layers(dense.model)
     with torch.no_grad(), masked_by(dense, layout):
         blocks = {layer: TARGETS[target].block(layers[layer]) for layer in layout.moe_layers}
-        with watched(blocks, lambda layer, x: look(layer, x.flatten(0, -2))):
+        with input_hooks(blocks, lambda layer, x: look(layer, x.flatten(0, -2))):
             dense.family.trunk(dense.model)(input_ids=tokens_BT.to(dense.device), use_cache=False)
 
 

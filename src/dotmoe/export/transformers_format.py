@@ -75,8 +75,8 @@ class TransformersFormat(Format):
     real model's routers at k = E / 2 cause 1.5e-3."""
     check = verify
 
-    def refusal(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
-        return super().refusal(dense, split, dtype) or self.no_kernel(dense, split, dtype)
+    def unsupported(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
+        return super().unsupported(dense, split, dtype) or self.no_kernel(dense, split, dtype)
 
     def no_kernel(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
         """Reason why stock Transformers cannot run experts of this size, or None."""
@@ -136,9 +136,9 @@ class TransformersFormat(Format):
             "output_router_logits": False,
             **self.constants,
         }
-        if self.holds_window:
+        if self.supports_window:
             config["sliding_window"] = traits.sliding_window
-        if any("biases" in feature for feature in self.holds):
+        if any("biases" in feature for feature in self.supports):
             config["attention_bias"] = traits.qkv_bias
         return config
 

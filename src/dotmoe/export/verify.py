@@ -23,7 +23,7 @@ from dotmoe.files import read_json
 from dotmoe.granularity import parts_of
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.family import TARGETS
-from dotmoe.moe.masked import neuron_mask, routed, watched
+from dotmoe.moe.masked import input_hooks, neuron_mask, routed
 
 if TYPE_CHECKING:
     from dotmoe.export.transformers_format import TransformersFormat
@@ -79,7 +79,7 @@ def verify(
         for part in parts:
             for layer in part.moe_layers:
                 router, block = form.routed(exported, part.target)[layer]
-                hooks.enter_context(watched({layer: router}, inputs.__setitem__))
+                hooks.enter_context(input_hooks({layer: router}, inputs.__setitem__))
                 seeing = partial(compare, part, layer, router)
                 hooks.enter_context(block.register_forward_hook(seeing))
         logits_TV = logits_of(exported, tokens_BT)
@@ -114,18 +114,18 @@ def verify(
     return figures, problems(figures, form.block_error, FOLDED if is_rounded else 0.0)
 
 
-def problems(found: Mapping[str, Any], block_error: float, rounding: float) -> list[str]:
+def problems(measured: Mapping[str, Any], block_error: float, rounding: float) -> list[str]:
     """A sentence for each metric above its limit.
 
     `block_error` is the format's limit in float32; rounding of scaled weights adds `rounding`.
     """
-    grows = max(1.0, len(found["layers"]) / 4) ** 0.5
+    grows = max(1.0, len(measured["layers"]) / 4) ** 0.5
     block, logits = block_error + rounding, (LOGITS + rounding) * grows
-    misrouted = largest_share(MISROUTED, found["tokens"])
+    misrouted = largest_share(MISROUTED, measured["tokens"])
     at_full = (DENSE_LOGITS + rounding) * grows
-    disagreement = largest_share((DISAGREEMENT + rounding) * grows, found["tokens"])
+    disagreement = largest_share((DISAGREEMENT + rounding) * grows, measured["tokens"])
     figures: list[tuple[str, float, float]] = []
-    for each in found["layers"]:
+    for each in measured["layers"]:
         place = f"layer {each['layer']}"
         figures += [
             (f"{place}: share of misrouted tokens", each["misrouted"], misrouted),
@@ -133,10 +133,10 @@ def problems(found: Mapping[str, Any], block_error: float, rounding: float) -> l
             (f"{place}: 95th percentile of the block error", each["block_error_tail"], 5 * block),
         ]
     figures += [
-        ("top-1 disagreement", 1 - found["top1_agreement"], disagreement),
-        ("median logit error", found["logits_error"], logits),
-        ("95th percentile of the logit error", found["logits_error_tail"], 5 * logits),
-        ("median logit error at k = E", found["dense_error"] or 0.0, at_full),
+        ("top-1 disagreement", 1 - measured["top1_agreement"], disagreement),
+        ("median logit error", measured["logits_error"], logits),
+        ("95th percentile of the logit error", measured["logits_error_tail"], 5 * logits),
+        ("median logit error at k = E", measured["dense_error"] or 0.0, at_full),
     ]
     what = "The exported model differs from the masked dense model"
     return [f"{what}: {problem}" for problem in beyond(figures)]

@@ -21,7 +21,7 @@ from dotmoe.finetuning import LAYOUT, MODEL, begin_checkpoint
 from dotmoe.granularity import Granularity, parts_of
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, DenseModel, Stream, Target
-from dotmoe.moe.masked import Masking, masked, maskings_of, watched
+from dotmoe.moe.masked import Masking, input_hooks, masked, maskings_of
 from dotmoe.options import at_least
 from dotmoe.progress import Update, no_update
 from dotmoe.training.loop import cosine_with_warmup
@@ -220,7 +220,7 @@ class _Streams:
         attended: list[Tensor] = []
         splits_attention = self.maskings[-1].target == "attention"
         places = {0: self._after_attention(index)} if splits_attention else {}
-        with watched(places, lambda _, x: attended.append(x.cpu())):
+        with input_hooks(places, lambda _, x: attended.append(x.cpu())):
             self._dense.advance(index)
         if attended:
             self._attended_BTD = torch.cat(attended)
@@ -244,7 +244,7 @@ class _Streams:
             lambda module, args, output: tapped.append((args[0].float(), output.float()))
         )
         places = {0: target.block(layer), 1: self._after_attention(index)}
-        with tap, watched(places, seen.__setitem__):
+        with tap, input_hooks(places, seen.__setitem__):
             for masking.active_experts in ks:
                 for part in self._parts:
                     behind_BTD = self.converted.after(index, part)

@@ -97,7 +97,7 @@ def inspect_model(
     written = stored if stored in EXPORTED else torch.bfloat16
     if options.export_dtype != "source":
         written = getattr(torch, options.export_dtype)
-    refusal = _refusal(config, split, written, options.model)
+    refusal = _unsupported(config, split, written, options.model)
     sizes = Sizes(config, split, stored=stored, written=written)
     paper = AlignConfig() if is_alignment else FinetuneConfig()
     steps = paper.steps if options.steps is None else options.steps
@@ -200,7 +200,7 @@ def _warnings(config: Any, sizes: Sizes, options: InspectConfig, refusal: str | 
     return [sentence for sentence, applies in sentences.items() if applies]
 
 
-def _refusal(config: Any, split: Granularity, written: torch.dtype, source: str) -> str | None:
+def _unsupported(config: Any, split: Granularity, written: torch.dtype, source: str) -> str | None:
     """The export's reason why no format can hold this, or None; raised if no layer is split."""
     dense = DenseModel(model=meta_model(config), family=family_of(config), source=source)
     try:

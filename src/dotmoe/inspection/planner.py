@@ -171,7 +171,7 @@ def repair_flops(sizes: Sizes, tokens: int, epochs: int) -> int:
     return streams + trained + 2 * sizes.moe_layers * refitted
 
 
-def moved(step: Step, passes: Efficiency) -> dict[str, int]:
+def bytes_moved(step: Step, passes: Efficiency) -> dict[str, int]:
     """Bytes that all but matrix products read and write in one step on one GPU, by part."""
     sizes, widths, tokens = step.sizes, step.sizes.widths, step.part(step.batch_size) * step.seq_len
     layer = passes.width * widths.model + passes.neurons * step.neurons
@@ -201,7 +201,7 @@ def seconds(step: Step, machine: Accelerator) -> dict[str, float]:
     return {
         part: flops.get(part, 0) / (share.products * machine.flops_per_s)
         + amount / (share.moved * machine.bytes_per_s)
-        for part, amount in moved(step, share).items()
+        for part, amount in bytes_moved(step, share).items()
     }
 
 

@@ -93,7 +93,7 @@ class Family:
     def __init__(self, model_type: str) -> None:
         self.model_type = model_type
 
-    def refusal(self, config: Any) -> str | None:
+    def unsupported(self, config: Any) -> str | None:
         """Why this config cannot be converted exactly (with the remedy), or None."""
         if config.hidden_act not in ("silu", "swish"):
             return f"hidden_act is {config.hidden_act!r}, not SiLU. Choose a SwiGLU model."
@@ -152,7 +152,7 @@ class Family:
 class _Phi3(Family):
     """Phi-3 and Phi-4: projections are fused, and stay fused in memory."""
 
-    def refusal(self, config: Any) -> str | None:
+    def unsupported(self, config: Any) -> str | None:
         rope = config.rope_parameters
         if rope["rope_type"] == "longrope":  # Transformers' name for su and, in this family, yarn
             return (
@@ -162,7 +162,7 @@ class _Phi3(Family):
         factor = rope.get("partial_rotary_factor", 1.0)
         if factor != 1:
             return f"partial_rotary_factor is {factor}, not 1. Choose a model without it."
-        return super().refusal(config)
+        return super().unsupported(config)
 
     def ffn(self, layer: nn.Module) -> GatedFFN:
         fused = cast(nn.Linear, layer.get_submodule("mlp.gate_up_proj"))
@@ -219,7 +219,7 @@ def family_of(config: Any) -> Family:
             f"{nearest(model_type, FAMILIES) if is_slip else ''}"
         )
     family = FAMILIES[model_type]
-    refused = family.refusal(config)
+    refused = family.unsupported(config)
     if experts:
         refused = f"{experts[0]}: {MOE}. Choose a dense one."
     if refused is not None:

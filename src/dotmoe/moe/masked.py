@@ -19,7 +19,7 @@ from dotmoe.moe.router import Routing, kernels_for, router_logits
 
 
 @contextmanager
-def watched(
+def input_hooks(
     modules: Mapping[int, nn.Module], look: Callable[[int, Tensor], Tensor | None]
 ) -> Iterator[None]:
     """Within this context, `look` gets each module's number and input and may replace the input."""
@@ -121,7 +121,7 @@ def masked_attention(
         parts = heads.view(*units_TN.shape, -1)
         return (parts * units_TN.unsqueeze(-1).to(heads.dtype)).view(heads.shape)
 
-    with watched({0: projection}, mask):
+    with input_hooks({0: projection}, mask):
         return dense(hidden_states=hidden_states, **kwargs)
 
 
@@ -183,7 +183,7 @@ def routed(
         runs_TN = neuron_mask(chosen[layer].to(hidden.device), layout, layer)
         return hidden * target.of_columns(runs_TN, dense.config).view_as(hidden)
 
-    return watched({i: target.output(layers[i]) for i in layout.moe_layers}, mask)
+    return input_hooks({i: target.output(layers[i]) for i in layout.moe_layers}, mask)
 
 
 @contextmanager
@@ -207,7 +207,7 @@ def gated(
 
     ffns = {layer: TARGETS["ffn"].block(layers[layer]) for layer in experts}
     downs = {layer: TARGETS["ffn"].output(layers[layer]) for layer in experts}
-    with watched(ffns, inputs.__setitem__), watched(downs, weigh):
+    with input_hooks(ffns, inputs.__setitem__), input_hooks(downs, weigh):
         yield
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dotmoe.models.family import DenseModel
-from dotmoe.moe.masked import recomputing, watched
+from dotmoe.moe.masked import input_hooks, recomputing
 from dotmoe.pruning.contract import Pruned, PruneInputs, linears_of, threshold
 
 _OPEN, _SOFTNESS, _BUDGET_WEIGHT = 3.0, 0.4, 6.0
@@ -126,7 +126,7 @@ def gated(dense: DenseModel, gates: Sequence[Tensor]) -> Iterator[None]:
             ffn, down = layer.mlp, dense.family.ffn(layer).down
             before = [(linear, reads) for linear in reading] + [(ffn, ffn_reads), (down, neurons)]
             for module, gate in before:
-                hooks.enter_context(watched({0: module}, partial(weigh, gate)))
+                hooks.enter_context(input_hooks({0: module}, partial(weigh, gate)))
             for module, gate in ((output, writes), (ffn, ffn_writes)):
                 hooks.enter_context(module.register_forward_hook(partial(weigh, gate)))
         yield

@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dotmoe.models.family import DenseModel, Stream, head_dim
-from dotmoe.moe.masked import watched
+from dotmoe.moe.masked import input_hooks
 from dotmoe.pruning.contract import Pruned, PruneInputs, damped_inverse, made_up, refusing
 from dotmoe.pruning.llm_pruner import grouped, kinds_of
 from dotmoe.pruning.whole_layers import block_influence
@@ -95,7 +95,7 @@ def _moments(dense: DenseModel, index: int) -> Iterator[dict[str, Any]]:
     down = {index: dense.family.ffn(layer).down}
     dense.config._attn_implementation = "moments"
     try:
-        with watched(down, lambda _, hidden: add("activation", hidden.flatten(0, -2))):
+        with input_hooks(down, lambda _, hidden: add("activation", hidden.flatten(0, -2))):
             yield moments
     finally:
         dense.config._attn_implementation = before

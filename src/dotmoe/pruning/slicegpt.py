@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dotmoe.models.family import DenseModel, Stream, num_parameters
-from dotmoe.moe.masked import watched
+from dotmoe.moe.masked import input_hooks
 from dotmoe.pruning.contract import Pruned, PruneInputs, refusing
 
 
@@ -94,7 +94,7 @@ def sliced(
         return at(2 * index + 2, output)
 
     with ExitStack() as hooks:
-        hooks.enter_context(watched(dict(enumerate(layers)), before))
+        hooks.enter_context(input_hooks(dict(enumerate(layers)), before))
         for index, layer in enumerate(layers):
             attention: Any = layer.self_attn
             hooks.enter_context(attention.register_forward_hook(partial(behind_attention, index)))

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from dotmoe.errors import UserError
 from dotmoe.models.family import DenseModel, Stream
-from dotmoe.moe.masked import watched
+from dotmoe.moe.masked import input_hooks
 from dotmoe.pruning.contract import Pruned, PruneInputs, backward, damped_inverse, linears_of
 
 _COLUMNS_AT_ONCE = 128
@@ -140,7 +140,7 @@ def _by_layers(
     for index, layer in enumerate(inputs.layers):
         linears = dict(enumerate(linears_of(layer)))
         sums.clear()
-        with watched(linears, see):
+        with input_hooks(linears, see):
             for part in stream.parts:
                 readers.clear()
                 stream.after(index, part)

@@ -35,7 +35,7 @@ class RunResults:
             raise UserError(
                 f"{folder} was pruned; such a run has no report. See compare.md one folder up."
             )
-        self.run = folder
+        self.folder = folder
         self.config = _object(folder / "config.json")
         record, evaluated = folder / "5_export" / "dotmoe.json", folder / "6_evaluate"
         self.export = _object(record) if record.is_file() else {}
@@ -103,8 +103,8 @@ class RunResults:
             yield
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{self.run / file} lacks a value that the report shows ({type(error).__name__}: "
-                f"{error}): it is damaged or from another version. {_remedy(self.run / file)}"
+                f"{self.folder / file} lacks a value of the report ({type(error).__name__}: "
+                f"{error}): it is damaged or from another version. {_remedy(self.folder / file)}"
             ) from error
 
 

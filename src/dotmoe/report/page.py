@@ -39,13 +39,13 @@ def html_report(run: Path, page: Path | None = None, plots_folder: Path | None =
     Without `page` it writes `default_page`, and Markdown next to it. `plots_folder` receives each
     plot as SVG and PNG. Raises a `UserError` for an unfinished run or a damaged result file.
     """
-    found, file = RunResults(run), page or default_page(run)
-    figures = draw_all(found) if is_installed() else {}
-    text = html(found, figures)
+    results, file = RunResults(run), page or default_page(run)
+    figures = draw_all(results) if is_installed() else {}
+    text = html(results, figures)
     file.parent.mkdir(exist_ok=True)
     file.write_text(text, encoding="utf-8")
     if page is None:
-        file.with_suffix(".md").write_text(markdown(found), encoding="utf-8")
+        file.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
     if figures and plots_folder is not None:
         save(figures, plots_folder)
     return file
@@ -57,12 +57,12 @@ def default_page(run: Path) -> Path:
     return (run if is_quickstart else run / "7_report") / "report.html"
 
 
-def html(found: RunResults, figures: dict[str, Any]) -> str:
+def html(run: RunResults, figures: dict[str, Any]) -> str:
     """The report as one HTML page that loads nothing; `figures` are the plots of `draw_all`.
 
     Raises a `UserError` if a result file lacks a value that the page shows.
     """
-    return html_page(**_shown(found), figures=figures)
+    return html_page(**_shown(run), figures=figures)
 
 
 def html_page(
@@ -83,27 +83,27 @@ def html_page(
     )
 
 
-def markdown(found: RunResults) -> str:
+def markdown(run: RunResults) -> str:
     """The report in Markdown: the same sections without plots."""
-    return _TEMPLATES.get_template("page.md.jinja").render(_shown(found))
+    return _TEMPLATES.get_template("page.md.jinja").render(_shown(run))
 
 
-def _shown(found: RunResults) -> dict[str, Any]:
+def _shown(run: RunResults) -> dict[str, Any]:
     """Title, verdict and sections of a run."""
-    blocks_by_title = sections(found)
-    with found.reading("6_evaluate/results.json"):
-        sentences = verdict(found)
-    changed = f", {found.name}," if found.is_finetuned or found.is_repaired else ""
-    title = f"{found.dense_model}{changed} as a Mixture-of-Experts"
+    blocks_by_title = sections(run)
+    with run.reading("6_evaluate/results.json"):
+        sentences = verdict(run)
+    changed = f", {run.name}," if run.is_finetuned or run.is_repaired else ""
+    title = f"{run.dense_model}{changed} as a Mixture-of-Experts"
     return {"title": title, "verdict": sentences, "sections": blocks_by_title}
 
 
 def summary(run: Path) -> RenderableType:
     """What `dotmoe convert` and `dotmoe finetune` print when they finish."""
-    found = RunResults(run)
+    results = RunResults(run)
     where = f"checkpoint  {run / '5_export'}\nreport      {default_page(run)}"
-    text = "\n" + "\n\n".join([*verdict(found), where])
-    return Group(to_rich(perplexity_table(found.models)), Text(text))
+    text = "\n" + "\n\n".join([*verdict(results), where])
+    return Group(to_rich(perplexity_table(results.models)), Text(text))
 
 
 def quickstart_summary(result: Values) -> RenderableType:

@@ -52,14 +52,14 @@ def _styled() -> AbstractContextManager[None]:
     return rc_context(_STYLE)
 
 
-def draw_all(found: RunResults) -> dict[str, Any]:
+def draw_all(run: RunResults) -> dict[str, Any]:
     """Every plot that the results of a run allow, by name."""
     with _styled():
-        figures = {name: training_plot(steps) for name, steps in found.steps.items() if steps}
+        figures = {name: training_plot(steps) for name, steps in run.steps.items() if steps}
         for name, (file, draw) in PLOTS.items():
-            if file in found.files:
-                with found.reading(f"6_evaluate/{file}.json"):
-                    figures[name] = draw(found.files[file])
+            if file in run.files:
+                with run.reading(f"6_evaluate/{file}.json"):
+                    figures[name] = draw(run.files[file])
     return figures
 
 

@@ -42,41 +42,41 @@ Section = Callable[[RunResults, Values], Blocks]
 def _measurement(name: str) -> Section:
     """Section that shows a measurement as `dotmoe evaluate` does."""
     _, show = MEASUREMENTS[name]
-    return lambda found, result: [*show(found.named(result))]
+    return lambda run, result: [*show(run.named(result))]
 
 
-def _tasks(found: RunResults, _: Values) -> Blocks:
-    sides = found.tasks
+def _tasks(run: RunResults, _: Values) -> Blocks:
+    sides = run.tasks
     return [*shown_tasks(sides)] if "model" in sides else []
 
 
-def _curve(found: RunResults, curve: Values) -> Blocks:
+def _curve(run: RunResults, curve: Values) -> Blocks:
     return [
         "k is the number of experts that run for a token. It can be changed in the finished "
         "checkpoint without any training:",
-        Block("command", shlex.join(["dotmoe", "edit", str(found.run), "--active-experts", "K"])),
+        Block("command", shlex.join(["dotmoe", "edit", str(run.folder), "--active-experts", "K"])),
         Block("plot", "Perplexity against the parameters that work on a token.", "active_experts"),
         curve_table(curve),
     ]
 
 
-def _generation(found: RunResults, _: Values) -> Blocks:
+def _generation(run: RunResults, _: Values) -> Blocks:
     blocks = Blocks()
-    if found.quickstart:
-        with found.reading("../quickstart.json"):
-            own = found.quickstart["samples"]
-            texts = {"dense": own["dense"], found.name: own["moe"]}
+    if run.quickstart:
+        with run.reading("../quickstart.json"):
+            own = run.quickstart["samples"]
+            texts = {"dense": own["dense"], run.name: own["moe"]}
             blocks.append(Block("sample", own["prompt"], texts))
-    if result := found.files.get("generation"):
-        with found.reading("6_evaluate/generation.json"):
-            sides = sides_of(found.named(result))
+    if result := run.files.get("generation"):
+        with run.reading("6_evaluate/generation.json"):
+            sides = sides_of(run.named(result))
             for index, prompt in enumerate(result["model"]["prompts"][:3]):
                 texts = {side["name"]: side["texts"][index] for side in sides}
                 blocks.append(Block("sample", prompt, texts))
     return blocks and ["Each continuation takes the most likely token at every step.", *blocks]
 
 
-def _size(found: RunResults, results: Values) -> Blocks:
+def _size(run: RunResults, results: Values) -> Blocks:
     split, counts = Granularity.of(results["granularity"]), results["parameters"]
     blocks: Blocks = [
         f"{part.num_experts} experts of {part.expert_size} {UNITS[part.target]} a layer, "
@@ -85,7 +85,7 @@ def _size(found: RunResults, results: Values) -> Blocks:
         for part in parts_of(split)
     ]
     blocks.append(counts_table({"dense_total": counts["dense"], **counts}, "Parameters, counted"))
-    if export := found.export:
+    if export := run.export:
         blocks.append(
             f"The files hold {in_bytes(export['total_bytes'])} in {export['dtype']}, format "
             f"{export['format']}, which runs in {', '.join(export['servers'])}."
@@ -104,9 +104,9 @@ def _analysis(_: RunResults, analysis: Values) -> Blocks:
     return [*blocks, Block("plot", caption, analysis["analysis"])]
 
 
-def _training(name: str, found: RunResults) -> Blocks:
-    if not (steps := found.steps[name]):
-        is_start = name == "alignment" and not found.is_finetuned
+def _training(name: str, run: RunResults) -> Blocks:
+    if not (steps := run.steps[name]):
+        is_start = name == "alignment" and not run.is_finetuned
         return ["None: the start was extracted without alignment."] * is_start
     seconds = sum(step.get("seconds") or 0.0 for step in steps)
     first, last = (figure(step.get("loss")) for step in (steps[0], steps[-1]))
@@ -123,22 +123,22 @@ def _checks(_: RunResults, results: Values) -> Blocks:
     ]
 
 
-def _configuration(found: RunResults, _: Values) -> Blocks:
-    command, config = "finetune" if found.is_finetuned else "convert", found.run / "config.json"
-    again = ["dotmoe", command, found.source, "AGAIN", "--config", str(config)]
+def _configuration(run: RunResults, _: Values) -> Blocks:
+    command, config = "finetune" if run.is_finetuned else "convert", run.folder / "config.json"
+    again = ["dotmoe", command, run.source, "AGAIN", "--config", str(config)]
     return [
         "This command repeats the run (its config holds every option, including defaults):",
         Block("command", shlex.join(again)),
-        Block("folded", "config.json", json.dumps(found.config, indent=2)),
+        Block("folded", "config.json", json.dumps(run.config, indent=2)),
     ]
 
 
-def _origins(found: RunResults, results: Values) -> Blocks:
+def _origins(run: RunResults, results: Values) -> Blocks:
     made = ("time", "commit", "hardware", "seed")
     rows = [
         [f"6_evaluate/{name}.json", values.get("origin")]
         + [figure(values.get("provenance", {}).get(key)) for key in made]
-        for name, values in found.files.items()
+        for name, values in run.files.items()
     ]
     columns = ("file", "origin", "time (UTC)", *made[1:])
     return [
@@ -149,33 +149,33 @@ def _origins(found: RunResults, results: Values) -> Blocks:
     ]
 
 
-def _missing(found: RunResults, results: Values) -> Blocks:
+def _missing(run: RunResults, results: Values) -> Blocks:
     """Measurements that are missing, each with the command that makes it."""
-    run, dense, split = str(found.run), found.dense_model, Granularity.of(results["granularity"])
-    text = ["--text", "HELD_OUT.txt", "--out", f"{run}/6_evaluate"]
-    evaluate = ["dotmoe", "evaluate", run]
+    folder, dense, split = str(run.folder), run.dense_model, Granularity.of(results["granularity"])
+    text = ["--text", "HELD_OUT.txt", "--out", f"{folder}/6_evaluate"]
+    evaluate = ["dotmoe", "evaluate", folder]
     beside = [*evaluate, "--against", dense]
     wanted = {
         "against": ("benchmark tasks, this model and the dense one", [*beside, "--tasks", "paper"]),
         "curve": ("perplexity at other k", [*evaluate, "--curve", *text]),
         "fidelity": ("closeness to the dense model", [*beside, "--fidelity", *text]),
         "generation": ("what both write after a prompt", [*beside, "--generate", "64", *text]),
-        "analysis": ("load, routing and outputs of experts", ["dotmoe", "analyse", run]),
-        "bench": ("speed and memory, MoE and dense", ["dotmoe", "bench", dense, run, "--json"]),
+        "analysis": ("load, routing and outputs of experts", ["dotmoe", "analyse", folder]),
+        "bench": ("speed and memory, MoE and dense", ["dotmoe", "bench", dense, folder, "--json"]),
     }
-    if not found.is_finetuned:
-        again = ["dotmoe", "finetune", run, f"{run}-finetuned"]
+    if not run.is_finetuned:
+        again = ["dotmoe", "finetune", folder, f"{folder}-finetuned"]
         again += ["--train", "repair"] * (split.targets != "ffn")  # all else is refused
         wanted["finetune"] = ("finetuning, which recovers part of what was lost", again)
-    if not found.export.get("active_experts_editable", True):
+    if not run.export.get("active_experts_editable", True):
         del wanted["curve"]
     if split.beside:  # two different k
         del wanted["bench"]
-    there = {name.partition("/")[0] for name in found.files}
+    there = {name.partition("/")[0] for name in run.files}
     blocks: Blocks = []
     for name, (what, words) in wanted.items():
         if name not in there:
-            keep = f" > {shlex.quote(f'{run}/6_evaluate/bench.json')}" * (name == "bench")
+            keep = f" > {shlex.quote(f'{folder}/6_evaluate/bench.json')}" * (name == "bench")
             blocks += [f"{what}:", Block("command", shlex.join(words) + keep)]
     note = "Each command adds its result to the run; dotmoe report then updates this page. Replace "
     note += "HELD_OUT.txt with a text of your own that the model was not trained on."
@@ -183,7 +183,7 @@ def _missing(found: RunResults, results: Values) -> Blocks:
 
 
 SECTIONS: list[tuple[str, str, Section]] = [
-    ("Perplexity", "results", lambda found, _: [perplexity_table(found.models)]),
+    ("Perplexity", "results", lambda run, _: [perplexity_table(run.models)]),
     ("Perplexity on other text", "perplexity", _measurement("perplexity")),
     ("Benchmark tasks", "", _tasks),
     ("Other numbers of active experts", "curve", _curve),
@@ -196,8 +196,8 @@ SECTIONS: list[tuple[str, str, Section]] = [
     ("Which layers route alike", "analysis/routing_overlap", _analysis),
     ("Outputs of the experts", "analysis/expert_outputs_tsne", _analysis),
     ("Which layers cost most", "analysis/layer_sensitivity", _analysis),
-    ("Alignment", "", lambda found, _: _training("alignment", found)),
-    ("Finetuning", "", lambda found, _: _training("finetune", found)),
+    ("Alignment", "", lambda run, _: _training("alignment", run)),
+    ("Finetuning", "", lambda run, _: _training("finetune", run)),
     ("Where a step's time goes", "analysis/overhead_profile", _analysis),
     ("Is the checkpoint what was measured?", "results", _checks),
     ("How it was made", "", _configuration),
@@ -207,24 +207,24 @@ SECTIONS: list[tuple[str, str, Section]] = [
 """Title, the one file of `6_evaluate` that the section needs (or empty), and its function."""
 
 
-def sections(found: RunResults) -> dict[str, Blocks]:
+def sections(run: RunResults) -> dict[str, Blocks]:
     """The sections that the results of a run allow, by title."""
     blocks: dict[str, Blocks] = {}
     for title, file, make in SECTIONS:
-        if not file or file in found.files:
-            with found.reading(f"6_evaluate/{file}.json" if file else "6_evaluate"):
-                blocks[title] = make(found, found.files.get(file, {}))
+        if not file or file in run.files:
+            with run.reading(f"6_evaluate/{file}.json" if file else "6_evaluate"):
+                blocks[title] = make(run, run.files.get(file, {}))
     return {title: section for title, section in blocks.items() if section}
 
 
-def verdict(found: RunResults) -> list[str]:
+def verdict(run: RunResults) -> list[str]:
     """Sentences that stand alone: what was lost, what was gained, what the weights are."""
-    results, export = found.results, found.export
+    results, export = run.results, run.export
     measured = results["granularity"]["active_experts"]
     sentences = [
-        f"Lost: {_lost(found)} {_accuracy(found)}",
-        f"Gained: {gained(results)} {_speed(found.files.get('bench'))}",
-        f"Weights: {_weights(found)}",
+        f"Lost: {_lost(run)} {_accuracy(run)}",
+        f"Gained: {gained(results)} {_speed(run.files.get('bench'))}",
+        f"Weights: {_weights(run)}",
     ]
     if export and export["active_experts"] != measured:  # by a later `dotmoe edit`
         sentences.append(
@@ -249,8 +249,8 @@ def gained(results: Values) -> str:
     )
 
 
-def _lost(found: RunResults) -> str:
-    dense, moe = found.results["dense"], found.results["moe"]
+def _lost(run: RunResults) -> str:
+    dense, moe = run.results["dense"], run.results["moe"]
     share = moe["perplexity"] / dense["perplexity"] - 1
     sentences = (
         f"on {text_names(dense)} ({dense['tokens']:,} tokens scored, in windows of "
@@ -259,10 +259,10 @@ def _lost(found: RunResults) -> str:
         f"nats a {dense['unit']}, perplexity {100 * share:+.1f} %."
     )
     others = {
-        "Before repair it was": found.results.get("frozen"),
-        "Before finetuning it was": found.results.get("converted", found.results.get("repaired")),
+        "Before repair it was": run.results.get("frozen"),
+        "Before finetuning it was": run.results.get("converted", run.results.get("repaired")),
         "A random split with its router trained as long and the same repair has": (
-            found.quickstart.get("random_split_repaired")
+            run.quickstart.get("random_split_repaired")
         ),
     }
     for name, result in others.items():
@@ -272,9 +272,9 @@ def _lost(found: RunResults) -> str:
     return sentences
 
 
-def _accuracy(found: RunResults) -> str:
+def _accuracy(run: RunResults) -> str:
     """Mean accuracy over the paper's tasks, or if none ran, over all tasks that score accuracy."""
-    sides = found.tasks
+    sides = run.tasks
     ran, others = (sides.get(side, {"tasks": {}})["tasks"] for side in ("model", "against"))
     shares = {task: score for task, score in main_scores(ran).items() if is_share(score)}
     own = {task: score for task, score in shares.items() if task in PAPER} or shares
@@ -315,17 +315,17 @@ def _speed(bench: Values | None) -> str:
     )
 
 
-def _weights(found: RunResults) -> str:
-    counts, export = found.results["parameters"], found.export
-    target = Granularity.of(found.results["granularity"]).targets
-    if found.is_repaired:
+def _weights(run: RunResults) -> str:
+    counts, export = run.results["parameters"], run.export
+    target = Granularity.of(run.results["granularity"]).targets
+    if run.is_repaired:
         origin = "repair refitted the output projections of the experts"
-        if target != "attention" and found.config["repairing"].get("repair_epochs"):
+        if target != "attention" and run.config["repairing"].get("repair_epochs"):
             origin += " and trained all weights of the FFNs"
         origin += "; everything else is the dense model's"
-    elif found.is_finetuned:
+    elif run.is_finetuned:
         trained = {"router": "the routers alone", "lora": "low-rank adapters and routers"}
-        train = found.config["finetune"]["train"]
+        train = run.config["finetune"]["train"]
         origin = f"finetuning changed {trained.get(train, 'all weights')}"
     else:
         parts = {"ffn": "FFNs", "both": "FFNs and attention"}.get(target, target)
