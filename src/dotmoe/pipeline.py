@@ -39,7 +39,7 @@ from dotmoe.export.record import ExportRecord, require_checksums, write_model_ca
 from dotmoe.files import read_json, write_json
 from dotmoe.finetuning import LAYOUT, MODEL
 from dotmoe.finetuning import finetune as train
-from dotmoe.finetuning.repair import FIGURES, repair
+from dotmoe.finetuning.repair import METRICS, repair
 from dotmoe.finished_run import FinishedRun
 from dotmoe.granularity import Granularity, count_parameters, splits_of
 from dotmoe.layout import AlignState, ExpertLayout, extract
@@ -94,18 +94,18 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
             if config.method == "dot_moe" or config.align.steps:
                 start = _calibrate(run, dense, split)
                 state = _align(run, dense, split, start)
-        if not run.is_first:
+        if not run.is_rank_zero:
             return run.conversion()
         if is_divided(dense.model):  # its shards are on ranks that have returned
             dense = on_disk(dense, dense.device, next(dense.model.parameters()).dtype)
         extracted = _extract(run, dense, split, state)
         layout, weights = extracted.layout, dense
-        figures: dict[str, Any] = {"steps": 0 if state is None else state.step}
+        metrics: dict[str, Any] = {"steps": 0 if state is None else state.step}
         if config.repair:
-            figures["repair"] = run.repair("repair", dense, layout)
+            metrics["repair"] = run.repair("repair", dense, layout)
             weights = run.checkpoint("repair")
         run.export(dense, weights, layout)
-        run.evaluate(dense, layout, lambda: figures | _measure_unexported(run, dense, extracted))
+        run.evaluate(dense, layout, lambda: metrics | _measure_unexported(run, dense, extracted))
         return run.conversion()
 
 
@@ -133,23 +133,23 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             run.tokenise(dense, tokens, beside=source.text)
             if repairs:
                 repaired = run.repair("finetune", dense, layout)
-                figures = {"steps": 0, "tokens": repaired["tokens"], "repair": repaired}
+                metrics = {"steps": 0, "tokens": repaired["tokens"], "repair": repaired}
             else:
                 layout = _train(run, dense, source)
                 blocks = run.text.training
                 steps = training.schedule(blocks.num_blocks).steps
                 tokens = steps * training.batch_size * blocks.seq_len
-                figures = {"steps": steps, "tokens": tokens}
-        if not run.is_first:
+                metrics = {"steps": steps, "tokens": tokens}
+        if not run.is_rank_zero:
             return run.conversion()
         if source.has_own_weights and not config.eval_text and source.folder.has("evaluate"):
             measured = read_json(source.folder.verified("evaluate") / RESULTS)
-            figures["frozen"] = measured["frozen"]  # on the same text, before the repair
+            metrics["frozen"] = measured["frozen"]  # on the same text, before the repair
         before = "repaired" if source.has_own_weights else "frozen" if repairs else "converted"
         earlier = {before: source.folder.stage("export")} if source.folder.has("export") else {}
         dense = left_on_disk(dense, config.load)
         run.export(dense, run.checkpoint("finetune"), layout)
-        run.evaluate(dense, layout, lambda: figures, earlier)
+        run.evaluate(dense, layout, lambda: metrics, earlier)
         return run.conversion()
 
 
@@ -169,8 +169,8 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
         if not run.start(work):
             dense = describe_dense(config.model)
             run.tokenise(dense, config.calibrate.tokens(dense.widths.model))
-            figures = _prune(run, dense)
-            run.write_results(lambda: _measure_pruned(run, dense, figures))
+            metrics = _prune(run, dense)
+            run.write_results(lambda: _measure_pruned(run, dense, metrics))
         return run.results()
 
 
@@ -193,8 +193,8 @@ class _Run:
         self.converted = converted
         """Config of the conversion, which names the text sources."""
         self.training = training
-        self.is_first = is_rank_zero()
-        self.progress = progress if progress and self.is_first else Progress(quiet=True)
+        self.is_rank_zero = is_rank_zero()
+        self.progress = progress if progress and self.is_rank_zero else Progress(quiet=True)
         self.folder = RunFolder(Path(config.out), self.progress.log)
         self.stage = self.folder.run_stage
 
@@ -288,7 +288,7 @@ class _Run:
             with self.progress.bar("repair") as update:
                 return repair(whole, layout, blocks, how, folder=folder, on_progress=update)
 
-        return self.stage(stage, lambda folder: read_json(folder / FIGURES), make)
+        return self.stage(stage, lambda folder: read_json(folder / METRICS), make)
 
     def checkpoint(self, stage: str) -> DenseModel:
         """The dense checkpoint that a stage wrote, its weights left on disk."""
@@ -364,7 +364,7 @@ class _Run:
         """The result of the run; the report is made anew each time, from result files alone."""
         path, exported = self.folder.path, self.folder.stage("export")
         page, results = self.folder.stage("report") / "report.html", {}
-        if self.is_first:
+        if self.is_rank_zero:
             results = self.results()
             require_checksums(exported, read_weights=False)
             page = html_report(path)
@@ -550,10 +550,10 @@ def _prune(run: _Run, dense: DenseModel) -> dict[str, Any]:
             )
             return pruning.prune(config.method, inputs, folder)
 
-    return run.stage("prune", lambda folder: read_json(folder / pruning.FIGURES), make)
+    return run.stage("prune", lambda folder: read_json(folder / pruning.METRICS), make)
 
 
-def _measure_pruned(run: _Run, dense: DenseModel, figures: dict[str, Any]) -> dict[str, Any]:
+def _measure_pruned(run: _Run, dense: DenseModel, metrics: dict[str, Any]) -> dict[str, Any]:
     """Perplexity of the dense and the pruned model: a checkpoint, or a change made in memory."""
     folder, method = run.folder.stage("prune"), run.config.method
     runnable, applied = left_on_disk(dense, run.config.load), pruning.PRUNING[method].applied
@@ -561,4 +561,4 @@ def _measure_pruned(run: _Run, dense: DenseModel, figures: dict[str, Any]) -> di
     if applied:
         change = applied(runnable, **load_file(folder / pruning.TENSORS))
         results["pruned"] = run.perplexity_within(change, method, runnable)
-    return results | {"parameters": {"dense": num_parameters(dense.model)}, "pruning": figures}
+    return results | {"parameters": {"dense": num_parameters(dense.model)}, "pruning": metrics}

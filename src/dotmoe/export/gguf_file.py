@@ -209,9 +209,9 @@ def _problems(run: dict[str, Any], form: "GgufFormat", gguf_type: str) -> list[s
     is_exact = form.gating.exponent is not None or not form.splits
     limit = (EXACT_GATES_ERROR if is_exact else SOFTMAX_GATES_ERROR) + STORED_ERROR[gguf_type]
     is_routed = form.splits and not (is_exact and gguf_type == "f32")
-    figures = [
+    metrics = [
         ("masked dense model", run["logits_error"], max(limit, ROUTED_ERROR * is_routed)),
         ("dense model, all experts on", run["all_experts_error"] or 0.0, limit),
     ]
     what = "llama.cpp computes something else: median logit error against the"
-    return [f"{what} {problem}" for problem in beyond(figures)]
+    return [f"{what} {problem}" for problem in beyond(metrics)]

@@ -209,11 +209,11 @@ def largest_share(expected: float, num_tokens: int) -> float:
     return expected + 4 * float((expected / num_tokens) ** 0.5)
 
 
-def beyond(figures: Iterable[tuple[str, float, float]]) -> list[str]:
+def beyond(metrics: Iterable[tuple[str, float, float]]) -> list[str]:
     """Name, value and limit of each metric above its limit; NaN is above every limit."""
     return [
         f"{what} is {value:.3g}, limit {limit:.3g}."
-        for what, value, limit in figures
+        for what, value, limit in metrics
         if not value <= limit
     ]
 
@@ -225,14 +225,14 @@ def routing_problems(scales: Sequence[Mapping[str, Any]], num_tokens: int) -> li
         "gate_deviation": ("95th percentile of the deviation of a gate from 1", GATE_DEVIATION),
         "gain_error": ("common factor of the gates, less 1,", 2 * GATE_DEVIATION),
     }
-    figures = [
+    metrics = [
         (f"layer {scale['layer']} in {row['runtime']}: {what}", abs(row[key]), limit)
         for scale in scales
         for row in scale["runtimes"]
         for key, (what, limit) in limits.items()
     ]
     remedy = "Choose another export format or expert size, or align for longer."
-    return [f"{problem} {remedy}" for problem in beyond(figures)]
+    return [f"{problem} {remedy}" for problem in beyond(metrics)]
 
 
 def routing_notes(scales: Sequence[Mapping[str, Any]]) -> list[str]:

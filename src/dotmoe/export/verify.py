@@ -100,7 +100,7 @@ def verify(
     error_T = logits_error(logits_TV, same_routes_TV)
     if at_full_TV is not None:
         dense_error = float(logits_error(at_full_TV, logits_of(exact.model, tokens_BT)).median())
-    figures = {
+    metrics = {
         "loaded_class": loaded_class,
         "dtype": conversion.dtype_name,
         "tokens": tokens_BT.numel(),
@@ -111,7 +111,7 @@ def verify(
         "dense_error": dense_error,
     }
     is_rounded = conversion.dtype != torch.float32 and form.gating.score.startswith("softmax")
-    return figures, problems(figures, form.block_error, FOLDED if is_rounded else 0.0)
+    return metrics, problems(metrics, form.block_error, FOLDED if is_rounded else 0.0)
 
 
 def problems(measured: Mapping[str, Any], block_error: float, rounding: float) -> list[str]:
@@ -124,22 +124,22 @@ def problems(measured: Mapping[str, Any], block_error: float, rounding: float) -
     misrouted = largest_share(MISROUTED, measured["tokens"])
     at_full = (DENSE_LOGITS + rounding) * grows
     disagreement = largest_share((DISAGREEMENT + rounding) * grows, measured["tokens"])
-    figures: list[tuple[str, float, float]] = []
+    metrics: list[tuple[str, float, float]] = []
     for each in measured["layers"]:
         place = f"layer {each['layer']}"
-        figures += [
+        metrics += [
             (f"{place}: share of misrouted tokens", each["misrouted"], misrouted),
             (f"{place}: median relative block error", each["block_error"], block),
             (f"{place}: 95th percentile of the block error", each["block_error_tail"], 5 * block),
         ]
-    figures += [
+    metrics += [
         ("top-1 disagreement", 1 - measured["top1_agreement"], disagreement),
         ("median logit error", measured["logits_error"], logits),
         ("95th percentile of the logit error", measured["logits_error_tail"], 5 * logits),
         ("median logit error at k = E", measured["dense_error"] or 0.0, at_full),
     ]
     what = "The exported model differs from the masked dense model"
-    return [f"{what}: {problem}" for problem in beyond(figures)]
+    return [f"{what}: {problem}" for problem in beyond(metrics)]
 
 
 def _compare(

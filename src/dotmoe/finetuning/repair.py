@@ -26,7 +26,7 @@ from dotmoe.options import at_least
 from dotmoe.progress import Update, no_update
 from dotmoe.training.loop import cosine_with_warmup
 
-FIGURES, _WEIGHTS = "repair.json", "weights.safetensors"
+METRICS, _WEIGHTS = "repair.json", "weights.safetensors"
 """Metrics (the stage's, and each layer's in its checkpoint), and a checkpoint's weights."""
 RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
 """Penalties to try, as shares of the mean diagonal of the Gram matrix."""
@@ -150,7 +150,7 @@ def repair(
     config.require(layout.granularity)
     streams = _Streams(dense, layout, blocks, config)
     parameters, stored = dict(dense.model.named_parameters()), Tensors.of(dense)
-    changed, figures = dict[str, Path](), list[dict[str, Any]]()
+    changed, metrics = dict[str, Path](), list[dict[str, Any]]()
     for index in range(layout.num_layers):
         streams.advance_dense(index)
         if index not in layout.moe_layers:
@@ -172,8 +172,8 @@ def repair(
                     }
                     with complete_folder(checkpoint) as partial_folder:
                         save_file(tensors, partial_folder / _WEIGHTS)
-                        write_json(partial_folder / FIGURES, {"layer": index, **of_layer})
-                figures.append(read_json(checkpoint / FIGURES))
+                        write_json(partial_folder / METRICS, {"layer": index, **of_layer})
+                metrics.append(read_json(checkpoint / METRICS))
                 for name, weight in load_file(checkpoint / _WEIGHTS).items():
                     originals[name] = parameters[name].data
                     parameters[name].data = weight.to(originals[name])
@@ -181,12 +181,12 @@ def repair(
             streams.converted.advance(index)
         for name, weight in originals.items():
             parameters[name].data = weight
-        on_progress(index + 1, layout.num_layers, f"error {figures[-1]['heldout_error']:.3f}")
+        on_progress(index + 1, layout.num_layers, f"error {metrics[-1]['heldout_error']:.3f}")
     _write(dense, changed, folder / MODEL)
     layout.save(folder / LAYOUT)
     served = [*config.repair_active_experts] or [part.active_experts for part in parts_of(layout)]
-    record = {"tokens": streams.num_tokens, "active_experts": served, "layers": figures}
-    write_json(folder / FIGURES, record)
+    record = {"tokens": streams.num_tokens, "active_experts": served, "layers": metrics}
+    write_json(folder / METRICS, record)
     return record
 
 
@@ -261,15 +261,15 @@ class _Streams:
                         missing_TD, scale_T = _before_norm(missing_TD, product_TD, norm)
                         weight_T = weight_T / scale_T.square()
                     sums[part.start >= self._num_fitted].add(hidden_TN, missing_TD, weight_T)
-        change_ND, figures = refit(*sums, whole=not is_trained)
+        change_ND, metrics = refit(*sums, whole=not is_trained)
         weights = {f"{target.output_name}.weight": output.weight.double() + change_ND.T}
         if is_trained:
             x_TD, wanted_TD = (torch.cat([*parts.values()]) for parts in (inputs, wanted))
-            weights, figures["trained_error"] = self._trained(
+            weights, metrics["trained_error"] = self._trained(
                 index, masking, ks, weights, x_TD, wanted_TD, weight_BT.flatten()
             )
         masking.active_experts = own_k
-        return weights, figures
+        return weights, metrics
 
     def _trained(
         self,

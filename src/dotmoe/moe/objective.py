@@ -159,8 +159,8 @@ class Objective:
         self.end()
         summed = sum_over_ranks(torch.stack([value.float() for value in sums.values()]))
         # One copy to the host per step: nothing before this waits for the device.
-        figures = torch.cat([*(value.float().view(1) for value in metrics.values()), summed])
-        return dict(zip([*metrics, *sums], figures.tolist(), strict=True))
+        values = torch.cat([*(value.float().view(1) for value in metrics.values()), summed])
+        return dict(zip([*metrics, *sums], values.tolist(), strict=True))
 
     def teacher(self, tokens_BT: Tensor) -> Taught | None:
         """Output of the teacher: of the student with routing off, if both share the weights."""

@@ -26,7 +26,7 @@ from dotmoe.pruning.modegpt import modegpt, require_plain_heads
 from dotmoe.pruning.slicegpt import require_norms_before, sliced, slicegpt
 from dotmoe.pruning.whole_layers import shortgpt, sleb
 
-FIGURES, TENSORS = "pruning.json", "tensors.safetensors"
+METRICS, TENSORS = "pruning.json", "tensors.safetensors"
 """Files in the stage's folder: what `prune` returns, and tensors kept instead of a checkpoint."""
 
 
@@ -85,7 +85,7 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
     tokens = inputs.tokens_BT.numel()
     if chosen.is_trained:
         tokens = inputs.steps * inputs.batch(0).numel() if inputs.excess > 0 else 0
-    figures = {
+    metrics = {
         "parameters": total - pruned.removed,
         "stored": total - pruned.removed,
         "calibration_tokens": tokens,
@@ -98,5 +98,5 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
         write_weights(inputs.dense, folder / MODEL)
         config = folder / MODEL / "config.json"
         write_json(config, read_json(config) | (pruned.config or {}))
-    write_json(folder / FIGURES, figures)
-    return figures
+    write_json(folder / METRICS, metrics)
+    return metrics
