@@ -120,7 +120,7 @@ def main() -> None:
         {
             "origin": "measured",
             "split": {
-                name: getattr(layout, name)
+                name: getattr(layout.granularity, name)
                 for name in ("num_experts", "expert_size", "active_experts", "shared_size")
             },
             "rows": found,

@@ -73,7 +73,7 @@ def test_an_object_with_its_checksum_comes_back_and_every_altered_byte_is_notice
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", None])
 def test_a_bad_json_file_gets_one_line(content, tmp_path):
-    path = tmp_path / "values.json"
+    path = tmp_path / "new" / "values.json"
     write_json(path, {"a": 1})
     assert read_json(path) == {"a": 1}
     path.unlink() if content is None else path.write_bytes(content)

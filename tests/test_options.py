@@ -7,6 +7,7 @@ import math
 import pkgutil
 import typing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import pytest
@@ -23,6 +24,7 @@ from dotmoe.options import (
     at_most,
     between,
     check,
+    checked,
     from_values,
     identity,
     values_of,
@@ -81,9 +83,8 @@ def test_a_number_out_of_its_range_is_refused(config, message):
 
 
 def test_the_ends_of_each_range_are_accepted():
-    check(Outer(out="o", inner=Inner(lr=1e-9, share=0.0, micro=1), level=9))
+    check(Outer(out="o", inner=Inner(lr=1e-9, share=0.0, weights=(0.1, 2), micro=1), level=9))
     check(outer(share=1.0))
-    check(outer(weights=(0.1, 2)))
 
 
 def test_a_config_survives_json_and_lists_are_as_good_as_tuples():
@@ -93,6 +94,12 @@ def test_a_config_survives_json_and_lists_are_as_good_as_tuples():
     assert from_values(Outer, values, "config.json") == config
     assert from_values(Outer, values_of(replace(config, names=["a"])), "config.json") == config
     assert from_values(Outer, {"out": "o", "inner": {"lr": 1}}, "config.json") == outer(lr=1.0)
+
+
+def test_a_config_made_in_python_may_hold_paths_but_no_empty_text():
+    assert checked(Outer(out=Path("a/b"), names=[Path("c")])) == Outer(out="a/b", names=("c",))
+    with pytest.raises(UserError, match="the config lacks out"):
+        checked(Outer(out=""))
 
 
 def test_the_identity_leaves_out_how():

@@ -28,7 +28,7 @@ from dotmoe.export.record import require_checksums
 from dotmoe.files import Values
 from dotmoe.llama_cpp import Runtime
 from dotmoe.load import LoadConfig, load_weights, resolved_dtype
-from dotmoe.options import at_least, check
+from dotmoe.options import at_least, checked
 from dotmoe.progress import Update, no_update
 from dotmoe.run_folder import provenance
 from dotmoe.tables import Table, in_bytes, percent, table_of
@@ -108,7 +108,7 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
     `UserError` if the two are not a dense model and its MoE, or not for the same software; if there
     is no such model or device, or no llama.cpp; if the context is too long, or memory too small.
     """
-    check(config)
+    config = checked(config)
     in_gguf = config.moe.lower().endswith(".gguf")
     if in_gguf and not config.dense.lower().endswith(".gguf"):
         raise UserError(

@@ -31,7 +31,7 @@ def resolved_device(name: str) -> torch.device:
     """The device that `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N` means here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", str(name)):
         raise UserError(f"device is {name!r}, but it must be auto, cpu, cuda or cuda:N. Name one.")
     try:
         torch.empty(0, device=name)

@@ -51,7 +51,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON object atomically."""
+    """Write a JSON object atomically, in a folder that is made if it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(values, indent=2) + "\n")
 
 

@@ -74,15 +74,16 @@ def check(config: Any) -> None:
 
 
 def checked(config: Config) -> Config:
-    """A copy of a config made in Python, with types and ranges checked, and lists as tuples."""
-    config = from_values(type(config), values_of(config), "the config")
+    """A copy of a config made in Python, checked; lists as tuples, paths as text, no empty text."""
+    given = {name: value for name, value in values_of(config).items() if value != ""}
+    config = from_values(type(config), given, "the config")
     check(config)
     return config
 
 
 def values_of(config: Any) -> dict[str, Any]:
     """A config, defaults included, as plain JSON values; with its command, if it has one."""
-    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
     command = getattr(config, COMMAND, None)
     return values if command is None else {COMMAND: command, **values}
 

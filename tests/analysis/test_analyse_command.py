@@ -24,7 +24,7 @@ def folder(finished, tmp_path):
 
 
 def analysed(folder, name, **options):
-    return analyse(AnalyseConfig(run=str(folder), only=(name,), **options))[name]
+    return analyse(AnalyseConfig(run=folder, only=[name], **options))[name]
 
 
 def results(folder):

@@ -73,7 +73,7 @@ def test_checkpoints_and_gguf_files_are_measured(runtime, pair, request):
     models = request.getfixturevalue("gguf_pair") if is_gguf else pair
     dense, moe = (models[name] if is_gguf else pair / name for name in ("dense", "glm4_moe"))
     told = []
-    config = BenchConfig(dense=str(dense), moe=str(moe), **SMALL)
+    config = BenchConfig(dense=dense, moe=moe, **SMALL)
     result = bench(config, lambda done, total, note: told.append((done, total)))
     assert (told[0], told[-1]) == ((0, 6), (6, 6))
     result = json.loads(json.dumps(result))

@@ -6,6 +6,7 @@ know nothing of its modules, so they hold for any code that does the same.
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,7 @@ def exact_model(tiny_dense, tmp_path_factory):
         factors = GRANITE_FACTORS if family == "granite" else {}
         source = tiny_dense(family, **factors, **options)
         folder = tmp_path_factory.mktemp("exact") / family
-        folder.mkdir()
-        for path in source.iterdir():
-            (folder / path.name).write_bytes(path.read_bytes())
+        shutil.copytree(source, folder)
         generator = torch.Generator().manual_seed(7)
         weights = load_file(source / "model.safetensors")
         for name in sorted(weights):

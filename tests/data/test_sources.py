@@ -43,6 +43,7 @@ def test_a_field_may_be_named_or_null_and_a_byte_order_mark_is_no_text(tmp_path)
     path = write(tmp_path / "a.jsonl", jsonl([{"passage": "long", "text": "short", "mine": "own"}]))
     assert read(path) == ["short"]
     assert read(path, text_field="mine") == read(f"{path}#mine") == ["own"]
+    assert "names the split test, but" in refusal_of(f"{path}@test#mine")
     path = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": null}\n{"text": "b"}')
     assert read(path) == ["", "b"]
     assert read(write(tmp_path / "a.txt", b"\xef\xbb\xbfhello")) == ["hello"]

@@ -60,7 +60,7 @@ def test_a_lost_rank_is_one_line_whatever_connects_them(error, monkeypatch):
 
 
 def test_devices_are_resolved_and_refused():
-    assert resolved_device("cpu") == torch.device("cpu")
+    assert resolved_device("cpu") == resolved_device(torch.device("cpu")) == torch.device("cpu")
     for name, words in (("tpu", "must be auto, cpu, cuda"), ("cuda:99", "this machine does not")):
         with pytest.raises(UserError, match=re.escape(words)):
             resolved_device(name)

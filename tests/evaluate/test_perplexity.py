@@ -173,8 +173,8 @@ def test_the_result_says_what_was_measured_and_how(tiny_dense, tmp_path):
     """Name, number format, command and versions stand beside a plain perplexity, too."""
     model, source = str(tiny_dense("llama")), tmp_path / "text.txt"
     source.write_text("".join(TEXTS))
-    corpus = TextConfig(text=(str(source),), window=32)
-    config = EvaluateConfig(model=model, out=str(tmp_path / "out"), corpus=corpus, load=CPU)
+    corpus = TextConfig(text=[source], window=32)
+    config = EvaluateConfig(model=model, out=tmp_path / "out", corpus=corpus, load=CPU)
     found = evaluate(config, command="dotmoe evaluate x")
     assert json.loads((tmp_path / "out" / "perplexity.json").read_text()) == found
     assert (found["name"], found["dtype"], found["unit"]) == (model, "float32", "token")

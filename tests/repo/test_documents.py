@@ -5,16 +5,19 @@ And the examples in docstrings, which give what they say.
 
 import ast
 import doctest
-import importlib.util
+import importlib
 import json
 import pkgutil
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+updater = importlib.import_module("update_documents")
 README = (ROOT / "README.md").read_text()
 MAP = (ROOT / "docs" / "paper_map.md").read_text(encoding="utf-8")
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,9 +30,7 @@ COVERED_BY_CODE_ALONE = {
     "tab:hyperparams_sft",
     "fig:ablation_overview",
 }
-WITH_EXAMPLES = [
-    path for path in sorted((ROOT / "src").rglob("*.py")) if ">>> " in path.read_text()
-]
+WITH_EXAMPLES = [p for p in sorted(ROOT.glob("src/**/*.py")) if ">>> " in p.read_text()]
 CELLS = [[cell.strip() for cell in line.strip("|").split("|")] for line in MAP.splitlines()]
 ROWS = {
     cells[0].strip("`"): cells[1:]
@@ -39,21 +40,13 @@ ROWS = {
 """By label: what it is, code, tests, status."""
 
 
-def updater():
-    path = ROOT / "scripts" / "update_documents.py"
-    spec = importlib.util.spec_from_file_location("update", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def quoted(cell):
     return re.findall(r"`([^`]+)`", cell)
 
 
 def test_the_generated_parts_are_current():
-    for document in updater().DOCUMENTS:
-        assert updater().rendered(document.read_text()) == document.read_text()
+    for document in updater.DOCUMENTS:
+        assert updater.rendered(document.read_text()) == document.read_text()
 
 
 def test_the_picture_of_a_report_shows_the_readmes_figures():

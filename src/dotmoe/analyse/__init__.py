@@ -9,7 +9,7 @@ from dotmoe.analyse.overhead import profile
 from dotmoe.analyse.run import AnalyseConfig, AnalysedRun, Findings
 from dotmoe.errors import UserError, nearest, require_package
 from dotmoe.files import Values, read_json, sha256_of, write_json
-from dotmoe.options import check, values_of
+from dotmoe.options import checked, values_of
 from dotmoe.progress import Progress
 from dotmoe.run_folder import provenance
 
@@ -57,7 +57,7 @@ def analyse(
     Raises a `UserError` if the run is not finished, a number is out of range, another process works
     in the run folder, or an analysis that was requested by name cannot be made.
     """
-    check(config)
+    config = checked(config)
     for name in config.only:
         if name not in ANALYSES:
             raise UserError(
@@ -126,6 +126,5 @@ def _result(run: AnalysedRun, name: str, inputs: Values, command: str | None) ->
         "command": command,
         "provenance": provenance(SEED),
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, result)
     return result

@@ -146,15 +146,17 @@ def opened(source: str, config: DataConfig) -> Iterator[str]:
         name, _, field = name.partition("#")
     if not _is_there(name):
         name, _, split = name.partition("@")
-    split, text_field = split or config.split, field or config.text_field
+    text_field = field or config.text_field
     size = config.shuffle_buffer
     if size is None:  # the files of the mix are sorted by origin
         size = 10_000 if config.has_dolmino else 0
     digest = sha256(f"{config.data_seed}/0/{source}".encode()).digest()
     seed = int.from_bytes(digest[:4], "little")
+    path = Path(os.path.expanduser(name))
+    if split and (name in (STDLIB, STDLIB_HELDOUT) or os.path.isfile(path)):
+        raise UserError(f"{source} names the split {split}, but {name} has none. Name it alone.")
     if name in (STDLIB, STDLIB_HELDOUT):
         return shuffled(stdlib_documents("train" if name == STDLIB else "heldout"), size, seed)
-    path = Path(os.path.expanduser(name))
     if os.path.isfile(path):
         return shuffled(file_documents(path, text_field), size, seed)
     if os.path.isdir(path):
@@ -163,7 +165,7 @@ def opened(source: str, config: DataConfig) -> Iterator[str]:
         siblings = path.parent.iterdir() if os.path.isdir(path.parent) else ()
         near = nearest(str(path), map(str, siblings))
         raise UserError(f"{name} does not exist.{near} Name an existing file.")
-    return _dataset_documents(name, split, text_field, size, seed)
+    return _dataset_documents(name, split or config.split, text_field, size, seed)
 
 
 def shuffled(stream: Iterable[str], size: int, seed: int) -> Iterator[str]:

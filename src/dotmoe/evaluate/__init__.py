@@ -6,7 +6,7 @@ from pathlib import Path
 from dotmoe.evaluate import fidelity, generation, perplexity, tasks
 from dotmoe.evaluate.models import EvaluateConfig, sides_of
 from dotmoe.files import Values, write_json
-from dotmoe.options import check
+from dotmoe.options import checked
 from dotmoe.progress import Progress
 from dotmoe.run_folder import provenance
 from dotmoe.tables import Table
@@ -35,7 +35,7 @@ def evaluate(
     The result is also written to `config.out`/NAME.json if `out` is given. Raises `UserError` if
     options are out of range, or the model or text is missing, or they do not fit each other.
     """
-    check(config)
+    config = checked(config)
     measure, _ = MEASUREMENTS[config.measurement]
     result = {
         "origin": "measured",
@@ -45,7 +45,5 @@ def evaluate(
         "provenance": provenance(seed=0),
     }
     if config.out is not None:
-        out = Path(config.out)
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(out / f"{config.measurement}.json", result)
+        write_json(Path(config.out) / f"{config.measurement}.json", result)
     return result

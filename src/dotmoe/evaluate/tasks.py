@@ -120,7 +120,6 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
                 "identity": identity,
                 "provenance": provenance(1234),  # the harness's own seed of solved examples
             }
-            file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, results[name])
         return of_model(model, results.values())
 
