@@ -150,8 +150,7 @@ def opened(source: str, config: DataConfig) -> Iterator[str]:
     size = config.shuffle_buffer
     if size is None:  # the files of the mix are sorted by origin
         size = 10_000 if config.has_dolmino else 0
-    digest = sha256(f"{config.data_seed}/0/{source}".encode()).digest()
-    seed = int.from_bytes(digest[:4], "little")
+    seed = int.from_bytes(sha256(f"{config.data_seed}/0/{source}".encode()).digest()[:4], "little")
     if name in (STDLIB, STDLIB_HELDOUT):
         return shuffled(stdlib_documents("train" if name == STDLIB else "heldout"), size, seed)
     path = Path(os.path.expanduser(name))
