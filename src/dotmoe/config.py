@@ -98,7 +98,9 @@ class FinetuneRunConfig:
     """Seed of the data order and of the initial adapters."""
 
     def check_together(self) -> None:
-        """Refuse options for reading a text if no text is named."""
+        """Refuse options for reading a text if no text is named, and to train nothing."""
+        if self.finetune.train == "router" and self.finetune.router_rate == 0:
+            raise UserError("lr_router is 0, but train is router: nothing would learn. Raise it.")
         if not self.data.data and self.data != DataConfig(seq_len=self.data.seq_len):
             raise UserError(
                 "data names no source, so the text of RUN is read as RUN did, and only seq_len can "

@@ -89,11 +89,11 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
                 return run.conversion()
             dense = load_dense(config.model, config.load)
             split = raise_on_all_ranks(lambda: split_of(config, dense))
-            run.tokenise(dense, _tokens_read(config, dense))
+            repairing = config.repairing.tokens(split, dense.config) if config.repair else 0
+            run.tokenise(dense, max(calibration_tokens(config, dense.widths.model), repairing))
             state = None
             if config.method == "dot_moe" or config.align.steps:
-                start = _calibrate(run, dense, split)
-                state = _align(run, dense, split, start)
+                state = _align(run, dense, split, _calibrate(run, dense, split))
         if not run.is_rank_zero:
             return run.conversion()
         if is_divided(dense.model):  # its shards are on ranks that have returned
@@ -129,6 +129,7 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             dense = raise_on_all_ranks(source.origin)
             split = layout.granularity
             raise_on_all_ranks(lambda: require_exportable(dense, split, config.export))
+            raise_on_all_ranks(lambda: _require_unedited(source))
             tokens = config.repairing.tokens(split, dense.config) if repairs else 0
             run.tokenise(dense, tokens, beside=source.text)
             if repairs:
@@ -138,8 +139,7 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
                 layout = _train(run, dense, source)
                 blocks = run.text.training
                 steps = training.schedule(blocks.num_blocks).steps
-                tokens = steps * training.batch_size * blocks.seq_len
-                metrics = {"steps": steps, "tokens": tokens}
+                metrics = {"steps": steps, "tokens": steps * training.batch_size * blocks.seq_len}
         if not run.is_rank_zero:
             return run.conversion()
         if source.has_own_weights and not config.eval_text and source.folder.has("evaluate"):
@@ -357,8 +357,7 @@ class _Run:
     ) -> dict[str, Any]:
         """Perplexity of a dense model in memory while the context `change` alters it."""
         with self.progress.bar(f"evaluate {name}", tokens=1) as update, change:
-            model, tokenizer = dense.model, dense.tokenizer
-            return perplexity.heldout_perplexity(model, tokenizer, self.texts, update)
+            return perplexity.heldout_perplexity(dense.model, dense.tokenizer, self.texts, update)
 
     def conversion(self) -> Conversion:
         """The result of the run; the report is made anew each time, from result files alone."""
@@ -399,13 +398,6 @@ def _requested_split(config: RunConfig, dense: DenseModel) -> Granularity:
     return splits_of(config.experts, dense.widths.ffn, dense.config.num_attention_heads)
 
 
-def _tokens_read(config: RunConfig, dense: DenseModel) -> int:
-    """Minimum number of tokens of training text that calibration and repair need."""
-    split = _requested_split(config, dense)
-    repair = config.repairing.tokens(split, dense.config) if config.repair else 0
-    return max(calibration_tokens(config, dense.widths.model), repair)
-
-
 def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
     """The run to finetune, and its config with the text sources of the finetuning."""
     repairs = config.finetune.train == "repair"
@@ -429,6 +421,16 @@ def _source(config: FinetuneRunConfig) -> tuple[FinishedRun, RunConfig]:
         )
     data = replace(source.config.data, seq_len=config.data.seq_len)
     return source, replace(source.config, data=config.data if config.data.data else data)
+
+
+def _require_unedited(source: FinishedRun) -> None:
+    """Refuse a run whose export has another k than its layout, which is what is finetuned."""
+    k, exported = source.layout.active_experts, source.folder.stage("export")
+    if source.folder.has("export") and (edited := ExportRecord.load(exported).active_experts) != k:
+        raise UserError(
+            f"{exported} was edited to run {edited} experts per token, but {k} would be finetuned. "
+            f"Convert with --active-experts {edited}, or edit it back to {k}."
+        )
 
 
 # --- stages of one command ---------------------------------------------------------------------

@@ -92,7 +92,8 @@ GLM, MIXTRAL = {"format": "glm4_moe"}, {"format": "mixtral"}
         ("llama", {}, {"expert_size": 6, "shared_size": 24}, MIXTRAL, "shared expert"),
         ("llama", {}, {"first_dense_layers": 1}, MIXTRAL, "dense layers"),
         ("llama", {}, {"first_dense_layers": 2}, {}, r"first_dense_layers is 2.*Choose 0 to 1"),
-        ("llama", {}, {"num_experts": 16, "expert_size": 6}, {}, r"is 6.*multiples of 4"),
+        ("granite", {}, {"first_dense_layers": 1}, {}, "dense layers, which granitemoe cannot"),
+        ("granite", {}, {"num_experts": 16, "expert_size": 6}, {}, r"is 6.*multiples of 4"),
         ("llama", {}, {"num_experts": 24, "expert_size": 4}, {"export_dtype": "bfloat16"}, "of 8"),
         ("llama", {}, {"num_experts": 1, "expert_size": 96, "active_experts": 1}, {}, "at least 2"),
         ("llama", {}, {}, {"format": "glm4-moe"}, "Did you mean glm4_moe"),
@@ -106,13 +107,12 @@ def test_what_cannot_be_exported_is_refused_in_a_line(
     family, options, split, config, words, tiny_dense
 ):
     dense = describe_dense(str(tiny_dense(family, **options)))
-    plain = Granularity(num_experts=12, expert_size=8, active_experts=3)
+    split = Granularity(**{"num_experts": 12, "expert_size": 8, "active_experts": 3} | split)
     if words is None:
-        dtype = require_exportable(dense, replace(plain, **split), ExportConfig(**config))
-        assert dtype == torch.float32
+        assert require_exportable(dense, split, ExportConfig(**config)) == torch.float32
         return
     with pytest.raises(UserError, match=words) as caught:
-        require_exportable(dense, replace(plain, **split), ExportConfig(**config))
+        require_exportable(dense, split, ExportConfig(**config))
     assert "\n" not in str(caught.value)
 
 

@@ -57,12 +57,11 @@ def test_a_run_is_finetuned_measured_and_exported_again(finished, tmp_path, caps
     assert "finetune (everything)" not in capsys.readouterr().err
 
 
-def test_lora_without_its_package_is_refused(finished, tmp_path, capsys, monkeypatch):
+def test_lora_without_its_package_is_refused(finished, tmp_path, command, monkeypatch):
     monkeypatch.setattr("dotmoe.errors.find_spec", lambda name: None)
-    out = tmp_path / "out"
-    assert run(["finetune", str(finished.folder), str(out), "--train", "lora", *TRAIN]) == 2
-    assert "pip install -e '.[lora]'" in capsys.readouterr().err
-    assert not out.exists()
+    refused = command("finetune", finished.folder, tmp_path / "out", train="lora").refusal()
+    assert "pip install -e '.[lora]'" in refused
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

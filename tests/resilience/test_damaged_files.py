@@ -77,7 +77,7 @@ def test_the_remedy_in_the_message_repairs_the_run(name, finished, command, tmp_
     assert copy.tensors() == finished.tensors()
 
 
-def test_a_k_changed_by_hand_is_told_and_settled_by_edit(finished, command, tmp_path):
+def test_a_changed_k_is_told_settled_by_edit_and_not_finetuned(finished, command, tmp_path):
     copy = finished.copied_to(tmp_path / "run")
     path = copy.folder / "5_export" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_experts_per_tok": 5}, indent=2))
@@ -85,3 +85,5 @@ def test_a_k_changed_by_hand_is_told_and_settled_by_edit(finished, command, tmp_
     assert "dotmoe edit" in command(*evaluate).refusal()
     assert command("edit", copy.folder, active_experts=5).status == 0
     assert command(*evaluate).status == 0
+    refused = command("finetune", copy.folder, tmp_path / "tuned").refusal()
+    assert "5 experts per token, but 3 would be finetuned" in refused

@@ -38,5 +38,4 @@ def by_energy(inputs: SplitInputs) -> Iterator[LayerSplit]:
         energy_N = layer.energy().mean(dim=0)
         expert_N = energy_N.argsort(descending=True).argsort() // split.expert_size
         mean_energy_E1 = means(energy_N[:, None], expert_N, split.num_experts)
-        router_ED = mean_energy_E1 * layer.x_TD.mean(dim=0)
-        yield LayerSplit(layer, expert_N, router_ED)
+        yield LayerSplit(layer, expert_N, mean_energy_E1 * layer.x_TD.mean(dim=0))

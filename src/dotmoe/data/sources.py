@@ -150,8 +150,7 @@ def opened(source: str, config: DataConfig) -> Iterator[str]:
     size = config.shuffle_buffer
     if size is None:  # the files of the mix are sorted by origin
         size = 10_000 if config.has_dolmino else 0
-    digest = sha256(f"{config.data_seed}/0/{source}".encode()).digest()
-    seed = int.from_bytes(digest[:4], "little")
+    seed = int.from_bytes(sha256(f"{config.data_seed}/0/{source}".encode()).digest()[:4], "little")
     path = Path(os.path.expanduser(name))
     if split and (name in (STDLIB, STDLIB_HELDOUT) or os.path.isfile(path)):
         raise UserError(f"{source} names the split {split}, but {name} has none. Name it alone.")

@@ -190,8 +190,7 @@ def measure_words(config: EvaluateConfig, progress: Progress) -> Values:
         )
     texts: list[str] = []
     for piece in documents(DataConfig(data=config.corpus.text)):
-        begun = texts.pop() if isinstance(piece, Continuation) else ""
-        texts.append(begun + piece)
+        texts.append((texts.pop() if isinstance(piece, Continuation) else "") + piece)
 
     def measured(stock: StockModel, update: Update) -> Values:
         fitting = [window for window in PAPER_WINDOWS if window <= stock.context]

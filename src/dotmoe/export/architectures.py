@@ -341,7 +341,8 @@ def formats_like(name: str) -> Mapping[str, Format]:
 def format_for(dense: DenseModel, split: Granularity, name: str, dtype: torch.dtype) -> Format:
     """The format called `name`, or for `auto` and `gguf` the first that can hold the model.
 
-    If it cannot hold the model, the error names the formats that can.
+    If it cannot hold the model, the error names the formats that can; if none can, `auto` and
+    `gguf` give the reason of a format that holds the model split in another way.
     """
     leading, layers = split.first_dense_layers, dense.widths.layers
     if leading >= layers:
@@ -352,7 +353,9 @@ def format_for(dense: DenseModel, split: Granularity, name: str, dtype: torch.dt
     forms = formats_like(name)
     refusals = {each: form.unsupported(dense, split, dtype) for each, form in forms.items()}
     able = [each for each, refusal in refusals.items() if refusal is None and forms[each].splits]
-    chosen = name if name in forms else next(iter(able or forms))
+    plain = replace(split, expert_size=64, shared_size=0, first_dense_layers=0)
+    native = [n for n in forms if refusals[n] and not forms[n].unsupported(dense, plain, dtype)]
+    chosen = name if name in forms else [*able, *native, *forms][0]
     refusal = refusals[chosen]
     if refusal is not None:
         others = f" Formats that can hold it: {', '.join(able)}." if able else ""

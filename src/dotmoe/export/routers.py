@@ -93,8 +93,7 @@ def misrouted_share(logits_TE: Float[Tensor, "T E"], chosen_TK: Int[Tensor, "T K
         1.0
     """
     left_out_T = logits_TE.scatter(1, chosen_TK, -torch.inf).amax(dim=1)
-    chosen_T = logits_TE.gather(1, chosen_TK).amin(dim=1)
-    return float((left_out_T > chosen_T).double().mean())
+    return float((left_out_T > logits_TE.gather(1, chosen_TK).amin(dim=1)).double().mean())
 
 
 def runtime_routing(

@@ -144,8 +144,7 @@ class TransformersFormat(Format):
 
     def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
         prefix = f"model.layers.{layer}.{self.stored_block}"
-        weight = f"{prefix}.{self.router_name}.{self.router_weight}"
-        yield conversion.router(layer, weight)
+        yield conversion.router(layer, f"{prefix}.{self.router_name}.{self.router_weight}")
         yield from self.experts(conversion, layer, prefix)
 
     def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:

@@ -115,8 +115,7 @@ def require(dense: DenseModel, _: torch.device) -> None:
 def kept_of_four(score_OI: Float[Tensor, "O I"]) -> Bool[Tensor, "O I"]:
     """Mask of the two largest scores in each four; of equal scores the later ones are kept."""
     fours = score_OI.reshape(len(score_OI), -1, 4)
-    rank = fours.argsort(dim=-1, stable=True).argsort(dim=-1)
-    return rank.flatten(1) >= 2
+    return fours.argsort(dim=-1, stable=True).argsort(dim=-1).flatten(1) >= 2
 
 
 def _by_layers(
