@@ -38,7 +38,8 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: temporary name, sync, rename, sync of the folder."""
+    """Write a file atomically, and its folder: temporary name, sync, rename, sync of the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.partial")
     try:
         temporary.write_text(text, encoding="utf-8")

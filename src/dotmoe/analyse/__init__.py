@@ -126,6 +126,5 @@ def _result(run: AnalysedRun, name: str, inputs: Values, command: str | None) ->
         "command": command,
         "provenance": provenance(SEED),
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, result)
     return result

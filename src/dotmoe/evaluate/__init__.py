@@ -45,7 +45,5 @@ def evaluate(
         "provenance": provenance(seed=0),
     }
     if config.out is not None:
-        out = Path(config.out)
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(out / f"{config.measurement}.json", result)
+        write_json(Path(config.out) / f"{config.measurement}.json", result)
     return result
