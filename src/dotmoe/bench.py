@@ -130,8 +130,7 @@ def bench(config: BenchConfig, on_progress: Update = no_update) -> Values:
         workers = []
         for name in (config.dense, config.moe):
             path = os.path.expanduser(name) if in_gguf else model_folder(name)
-            called = f"{runtime} on {path}"
-            worker = Worker(runner, str(path), *options, name=called, remedy=remedy)
+            worker = Worker(runner, str(path), *options, name=f"{runtime} on {path}", remedy=remedy)
             workers.append(stack.enter_context(worker))
         models = [worker.ask("loaded") for worker in workers]
         _require_a_pair(config, *models)

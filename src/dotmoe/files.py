@@ -38,7 +38,8 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: temporary name, sync, rename, sync of the folder."""
+    """Write a file atomically, and its folder: temporary name, sync, rename, sync of the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.partial")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -52,7 +53,6 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write a JSON object atomically, in a folder that is made if it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(values, indent=2) + "\n")
 
 

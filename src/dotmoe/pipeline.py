@@ -442,8 +442,7 @@ def _calibrate(run: _Run, dense: DenseModel, split: Granularity) -> AlignState:
 
     def make(folder: Path) -> AlignState:
         if config.method != "dot_moe":
-            layout = _split_by_baseline(run, dense, split).layout
-            return baselines.state_of(layout, dense.device)
+            return baselines.state_of(_split_by_baseline(run, dense, split).layout, dense.device)
         blocks, how, seed = run.text.training, config.calibrate, config.seed
         with run.progress.bar(f"calibrate ({how.start})") as update:
             return calibrate(dense, blocks, split, how, seed=seed, on_progress=update)

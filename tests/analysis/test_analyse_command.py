@@ -139,9 +139,8 @@ def test_a_finetuned_run_has_its_own_routing(finished, finetuned, tmp_path):
 @pytest.mark.slow
 def test_a_shared_expert_is_no_part_of_the_load(tiny_dense, text_file, tmp_path, command):
     out = tmp_path / "cmoe"
-    options = {"method": "cmoe", "expert_size": 8, "active_experts": 4}
-    options |= {"calibration_tokens": 256, "data": text_file}
-    options |= {"eval_tokens": 512, "scale_tokens": 256, "verify_tokens": 256, "seq_len": 32}
+    options = {"method": "cmoe", "expert_size": 8, "active_experts": 4, "data": text_file}
+    options |= {"calibration_tokens": 256, "eval_tokens": 512, "scale_tokens": 256, "seq_len": 32}
     said = command("convert", tiny_dense("llama"), out, **options)
     assert said.status == 0, said.err
     found = analyse(AnalyseConfig(run=str(out), tokens=256))

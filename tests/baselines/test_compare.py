@@ -288,13 +288,10 @@ def test_every_method_is_frozen_repaired_and_finetuned_alike(rows_of, tiny_dense
     expected.insert(6, ("lte-own", "frozen"))  # under the method's own router
     assert [(row["run"], row.get("weights")) for row in rows[1:]] == expected
     for row in rows[1:4]:
-        measured = results_in(out / row["run"])
-        key = {"frozen": "frozen"}.get(row["weights"], "moe")
-        assert row["perplexity"] == measured[key]["perplexity"]
-    assert {row["finetune_tokens"] for row in rows if "finetune_tokens" in row} == {
-        2 * 4 * TINY_CONVERT["seq_len"]
-    }
+        measured = results_in(out / row["run"])["frozen" if row["weights"] == "frozen" else "moe"]
+        assert row["perplexity"] == measured["perplexity"]
     read = TINY_CONVERT["calibration_tokens"], 1024, 2 * 4 * TINY_CONVERT["seq_len"]
+    assert {row["finetune_tokens"] for row in rows if "finetune_tokens" in row} == {read[2]}
     assert [row["text_tokens"] for row in rows[1:4]] == [read[0], sum(read[:2]), sum(read)]
     table = (out / "compare.md").read_text()
     assert all(level in table for level in levels)

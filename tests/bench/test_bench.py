@@ -28,14 +28,8 @@ from dotmoe.llama_cpp import Runtime
 from dotmoe.tables import to_markdown
 from runs import weights_of
 
-SMALL = {
-    "batch_sizes": (1, 3),
-    "prompt_tokens": 9,
-    "context_tokens": 5,
-    "decode_steps": 2,
-    "rounds": 2,
-    "threads": 1,
-}
+SMALL = {"batch_sizes": (1, 3), "prompt_tokens": 9, "context_tokens": 5, "decode_steps": 2}
+SMALL |= {"rounds": 2, "threads": 1}
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,8 @@ from dotmoe.moe.masked import masked_by
 
 
 def curve_of(case, *active_experts):
-    return evaluate(
-        EvaluateConfig(model=str(case.folder), curve=active_experts, corpus=case.corpus)
-    )
+    config = EvaluateConfig(model=str(case.folder), curve=active_experts, corpus=case.corpus)
+    return evaluate(config)
 
 
 def test_every_point_is_the_masked_model_with_that_k(exported):
@@ -62,8 +61,7 @@ def test_what_has_no_curve_is_refused(exported):
     case = exported(format="mixtral")
     with pytest.raises(UserError, match=r"k is fixed at 3, so it has no curve\. Export the run"):
         curve_of(case)
-    of_two_targets = replace(ExportRecord.load(case.folder), format="dotmoe")
-    of_two_targets.write(case.folder)
+    replace(ExportRecord.load(case.folder), format="dotmoe").write(case.folder)  # of two targets
     with pytest.raises(UserError, match=r"so it has no curve\. Convert with FFNs or attention"):
         curve_of(case)
 

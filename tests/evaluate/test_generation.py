@@ -7,6 +7,7 @@ from dotmoe.errors import UserError
 from dotmoe.evaluate import EvaluateConfig, evaluate
 from dotmoe.evaluate.generation import continuations
 from dotmoe.evaluate.models import TextConfig
+from dotmoe.progress import Progress
 
 PROMPTS = [[0, 40, 41, 42], [0, 99, 98, 97, 96, 95]]
 
@@ -44,7 +45,7 @@ def test_an_end_of_text_ends_the_continuation_and_is_not_in_it(llama):
 
 @pytest.mark.parametrize(("length", "starts"), [(900, (0, 300, 600)), (30, (0,))])
 def test_both_models_continue_the_same_prompts_cut_at_equal_distances(
-    length, starts, tiny_dense, llama, tmp_path
+    length, starts, tiny_dense, llama, tmp_path, capsys
 ):
     """Of a text that is shorter than a prompt there is one, all of it."""
     tokenizer, text = llama.tokenizer, ("Some text, long enough to be cut. " * 30)[:length]
@@ -56,7 +57,8 @@ def test_both_models_continue_the_same_prompts_cut_at_equal_distances(
         generate=6,
         num_prompts=3,
     )
-    found = evaluate(config)
+    found = evaluate(config, Progress())
+    assert "tokens/s" not in capsys.readouterr().err  # prompts are counted
     ours, theirs = found["model"], found["against"]
     assert ours["prompts"] == theirs["prompts"]
     ids = tokenizer(text).input_ids  # a token is a byte, with <s> before the first
@@ -76,6 +78,7 @@ def test_both_models_continue_the_same_prompts_cut_at_equal_distances(
         ({"generate": 4, "prompts": ("a", "")}, "a prompt has no tokens"),
         ({"generate": 4, "corpus": "text", "against": "llama"}, "cut --text into different"),
         ({"curve": (), "corpus": "text", "against": "llama"}, "--against names .* Leave it out"),
+        ({"corpus": "text", "shots": 0}, "shots is 0, but it is for --tasks alone"),
         ({"corpus": "text", "out": "text"}, "text.txt is a file or in one"),
         ({"corpus": "text", "out": "text/results"}, "is a file or in one"),
     ],

@@ -124,6 +124,7 @@ def test_the_gptq_number_is_that_of_the_scripts_of_the_literature(family, dense_
     ids = torch.tensor([dense.tokenizer("\n\n".join(ROWS * 6)).input_ids])
     joined = text_of(dense, [text[:20], Continuation(text[20:])], protocol="gptq")
     assert joined.tokens.tolist() == ids[0].tolist()
+    assert text_of(dense, ROWS * 6, protocol="gptq").tokens.tolist() == ids[0].tolist()
     assert len(text_of(dense, [text], protocol="gptq", max_tokens=9).tokens) == 9
     num_windows, rest = divmod(ids.numel(), window)
     assert rest
@@ -131,8 +132,7 @@ def test_the_gptq_number_is_that_of_the_scripts_of_the_literature(family, dense_
     for batch in ids[:, : num_windows * window].split(window, dim=1):
         with torch.no_grad():
             logits = dense.model(batch).logits
-        loss = torch.nn.CrossEntropyLoss()(logits[0, :-1], batch[0, 1:])
-        nlls.append(loss.float() * window)
+        nlls.append(torch.nn.CrossEntropyLoss()(logits[0, :-1], batch[0, 1:]).float() * window)
     expected = float(torch.exp(torch.stack(nlls).sum() / (num_windows * window)))
     nats = stock_nats(dense.model)
     found = perplexity(nats, joined, window)

@@ -10,7 +10,7 @@ import pytest
 
 from dotmoe.errors import UserError
 from dotmoe.evaluate.harness import chance_of, require_harness
-from dotmoe.evaluate.tasks import PAPER, TASKS, is_share, local_files, mark_main, of_model
+from dotmoe.evaluate.tasks import PAPER, TASKS, differ, is_share, local_files, mark_main, of_model
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("accelerate")
@@ -119,6 +119,7 @@ def test_a_finished_task_is_not_run_again_and_other_settings_are_refused(
     assert "piqa is finished already" in again.err
     assert json.loads(again.out)["model"] == first["model"]
     written = (file := out / "tasks" / "piqa.json").read_bytes()
+    assert "another shots (0, not 1)" in command("evaluate", model, **options, shots=1).refusal()
     assert "another limit (None, not 2)" in command("evaluate", model, **options, limit=2).refusal()
     other = tiny_dense("llama", rms_norm_eps=1e-3)
     assert "another model" in command("evaluate", other, **options).refusal()
@@ -206,6 +207,12 @@ def test_one_metric_of_a_task_is_the_main_one_and_of_members_of_a_group_none():
     assert mains("mmlu", ("mmlu", "b")) == ["b"]
     metrics = ("acc", "exact_match,strict-match", "word_perplexity")
     assert [is_share({"metric": metric}) for metric in metrics] == [True, True, False]
+
+
+def test_none_right_of_many_is_a_score_that_others_differ_from():
+    none_right = {"value": 0.0, "stderr": 0.0}
+    for stderr, apart in ((0.01, True), (0.03, False), (None, False)):
+        assert differ(none_right, {"value": 0.05, "stderr": stderr}) == apart
 
 
 def test_chance_counts_choices_and_the_answer_that_is_right_most_often():

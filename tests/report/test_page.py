@@ -132,6 +132,8 @@ def test_hostile_text_stays_text_and_nothing_is_praised_that_was_not_tested(foun
     said = source.split("Perplexity on other text</h2>")[1].split("</section>")[0]
     assert "another/model" in said
     assert ">dense<" not in said
+    found.files["perplexity"]["model"]["name"] = found.dense_model  # named first
+    assert "| dense | " in markdown(found).split("## Perplexity on other text")[1].split("##")[0]
 
 
 @pytest.mark.parametrize("kind", ["finished", "finetuned", "measured"])
@@ -188,7 +190,7 @@ def test_an_edited_export_is_told_from_what_was_measured(bare):
     assert "now runs" not in read_page(html_report(bare)).text
     assert run(["edit", str(bare), "--active-experts", "4"]) == 0
     text = read_page(html_report(bare)).text
-    assert "The export now runs k = 4; the numbers on this page were measured at k = 3." in text
+    assert "now runs k = 4, and ran it in what evaluate and bench measured after this edit." in text
 
 
 def test_the_same_files_give_the_same_page(measured, found):

@@ -53,8 +53,7 @@ def expert_weaver(inputs: SplitInputs) -> Iterator[LayerSplit]:
         score_TE = layer.x_TD @ gate_ED.T
         target_TE = score_TE.masked_fill(always_E, float(score_TE.max()))
         router_ED = RidgeRouter(layer.x_TD, inputs.calibrate.ridge)(target_TE)
-        own = {"router": gate_ED, "always": always_E}
-        yield LayerSplit(layer, expert_N, router_ED, own)
+        yield LayerSplit(layer, expert_N, router_ED, {"router": gate_ED, "always": always_E})
 
 
 def by_shared_and_gates(

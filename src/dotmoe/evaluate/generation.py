@@ -69,8 +69,7 @@ def continuations(
     continued = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], device=model.device)
-        mask = torch.ones_like(ids)
-        output = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens)
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens)
         new: list[int] = output[0, len(prompt) :].tolist()
         continued.append(new[:-1] if new and new[-1] == end else new)
         on_progress(len(continued), len(prompts))

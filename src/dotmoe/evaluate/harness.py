@@ -147,7 +147,7 @@ def run_tasks(model: Any, tasks: list[Any], shots: int | None, limit: int | None
     if truncated:
         notes.append(
             f"{truncated} of {len(texts)} requests are longer than {model.max_length} tokens: the "
-            "harness cuts off their beginning, with solved examples in it"
+            "harness cuts off their beginning, with any solved examples in it"
         )
     return {
         "scores": [row for task in output["results"] for row in _rows(task, output)],

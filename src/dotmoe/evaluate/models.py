@@ -135,9 +135,11 @@ class EvaluateConfig:
         return chosen[0] if chosen else "perplexity"
 
     def check_together(self) -> None:
-        """Refuse two measurements at once, one without text, and an `out` that is no folder."""
-        has_prompts = self.measurement == "generation" and self.prompts
-        if not (self.corpus.text or self.tasks or has_prompts):
+        """Refuse two measurements, options of tasks without any, no text, and a file as `out`."""
+        for name in () if self.tasks else ("task_data", "shots", "limit", "max_length"):
+            if (value := getattr(self, name)) is not None:
+                raise UserError(f"{name} is {value}, but it is for --tasks alone. Leave it out.")
+        if not (self.corpus.text or self.tasks or (self.generate and self.prompts)):
             raise UserError(
                 "--text names no file. Give a text to measure on, or --prompts for --generate."
             )
@@ -218,8 +220,7 @@ def model_folder(name: str) -> Path:
 def gguf_file(path: Path) -> Path | None:
     """The GGUF at a path: the file itself, or the only one in the folder; None if there is none."""
     path = Path(os.path.expanduser(path))
-    is_gguf = path.is_file() and path.suffix == ".gguf"
-    files = [path] if is_gguf else list(path.glob("*.gguf"))
+    files = [path] if path.suffix == ".gguf" and path.is_file() else list(path.glob("*.gguf"))
     return files[0] if len(files) == 1 else None
 
 
@@ -246,7 +247,7 @@ def by_side(
         stock = loaded(path, config.load)
         return {"dtype": stock.dtype, **measure(stock, update)}
 
-    with progress.bar("evaluate", tokens=1) as update:
+    with progress.bar("evaluate", tokens=0 if config.generate else 1) as update:  # 0: prompts
         return {label: {"name": config.names[label], **measured(paths[label])} for label in paths}
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,21 +110,30 @@ def packed_text(config: TextConfig, tokenizer: Any) -> Text:
 
     packed: see `dotmoe.data.pack`. gptq: `"\n\n".join(lines)` tokenised whole with the tokenizer's
     own special tokens. Lines keep their line ends, and blank lines become empty: this restores the
-    rows of the data set `wikitext-2-raw-v1` from the file that they were cut from.
+    rows of the data set `wikitext-2-raw-v1` from its file. Each document begins a line, as rows do.
     """
     pieces = documents(DataConfig(data=config.text))
     if config.protocol == "packed":
         joined = f"Documents joined ({separator_of(tokenizer)})"
         return Text(*pack(pieces, tokenizer, config.max_tokens), config.text, joined)
-    text = "".join(pieces)
-    lines = text.removesuffix("\n").split("\n")
+    texts = _whole(pieces)
+    lines = [line for text in texts for line in text.removesuffix("\n").split("\n")]
     rows = "\n\n".join(line + "\n" if line.strip() else "" for line in lines)
-    ids = tokenizer(rows, verbose=False).input_ids
-    if not ids or not text:
+    ids, num_bytes = tokenizer(rows, verbose=False).input_ids, len("".join(texts).encode())
+    if not ids or not num_bytes:
         raise UserError("the data holds no text. Name sources with text in them.")
     joined = r'Lines joined by "\n\n", tokenised whole, the last unfilled window dropped,'
     tokens = torch.tensor(ids[: config.max_tokens], dtype=torch.int32)
-    return Text(tokens, len(ids) / len(text.encode()), config.text, joined, only_full_windows=True)
+    return Text(tokens, len(ids) / num_bytes, config.text, joined, only_full_windows=True)
+
+
+def _whole(pieces: Iterable[str]) -> list[str]:
+    """Documents, each in one piece."""
+    texts: list[str] = []
+    for piece in pieces:
+        begun = texts.pop() if isinstance(piece, Continuation) else ""
+        texts.append(begun + piece)
+    return texts
 
 
 def heldout_perplexity(
@@ -188,9 +197,7 @@ def measure_words(config: EvaluateConfig, progress: Progress) -> Values:
             "--max-tokens cuts documents, but --word-perplexity scores whole ones. Leave it out, "
             "and give a shorter text."
         )
-    texts: list[str] = []
-    for piece in documents(DataConfig(data=config.corpus.text)):
-        texts.append((texts.pop() if isinstance(piece, Continuation) else "") + piece)
+    texts = _whole(documents(DataConfig(data=config.corpus.text)))
 
     def measured(stock: StockModel, update: Update) -> Values:
         fitting = [window for window in PAPER_WINDOWS if window <= stock.context]

@@ -82,7 +82,7 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
     notes, identities = dict[str, list[str]](), dict[str, Values]()
     for name in dict.fromkeys(chain.from_iterable(named)):
         shots = TASKS[name].shots if name in TASKS and config.shots is None else config.shots
-        identities[name] = settings | {"shots": shots}
+        identities[name] = {"shots": shots} | settings
         if config.task_data is not None:
             files, notes[name] = local_files(Path(config.task_data), name, shots or 0)
             local[name] = TASKS[name].definition, files
@@ -190,8 +190,7 @@ def of_model(name: str, results: Iterable[Values]) -> Values:
     """
     tasks = {result["task"]: result for result in results}
     scores = main_scores(tasks)
-    is_whole = scores.keys() >= {*PAPER}
-    average = fmean(scores[task]["value"] for task in PAPER) if is_whole else None
+    average = fmean(scores[task]["value"] for task in PAPER) if scores.keys() >= {*PAPER} else None
     return {"name": name, "average": average, "tasks": tasks}
 
 
@@ -245,8 +244,8 @@ def differ(score: Values, other: Values) -> bool:
 
     Both models answer the same questions, so this test may miss a difference.
     """
-    error = math.hypot(score["stderr"] or math.inf, other["stderr"] or math.inf)
-    return bool(abs(score["value"] - other["value"]) > 2 * error)
+    errors = score["stderr"], other["stderr"]
+    return None not in errors and abs(score["value"] - other["value"]) > 2 * math.hypot(*errors)
 
 
 def _change(score: Values, other: Values | None) -> str | None:

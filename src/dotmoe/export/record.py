@@ -327,7 +327,6 @@ def _routing(record: ExportRecord) -> str:
             max((row[key] for row in layers), key=abs)
             for key in ("misrouted", "gate_deviation", "gain_error")
         )
-        row = (layers[0]["runtime"], percent(misrouted), figure(deviation), figure(gain))
-        rows.append(row)
+        rows.append((layers[0]["runtime"], percent(misrouted), figure(deviation), figure(gain)))
     gates = ("gate deviation (95 % of tokens)", "common factor, less 1")
     return to_markdown(Table(columns=("router as in", "misrouted tokens", *gates), rows=rows))

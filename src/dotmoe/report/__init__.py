@@ -77,12 +77,12 @@ class RunResults:
 
     def named(self, result: Values) -> Values:
         """A measurement with its one or two models named as the report names them."""
-        named = result | {"name": self.name}
-        if isinstance(other := result.get("against"), dict):
-            name = "dense" if other["name"] == self.dense_model else other["name"]
-            named["against"] = other | {"name": name}
-        if "model" in result:
-            named["model"] = result["model"] | {"name": self.name}
+        dense = {self.dense_model: "dense"}
+        named = result | {"name": dense.get(result.get("name", ""), self.name)}
+        for side in ("model", "against"):
+            if isinstance(one := result.get(side), dict):
+                name = dense.get(one["name"], self.name if side == "model" else one["name"])
+                named[side] = one | {"name": name}
         return named
 
     @property

@@ -53,8 +53,7 @@ def html_report(run: Path, page: Path | None = None, plots_folder: Path | None =
 
 def default_page(run: Path) -> Path:
     """Path of the page: `7_report/report.html` of a run, `report.html` of a quickstart."""
-    is_quickstart = (run / "quickstart.json").is_file()
-    return (run if is_quickstart else run / "7_report") / "report.html"
+    return (run if (run / "quickstart.json").is_file() else run / "7_report") / "report.html"
 
 
 def html(run: RunResults, figures: dict[str, Any]) -> str:

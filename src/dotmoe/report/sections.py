@@ -228,8 +228,8 @@ def verdict(run: RunResults) -> list[str]:
     ]
     if export and export["active_experts"] != measured:  # by a later `dotmoe edit`
         sentences.append(
-            f"The export now runs k = {export['active_experts']}; the numbers on this page were "
-            f"measured at k = {measured}."
+            f"The export now runs k = {export['active_experts']}, and ran it in what evaluate and "
+            f"bench measured after this edit. All else on this page is of k = {measured}."
         )
     return [*sentences, *export.get("notes", [])]
 
