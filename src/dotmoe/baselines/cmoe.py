@@ -58,7 +58,8 @@ def cmoe(inputs: SplitInputs) -> Iterator[LayerSplit]:
         expert_N[routed] = cluster_N
         score_TE = F.normalize(layer.hidden()[:, representative_E].abs(), p=1, dim=1)
         router_ED = RidgeRouter(layer.x_TD, inputs.calibrate.ridge)(score_TE)
-        yield LayerSplit(dense, expert_N, router_ED, {"representative": representative_E})
+        own = {"representative": representative_E}
+        yield LayerSplit(dense, expert_N, router_ED, own)
 
 
 def _markers(layer: Layer) -> Float[Tensor, "T N"]:
