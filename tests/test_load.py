@@ -144,10 +144,7 @@ BEFORE_WEIGHTS = [
     (with_config(hidden_size=65), "not a multiple of the number of attention heads"),
     (with_config(num_attention_heads=0), "is no valid llama config"),
     (with_config(dtype="bf16"), "is no valid llama config .*'bf16'"),
-    (
-        with_config(quantization_config={"quant_method": "gptq"}),
-        "Choose the unquantised checkpoint",
-    ),
+    (with_config(quantization_config={"quant_method": "gptq"}), "Choose the unquantised check"),
     (lambda folder: None, "holds no model.safetensors"),
 ]
 
@@ -180,33 +177,21 @@ def with_a_tensor_missing_from_its_shard(folder):
         (without_a_shard, "model-0000.-of-.*safetensors cannot be read"),
         (with_a_tensor_missing_from_its_shard, f"{GATE} is not in .*model-0000.-of-0000"),
         (cut_short, "model.safetensors is no valid safetensors file"),
-        (
-            with_text("model.safetensors", "version https://git-lfs.github.com/spec/v1\noid s"),
-            "lfs pull",
-        ),
+        (with_text("model.safetensors", "version https://git-lfs.github.com/spec/v1"), "lfs pull"),
         (
             lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
             "only as pytorch_model.bin.*save_pretrained",
         ),
-        (
-            with_tensors(lambda t: [t.pop(UP), t.pop(GATE)]),
-            f"^{GATE} is not in the checkpoint .*2 missing in all",
-        ),
+        (with_tensors(lambda t: [t.pop(UP), t.pop(GATE)]), f"^{GATE} is not in .*2 missing in all"),
         (
             with_tensors(lambda t: t.update({GATE: torch.zeros(80, 64)})),
             rf"^{GATE} has shape \(80, 64\).*\(96, 64\)",
         ),
-        (
-            with_tensors(lambda t: t[GATE][20, 3].fill_(-torch.inf)),
-            f"^{GATE} in .* contains NaN or infinity",
-        ),
+        (with_tensors(lambda t: t[GATE][20, 3].fill_(-torch.inf)), f"^{GATE} .* NaN or infinity"),
         # tokenizer_config.json stays: of it alone Transformers makes a tokenizer of three entries.
         (without("tokenizer.json"), "holds no tokenizer.json or tokenizer.model"),
         (with_text("tokenizer.json", "{"), "tokenizer.json is not JSON"),
-        (
-            with_config("tokenizer.json", pre_tokenizer={"type": "New"}),
-            "tokenizer in .* cannot be loaded",
-        ),
+        (with_config("tokenizer.json", pre_tokenizer={"type": "New"}), "in .* cannot be loaded"),
         (with_text("tokenizer_config.json", "[]"), "tokenizer in .* cannot be loaded"),
         (with_config(vocab_size=200), "ids up to 257.*200 rows"),
     ],

@@ -237,8 +237,7 @@ def test_the_first_file_that_exists_is_taken_and_stand_ins_are_told(tmp_path):
     with pytest.raises(UserError, match="boolq needs boolq/train"):
         found("boolq", 1)
     put(tmp_path, "boolq/train.jsonl.gz", "boolq/train.jsonl")
-    names = {"train": "train.jsonl.gz", "validation": "validation.json"}
-    assert found("boolq", 32) == (names, [])
+    assert found("boolq", 32) == ({"train": "train.jsonl.gz", "validation": "validation.json"}, [])
     for task in set(TASKS) - {"boolq"}:
         with pytest.raises(UserError, match=rf"{task} needs .*\.jsonl\.gz.* below {tmp_path}"):
             found(task, 0)

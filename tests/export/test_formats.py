@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dotmoe.errors import UserError
 from dotmoe.export import ExportConfig, export, require_exportable
@@ -24,6 +24,7 @@ from runs import FORMATS_OF, GRANITE_FACTORS, rope, weights_of
 
 STOCK = [name for name, form in FORMATS.items() if form.gating.score != "none"]
 PAIRS = [(family, target) for family, targets in FORMATS_OF.items() for target in targets]
+SPLIT = Granularity(num_experts=12, expert_size=8, active_experts=3)
 SETTINGS = {family: GRANITE_FACTORS if family == "granite" else {} for family in FORMATS_OF}
 SHARED = ("bfloat16", {"intermediate_size": 120}, {"shared_size": 24})
 LEADING = ("float32", {"num_hidden_layers": 3}, {"dense_layers": 1})
@@ -76,10 +77,9 @@ def test_stock_transformers_computes_the_masked_model(
 )
 def test_a_format_that_cannot_hold_a_model_says_why_and_which_can(family, target, tiny_dense):
     dense = describe_dense(str(tiny_dense(family, **SETTINGS[family])))
-    split = Granularity(num_experts=12, expert_size=8, active_experts=3)
     why = rf"{target} (cannot hold|requires)\. Formats that can hold it: {FORMATS_OF[family][0]}"
     with pytest.raises(UserError, match=why):
-        require_exportable(dense, split, ExportConfig(format=target))
+        require_exportable(dense, SPLIT, ExportConfig(format=target))
 
 
 IN_A_WINDOW = {"sliding_window": 40, **rope("dynamic", factor=2.0)}
@@ -107,12 +107,12 @@ def test_what_cannot_be_exported_is_refused_in_a_line(
     family, options, split, config, words, tiny_dense
 ):
     dense = describe_dense(str(tiny_dense(family, **options)))
-    split = Granularity(**{"num_experts": 12, "expert_size": 8, "active_experts": 3} | split)
+    changed, export_config = replace(SPLIT, **split), ExportConfig(**config)
     if words is None:
-        assert require_exportable(dense, split, ExportConfig(**config)) == torch.float32
+        assert require_exportable(dense, changed, export_config) == torch.float32
         return
     with pytest.raises(UserError, match=words) as caught:
-        require_exportable(dense, split, ExportConfig(**config))
+        require_exportable(dense, changed, export_config)
     assert "\n" not in str(caught.value)
 
 
@@ -209,10 +209,23 @@ def test_source_keeps_the_dtype_of_every_tensor(tiny_dense, exported, tmp_path):
     assert torch.equal(after["model.layers.1.mlp.gate.weight"].double(), expected)
 
 
-def test_weights_that_have_no_place_are_refused(tiny_dense, exported, tmp_path):
-    stray = {"model.layers.0.self_attn.o_proj.bias": torch.ones(64)}
-    dense = with_tensors(tiny_dense("llama"), tmp_path / "dense", stray)
-    with pytest.raises(UserError, match=r"o_proj.bias is stored .* no place"):
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        ("model.layers.0.self_attn.o_proj.bias", torch.ones(64), "is stored .* no place"),
+        ("model.layers.1.mlp.up_proj.weight", torch.ones(96, 64, dtype=torch.int8), "stored as I8"),
+        ("lm_head.weight", torch.ones(264, 64), "differ, but .* Set tie_word_embeddings to false"),
+    ],
+)
+def test_weights_with_no_place_are_refused(name, tensor, words, tiny_dense, exported, tmp_path):
+    """Transformers runs all three, and does not tie a head that is stored and differs."""
+    source = tiny_dense("llama", tied=name.startswith("lm_head"))
+    dense = with_tensors(source, tmp_path / "dense", {name: tensor})
+    stock = AutoModelForCausalLM.from_pretrained(dense.folder)
+    assert stock.lm_head.weight is not stock.model.embed_tokens.weight
+    with pytest.raises(UserError, match=f"{name}.*{words}"):
+        require_exportable(dense, SPLIT, ExportConfig())
+    with pytest.raises(UserError, match=f"{name}.*{words}"):
         exported(dense)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from dotmoe.bench import weights_of
+from dotmoe.errors import UserError
 from dotmoe.export.record import set_active_experts
 from export.comparison import masked_logits, stock_logits
 from heads.families import FAMILIES, head_layout
@@ -110,8 +112,9 @@ def test_both_targets_and_leading_dense_layers(family, exported, layout_of, toke
     expected = masked_logits(made.dense, made.layout, tokens_BT)
     torch.testing.assert_close(made.model(tokens_BT).logits, expected, rtol=1e-4, atol=5e-4)
     names = {name for name, _ in made.model.named_parameters()}
-    assert "model.layers.0.mlp.down_proj.weight" in names
-    assert "model.layers.1.mlp.experts.down_proj" in names
+    assert {"model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.experts.down_proj"} <= names
+    with pytest.raises(UserError, match="this dotmoe export is for one k"):
+        set_active_experts(made.folder, 2)
 
 
 def test_the_loss_of_one_of_several_batches_is_divided_by_the_tokens_of_all(exported, tokens_BT):
@@ -121,15 +124,18 @@ def test_the_loss_of_one_of_several_batches_is_divided_by_the_tokens_of_all(expo
     torch.testing.assert_close(model(tokens, labels=tokens, return_dict=False)[0], whole)
 
 
-def test_a_model_without_dotmoe_runs_the_code_in_the_folder(exported, tmp_path):
+@pytest.mark.parametrize("without", [True, False])
+def test_it_runs_by_the_code_in_its_folder_or_the_import_on_its_card(without, exported, tmp_path):
     made = exported()
+    (registers,) = set(re.findall("`(import .*?)`", (made.folder / "README.md").read_text()))
     said = (
-        "import sys, torch; from transformers import AutoModelForCausalLM as A;"
-        "m = A.from_pretrained(sys.argv[1], trust_remote_code=True);"
-        "assert not any(n.split('.')[0] == 'dotmoe' for n in sys.modules);"
+        f"import sys, torch; {'pass' if without else registers};"
+        "from transformers import AutoModelForCausalLM as A;"
+        f"m = A.from_pretrained(sys.argv[1], trust_remote_code={without});"
+        f"assert {without} != any(n.split('.')[0] == 'dotmoe' for n in sys.modules);"
         "print(m(torch.arange(2, 12)[None]).logits.double().sum().item())"
     )
-    place = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": ""}
+    place = {"HF_MODULES_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     line = [sys.executable, "-c", said, str(made.folder)]
     done = subprocess.run(line, capture_output=True, text=True, env=os.environ | place, check=False)
     assert done.returncode == 0, done.stderr

@@ -230,13 +230,21 @@ class Tensors:
         self._last = None
 
     def require_shapes(self, model: nn.Module) -> None:
-        """Refuse a checkpoint that lacks a parameter of a model, or has it in another shape."""
+        """Refuse a checkpoint if a model's parameter is missing, of another shape, or not tied."""
         for name, parameter in model.named_parameters():
             shape, _ = self.describe(name)
             if shape != tuple(parameter.shape):
                 raise UserError(
                     f"{name} has shape {shape} in {self.folder}, but its config.json requires "
                     f"{tuple(parameter.shape)}. Fix the config."
+                )
+        # Transformers would run a head that is stored beside the embedding and differs from it.
+        if self._alias and {EMBEDDING, HEAD} <= self.names:
+            (_, one), (_, other) = self.read_all((EMBEDDING, HEAD))
+            if not torch.equal(one.to(other.dtype), other):
+                raise UserError(
+                    f"{HEAD} and {EMBEDDING} in {self.folder} differ, but its config.json ties "
+                    "them. Set tie_word_embeddings to false there."
                 )
 
 

@@ -112,8 +112,7 @@ def _sums(other_TD: Tensor, dense_TD: Tensor) -> Tensor:
     other_TD, dense_TD = other_TD.float(), dense_TD.float()
     cosine_T = F.cosine_similarity(other_TD, dense_TD, dim=1)
     mse_T = (other_TD - dense_TD).square().mean(dim=1)
-    mean_square_T = dense_TD.square().mean(dim=1)
-    return torch.stack([cosine_T, mse_T, mean_square_T]).double().sum(dim=1).cpu()
+    return torch.stack([cosine_T, mse_T, dense_TD.square().mean(dim=1)]).double().sum(dim=1).cpu()
 
 
 def fidelity_table(result: Values) -> Table:

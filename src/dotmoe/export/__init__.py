@@ -12,7 +12,7 @@ from dotmoe.checkpoint import Tensors
 from dotmoe.checkpoint.on_disk import on_disk
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.export.architectures import GGUF_NAMES, format_for
-from dotmoe.export.format import Conversion, ExportConfig, GgufConfig
+from dotmoe.export.format import Conversion, ExportConfig, GgufConfig, require_no_others
 from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of
 from dotmoe.export.routers import routing_notes, routing_problems, scale_routers
 from dotmoe.export.verify import sample_tokens
@@ -48,7 +48,9 @@ def require_exportable(dense: DenseModel, split: Granularity, config: ExportConf
             f"Transformers format first, then dotmoe export RUN OUT --format {config.format}."
         )
     dtype = export_dtype(dense, config)
-    format_for(dense, split, config.format, dtype)
+    form, tensors = format_for(dense, split, config.format, dtype), Tensors.of(dense)
+    tensors.require_shapes(dense.model)
+    require_no_others(dense, tensors, form.name)
     return dtype
 
 

@@ -197,7 +197,7 @@ class _DotMoe(TransformersFormat):
     """dotmoe's own: the dense decoder with experts of heads (and neurons); exports its code too."""
 
     name = "dotmoe"
-    servers = ("Transformers with dotmoe imported or trust_remote_code=True",)
+    servers = ("Transformers with trust_remote_code=True",)
     supports_window = True  # like every feature of the dense model, whose decoder it is
     gating = Gating(score="none")
     active_experts_editable = True
@@ -215,8 +215,8 @@ class _DotMoe(TransformersFormat):
     def notes(self, conversion: Conversion) -> list[str]:
         return [
             "Only Transformers can load it: vLLM, SGLang and llama.cpp have no attention in which "
-            "only some heads run. `import dotmoe` registers it with Transformers; "
-            "without dotmoe, give from_pretrained trust_remote_code=True, which runs "
+            f"only some heads run. `import {modeling_dotmoe.__name__}` registers it with "
+            "Transformers; without dotmoe, give from_pretrained trust_remote_code=True, which runs "
             f"{CODE.name} from this folder.",
             "All keys and values are computed, so the KV cache is as large as the dense model's.",
         ]
@@ -356,8 +356,7 @@ def format_for(dense: DenseModel, split: Granularity, name: str, dtype: torch.dt
     plain = replace(split, expert_size=64, shared_size=0, first_dense_layers=0)
     native = [n for n in forms if refusals[n] and not forms[n].unsupported(dense, plain, dtype)]
     chosen = name if name in forms else [*able, *native, *forms][0]
-    refusal = refusals[chosen]
-    if refusal is not None:
+    if refusal := refusals[chosen]:
         others = f" Formats that can hold it: {', '.join(able)}." if able else ""
         raise UserError(refusal + others)
     return forms[chosen]

@@ -214,18 +214,18 @@ class Conversion:
         yield replace(gate, shape=(*outer, 2 * size, width), make=make)
         yield self.neurons(layer, "down", neurons, names[1], times)
 
-    def require_no_others(self, format_name: str) -> None:
-        """Refuse a checkpoint with weights that the export would leave out."""
-        layers = range(self.dense.widths.layers)
-        names = {NORM}.union(*(layer_names(self.dense, layer) for layer in layers))
-        reached = {self.tensors.stored_name(name) for name in names} | {EMBEDDING, HEAD}
-        # Old checkpoints also store the rotary frequencies, which are constant.
-        others = sorted(x for x in self.tensors.names - reached if not x.endswith(".inv_freq"))
-        if others:
-            raise UserError(
-                f"{others[0]} is stored in {self.tensors.folder}, but {format_name} has no place "
-                f"for it ({len(others)} such tensors). Choose a plain checkpoint of its family."
-            )
+
+def require_no_others(dense: DenseModel, tensors: Tensors, format_name: str) -> None:
+    """Refuse a checkpoint with weights that the export would leave out."""
+    names = {NORM}.union(*(layer_names(dense, layer) for layer in range(dense.widths.layers)))
+    reached = {tensors.stored_name(name) for name in names} | {EMBEDDING, HEAD}
+    # Old checkpoints also store the rotary frequencies, which are constant.
+    others = sorted(x for x in tensors.names - reached if not x.endswith(".inv_freq"))
+    if others:
+        raise UserError(
+            f"{others[0]} is stored in {tensors.folder}, but {format_name} has no place for it "
+            f"({len(others)} such tensors). Choose a plain checkpoint of its family."
+        )
 
 
 def layer_names(dense: DenseModel, layer: int, *, ffn: bool = True) -> list[str]:
@@ -324,7 +324,7 @@ class Format(ABC):
 
     def tensors(self, conversion: Conversion) -> Iterator[TensorSpec]:
         """Specs of all tensors, in the order that is best for reading and writing."""
-        conversion.require_no_others(self.name)
+        require_no_others(conversion.dense, conversion.tensors, self.name)
         is_left_out = conversion.dense.config.tie_word_embeddings and not self.writes_tied_head
         for name in [EMBEDDING, NORM] + [HEAD] * (not is_left_out):
             yield self.dense_tensor(conversion, name)

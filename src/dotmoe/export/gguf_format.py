@@ -178,8 +178,7 @@ class GgufFormat(Format):
         return replace(spec, stored=stored if len(spec.shape) > 1 else "F32")
 
     def moe_tensors(self, conversion: Conversion, layer: int) -> Iterator[TensorSpec]:
-        router = conversion.router(layer, f"blk.{layer}.ffn_gate_inp.weight")
-        yield replace(router, stored="F32")
+        yield replace(conversion.router(layer, f"blk.{layer}.ffn_gate_inp.weight"), stored="F32")
         neurons_ES = conversion.layout.neurons_of_expert(layer)
         for spec in conversion.projections(layer, neurons_ES, f"blk.{layer}.ffn_{{}}_exps.weight"):
             yield self._stored(conversion, spec)

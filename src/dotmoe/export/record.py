@@ -1,7 +1,5 @@
 """Record and model card of an export; verify its checksums, and change its k."""
 
-import hashlib
-import json
 import shutil
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -18,6 +16,7 @@ from dotmoe.files import (
     Checksum,
     checksums,
     complete_folder,
+    content_sha256,
     damage_in,
     read_json,
     read_with_checksum,
@@ -202,14 +201,10 @@ def require_checksums(folder: Path, *, read_weights: bool = True) -> None:
     damage = damage_in(folder, record.checksums, unread=() if read_weights else record.files)
     if damage is not None:
         raise UserError(f"{damage}. {_REMEDY}")
-    if record.config_sha256 is None:
-        return
-    active_experts = _require_config(folder, record)
-    if active_experts != record.active_experts:
+    if record.config_sha256 and (k := _require_config(folder, record)) != record.active_experts:
         raise UserError(
-            f"{folder / CONFIG_FILE} sets {active_experts} experts per token, but {RECORD_FILE} "
-            f"records {record.active_experts}. Set the right number: dotmoe edit {folder} "
-            "--active-experts K."
+            f"{folder / CONFIG_FILE} sets {k} experts per token, but {RECORD_FILE} records "
+            f"{record.active_experts}. Set the right one: dotmoe edit {folder} --active-experts K."
         )
 
 
@@ -228,8 +223,7 @@ def _config_and_k(folder: Path, active_experts_key: str) -> tuple[str, Any]:
     """SHA-256 of an exported folder's config without k, and k."""
     config = read_json(folder / CONFIG_FILE)
     active_experts = config.pop(active_experts_key, None)
-    text = json.dumps(config, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest(), active_experts
+    return content_sha256(config), active_experts
 
 
 def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
@@ -254,8 +248,7 @@ def set_active_experts(folder: Path, active_experts: int) -> ExportRecord:
 
             # With the recorded k, the checksum must match, whatever k a killed edit left in it.
             write_with_active_experts(folder / name, record.active_experts, made / name)
-            damage = damage_in(made, {name: record.checksums[name]})
-            if damage is not None:
+            if damage := damage_in(made, {name: record.checksums[name]}):
                 raise UserError(f"{damage.replace(str(made), str(folder))}. {_REMEDY}")
             write_with_active_experts(folder / name, active_experts, made / name)
             changed = replace(changed, checksums=record.checksums | checksums(made, [name]))
@@ -281,8 +274,8 @@ def require_free_k(folder: Path, record: ExportRecord, active_experts: int) -> N
         )
     if not record.active_experts_editable:
         raise UserError(
-            f"k of {folder} is {record.active_experts} and cannot be changed: the weights of "
-            f"{record.format} are made for it. Export the run again: dotmoe export RUN OUT "
+            f"k of {folder} is {record.active_experts} and cannot be changed: this "
+            f"{record.format} export is for one k. Export the run again: dotmoe export RUN OUT "
             f"--format {record.format} --active-experts {active_experts}."
         )
 

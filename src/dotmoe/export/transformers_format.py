@@ -228,7 +228,6 @@ def write_checkpoint(
         by_name,
         get_storage_size=lambda spec: spec.num_bytes,
         filename_pattern="model{suffix}.safetensors",
-        get_storage_id=lambda spec: None,
         max_shard_size=max_bytes,
     )
     total, done = sum(spec.num_bytes for spec in by_name.values()), count(1)

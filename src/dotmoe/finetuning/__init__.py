@@ -285,12 +285,11 @@ def finetune(
     dtype of computation is float16.
     """
     device = resolved_device(load.device)
-    dtype = resolved_dtype(load.dtype, device)
-    if dtype == "auto":
-        dtype = Tensors.of(dense).dtype
+    stored, dtype = Tensors.of(dense).dtype, resolved_dtype(load.dtype, device)
+    dtype = stored if dtype == "auto" else dtype
     raise_on_all_ranks(lambda: require_trainable(dtype))
     # Weight, gradient and two moments in float32 are 16 bytes per trained parameter.
-    num_bytes = 16 if config.train == "everything" else Tensors.of(dense).dtype.itemsize
+    num_bytes = 16 if config.train == "everything" else stored.itemsize
     num_bytes *= num_parameters(dense.model)
     shard = num_ranks() > 1 and is_sharded(load.sharding, num_bytes, device)
     teacher = None

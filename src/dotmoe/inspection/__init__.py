@@ -178,7 +178,7 @@ def _warnings(config: Any, sizes: Sizes, options: InspectConfig, refusal: str | 
         ),
         f"Export refuses this: {refusal}": refusal is not None,
         "Only some attention heads run per token, which no server supports: the checkpoint runs "
-        "only in Transformers, with its own code (import dotmoe, or trust_remote_code=True). vLLM, "
+        "only in Transformers, with its own code (trust_remote_code=True). vLLM, "
         "SGLang and llama.cpp cannot load it, and there is no GGUF of it.": sizes.has_heads,
         f"{active} experts run per token; llama.cpp runs at most {most} of this model, so a GGUF "
         "of it is refused. With larger experts fewer run.": served and active > most,
