@@ -111,8 +111,7 @@ class Runtime:
 
     def forget(self, sequence: int, start: int) -> None:
         """Drop a sequence's cache from position `start` on."""
-        memory = self.lib.llama_get_memory(self.context)
-        self.lib.llama_memory_seq_rm(memory, sequence, start, -1)
+        self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(self.context), sequence, start, -1)
 
     def call(self, items: Sequence[tuple[int, int, int, bool]]) -> Callable[[], None]:
         """Return a function that computes tokens: (id, position, sequence, whether with logits)."""
@@ -138,8 +137,7 @@ class Runtime:
         self.forget(0, 0)
         self.call([(token, at, 0, True) for at, token in enumerate(tokens)])()
         shape = len(tokens), self.lib.llama_vocab_n_tokens(self._vocabulary)
-        view = np.ctypeslib.as_array(self.lib.llama_get_logits(self.context), shape)
-        return np.array(view)
+        return np.array(np.ctypeslib.as_array(self.lib.llama_get_logits(self.context), shape))
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text."""

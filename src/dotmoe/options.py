@@ -95,6 +95,13 @@ def identity(config: Any) -> dict[str, Any]:
     return {n: identity(v) if dataclasses.is_dataclass(v) else v for n, v in values.items()}
 
 
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """The options that differ between two results of `identity`, as `name (old, not new)`."""
+    pairs = [(name, value, new[name]) for name, value in old.items() if value != new[name]]
+    nested = [each for _, a, b in pairs if isinstance(a, dict) for each in differences(a, b)]
+    return [f"{name} ({a}, not {b})" for name, a, b in pairs if not isinstance(a, dict)] + nested
+
+
 def from_values(cls: type[Config], values: Any, place: str) -> Config:
     """A config from plain JSON values; missing fields take their defaults.
 

@@ -37,7 +37,7 @@ from dotmoe.files import (
     write_json,
     write_text,
 )
-from dotmoe.options import COMMAND, from_values, identity, values_of
+from dotmoe.options import COMMAND, differences, from_values, identity, values_of
 
 STAGES = {
     "data": "0_data",
@@ -243,10 +243,11 @@ class RunFolder:
 
     def _require_usable(self, config: Any) -> None:
         if self.exists:
-            if identity(self.config(type(config))) != identity(config):
+            if others := differences(identity(self.config(type(config))), identity(config)):
                 raise UserError(
-                    f"{self.path} holds a run with another config. Choose another folder, repeat "
-                    f"that run with --config {self.path / _CONFIG}, or delete the folder."
+                    f"{self.path} holds a run with another config: {', '.join(others)}. Choose "
+                    f"another folder, repeat that run with --config {self.path / _CONFIG}, or "
+                    "delete the folder."
                 )
             return
         left_at_a_start = {_LOCK, f".{_MANIFEST}.partial"}

@@ -55,8 +55,7 @@ def weight_clusters(inputs: SplitInputs) -> Iterator[LayerSplit]:
         rows_ND = F.normalize(layer.ffn.gate.weight.float(), dim=1)
         expert_N = balanced_kmeans(rows_ND, num_experts, layer.generator)
         centre_ED = means(rows_ND, expert_N, num_experts)
-        expert_N = optimal_assignment(squared_distance(rows_ND, centre_ED))
-        yield _routed(inputs, layer, expert_N)
+        yield _routed(inputs, layer, optimal_assignment(squared_distance(rows_ND, centre_ED)))
 
 
 def co_activation(inputs: SplitInputs) -> Iterator[LayerSplit]:

@@ -187,8 +187,7 @@ def chance_of(samples: Sequence[Values]) -> float | None:
     even = sum(1 / len(choices) for choices in answers) / len(answers)
     if any(choices != answers[0] for choices in answers):
         return even
-    right = Counter(str(each["target"]) for each in samples)
-    return max(even, max(right.values()) / len(samples))
+    return max(even, max(Counter(str(each["target"]) for each in samples).values()) / len(samples))
 
 
 def _answers(sample: Values) -> list[tuple[str, str]]:

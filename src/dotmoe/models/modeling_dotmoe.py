@@ -160,8 +160,7 @@ class ExpertFFN(nn.Module):
         """Map [..., D] to [..., D]."""
         x_TD = x.reshape(-1, x.shape[-1])
         chosen_TK = self.router(x_TD)
-        ones_TK = torch.ones_like(chosen_TK, dtype=x.dtype)
-        output: Tensor = self.experts(x_TD, chosen_TK, ones_TK)
+        output: Tensor = self.experts(x_TD, chosen_TK, torch.ones_like(chosen_TK, dtype=x.dtype))
         return output.view(x.shape)
 
 

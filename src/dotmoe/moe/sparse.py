@@ -171,6 +171,5 @@ def _grouped(rows_RA: Tensor, weight_EAB: Tensor, counts_E: Tensor) -> Tensor:
     """Each row times its group's matrix; rows are sorted by group, with `counts_E` per group."""
     if runs_grouped(rows_RA.dtype, *weight_EAB.shape[1:]):
         return F.grouped_mm(rows_RA, weight_EAB, offs=counts_E.cumsum(0).to(torch.int32))
-    parts = torch.split(rows_RA, counts_E.tolist())
-    groups = zip(parts, weight_EAB.unbind(), strict=True)
+    groups = zip(torch.split(rows_RA, counts_E.tolist()), weight_EAB.unbind(), strict=True)
     return torch.cat([rows @ weight_AB for rows, weight_AB in groups])

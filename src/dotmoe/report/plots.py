@@ -119,8 +119,7 @@ def curve_plot(curve: Values) -> Any:
     for point, *place in zip(points, shares, perplexities, strict=True):
         is_now = point["active_experts"] == curve["active_experts"]
         style = {"xytext": (6, 6), "fontweight": "bold" if is_now else "normal"}
-        k = f"k = {point['active_experts']}"
-        axes.annotate(k, place, textcoords="offset points", **style)
+        axes.annotate(f"k = {point['active_experts']}", place, textcoords="offset points", **style)
     _log_axis(axes.yaxis)
     axes.set(xlabel="parameters that work on a token, % of dense")
     axes.set(ylabel=f"perplexity per {curve['unit']} (log)")

@@ -77,8 +77,7 @@ class Checkpoints:
 
             def complete() -> None:
                 files = checksums(partial, [file.name for file in partial.iterdir()])
-                record = with_checksum({"files": files, "values": values})
-                write_text(partial / _MANIFEST, record)
+                write_text(partial / _MANIFEST, with_checksum({"files": files, "values": values}))
                 writing.close()
                 for old in self._newest_first()[_KEPT:]:
                     shutil.rmtree(old, ignore_errors=True)
