@@ -89,8 +89,8 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
                 return run.conversion()
             dense = load_dense(config.model, config.load)
             split = raise_on_all_ranks(lambda: split_of(config, dense))
-            repairing = config.repairing.tokens(split, dense.config) if config.repair else 0
-            run.tokenise(dense, max(calibration_tokens(config, dense.widths.model), repairing))
+            to_repair = config.repairing.tokens(split, dense.config) if config.repair else 0
+            run.tokenise(dense, max(calibration_tokens(config, dense.widths.model), to_repair))
             state = None
             if config.method == "dot_moe" or config.align.steps:
                 state = _align(run, dense, split, _calibrate(run, dense, split))

@@ -75,7 +75,7 @@ class GgufFormat(Format):
         most = most_active_experts_of(traits, split, layers, self.num_moe_tensors)
         if not 2 <= split.num_experts <= MOST_EXPERTS:
             return (
-                f"The layout has {split.num_experts} experts a layer, but llama.cpp runs 2 to "
+                f"The layout has {split.num_experts} experts per layer, but llama.cpp runs 2 to "
                 f"{MOST_EXPERTS}. Choose another expert_size."
             )
         if split.active_experts > most:

@@ -66,7 +66,7 @@ class RepairConfig:
         if max(ks, default=0) > split.num_experts:
             raise UserError(
                 f"repair_active_experts is {max(ks)}, but the layout has {split.num_experts} "
-                f"experts a layer. Choose 1 to {split.num_experts}."
+                f"experts per layer. Choose 1 to {split.num_experts}."
             )
 
 
