@@ -97,8 +97,7 @@ class ExpertLayout:
     @property
     def moe_layers(self) -> range:
         """Numbers of the layers that are split; those before them are dense."""
-        num_dense = int((self.expert_of_neuron_LN == ALWAYS_ON).all(dim=1).sum())
-        return range(num_dense, self.num_layers)
+        return range(int((self.expert_of_neuron_LN == ALWAYS_ON).all(1).sum()), self.num_layers)
 
     @property
     def granularity(self) -> Granularity:

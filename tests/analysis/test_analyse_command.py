@@ -65,8 +65,7 @@ def test_another_text_or_damage_makes_an_analysis_anew(folder):
     of_another_form = before | {"inputs": before["inputs"] | {"form": 0}, "values": {}}
     for damaged in (file.read_text()[:100], json.dumps(of_another_form)):
         file.write_text(damaged)
-        again = analysed(folder, "expert_utilisation", tokens=128)
-        assert again["values"] == before["values"]
+        assert analysed(folder, "expert_utilisation", tokens=128)["values"] == before["values"]
 
 
 def test_one_layer_split_by_itself_is_a_layout_whose_others_are_dense(folder):

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dotmoe.layout import ExpertLayout
+from dotmoe.llama_cpp import is_installed
 from dotmoe.load import LoadConfig, load_dense
 from dotmoe.moe.masked import masked_by
 
@@ -90,9 +91,10 @@ def test_experts_of_least_energy_are_dropped(finished, command, tokens_BT, tmp_p
 def test_a_run_becomes_a_gguf_of_the_same_perplexity(
     name, finished, command, evaluated, text_file, tmp_path
 ):
-    pytest.importorskip("llama_cpp")
     out, options = tmp_path / name, {"text": text_file, "max_tokens": 1024, "window": 64}
-    command("export", finished.folder, out, format=name, gguf_type="f32", **QUICK)
+    said = command("export", finished.folder, out, format=name, gguf_type="f32", **QUICK).out
+    assert ("not run without" in said) is not is_installed()
+    pytest.importorskip("llama_cpp")
     stock = finished.source if name == "gguf_dense" else finished.folder
     expected, found = (evaluated(model, **options)[0]["perplexity"] for model in (stock, out))
     # Near-ties may be routed otherwise.

@@ -499,8 +499,7 @@ def test_selections_follow_seed_and_training(dense_of, tokens_BT):
 
     @torch.no_grad()
     def plan(seed, steps):
-        inputs = PruneInputs(dense=dense_of("llama"), **text, steps=steps, seed=seed)
-        return disp_llm(inputs).plan
+        return disp_llm(PruneInputs(dense=dense_of("llama"), **text, steps=steps, seed=seed)).plan
 
     assert plan(1, 2) == plan(1, 2)
     assert plan(1, 2) != plan(2, 2)

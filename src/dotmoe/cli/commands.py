@@ -224,9 +224,11 @@ def run_export(line: Line) -> None:
     with Progress().bar("export") as update:
         record = reexport(config, update)
     split = f"{record.active_experts} of {record.num_experts} experts"
+    was_run = (record.verification or {}).get("run", True)  # None: a GGUF without llama.cpp
+    verified = "verified" if was_run else "its bytes verified; not run without llama-cpp-python"
     _show(
         f"{config.out}: {record.format}, {split if record.num_experts else 'dense'}, "
-        f"{record.total_bytes:,} bytes in {record.dtype}, verified.",
+        f"{record.total_bytes:,} bytes in {record.dtype}, {verified}.",
         *(f"- {note}" for note in record.notes),
     )
 

@@ -157,8 +157,7 @@ def write_decontaminated(training: TokenBlocks, heldout: TokenBlocks, path: Path
     seen = torch.cat([_hashes(rows, run)[:, ::run].flatten() for rows in parts])
     with block_writer(path, training.seq_len) as writer:
         for rows in torch.split(training.tokens_BT, _BLOCKS_AT_ONCE):
-            clean_B = ~torch.isin(_hashes(rows, run), seen).any(dim=1)
-            writer.append(rows[clean_B].flatten())
+            writer.append(rows[~torch.isin(_hashes(rows, run), seen).any(dim=1)].flatten())
         left_out = training.num_blocks - writer.num_tokens // training.seq_len
         if left_out == training.num_blocks:
             raise UserError(
