@@ -36,8 +36,8 @@ class FinishedRun:
         stage = folder.verified(self.made_by)
         cls: type[AnyRunConfig] = FinetuneRunConfig if is_finetuned else RunConfig
         self.config = folder.config(cls)
-        self.model: str = manifest["model"]
-        """The original dense model of the run, as the user named it: folder or hub name."""
+        self.model = folder.model
+        """The original dense model of the run: folder, or hub name with its commit."""
         self.weights = str(stage / MODEL) if self.has_own_weights else self.model
         """Folder or hub name of the dense checkpoint that has the experts' weights."""
 

@@ -21,7 +21,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dotmoe import distributed
-from dotmoe.checkpoint import Tensors, checkpoint_folder, is_local, require_tokenizer, tensor_files
+from dotmoe.checkpoint import (
+    Tensors,
+    checkpoint_folder,
+    is_local,
+    require_tokenizer,
+    tensor_files,
+)
 from dotmoe.checkpoint.on_disk import on_disk, quiet_transformers
 from dotmoe.errors import UserError, one_line
 from dotmoe.files import read_json
@@ -34,6 +40,7 @@ from dotmoe.models.family import (
     num_parameters,
 )
 from dotmoe.options import HOW
+from dotmoe.run_folder import at_revision
 
 Sharding = Literal["auto", "replicate", "shard"]
 LARGEST_SHARE = 0.5
@@ -111,7 +118,10 @@ def left_on_disk(dense: DenseModel, config: LoadConfig) -> DenseModel:
 
 def describe_dense(source: str) -> DenseModel:
     """Describe a dense checkpoint, without weights (meta device); raises as `load_dense` does."""
-    config, _ = dense_config(source)
+    config, folder = dense_config(source)
+    revision = None if is_local(source) else folder.name
+    # What is read later is of the same commit, whatever the hub's branch is by then.
+    source = at_revision(source, revision)
     folder = checkpoint_folder(source)
     tensor_files(folder)
     # If files are missing, Transformers silently makes an empty tokenizer for some families.
@@ -137,7 +147,7 @@ def describe_dense(source: str) -> DenseModel:
         family=family_of(config),
         folder=folder,
         source=source,
-        revision=None if is_local(source) else folder.name,
+        revision=revision,
     )
 
 

@@ -87,7 +87,7 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
             run = _Run(config, config, config.align, progress)
             if run.start(work):
                 return run.conversion()
-            dense = load_dense(config.model, config.load)
+            dense = load_dense(run.folder.model, config.load)
             split = raise_on_all_ranks(lambda: split_of(config, dense))
             to_repair = config.repairing.tokens(split, dense.config) if config.repair else 0
             run.tokenise(dense, max(calibration_tokens(config, dense.widths.model), to_repair))
@@ -167,7 +167,7 @@ def prune(config: PruneRunConfig, progress: Progress | None = None) -> dict[str,
     run = _Run(config, config, config.align, progress)
     with ExitStack() as work:
         if not run.start(work):
-            dense = describe_dense(config.model)
+            dense = describe_dense(run.folder.model)
             run.tokenise(dense, config.calibrate.tokens(dense.widths.model))
             metrics = _prune(run, dense)
             run.write_results(lambda: _measure_pruned(run, dense, metrics))
@@ -213,14 +213,16 @@ class _Run:
                 texts = (*config.eval_text, *self.converted.other_text)
                 require_sources(self.converted.data, texts)
             if source:
-                model, inputs = source.model, source.fingerprints
+                begun, inputs = source.folder.manifest, source.fingerprints
+                model, revision = begun["model"], begun.get("revision")
             else:
-                model = config.model
-                inputs = {"model": fingerprint(describe_dense(model).folder)}
+                dense = describe_dense(folder.model if folder.exists else config.model)
+                model, revision = config.model, dense.revision
+                inputs = {"model": fingerprint(dense.folder)}
             if is_done:
                 folder.require_inputs(inputs)
             else:
-                folder.begin(config, model, inputs)
+                folder.begin(config, model, revision, inputs)
             return is_done
 
         if self.training.steps:
@@ -540,7 +542,7 @@ def _prune(run: _Run, dense: DenseModel) -> dict[str, Any]:
         blocks, size, seed = run.text.training, config.align.batch_size, config.seed
         with run.progress.bar(config.method) as update:
             inputs = pruning.PruneInputs(
-                dense=load_dense(config.model, config.load),
+                dense=load_dense(dense.source, config.load),
                 tokens_BT=blocks.drawn(config.calibrate.tokens(dense.widths.model)),
                 wanted=budget_of(config, dense),
                 batch=lambda step: blocks.batch(step, size, seed),

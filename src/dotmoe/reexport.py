@@ -1,6 +1,5 @@
 """Export a finished run again: in another format or dtype, with another k or fewer experts."""
 
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +8,6 @@ import tyro
 from tyro.conf import Positional
 
 from dotmoe.analyse.run import expert_energies
-from dotmoe.checkpoint import checkpoint_folder, is_local
 from dotmoe.errors import UserError
 from dotmoe.export import export
 from dotmoe.export.architectures import GGUF_NAMES
@@ -72,10 +70,7 @@ def reexport(config: ReexportConfig, on_progress: Update = no_update) -> ExportR
         layout = _without_idlest(run, layout, dense, config.drop_experts, on_progress)
     origin = None
     if run.has_own_weights:
-        revision = None
-        if not is_local(run.model):
-            with suppress(UserError):  # the model may no longer be available
-                revision = checkpoint_folder(run.model, config_only=True).name
+        revision = run.folder.manifest.get("revision")
         origin = replace(described, source=run.model, revision=revision)
     tokens_BT = run.text.heldout.tokens_BT
     return export(

@@ -79,8 +79,15 @@ class RunFolder:
         return (self.path / _MANIFEST).exists()
 
     @property
+    def model(self) -> str:
+        """The dense model that the run started with; of a hub model, `org/name@commit`."""
+        return at_revision(self.manifest["model"], self.manifest.get("revision"))
+
+    @property
     def manifest(self) -> dict[str, Any]:
-        """The contents: `command`, `model` (name), `config`, `inputs` (fingerprints), `stages`."""
+        """The contents: `command`, `model` (as the user named it), its `revision` (commit on the
+        hub, or null), `config`, `inputs` (fingerprints), `stages`.
+        """
         if self._manifest is None:
             try:
                 self._manifest = read_with_checksum(self.path / _MANIFEST)
@@ -154,16 +161,19 @@ class RunFolder:
                     self._remove_unless_progress()
                 raise
 
-    def begin(self, config: Any, model: str, inputs: Mapping[str, str]) -> None:
+    def begin(
+        self, config: Any, model: str, revision: str | None, inputs: Mapping[str, str]
+    ) -> None:
         """Record the config and inputs of the run, or refuse inputs other than the recorded ones.
 
-        `model` is the user's name for the dense model; `inputs` are the fingerprints of `model`,
-        and of the `layout` if one is finetuned.
+        `model` is the user's name for the dense model, `revision` its commit on the hub; `inputs`
+        are the fingerprints of `model`, and of the `layout` if one is finetuned.
         """
         if self.exists:
             self.require_inputs(inputs)
         stages = self.manifest["stages"] if self.exists else {}
         values, about = values_of(config), {"format": 1, COMMAND: config.command, "model": model}
+        about |= {"revision": revision}
         self._write({**about, "config": values, "inputs": dict(inputs), "stages": stages})
         write_json(self.path / _CONFIG, values)
 
@@ -274,6 +284,11 @@ class RunFolder:
             remove(path)
         with suppress(OSError):
             self.path.rmdir()
+
+
+def at_revision(source: str, revision: str | None) -> str:
+    """The name of a hub model at a commit, `org/name@commit`; `source` itself without a commit."""
+    return source if revision is None else f"{source.partition('@')[0]}@{revision}"
 
 
 def export_folder(path: Path) -> Path:

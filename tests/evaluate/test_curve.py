@@ -71,5 +71,5 @@ def test_of_a_finetuned_run_all_experts_are_not_the_dense_model(finished, finetu
     corpus = exported().corpus
     curve = evaluate(EvaluateConfig(model=str(finetuned.folder), curve=(3,), corpus=corpus))
     assert curve["all_experts"]["model"] == "other weights"
-    assert curve["source"] == str(finished.source)
+    assert curve["source"] == finished.source.name
     assert "dense" not in str(curve_table(curve).rows)

@@ -33,7 +33,7 @@ def compared(actual, dense):
 def test_every_figure_is_what_torch_computes_from_whole_logits(family, exported, monkeypatch):
     monkeypatch.setattr(models, "CHUNK_LOGITS", 264 * 7)
     case = exported(family, format=FORMATS[family])
-    found = measured(case.folder, case.corpus)
+    found = measured(case.folder, case.corpus, against=case.dense.source)
     with torch.no_grad():
         moe, dense = (
             AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
@@ -69,11 +69,12 @@ def test_every_figure_is_what_torch_computes_from_whole_logits(family, exported,
 def test_with_all_experts_on_it_is_the_dense_model(exported):
     case = exported()
     set_active_experts(case.folder, 12)
-    found = measured(case.folder, case.corpus)
+    found = measured(case.folder, case.corpus, against=case.dense.source)
     assert found["kl"] < 1e-4
     assert found["top1_agreement"] > 0.99
     assert all(each["relative_mse"] < 1e-5 for each in (found["before_head"], *found["ffn"]))
-    assert found["against"] == str(case.dense.source)
+    with pytest.raises(UserError, match=r"local model llama.* Name it with --against"):
+        measured(case.folder, case.corpus)
 
 
 def test_a_model_that_is_no_export_needs_one_to_be_compared_with_that_fits(exported, tiny_dense):

@@ -291,7 +291,7 @@ def test_the_window_of_a_gguf_is_bounded_by_the_context_that_its_file_states(
 
     def measured(window=None):
         corpus = TextConfig(text=source, window=window)
-        return evaluate(EvaluateConfig(model="~/out", corpus=corpus))
+        return evaluate(EvaluateConfig(model="~/out", corpus=corpus, tokenizer=dense.source))
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("dotmoe.llama_cpp.LlamaCppModel", even_chances)

@@ -5,7 +5,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from dotmoe.errors import UserError
 from dotmoe.export import ExportRecord
 from dotmoe.export.record import set_active_experts, write_model_card
 from dotmoe.files import with_checksum
-from dotmoe.finished_run import FinishedRun
 from dotmoe.granularity import count_parameters
 from dotmoe.tables import Table
 from export.comparison import masked_logits, relative_error, stock_logits
@@ -39,7 +37,7 @@ def test_the_card_says_what_it_is_and_how_to_use_it(exported):
     assert {"dotmoe", "moe", "glm4_moe"} <= set(card.data.tags)
     assert card.data.base_model is None  # a local folder is no hub name
     for words in (
-        dense.source,
+        f"from the dense model {Path(dense.source).name}:",
         'from_pretrained("path/to/this/folder")',  # 5_export is no name to load it by
         "vllm serve path/to/this/folder --dtype float32",
         "Any number of experts from 1 to 12 may run",
@@ -74,7 +72,7 @@ def test_the_card_says_what_it_is_and_how_to_use_it(exported):
 
 def test_a_finetuned_export_names_the_model_that_the_work_began_with(exported, dense_of):
     dense = dense_of("llama")
-    origin = replace(dense, source="some-one/Model-1B", revision="0123abc")
+    origin = replace(dense, source="some-one/Model-1B@0123abc", revision="0123abc")
     made = exported(dense, origin=origin)
     card = ModelCard((made.folder / "README.md").read_text())
     assert (made.record.source, made.record.revision) == ("some-one/Model-1B", "0123abc")
@@ -82,23 +80,6 @@ def test_a_finetuned_export_names_the_model_that_the_work_began_with(exported, d
     assert "# Model-1B, 3 of 12 experts" in card.text
     assert "revision 0123abc" in card.text
     assert str(dense.folder) not in card.text
-
-
-def test_of_a_hub_model_nothing_but_the_config_is_fetched_for_the_record(
-    finetuned, tmp_path, monkeypatch
-):
-    def of_the_hub(path):
-        run = FinishedRun(path)
-        run.model = "some-one/Model-1B"
-        return run
-
-    monkeypatch.setattr(reexport, "FinishedRun", of_the_hub)
-    fetch = Mock(return_value=Path("snapshots/0123abc"))
-    monkeypatch.setattr(reexport, "checkpoint_folder", fetch)
-    config = reexport.ReexportConfig(run=str(finetuned.folder), out=str(tmp_path / "out"))
-    record = reexport.reexport(config)
-    assert (record.source, record.revision) == ("some-one/Model-1B", "0123abc")
-    fetch.assert_called_once_with("some-one/Model-1B", config_only=True)
 
 
 def test_a_folder_with_something_in_it_is_refused_before_experts_are_measured(

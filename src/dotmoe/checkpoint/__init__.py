@@ -4,14 +4,14 @@ import hashlib
 import os.path
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError
+from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -28,7 +28,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
 _UNWANTED = ["consolidated*", "*/*"]
 _END_BYTES = 1 << 20
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Floating-point dtypes by their name in a safetensors header."""
 EMBEDDING = "model.embed_tokens.weight"
@@ -39,7 +39,8 @@ HEAD = "lm_head.weight"
 def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
     """Local folder of a checkpoint, given as a folder, hub name, GGUF file or `embedded`.
 
-    Missing files of a hub checkpoint are downloaded; with `config_only` only config.json.
+    A hub name may end in `@` and a branch, tag or commit. Missing files of a hub checkpoint are
+    downloaded, with `config_only` only config.json; without a network, those in the cache are used.
     """
     if source == EMBEDDED:
         return Path(__file__).parents[1] / "embedded"
@@ -57,19 +58,59 @@ def checkpoint_folder(source: str, *, config_only: bool = False) -> Path:
     meant = nearest(str(folder), map(str, beside))
     if is_local(source):
         raise UserError(f"{source} does not exist.{meant} Name a checkpoint folder.")
+    name, _, revision = source.partition("@")
     wanted = ["config.json"] if config_only else _WANTED
     try:
-        snapshot = snapshot_download(source, allow_patterns=wanted, ignore_patterns=_UNWANTED)
+        snapshot = snapshot_download(
+            name, revision=revision or None, allow_patterns=wanted, ignore_patterns=_UNWANTED
+        )
     except GatedRepoError as error:
         raise UserError(
             f"{source} is gated on the hub. Accept its terms there, then run `hf auth login`."
         ) from error
     except Exception as error:  # its errors, and those of its transports, have no common base
+        if isinstance(error, LocalEntryNotFoundError) and (cached := _cached(name, revision)):
+            return cached
         raise UserError(
             f"{source} is no local folder and cannot be fetched from the hub ({one_line(error)}). "
             f"Check the name and the network.{meant}"
         ) from error
-    return Path(snapshot).resolve()
+    folder = Path(snapshot).resolve()
+    if not any(folder.glob("config.json" if config_only else "*.safetensors")):
+        raise UserError(_what_lacks(source, name, folder))
+    return folder
+
+
+def _cached(name: str, revision: str) -> Path | None:
+    """Folder of the hub's cache with a whole checkpoint, though the hub has more files of it."""
+    config = try_to_load_from_cache(name, "config.json", revision=revision or None)
+    if not isinstance(config, str):
+        return None
+    folder = Path(config).parent.resolve()
+    with suppress(UserError):
+        require_checkpoint(folder)
+        return folder
+    return None
+
+
+def _what_lacks(source: str, name: str, folder: Path) -> str:
+    """One line on a hub checkpoint without config or safetensors: what it has, and what to do."""
+    try:
+        files = HfApi().list_repo_files(name, revision=folder.name)
+    except Exception as error:  # noqa: BLE001  (told in the message)
+        return (
+            f"{folder} in the hub's cache holds only a part of {source}, and the hub cannot be "
+            f"reached ({one_line(error)}). Repeat this with a network, or unset HF_HUB_OFFLINE."
+        )
+    if pickles := [file for file in files if file.endswith((".bin", ".pt", ".pth"))]:
+        return (
+            f"{source} holds weights only as {pickles[0]}, and pickles are not read. Name the "
+            f"hub's own conversion if there is one, {name}@refs/pr/N, or load the model with "
+            "Transformers, then model.save_pretrained(FOLDER)."
+        )
+    if ggufs := [file for file in files if file.endswith(GGUF)]:
+        return f"{source} holds GGUF files. Download one, such as {ggufs[0]}, and name the file."
+    return f"{source} holds no model with config.json and *.safetensors. Name another."
 
 
 def is_local(source: str) -> bool:

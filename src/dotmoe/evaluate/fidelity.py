@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dotmoe.errors import UserError
 from dotmoe.evaluate.models import (
     EvaluateConfig,
+    dense_model_of,
     hidden_states,
     loaded,
     logits_in_parts,
@@ -36,12 +37,12 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
     """
     folder = model_folder(config.model)
     record = ExportRecord.load(folder) if (folder / RECORD_FILE).is_file() else None
-    against = config.against or (record.source if record else None)
-    if against is None:
+    if not (config.against or record):
         raise UserError(
             f"{config.model} is no export of dotmoe, so its dense model is not known. Name it "
             "with --against."
         )
+    against = config.against or dense_model_of(folder, "--against")
     dense, other = loaded(model_folder(against), config.load), loaded(folder, config.load)
     for key in ("vocab_size", "hidden_size"):
         ours, theirs = (getattr(each.model.config, key) for each in (other, dense))

@@ -14,16 +14,16 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 from tyro.conf import Positional
 
-from dotmoe.checkpoint import checkpoint_folder, require_checkpoint
+from dotmoe.checkpoint import EMBEDDED, checkpoint_folder, require_checkpoint
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError, one_line
-from dotmoe.export.record import RECORD_FILE, require_checksums
+from dotmoe.export.record import RECORD_FILE, ExportRecord, require_checksums
 from dotmoe.files import Values
 from dotmoe.load import LoadConfig, load_weights, resolved_dtype
 from dotmoe.models.family import stated
 from dotmoe.options import at_least
 from dotmoe.progress import Progress, Update
-from dotmoe.run_folder import export_folder
+from dotmoe.run_folder import RunFolder, at_revision, export_folder
 
 TokenNats = Callable[[Tensor], Tensor]
 """Token ids [B, T] -> cross-entropy of every token but the first of each row, in nats: float64 on
@@ -215,6 +215,24 @@ def model_folder(name: str) -> Path:
     require_checkpoint(folder)
     require_checksums(folder)
     return folder
+
+
+def dense_model_of(export: Path, option: str) -> str:
+    """Name of the dense model that an exported folder was made from, as commands accept it.
+
+    A record has no local path, so of a local model only the run's own folder knows it; elsewhere a
+    `UserError` asks for `option`.
+    """
+    run = RunFolder(export.resolve().parent)
+    if run.exists:
+        return run.model
+    record = ExportRecord.load(export)
+    if record.revision or record.source == EMBEDDED or "/" in record.source:  # older: a path
+        return at_revision(record.source, record.revision)
+    raise UserError(
+        f"{export} was made from the local model {record.source}, but does not record where that "
+        f"is. Name it with {option}."
+    )
 
 
 def gguf_file(path: Path) -> Path | None:

@@ -20,6 +20,7 @@ from dotmoe.evaluate.models import (
     TextConfig,
     TokenNats,
     by_side,
+    dense_model_of,
     in_context,
     loaded,
     loading,
@@ -29,8 +30,8 @@ from dotmoe.evaluate.models import (
     stock_nats,
 )
 from dotmoe.export.architectures import FORMATS
-from dotmoe.export.record import RECORD_FILE, ExportRecord, require_checksums, require_free_k
-from dotmoe.files import Values, read_json
+from dotmoe.export.record import ExportRecord, require_checksums, require_free_k
+from dotmoe.files import Values
 from dotmoe.load import load_weights
 from dotmoe.models.family import DenseModel
 from dotmoe.progress import Progress, Update, no_update
@@ -178,7 +179,7 @@ def measure_perplexity(config: EvaluateConfig, progress: Progress) -> Values:
         from dotmoe.llama_cpp import LlamaCppModel
 
         require_checksums(file.parent)
-        name = config.tokenizer or str(read_json(file.parent / RECORD_FILE)["source"])
+        name = config.tokenizer or dense_model_of(file.parent, "--tokenizer")
         with loading(folder := checkpoint_folder(name)):
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         window = corpus.window_in(GgufFile(file).size("context_length"))

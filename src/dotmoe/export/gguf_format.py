@@ -102,7 +102,7 @@ class GgufFormat(Format):
 
     def _tokenizer(self, conversion: Conversion) -> tuple[dict[str, Any], list[str]]:
         return tokenizer_keys(
-            conversion.dense, conversion.config.gguf_tokenizer, conversion.origin.source
+            conversion.dense, conversion.config.gguf_tokenizer, conversion.origin.name
         )
 
     def header(self, conversion: Conversion) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class ExportRecord:
     servers: list[str]
     exactness: str
     source: str
-    """Original dense model, before any repair or finetuning: hub name or folder."""
+    """Original dense model, before any repair or finetuning: its `DenseModel.name`."""
     revision: str | None
     is_finetuned: bool
     """Whether the written weights differ from the original dense model's."""
@@ -164,7 +164,7 @@ def record_of(conversion: Conversion, form: Format, folder: Path, **others: Any)
         format=form.name,
         servers=list(form.servers),
         exactness=form.exactness(conversion),
-        source=origin.source,
+        source=origin.name,
         revision=origin.revision,
         is_finetuned=origin.source != dense.source,
         dotmoe_version=__version__,

@@ -5,6 +5,7 @@ an FFN neuron one column of `down_proj`, a query head the columns of `o_proj` th
 """
 
 import copy
+import os.path
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -311,13 +312,20 @@ class DenseModel:
     """The Transformers causal language model; on the meta device if it is only described."""
     family: Family
     source: str
-    """The name that the user gave: a folder, a GGUF file or a hub name."""
+    """The name that the user gave: a folder or GGUF file, or a hub name, here with its commit."""
     tokenizer: Any = None
     """Tokenizer of the model (a `PreTrainedTokenizerBase`)."""
     folder: Path = Path()
     """Local folder that holds config, safetensors and tokenizer files."""
     revision: str | None = None
     """Commit of the checkpoint if it came from the hub, else None."""
+
+    @property
+    def name(self) -> str:
+        """Name to publish: that on the hub, or of a local model the last part of its path."""
+        if self.revision is not None:
+            return self.source.partition("@")[0]
+        return os.path.basename(os.path.abspath(self.source))
 
     @property
     def device(self) -> torch.device:

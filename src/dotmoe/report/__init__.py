@@ -11,7 +11,7 @@ from pathlib import Path
 from dotmoe.errors import UserError
 from dotmoe.evaluate.tasks import of_model
 from dotmoe.files import DamagedError, Values, read_json, read_with_checksum
-from dotmoe.run_folder import STAGES
+from dotmoe.run_folder import STAGES, RunFolder
 
 
 class RunResults:
@@ -56,7 +56,8 @@ class RunResults:
             """The model that was converted or the run that was finetuned, as the user named it."""
         self.is_repaired = bool(train == "repair" or self.config.get("repair"))
         """Whether the exported model was repaired and not finetuned afterwards."""
-        self.dense_model = str(self.export.get("source", self.source))
+        run = RunFolder(folder)
+        self.dense_model = run.model if run.exists else self.source
         """Name of the dense model that every comparison refers to."""
         method = str(self.config.get("method", "dot_moe")).replace("dot_moe", "DOT-MoE")
         self.name = "repaired" if self.is_repaired else "finetuned" if self.is_finetuned else method
@@ -77,7 +78,7 @@ class RunResults:
 
     def named(self, result: Values) -> Values:
         """A measurement with its one or two models named as the report names them."""
-        dense = {self.dense_model: "dense"}
+        dense = dict.fromkeys((self.dense_model, self.dense_model.partition("@")[0]), "dense")
         named = result | {"name": dense.get(result.get("name", ""), self.name)}
         for side in ("model", "against"):
             if isinstance(one := result.get(side), dict):
