@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from dotmoe.checkpoint import tensor_files
 from dotmoe.errors import UserError
-from dotmoe.load import LoadConfig, dense_config, load_dense
+from dotmoe.load import LoadConfig, dense_config, describe_dense, dtype_for, load_dense
 from dotmoe.models.family import FAMILIES
 
 GATE = "model.layers.0.mlp.gate_proj.weight"
@@ -218,3 +218,19 @@ def test_the_embedded_name_reads_the_folder_inside_the_package():
     folder = Path(load_dense.__code__.co_filename).parent / "embedded"
     config, found = dense_config("embedded")
     assert (config.model_type, found) == ("llama", folder)
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "device", "dtype"),
+    [
+        ("float16", "auto", "cuda", torch.bfloat16),
+        ("float16", "float16", "cuda", torch.float16),
+        ("bfloat16", "auto", "cuda", "auto"),
+        ("float16", "auto", "cpu", torch.float32),
+    ],
+)
+def test_gradients_of_a_float16_checkpoint_do_not_underflow(
+    tiny_dense, stored, asked, device, dtype
+):
+    dense = describe_dense(str(tiny_dense("llama", dtype=stored)))
+    assert dtype_for(dense, LoadConfig(dtype=asked), torch.device(device)) == dtype

@@ -54,8 +54,9 @@ class LoadConfig:
     """Device, dtype and sharding of the dense model in memory."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the weights in memory. auto: the checkpoint's own on a GPU, float32 on a CPU, where
-    16-bit arithmetic is slow. The export keeps the checkpoint's own dtype either way."""
+    """Dtype of the weights in memory. auto: the checkpoint's own on a GPU, but bfloat16 to convert
+    a float16 one; float32 on a CPU, where 16-bit arithmetic is slow. The export's dtype is another
+    option."""
     device: Annotated[str, HOW] = "auto"
     """`cpu`, `cuda` or `cuda:N`. auto: the GPU if there is one, else the CPU."""
     sharding: Annotated[Sharding, HOW] = "auto"
@@ -81,7 +82,7 @@ def load_dense(source: str, config: LoadConfig) -> DenseModel:
             "Choose cuda or auto."
         )
     dense = distributed.raise_on_all_ranks(lambda: describe_dense(source))
-    dtype, ranks = resolved_dtype(config.dtype, device), distributed.mesh(device)
+    dtype, ranks = dtype_for(dense, config, device), distributed.mesh(device)
 
     def read() -> DenseModel:
         own = Tensors.of(dense).dtype if dtype == "auto" else dtype
@@ -106,14 +107,27 @@ def load_here(dense: DenseModel, config: LoadConfig) -> DenseModel:
     if dense.device.type != "meta" and not is_divided(dense.model):
         return dense
     device = distributed.resolved_device(config.device)
-    model = load_weights(dense.folder, resolved_dtype(config.dtype, device))
+    model = load_weights(dense.folder, dtype_for(dense, config, device))
     return replace(dense, model=model.to(device))
 
 
 def left_on_disk(dense: DenseModel, config: LoadConfig) -> DenseModel:
     """Make a described model runnable while its weights stay in its folder; see `on_disk`."""
     device = distributed.resolved_device(config.device)
-    return on_disk(dense, device, resolved_dtype(config.dtype, device))
+    return on_disk(dense, device, dtype_for(dense, config, device))
+
+
+def dtype_for(
+    dense: DenseModel, config: LoadConfig, device: torch.device
+) -> torch.dtype | Literal["auto"]:
+    """The dtype in which a model is converted; not float16 unless it is asked for.
+
+    Gradients underflow in float16. bfloat16 has the range of float32.
+    """
+    dtype = resolved_dtype(config.dtype, device)
+    if dtype == "auto" and Tensors.of(dense).dtype == torch.float16:
+        return torch.bfloat16
+    return dtype
 
 
 def describe_dense(source: str) -> DenseModel:

@@ -97,8 +97,8 @@ GLM, MIXTRAL = {"format": "glm4_moe"}, {"format": "mixtral"}
         ("llama", {}, {"num_experts": 24, "expert_size": 4}, {"export_dtype": "bfloat16"}, "of 8"),
         ("llama", {}, {"num_experts": 1, "expert_size": 96, "active_experts": 1}, {}, "at least 2"),
         ("llama", {}, {}, {"format": "glm4-moe"}, "Did you mean glm4_moe"),
-        ("llama", {"dtype": "float16"}, {}, {}, r"float16.*Set --export-dtype to float32"),
-        ("llama", {"dtype": "float16"}, {}, {"export_dtype": "float32"}, None),
+        ("llama", {"dtype": "float64"}, {}, {}, r"float64.*Set --export-dtype to one of them"),
+        ("llama", {"dtype": "float16"}, {}, {}, None),
         ("mistral", IN_A_WINDOW, {}, GLM, "together with a sliding window.*mixtral"),
         ("mistral", IN_A_WINDOW, {}, MIXTRAL, None),
     ],
@@ -207,6 +207,28 @@ def test_source_keeps_the_dtype_of_every_tensor(tiny_dense, exported, tmp_path):
     scale = 2.0 ** -made.record.routers[1]["exponent"]
     expected = made.layout.router_LED[1].bfloat16().double() * scale
     assert torch.equal(after["model.layers.1.mlp.gate.weight"].double(), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_float16_weights_are_written_exactly_as_float32(family, exported, dense_of):
+    """Times two, if they are of down projections; and the routers are exact, too."""
+    dense = dense_of(family, dtype="float16")
+    made = exported(dense)
+    assert (made.record.dtype, made.record.problems) == ("float32", [])
+    assert "which is exact" in made.record.notes[0]
+    written, stored = weights_of(made.folder), weights_of(dense.folder)
+    assert {each.dtype for each in written.values()} == {torch.float32}
+    layout = made.layout
+    for layer in layout.moe_layers:
+        for expert, neurons_S in enumerate(layout.neurons_of_expert(layer)):
+            prefix = f"model.layers.{layer}.mlp"
+            rows_SD = written[f"{prefix}.experts.{expert}.gate_proj.weight"]
+            assert torch.equal(rows_SD, stored[f"{prefix}.gate_proj.weight"][neurons_S].float())
+            columns_DS = written[f"{prefix}.experts.{expert}.down_proj.weight"]
+            dense_DS = stored[f"{prefix}.down_proj.weight"][:, neurons_S].float()
+            assert torch.equal(columns_DS, 2 * dense_DS)
+        scale = {each["layer"]: 2.0 ** -each["exponent"] for each in made.record.routers}[layer]
+        assert torch.equal(written[f"{prefix}.gate.weight"], layout.router_LED[layer] * scale)
 
 
 @pytest.mark.parametrize(

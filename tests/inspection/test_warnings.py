@@ -29,7 +29,11 @@ SLIDING = {"sliding_window": 128}
         (silent(hidden_size=68, **NARROW), {}, "refuses this: The model width is 68, .*of 8 only"),
         (silent(hidden_size=68, **NARROW), {"stored": torch.float32}, None),
         (silent(GraniteConfig, residual_multiplier=0.5), {"shared": 0.0625}, "refuses this: any"),
-        (silent(), {"stored": torch.float16}, "float16.*bfloat16 .* or float32 .twice the size"),
+        (
+            silent(),
+            {"stored": torch.float16},
+            "float16 .* as float32 .exact.*bfloat16 rounds",
+        ),
         (silent(), {"stored": torch.float64}, "stored as float64.*or float32"),
         (silent(), {"stored": torch.float16, "export_dtype": "bfloat16"}, None),
         (silent(), {"stored": torch.float16, "export_dtype": "float32"}, None),

@@ -12,7 +12,13 @@ from dotmoe.checkpoint import Tensors
 from dotmoe.checkpoint.on_disk import on_disk
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.export.architectures import GGUF_NAMES, format_for
-from dotmoe.export.format import Conversion, ExportConfig, GgufConfig, require_no_others
+from dotmoe.export.format import (
+    EXPORTED,
+    Conversion,
+    ExportConfig,
+    GgufConfig,
+    require_no_others,
+)
 from dotmoe.export.record import RECORD_FILE, ExportRecord, record_of
 from dotmoe.export.routers import routing_notes, routing_problems, scale_routers
 from dotmoe.export.verify import sample_tokens
@@ -23,21 +29,25 @@ from dotmoe.models.family import DenseModel
 from dotmoe.progress import Update, no_update
 from dotmoe.worker import WorkerDiedError
 
+_WIDENED = (
+    "The dense weights are float16, which cannot hold the scaled routers; they are written as "
+    "float32, which is exact. --export-dtype bfloat16 halves the files and rounds the weights."
+)
+
 
 def export_dtype(dense: DenseModel, config: ExportConfig) -> torch.dtype:
-    """Dtype of written routers and experts; `source` needs stored float32 or bfloat16 weights."""
+    """Dtype of written routers and experts; `source` takes what is in `EXPORTED`."""
     if config.format in GGUF_NAMES:
         return torch.float32
     if config.export_dtype != "source":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.export_dtype]
     stored = Tensors.of(dense).dtype
-    if stored not in (torch.float32, torch.bfloat16):
+    if stored not in EXPORTED:
         raise UserError(
-            f"The weights in {dense.folder} are {stored}, but exports are float32 or bfloat16: "
-            "float16 cannot hold the scaled routers. Set --export-dtype to float32 (exact for "
-            "float16) or bfloat16 (rounds the weights)."
+            f"The weights in {dense.folder} are {stored}, but exports are float32 or bfloat16. Set "
+            "--export-dtype to one of them, which rounds the weights."
         )
-    return stored
+    return EXPORTED[stored]
 
 
 def require_exportable(dense: DenseModel, split: Granularity, config: ExportConfig) -> torch.dtype:
@@ -91,6 +101,10 @@ def export(
     layout = joined(
         replace(part, router_LED=part.router_LED.to(dtype).float()) for part in parts_of(layout)
     )
+    notes = list[str]()
+    if config.export_dtype == "source" and Tensors.of(dense).dtype == torch.float16:
+        config = replace(config, export_dtype="float32")
+        notes = [_WIDENED] * (config.format not in GGUF_NAMES)
     out = new_folder(out)
     device = dense.device if dense.device.type != "meta" else torch.device("cpu")
     exact = on_disk(dense, device, torch.float32)
@@ -131,7 +145,7 @@ def export(
             routers=routers,
             verification=verification,
             problems=problems,
-            notes=[*form.notes(conversion), *routing_notes(routers)],
+            notes=[*notes, *form.notes(conversion), *routing_notes(routers)],
         )
         record.write(folder)
         if problems:

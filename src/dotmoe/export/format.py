@@ -29,6 +29,13 @@ BLOCKS |= {"Q8_0": (32, 34), "Q4_0": (32, 18)}
 """Number formats of files: number of weights in a block, and bytes of a block."""
 STORED = {dtype: name for name, dtype in DTYPES.items()}
 """Name of each dtype in a file."""
+EXPORTED = {
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.bfloat16,
+    torch.float16: torch.float32,
+}
+"""Dtype written for each stored one: float32 holds float16, whose range is too small for routers
+times 2^-p, exactly; bfloat16 would round it."""
 PROJECTIONS = ("gate", "up", "down")
 
 
@@ -66,8 +73,9 @@ class ExportConfig:
     heads need format dotmoe, which only Transformers runs, with code that the export contains.
     From a finished run, `dotmoe export` also writes gguf, gguf_glm4moe, gguf_llama, gguf_dense."""
     export_dtype: Literal["source", "float32", "bfloat16"] = "source"
-    """Dtype of the written weights. `source` keeps every dense tensor's own dtype, bit for bit;
-    float16 models need another choice, because float16 cannot hold the scaled routers."""
+    """Dtype of the written weights. `source` keeps every dense tensor's own dtype, bit for bit, but
+    writes float16 as float32, which is exact, because float16 cannot hold the scaled routers;
+    bfloat16 halves such an export and rounds its weights."""
     max_shard_gib: Annotated[float, above(0)] = 4.0
     """Maximum size of a weight file, in GiB; above 0."""
     scale_tokens: Annotated[int, at_least(1)] = 2048

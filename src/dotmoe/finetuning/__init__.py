@@ -28,7 +28,7 @@ from dotmoe.distributed import (
 )
 from dotmoe.files import write_json
 from dotmoe.layout import ExpertLayout
-from dotmoe.load import LoadConfig, fill_own_rows, is_sharded, load_dense, resolved_dtype
+from dotmoe.load import LoadConfig, dtype_for, fill_own_rows, is_sharded, load_dense
 from dotmoe.models.family import DenseModel, compute_constants, meta_model, num_parameters
 from dotmoe.moe.masked import recomputing
 from dotmoe.moe.objective import (
@@ -285,7 +285,8 @@ def finetune(
     dtype of computation is float16.
     """
     device = resolved_device(load.device)
-    stored, dtype = Tensors.of(dense).dtype, resolved_dtype(load.dtype, device)
+    stored = Tensors.of(dense).dtype
+    dtype = dtype_for(dense, load, device)
     dtype = stored if dtype == "auto" else dtype
     raise_on_all_ranks(lambda: require_trainable(dtype))
     # Weight, gradient and two moments in float32 are 16 bytes per trained parameter.

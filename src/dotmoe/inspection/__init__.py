@@ -14,6 +14,7 @@ from dotmoe.checkpoint import Tensors
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.export.architectures import format_for
+from dotmoe.export.format import EXPORTED
 from dotmoe.finetuning import FinetuneConfig
 from dotmoe.finetuning.repair import RepairConfig
 from dotmoe.granularity import ExpertsConfig, Granularity, splits_of
@@ -37,8 +38,6 @@ from dotmoe.llama_cpp import most_active_experts_of
 from dotmoe.models.family import DenseModel, Multipliers, family_of, meta_model
 from dotmoe.options import at_least, check
 
-EXPORTED = (torch.float32, torch.bfloat16)
-"""Dtypes whose range and precision can hold the scaled routers."""
 MANY_LAYERS = 16
 """Number of layers from which one dense layer costs few parameters; with 5 it did not pay."""
 
@@ -94,7 +93,7 @@ def inspect_model(
             f"task is finetune, but targets is {options.experts.targets}: experts made of heads "
             "are repaired, not trained. Leave one of the two out."
         )
-    written = stored if stored in EXPORTED else torch.bfloat16
+    written = EXPORTED.get(stored, torch.bfloat16)
     if options.export_dtype != "source":
         written = getattr(torch, options.export_dtype)
     refusal = _unsupported(config, split, written, options.model)
@@ -175,6 +174,10 @@ def _warnings(config: Any, sizes: Sizes, options: InspectConfig, refusal: str | 
         f"Export refuses weights stored as {dtype_name(sizes.stored)}. Give --export-dtype "
         "bfloat16 (rounds the weights; assumed here) or float32 (twice the size).": (
             options.export_dtype == "source" and sizes.stored not in EXPORTED
+        ),
+        "float16 weights are exported as float32 (exact, twice the size), because float16 cannot "
+        "hold the scaled routers; --export-dtype bfloat16 rounds the weights.": (
+            options.export_dtype == "source" and sizes.stored == torch.float16
         ),
         f"Export refuses this: {refusal}": refusal is not None,
         "Only some attention heads run per token, which no server supports: the checkpoint runs "
