@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,21 @@ from pathlib import Path
 import pytest
 
 from dotmoe.errors import UserError
-from dotmoe.evaluate.harness import chance_of, require_harness
-from dotmoe.evaluate.tasks import PAPER, TASKS, differ, is_share, local_files, mark_main, of_model
+from dotmoe.evaluate.harness import chance_of, harness_model, require_harness, run_tasks
+from dotmoe.evaluate.models import EvaluateConfig
+from dotmoe.evaluate.tasks import (
+    PAPER,
+    SETS,
+    TASKS,
+    differ,
+    is_share,
+    local_files,
+    mark_main,
+    mean_of,
+    of_model,
+    with_error,
+)
+from dotmoe.load import LoadConfig
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("accelerate")
@@ -54,7 +68,7 @@ def put(folder, *names, rows=({},)):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def by_the_harness(folder, tasks, shots, monkeypatch):
+def by_the_harness(folder, tasks, shots, monkeypatch, **options):
     """The harness with its own definitions untouched; only its downloads are answered by hand."""
     import datasets
     import lm_eval.tasks
@@ -81,6 +95,7 @@ def by_the_harness(folder, tasks, shots, monkeypatch):
             batch_size=4,
             device="cpu",
             task_manager=manager,
+            **options,
         )["results"]
 
 
@@ -106,7 +121,72 @@ def test_every_number_is_the_one_of_the_harness(
         main = [score["metric"] for score in scores.values() if score["is_main"]]
         assert main == ["acc_norm" if task == "hellaswag" else "acc"]
         assert set(result["identity"]["data"]) == {"train", "validation"}
-    assert found["model"]["average"] is None
+    assert list(found["model"]["averages"]) == ["tasks"]
+
+
+def test_a_chat_template_asks_as_the_harness_does_and_is_recorded(
+    tiny_dense, task_data, tmp_path, command, monkeypatch
+):
+    plain = tiny_dense("llama")
+    options = {"tasks": "piqa", "task_data": task_data, "shots": 2, "device": "cpu", "json": []}
+    said = command("evaluate", plain, **options, chat_template=[], out=tmp_path / "none")
+    assert "has no chat template. Leave out --chat-template" in said.refusal()
+    model = shutil.copytree(plain, tmp_path / "chat")
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    (model / "chat_template.jinja").write_text(template)
+    values = {}
+    for chat in (False, True):
+        options |= {"out": tmp_path / f"out-{chat}"} | ({"chat_template": []} if chat else {})
+        said = command("evaluate", model, **options)
+        task = json.loads(said.out)["model"]["tasks"]["piqa"]
+        values[chat] = {f"{row['metric']},none": row["value"] for row in task["scores"]}
+        expected = by_the_harness(model, ["piqa"], 2, monkeypatch, apply_chat_template=chat)["piqa"]
+        assert values[chat] == {name: expected[name] for name in values[chat]}
+        assert task["identity"]["chat_template"] == (chat or None)
+        assert any("chat template" in note for note in task["notes"]) == chat
+    refused = command("evaluate", model, **options | {"out": tmp_path / "out-False"}).refusal()
+    assert "another chat_template (None, not True)" in refused
+
+
+def test_a_group_in_a_group_counts_its_own_questions_and_chance(tiny_dense, tmp_path, monkeypatch):
+    """As MMLU's: oracle: the number of rows, and one over the number of choices."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    sizes = {"few": (3, 2), "more": (5, 4), "most": (7, 5)}
+    for name, (number, choices) in sizes.items():
+        lines = [
+            {"q": f"{name} {i}?", "choices": [f"{i}{c}" for c in "abcde"[:choices]], "answer": 0}
+            for i in range(number)
+        ]
+        put(tmp_path, f"{name}.jsonl", rows=lines)
+        definition = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(tmp_path / f"{name}.jsonl")}},
+            "test_split": "test",
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{q}}",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "answer",
+            "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        }
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(definition))
+    groups = {"small": ["few", "more"], "whole": ["small", "most"]}
+    for name, inside in groups.items():
+        metrics = [{"metric": "acc", "weight_by_size": True}]
+        group = {"group": name, "task": inside, "aggregate_metric_list": metrics}
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(group))
+    import lm_eval.tasks
+
+    manager = lm_eval.tasks.TaskManager(include_path=str(tmp_path), include_defaults=False)
+    config = EvaluateConfig(model="m", load=LoadConfig(device="cpu"))
+    runner = harness_model(tiny_dense("llama"), config)
+    scored = run_tasks(runner, [manager.load(["whole"])["groups"]["whole"]], 0, None)["scores"]
+    found = {row["task"]: (row["questions"], row["chance"]) for row in scored}
+    assert found == {
+        **{name: (number, pytest.approx(1 / choices)) for name, (number, choices) in sizes.items()},
+        "small": (8, pytest.approx((3 / 2 + 5 / 4) / 8)),
+        "whole": (15, pytest.approx((3 / 2 + 5 / 4 + 7 / 5) / 15)),
+    }
 
 
 def test_a_finished_task_is_not_run_again_and_other_settings_are_refused(
@@ -145,7 +225,7 @@ def test_requests_longer_than_the_context_are_counted(tiny_dense, task_data, tmp
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tasks": "hellaswog"}, "hellaswog cannot be read from a folder"),
+        ({"tasks": "papr"}, r"papr cannot be read from a folder.* Did you mean paper\?"),
         ({"tasks": "paper"}, "winogrande needs winogrande_xl/train.jsonl.gz"),
         ({"tasks": "piqa", "max_length": 257}, "max_length is 257"),
         ({"tasks": "sciq"}, r"the data of sciq cannot be read .* Repair .*sciq/test\.jsonl"),
@@ -165,6 +245,8 @@ def test_an_unknown_task_and_a_hub_that_is_out_of_reach_are_told(tiny_dense, com
     options = {"device": "cpu", "out": tmp_path / "out"}
     said = command("evaluate", tiny_dense("llama"), tasks="hellaswog", **options).refusal()
     assert "Did you mean hellaswag?" in said
+    said = command("evaluate", tiny_dense("llama"), tasks="papr", **options).refusal()
+    assert "Did you mean paper?" in said
     said = command("evaluate", tiny_dense("llama"), tasks="piqa", **options).refusal()
     assert "the data of piqa cannot be read" in said
 
@@ -177,22 +259,63 @@ def test_the_harness_is_an_extra_that_only_tasks_import(monkeypatch):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-LLAMA_2 = {
-    **{("boolq", "acc"): 0.820, ("sciq", "acc"): 0.940, ("piqa", "acc"): 0.781},
-    **{("winogrande", "acc"): 0.743, ("arc_challenge", "acc_norm"): 0.525},
-    **{("hellaswag", "acc_norm"): 0.789, ("hellaswag", "acc"): 0.0, ("arc_easy", "acc_norm"): 0.0},
+PRINTED = {
+    "paper": (
+        {
+            **{("boolq", "acc"): 82.0, ("sciq", "acc"): 94.0, ("piqa", "acc"): 78.1},
+            **{("winogrande", "acc"): 74.3, ("arc_challenge", "acc_norm"): 52.5},
+            ("hellaswag", "acc_norm"): 78.9,
+        },
+        76.6,
+    ),
+    "paper_by_k": (
+        {
+            **{("arc_easy", "acc_norm"): 70.50, ("arc_challenge", "acc_norm"): 45.65},
+            **{("piqa", "acc_norm"): 73.72, ("winogrande", "acc"): 63.38},
+            ("hellaswag", "acc_norm"): 67.11,
+        },
+        64.07,
+    ),
 }
-"""A row of tab:fine_tuned_results, and metrics that are not in it; its average is 76.6."""
+"""A row of tab:fine_tuned_results and one of tab:sparsity_detailed, each with its average."""
 
 
-def test_the_average_is_that_of_the_papers_table_whatever_else_was_measured():
+@pytest.mark.parametrize("table", PRINTED)
+def test_an_average_is_that_of_the_papers_table_whatever_else_was_measured(table):
+    printed, average = PRINTED[table]
     results = []
     for task in TASKS:
-        found = [{"task": t, "metric": m, "value": v} for (t, m), v in LLAMA_2.items() if t == task]
+        scores = {(task, metric): 0.0 for metric in ("acc", "acc_norm")} | {
+            key: value / 100 for key, value in printed.items() if key[0] == task
+        }
+        found = [
+            {"task": task, "metric": metric, "value": value, "stderr": 0.01}
+            for (_, metric), value in scores.items()
+        ]
         mark_main(found, task)
         results.append({"task": task, "scores": found})
-    assert round(100 * of_model("llama", results)["average"], 1) == 76.6
-    assert of_model("llama", results[1:])["average"] is None
+    asked = [result for result in results if result["task"] in SETS[table]]
+    mean = of_model("llama", results)["averages"][table]
+    assert mean == of_model("llama", asked)["averages"][table]
+    assert 100 * mean["value"] == pytest.approx(average, abs=0.051)
+    assert mean["stderr"] == pytest.approx(0.01 / len(printed) ** 0.5)
+    assert table not in of_model("llama", asked[1:])["averages"]
+
+
+def test_a_mean_of_scores_with_an_unknown_error_has_none():
+    scores = [{"task": "a", "metric": "acc", "value": 0.5, "stderr": each} for each in (0.1, None)]
+    found = mean_of(scores)
+    assert (found["value"], found["stderr"], with_error(found)) == (0.5, None, "50.0")
+
+
+def test_a_data_set_that_is_a_script_is_not_the_networks_fault(tiny_dense, monkeypatch, command):
+    def no_scripts(path, **options):
+        raise RuntimeError("Dataset scripts are no longer supported, but found piqa.py")
+
+    monkeypatch.setattr("datasets.load_dataset", no_scripts)
+    said = command("evaluate", tiny_dense("llama"), tasks="piqa", device="cpu").refusal()
+    assert "no longer runs. Choose another task, or update lm-eval" in said
+    assert "network" not in said
 
 
 def test_one_metric_of_a_task_is_the_main_one_and_of_members_of_a_group_none():

@@ -48,9 +48,11 @@ def quiet_harness() -> Iterator[None]:
 
 
 def loaded_tasks(
-    names: Sequence[str], local: Mapping[str, tuple[str, Mapping[str, Path]]]
+    names: Sequence[str], local: Mapping[str, tuple[str, Mapping[str, Path]]], sets: Sequence[str]
 ) -> dict[str, list[Any]]:
     """The objects that the harness runs for each name: one group, or tasks.
+
+    A `UserError` for an unknown name also proposes `sets`, the names of sets of tasks.
 
     `local` gives, for tasks whose rows come from files, the harness's own definition, in which
     nothing else is changed, and a file for each split. If it is empty, data come from the hub.
@@ -77,14 +79,19 @@ def loaded_tasks(
             if name not in manager.all_tasks:
                 raise UserError(
                     f"{name} is no task of lm-evaluation-harness."
-                    f"{nearest(name, manager.all_tasks)} Name one that `lm_eval ls tasks` lists, "
-                    "or paper."
+                    f"{nearest(name, [*sets, *manager.all_tasks])} Name one that `lm_eval ls "
+                    f"tasks` lists, or {' or '.join(sets)}."
                 )
             try:
                 found = manager.load([name])
             except Exception as error:  # definitions and data sets raise errors of any type
                 why = one_line(error) or type(error).__name__
                 remedy = "Check the network, or give a folder with --task-data."
+                if "scripts are no longer supported" in why:
+                    remedy = (
+                        "The data set is a script, which the package datasets no longer runs. "
+                        "Choose another task, or update lm-eval."
+                    )
                 if local:
                     remedy = f"Repair {' and '.join(map(str, local[name][1].values()))}."
                 raise UserError(f"the data of {name} cannot be read ({why}). {remedy}") from error
@@ -96,7 +103,8 @@ def loaded_tasks(
 def harness_model(folder: Path, config: EvaluateConfig) -> Any:
     """The harness's own runner for the model in a folder.
 
-    Raises `UserError` for a length beyond the context, or if Transformers cannot load the model.
+    Raises `UserError` for a length beyond the context, a chat template that is missing, or if
+    Transformers cannot load the model.
     """
     from lm_eval.models.huggingface import HFLM
 
@@ -107,7 +115,7 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
         length = in_context("max_length", config.max_length or context, context)
         if batch_size == "auto" and device.type == "cpu":
             batch_size = min(CPU_BATCH, max(1, MAX_LOGITS // (length * int(sizes.vocab_size))))
-        return HFLM(
+        runner = HFLM(
             pretrained=str(folder),
             device=str(device),
             dtype=resolved_dtype(config.load.dtype, device),
@@ -115,12 +123,18 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
             max_batch_size=GPU_BATCH,
             max_length=config.max_length,
         )
+        if config.chat_template and not runner.tokenizer.chat_template:
+            raise UserError(f"{folder} has no chat template. Leave out --chat-template.")
+        return runner
 
 
-def run_tasks(model: Any, tasks: list[Any], shots: int | None, limit: int | None) -> Values:
+def run_tasks(
+    model: Any, tasks: list[Any], shots: int | None, limit: int | None, *, as_chat: bool = False
+) -> Values:
     """Run tasks, or one group of them, with the harness's own seeds.
 
-    If `shots` is None, the task's definition sets the number of solved examples.
+    If `shots` is None, the task's definition sets the number of solved examples. `as_chat` asks
+    through the model's chat template; solved examples are turns of the conversation before.
 
     Returns:
         `scores`, a row per metric of each task and group member (a filter's name after a comma);
@@ -136,6 +150,7 @@ def run_tasks(model: Any, tasks: list[Any], shots: int | None, limit: int | None
         limit=limit,
         task_manager=TaskManager(include_defaults=False),  # tasks are loaded already
         batch_size=model.batch_size,
+        apply_chat_template=as_chat,
     )
     room = model.max_length + 1  # the last token is only predicted
     samples = [sample for rows in output["samples"].values() for sample in rows]
@@ -144,6 +159,8 @@ def run_tasks(model: Any, tasks: list[Any], shots: int | None, limit: int | None
     long = [text for text in texts if len(text.encode()) + 2 > room]
     truncated = sum(len(model.tok_encode(text)) > room for text in long)
     notes = [] if limit is None else [f"only the first {limit} questions of each task are scored"]
+    if as_chat:
+        notes.append("asked through the model's chat template, solved examples as turns of it")
     if truncated:
         notes.append(
             f"{truncated} of {len(texts)} requests are longer than {model.max_length} tokens: the "
@@ -157,8 +174,7 @@ def run_tasks(model: Any, tasks: list[Any], shots: int | None, limit: int | None
 
 
 def _rows(task: str, output: Values) -> Iterator[Values]:
-    result, counts = output["results"][task], output["n-samples"]
-    members = [task] if task in counts else list(counts)  # a group stands for its members
+    result, counts, members = output["results"][task], output["n-samples"], _members(task, output)
     chance = chance_of([sample for member in members for sample in output["samples"][member]])
     for key, value in result.items():
         name, comma, filtered_by = key.partition(",")
@@ -173,6 +189,14 @@ def _rows(task: str, output: Values) -> Iterator[Values]:
                 "questions": sum(counts[member]["effective"] for member in members),
                 "chance": chance if name in ("acc", "acc_norm") else None,
             }
+
+
+def _members(task: str, output: Values) -> list[str]:
+    """The tasks that a task stands for: itself, or those of a group and of the groups in it."""
+    if task in output["n-samples"]:
+        return [task]
+    inside = output["group_subtasks"][task]
+    return list(dict.fromkeys(each for name in inside for each in _members(name, output)))
 
 
 def chance_of(samples: Sequence[Values]) -> float | None:

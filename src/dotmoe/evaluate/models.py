@@ -78,8 +78,9 @@ class EvaluateConfig:
     json: bool = False
     """Print JSON instead of tables."""
     tasks: tuple[str, ...] = ()
-    """Benchmark tasks to run with lm-evaluation-harness: `paper` (the paper's six), or tasks and
-    groups by the harness's names (mmlu, gsm8k). Finished tasks are not run again."""
+    """Benchmark tasks to run with lm-evaluation-harness: `paper` (the paper's six), `paper_by_k`
+    (the five of its table over k), or tasks and groups by the harness's names (mmlu, gsm8k).
+    Finished tasks are not run again."""
     task_data: str | None = None
     """Folder with the data of the tasks. Default: download them from the hub."""
     shots: Annotated[int | None, at_least(0)] = None
@@ -87,6 +88,8 @@ class EvaluateConfig:
     else the harness's."""
     limit: Annotated[int | None, at_least(1)] = None
     """Score only this many questions of each task, the first ones, 1 or more; for a trial."""
+    chat_template: bool = False
+    """Ask the questions of tasks through the model's chat template, as chat models expect."""
     max_length: Annotated[int | None, at_least(2)] = None
     """Tokens that the model may see at once in tasks, 2 to its context. Default: its context. In
     `wikitext` this is the window of the rolling log-likelihood."""
@@ -136,8 +139,9 @@ class EvaluateConfig:
 
     def check_together(self) -> None:
         """Refuse two measurements, options of tasks without any, no text, and a file as `out`."""
-        for name in () if self.tasks else ("task_data", "shots", "limit", "max_length"):
-            if (value := getattr(self, name)) is not None:
+        of_tasks = ("task_data", "shots", "limit", "chat_template", "max_length")
+        for name in () if self.tasks else of_tasks:
+            if (value := getattr(self, name)) not in (None, False):
                 raise UserError(f"{name} is {value}, but it is for --tasks alone. Leave it out.")
         if not (self.corpus.text or self.tasks or (self.generate and self.prompts)):
             raise UserError(

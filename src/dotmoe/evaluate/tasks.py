@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from dotmoe.checkpoint import fingerprint
 from dotmoe.distributed import resolved_device
-from dotmoe.errors import UserError
+from dotmoe.errors import UserError, nearest
 from dotmoe.evaluate import harness
 from dotmoe.evaluate.models import EvaluateConfig, model_folder, sides_of
 from dotmoe.files import Values, read_json, sha256_of, write_json
@@ -59,11 +59,18 @@ STAND_INS = {
 }
 """Local files that replace a missing one, and the note that results then get."""
 PAPER = ("boolq", "sciq", "piqa", "winogrande", "arc_challenge", "hellaswag")
-"""The six tasks of tab:zero_shot_results and tab:fine_tuned_results, `paper` in `--tasks`."""
+"""The six tasks of tab:zero_shot_results and tab:fine_tuned_results."""
+SETS = {
+    "paper": {name: TASKS[name].metric for name in PAPER},
+    "paper_by_k": dict.fromkeys(("arc_easy", "arc_challenge", "piqa", "hellaswag"), "acc_norm")
+    | {"winogrande": "acc"},
+}
+"""Sets of tasks that `--tasks` accepts by name, with the metric of each task in the paper's table:
+the six tasks, and the five of tab:sparsity_detailed."""
 
 
 def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
-    """Run `config.tasks`; gives each model's `tasks`, as in their files, and the paper's `average`.
+    """Run `config.tasks`; gives each model's `tasks`, as in their files, and `averages`.
 
     A task that is already finished, for the same model and settings, is read and not run again; an
     interrupted one starts anew. Raises `UserError` if there is no such harness, model, task or
@@ -74,10 +81,11 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
         "harness": harness.require_harness(),
         "dtype": str(dtype).removeprefix("torch."),
         "limit": config.limit,
+        "chat_template": config.chat_template or None,  # as in results from before the option
         "max_length": config.max_length,
         "data": "hub",
     }
-    named = (PAPER if name == "paper" else (name,) for name in config.tasks)
+    named = (SETS.get(name, (name,)) for name in config.tasks)
     local: dict[str, tuple[str, Mapping[str, Path]]] = {}
     notes, identities = dict[str, list[str]](), dict[str, Values]()
     for name in dict.fromkeys(chain.from_iterable(named)):
@@ -94,7 +102,7 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
     is_run = (run_folder / STAGES["export"]).is_dir()
     default = run_folder / STAGES["evaluate"] if is_run else f"evaluation-{run_folder.name}"
     out = Path(config.out or default)
-    tasks = cache(lambda: harness.loaded_tasks(list(identities), local))
+    tasks = cache(lambda: harness.loaded_tasks(list(identities), local, list(SETS)))
 
     def measured(label: str, folder: Path) -> Values:
         model, results = config.names[label], dict[str, Values]()
@@ -108,7 +116,9 @@ def measure_tasks(config: EvaluateConfig, progress: Progress) -> Values:
                 continue
             loaded = tasks()[name]
             progress.log(f"{model}: {name}")
-            scored = harness.run_tasks(runner(), loaded, identity["shots"], config.limit)
+            scored = harness.run_tasks(
+                runner(), loaded, identity["shots"], config.limit, as_chat=config.chat_template
+            )
             mark_main(scored["scores"], name)
             scored["notes"] = notes.get(name, []) + scored["notes"]
             results[name] = {
@@ -150,8 +160,8 @@ def local_files(folder: Path, name: str, shots: int) -> tuple[dict[str, Path], l
     """
     if name not in TASKS:
         raise UserError(
-            f"{name} cannot be read from a folder; {', '.join(TASKS)} can. Leave out "
-            "--task-data to take it from the hub."
+            f"{name} cannot be read from a folder; {', '.join(TASKS)} can."
+            f"{nearest(name, [*SETS, *TASKS])} Leave out --task-data to take it from the hub."
         )
     files, notes = dict[str, Path](), []
     scored = TASKS[name].scored
@@ -184,14 +194,37 @@ def mark_main(scores: Sequence[Values], name: str) -> None:
 
 
 def of_model(name: str, results: Iterable[Values]) -> Values:
-    """The finished tasks of a model.
+    """The finished tasks of a model, and `averages` of its scores (see `mean_of`).
 
-    `average`: the unweighted mean of the paper's six, 0 to 1; None if one of them is missing.
+    `averages`: of each of `SETS` whose tasks are all there, in the set's metrics; and `tasks`, of
+    the main scores of all tasks that have a share of right answers, if those are two or more.
     """
     tasks = {result["task"]: result for result in results}
-    scores = main_scores(tasks)
-    average = fmean(scores[task]["value"] for task in PAPER) if scores.keys() >= {*PAPER} else None
-    return {"name": name, "average": average, "tasks": tasks}
+    scores = {
+        (score["task"], score["metric"]): score
+        for each in tasks.values()
+        for score in each["scores"]
+    }
+    averages = {
+        label: mean_of([scores[key] for key in metrics.items()])
+        for label, metrics in SETS.items()
+        if scores.keys() >= {*metrics.items()}
+    }
+    shares = [score for score in main_scores(tasks).values() if is_share(score)]
+    if len(shares) > 1:
+        averages["tasks"] = mean_of(shares)
+    return {"name": name, "averages": averages, "tasks": tasks}
+
+
+def mean_of(scores: Sequence[Values]) -> Values:
+    """Unweighted mean of scores: `value`, `stderr` (None if that of a score is not known), `of`.
+
+    `of` has the value of each task and metric.
+    """
+    values, errors = zip(*((each["value"], each["stderr"]) for each in scores), strict=True)
+    stderr = None if None in errors else math.hypot(*errors) / len(errors)
+    of = {f"{each['task']} {each['metric']}": each["value"] for each in scores}
+    return {"metric": "acc", "value": fmean(values), "stderr": stderr, "of": of}
 
 
 def main_scores(tasks: Mapping[str, Values]) -> dict[str, Values]:
@@ -205,8 +238,10 @@ def shown_tasks(result: Values) -> list[Table | str]:
     sides, lines, notes = sides_of(result), list[str](), dict[str, dict[str, None]]()
     scores = [main_scores(side["tasks"]) for side in sides]
     for side in sides:
-        if side["average"] is not None:
-            lines.append(f"{side['name']}: {100 * side['average']:.1f}, average of paper")
+        for label, average in side["averages"].items():
+            if label != "tasks" or len(side["averages"]) == 1:
+                of = ", ".join(f"{name} {100 * value:.1f}" for name, value in average["of"].items())
+                lines.append(f"{side['name']}: {with_error(average)}, average of {label} ({of})")
         for name, task in side["tasks"].items():
             for note in task["notes"]:
                 notes.setdefault(note, {})[name] = None
@@ -218,9 +253,9 @@ def shown_tasks(result: Values) -> list[Table | str]:
         "questions": lambda score: f"{score['questions']:,}",
         "guessing": lambda score: figure(score["chance"] and 100 * score["chance"], ".0f"),
     }
-    columns[sides[0]["name"]] = lambda score: _with_error(others.get(score["task"]))
+    columns[sides[0]["name"]] = lambda score: with_error(others.get(score["task"]))
     if len(sides) > 1:
-        columns[sides[1]["name"]] = _with_error
+        columns[sides[1]["name"]] = with_error
         columns["difference"] = lambda score: _change(score, others.get(score["task"]))
     table = table_of(
         scores[-1].values(),
@@ -255,7 +290,8 @@ def _change(score: Values, other: Values | None) -> str | None:
     return f"{factor * (score['value'] - other['value']):+.3g}" + " *" * differ(score, other)
 
 
-def _with_error(score: Values | None) -> str | None:
+def with_error(score: Values | None) -> str | None:
+    """A score and its standard error, if that is known; shares of right answers in per cent."""
     if score is None:
         return None
     factor, form = (100, ".1f") if is_share(score) else (1, ".3f")

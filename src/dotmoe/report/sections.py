@@ -1,18 +1,24 @@
 """Content of the report as data: the verdict, and sections of sentences, tables and plots."""
 
 import json
-import math
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 from dotmoe.bench import table as bench_table
 from dotmoe.evaluate import MEASUREMENTS
 from dotmoe.evaluate.models import sides_of
 from dotmoe.evaluate.perplexity import curve_table, perplexity_table, text_names
-from dotmoe.evaluate.tasks import PAPER, differ, is_share, main_scores, shown_tasks
+from dotmoe.evaluate.tasks import (
+    PAPER,
+    differ,
+    is_share,
+    main_scores,
+    mean_of,
+    shown_tasks,
+    with_error,
+)
 from dotmoe.files import Values
 from dotmoe.granularity import Granularity, parts_of
 from dotmoe.inspection.tables import counts_table
@@ -297,9 +303,8 @@ def _accuracy(run: RunResults) -> str:
 
 
 def _mean(scores: Iterable[Values]) -> str:
-    """Unweighted mean of scores in per cent, and its standard error."""
-    values, errors = zip(*((each["value"], each["stderr"] or 0.0) for each in scores), strict=True)
-    return f"{100 * fmean(values):.1f} ± {100 * math.hypot(*errors) / len(errors):.1f} %"
+    """Unweighted mean of scores in per cent, and its standard error if all of theirs are known."""
+    return f"{with_error(mean_of([*scores]))} %"
 
 
 def _speed(bench: Values | None) -> str:
