@@ -1,14 +1,18 @@
 """Every source gives the texts it was written from, or is refused in one line with the place."""
 
 import hashlib
+import json
 import re
 import sysconfig
 from pathlib import Path
 
+import datasets
 import pyarrow
 import pytest
+from aiohttp import ClientPayloadError
 from written_text import TEXTS, jsonl, parquet_bytes, read, refusal_of, write
 
+from dotmoe.data import sources
 from dotmoe.data.sources import (
     FIELDS,
     PIECE_CHARACTERS,
@@ -22,16 +26,33 @@ from dotmoe.data.sources import (
 from dotmoe.errors import UserError
 
 
-@pytest.mark.parametrize("ending", ["", ".gz"])
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst", ".bz2"])
 def test_every_format_gives_the_texts_it_was_written_from(tmp_path, ending):
     rows = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
     text_file = write(tmp_path / f"a.txt{ending}", TEXTS[2])
     line_file = write(tmp_path / f"b.jsonl{ending}", jsonl(rows) + "\n\n")
+    also_lines = write(tmp_path / f"c4.json{ending}", jsonl(rows))
+    array_file = write(tmp_path / f"d.json{ending}", " " + json.dumps(rows, indent=2))
     parquet_file = write(tmp_path / "c.parquet", parquet_bytes({"id": [0, 1, 2], "text": TEXTS}))
-    assert read(parquet_file, text_file, line_file) == [*TEXTS, TEXTS[2], *TEXTS]
+    given = read(parquet_file, text_file, line_file, also_lines, array_file)
+    assert given == [*TEXTS, TEXTS[2], *TEXTS * 3]
 
 
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("text", ["a\r\nb\rc\n\r\n", "é\r\n" * 200_000, "\r"])
+def test_line_ends_are_those_of_text_mode(tmp_path, text):
+    path = write(tmp_path / "a.txt", text + ".")
+    assert "".join(read(path)) == path.read_text()
+    rows = write(tmp_path / "a.jsonl", jsonl([{"text": text + "."}]))
+    table = write(tmp_path / "a.parquet", parquet_bytes({"text": [text + "."]}))
+    assert read(rows, table) == [path.read_text()] * 2
+
+
+def test_a_zero_byte_is_a_character(tmp_path):
+    text = "a page of text\n" * 20 + "\0"
+    assert read(write(tmp_path / "a.txt", text)) == [text]
+
+
+@pytest.mark.parametrize("field", FIELDS[:-1])
 def test_the_usual_fields_are_found(tmp_path, field):
     rows = [{"n": 1, field: text} for text in TEXTS]
     assert read(write(tmp_path / "a.jsonl", jsonl(rows))) == TEXTS
@@ -53,10 +74,10 @@ def test_a_field_may_be_named_or_null_and_a_byte_order_mark_is_no_text(tmp_path)
 def test_a_long_text_comes_in_bounded_pieces_that_join_to_it(tmp_path, unit):
     text = unit * (3 * PIECE_CHARACTERS // len(unit) + 17) + "end"
     pieces = read(write(tmp_path / "a.txt.gz", text))
-    assert "".join(pieces) == text
+    assert "".join(pieces) == text.replace("\r", "")
     assert max(map(len, pieces)) <= PIECE_CHARACTERS
     assert [type(piece) for piece in pieces] == [str, *[Continuation] * (len(pieces) - 1)]
-    assert list(cut(text)) == pieces
+    assert list(cut(text.replace("\r", ""))) == pieces
 
 
 def test_pieces_are_cut_before_a_line_that_starts_with_a_sign():
@@ -85,26 +106,124 @@ def test_the_standard_library_is_a_source_in_two_parts_that_are_the_same_everywh
     assert train <= set(stdlib_documents("train", include_tests=True))
 
 
-def test_a_folder_is_streamed_by_datasets_and_each_may_have_a_split_and_a_field(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+# --- folders
+
+
+@pytest.mark.parametrize("names", [["my_test.txt"], ["b/c/train.txt", "b/z.TXT", "my_test.txt"]])
+def test_each_text_file_below_a_folder_is_a_document(tmp_path, names, caplog):
+    for name in ["a.txt", *names]:
+        write(tmp_path / "corpus" / name, f"{name}\nsecond line")
+    write(tmp_path / "corpus/.git/c.txt", "x")
+    write(tmp_path / "corpus/c.txt", "")
+    in_order = [path.as_posix() for path in sorted(map(Path, ["a.txt", "c.txt", *names]))]
+    assert [text.partition("\n")[0] or "c.txt" for text in read(tmp_path / "corpus")] == in_order
+    assert not caplog.records
+    write(tmp_path / "corpus" / "rows.jsonl", jsonl([{"text": "x"}]))
+    assert len(read(tmp_path / "corpus", shuffle_buffer=2)) == 2 + len(names)
+    assert "files of another format are not read: rows.jsonl" in caplog.messages[0]
+    assert "a.txt" not in caplog.messages[0]
+    assert "is empty" in refusal_of(write(tmp_path / "empty/a.txt", "").parent)
+
+
+def test_names_that_all_say_a_split_are_splits(tmp_path, monkeypatch):
     folder = tmp_path / "corpus"
-    folder.mkdir()
-    write(folder / "train.jsonl", jsonl([{"content": text, "body": "b"} for text in TEXTS]))
-    write(folder / "test.jsonl", jsonl([{"content": "c", "body": "d"}]))
+    write(folder / "data/train-0.jsonl.gz", jsonl([{"content": t, "body": "b"} for t in TEXTS]))
+    write(folder / "data/valid.jsonl", jsonl([{"content": "v"}]))
+    write(folder / "test/x.json", jsonl([{"content": "c", "body": "d"}]))
     assert read(folder) == TEXTS
     config = DataConfig(data=("x",))
     assert list(opened(f"{folder}#body", config)) == ["b"] * 3
     assert list(opened(f"{folder}@test#body", config)) == ["d"]
+    assert read(folder, split="validation") == ["v"]
+    assert "no file whose name says nonsense" in refusal_of(f"{folder}@nonsense")
     assert re.search(
-        r"row 1 of .* has no field 'no'; it has content", refusal_of(folder, text_field="no")
+        r"line 1 has no field 'no'; it has content", refusal_of(folder, text_field="no")
     )
-    assert "cannot be read by datasets" in refusal_of(folder, split="nonsense")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert read("~/corpus") == read(f"{folder}") == TEXTS
-    write(folder / "corpus.py", "")
-    assert "scripts are no longer supported" in refusal_of(folder)
+    assert read("~/corpus") == TEXTS
+
+
+@pytest.fixture
+def no_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_what_datasets_saved_and_other_formats_are_read_by_datasets(tmp_path):
+    rows = datasets.Dataset.from_dict({"n": [0, 1, 2], "text": TEXTS})
+    rows.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict(train=rows, test=rows.select([1])).save_to_disk(tmp_path / "splits")
+    assert read(tmp_path / "saved") == read(tmp_path / "splits") == TEXTS
+    assert read(f"{tmp_path / 'splits'}@test") == TEXTS[1:2]
+    assert sorted(read(tmp_path / "saved", shuffle_buffer=9)) == sorted(TEXTS)
+    assert "has no split other. Name one of train, test." in refusal_of(f"{tmp_path}/splits@other")
+    write(tmp_path / "table/train.csv", "n,content\n1,one\n2,two\n")
+    write(tmp_path / "table/test.csv", "n,content\n3,three\n")
+    assert read(tmp_path / "table") == ["one", "two"]
+    assert read(f"{tmp_path}/table@test#content") == ["three"]
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_only_the_network_is_called_the_cause_where_it_is(tmp_path, monkeypatch):
+    write(tmp_path / "table/train.csv", "content\none\n")
+    write(tmp_path / "script/script.py", "")
+    monkeypatch.setattr(sources, "_DELAYS", ())
+    for source, words in {
+        f"{tmp_path}/table@nonsense": "Check the name, its configuration and its split",
+        f"{tmp_path}/script": "Name files of text, or a data set that is files",
+        "nobody-at-all/no-such-text": "Unset HF_HUB_OFFLINE",
+    }.items():
+        message = refusal_of(source)
+        assert "cannot be read by datasets" in message
+        assert words in message
+        assert "Check the network" not in message
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    assert "Check the network" in refusal_of("nobody-at-all/no-such-text")
+
+
+# --- streams that break
+
+
+class Flaky:
+    """A data set of 5 files with 10 rows each; reading row `n` of all that are read may fail."""
+
+    def __init__(self, monkeypatch):
+        self.read, self.fails, self.slept = 0, (), []
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: self.stream())
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(sources.time, "sleep", self.slept.append)
+
+    def rows(self, files):
+        for file in files:
+            for row in range(10):
+                self.read += 1
+                if self.read in self.fails:
+                    raise ClientPayloadError("the connection was reset")
+                yield {"text": f"{file} {row} {'x' * (row + 1)}"}
+
+    def stream(self):
+        numbers = {"files": list(range(5))}
+        return datasets.IterableDataset.from_generator(self.rows, gen_kwargs=numbers)
+
+
+@pytest.fixture
+def flaky(monkeypatch):
+    return Flaky(monkeypatch)
+
+
+@pytest.mark.parametrize("buffer", [0, 7])
+def test_a_stream_that_breaks_is_read_on_without_a_loss(flaky, buffer, caplog):
+    whole = read("some/text", shuffle_buffer=buffer)
+    assert len(set(whole)) == 50
+    flaky.read, flaky.fails = 0, {4, 5, 19, 48}
+    assert read("some/text", shuffle_buffer=buffer) == whole
+    assert buffer or flaky.slept == [1, 2, 1, 1]
+    assert "some/text (train) cannot be read by datasets: the connection was reset" in caplog.text
+    assert caplog.messages[0].endswith("Trying again in 1 s.")
+    flaky.read, flaky.fails = 0, range(30, 99)
+    flaky.slept.clear()
+    assert "Check the network" in refusal_of("some/text", shuffle_buffer=buffer)
+    assert flaky.slept == [1, 2, 4, 8, 16, 32]
 
 
 # --- refusals
@@ -120,12 +239,15 @@ NO_TABLE = parquet_bytes({"text": pyarrow.array([], "string")})
         ("a.txt", "", "{} is empty"),
         ("a.jsonl.gz", "\n \n", "{} is empty"),
         ("a.parquet", NO_TABLE, "{} is empty"),
-        ("a.docx", "x", "{} is none of .txt, .txt.gz, .jsonl"),
+        ("a.docx", "x", "{} is none of .txt, .json, .jsonl (also with .gz"),
         ("a.gz", "x", "is none of"),
         ("a.parquet.gz", NO_TABLE, "is none of"),
         ("a.txt", b"abc\xff", "{} is not UTF-8 text: a bad byte before byte"),
         ("a.txt", b"a" * 300_000 + b"\xf0\x9f\x99", "is not UTF-8 text"),
-        ("a.txt", "ä".encode() * 131_072 + b"ok\x00", "is not UTF-8 text"),
+        ("a.txt", "of UTF-16".encode("utf-16-le"), "is not UTF-8 text"),
+        ("a.json", '[{"text": "a"}, "b"]', "{} is not a JSON object"),
+        ("a.json", '[{"text": "a"}', "{} is not JSON"),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', "chat, but text is needed"),
         ("a.jsonl", b'{"text": "e"}\n{"text": "\xe9"}\n', "{} line 2 is not JSON in UTF-8"),
         ("a.jsonl", '{"text": "a"}\n{"text": "b"\n', "{} line 2 is not JSON"),
         ("a.jsonl", '{"text": "a"}\n\n["b"]\n', "{} line 3 is not a JSON object"),
@@ -159,6 +281,3 @@ def test_refuses_what_is_not_there_before_reading_any(tmp_path):
         documents(config)
     assert "~no-such-user/a.txt does not exist" in refusal_of("~no-such-user/a.txt")
     assert "does not exist" in refusal_of("a text instead of a name, " * 99)
-    message = refusal_of("nobody-at-all/no-such-text")
-    assert "nobody-at-all/no-such-text (train) cannot be read by datasets" in message
-    assert "the network" in message

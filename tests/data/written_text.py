@@ -1,6 +1,5 @@
 """Texts, and files of each format that hold them."""
 
-import gzip
 import json
 
 import pyarrow
@@ -26,9 +25,11 @@ def refusal_of(*sources, **options):
 
 
 def write(path, content):
-    """Plain or, where the name ends so, gzip-compressed."""
+    """Plain or, where the name ends so, compressed."""
     content = content.encode() if isinstance(content, str) else content
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pyarrow.output_stream(path, compression="detect") as file:
+        file.write(content)
     return path
 
 

@@ -1,20 +1,21 @@
 """Sources of text: the names that a user gives, their weights, and streams of their documents."""
 
-import gzip
 import io
 import json
+import logging
 import os
 import re
 import sysconfig
-import zlib
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from random import Random
-from typing import IO, Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
@@ -22,14 +23,30 @@ import pyarrow.parquet
 from dotmoe.errors import UserError, nearest, one_line
 from dotmoe.options import above, at_least
 
+logger = logging.getLogger(__name__)
+
 SELF = "self"
 """Name of the source that is sampled from the dense model; it can only be trained on."""
 STDLIB, STDLIB_HELDOUT = "python-stdlib", "python-stdlib-heldout"
 PIECE_CHARACTERS = 1 << 16
 """Maximum number of characters that are tokenised at once; longer documents are cut."""
-FIELDS = ("text", "content", "page", "passage", "document")
+FIELDS = ("text", "content", "page", "passage", "document", "messages")
 """Field names tried in a row, in this order, when no text field is given."""
-FORMATS = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+_PLAIN = (".txt", ".json", ".jsonl")
+FORMATS = (*_PLAIN, *(name + end for end in _COMPRESSIONS for name in _PLAIN), ".parquet")
+"""Ends of the names of files that are read here; `datasets` reads others."""
+_FORMAT_WORDS = f"{', '.join(_PLAIN)} (also with {', '.join(_COMPRESSIONS)}), .parquet"
+_SPLITS = {
+    "train": "train|training",
+    "validation": "validation|valid|val|dev",
+    "test": "test|testing|eval|evaluation",
+}
+_DELAYS = (1, 2, 4, 8, 16, 32)
+"""Seconds before each new attempt to read a stream that broke."""
+_NETWORK = {"aiohttp", "http", "httpcore", "httpx", "requests", "socket", "ssl", "urllib3"}
+"""Packages whose errors mean that the network failed."""
+_CARRIAGE_RETURN = re.compile(r"\r\n?")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 DOLMINO, DOLMINO_DATASET = "dolmino", "allenai/dolmino-mix-1124"
@@ -52,13 +69,24 @@ class Continuation(str):
     __slots__ = ()
 
 
+class Rendered(str):
+    """A document in which names of control tokens stand for these tokens, such as a chat."""
+
+    __slots__ = ()
+
+
+class StreamError(UserError):
+    """A stream broke, and new attempts did not mend it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """Text to train or calibrate on."""
 
     data: tuple[str, ...] = ()
-    """Sources of text, read in this order: .txt files (one document per file), .jsonl or .parquet
-    files (one document per row), the first two also as .gz; `python-stdlib` (the source files of
+    """Sources of text, read in this order: .txt files (one document per file), .json, .jsonl or
+    .parquet files (one document per row), all but the last also as .gz, .zst or .bz2; folders of
+    such files; folders written by `save_to_disk`; `python-stdlib` (the source files of
     this Python's standard library) or `python-stdlib-heldout` (the sixteenth of them that is held
     out); data sets of the `datasets` library, streamed (`allenai/c4:en`: the configuration follows
     the colon); `dolmino` (the paper's mix, from the hub; `dolmino:FOLDER`: a local copy); `self`:
@@ -69,16 +97,16 @@ class DataConfig:
     source that runs out is not repeated; the others continue in their proportions. Default: read
     one source after the other."""
     shuffle_buffer: Annotated[int | None, at_least(0)] = None
-    """Size of each source's shuffle buffer in documents; 0 keeps the source's own order. For
-    `datasets` sources, a buffer also shuffles the order of their files. Default: 10000 for
-    `dolmino`, else 0."""
+    """Size of each source's shuffle buffer in documents; 0 keeps the source's own order. A buffer
+    also shuffles the order of the files of a folder or data set. Default: 10000 for `dolmino`,
+    else 0."""
     data_seed: Annotated[int, at_least(0)] = 0
     """Seed of the shuffle buffer, and of text sampled from the dense model."""
     text_field: str | None = None
-    """Field of a row that holds the text. Default: the first of text, content, page, passage,
-    document that the rows have."""
+    """Field of a row that holds the text, or a chat as a list of messages. Default: the first of
+    text, content, page, passage, document, messages that the rows have."""
     split: str = "train"
-    """Split of a `datasets` source; files have none."""
+    """Split of a `datasets` source or folder; files have none."""
     seq_len: Annotated[int, at_least(2)] = 2048
     """Tokens per block, 2 or more. Paper: 2048. Lowered to the model's context if that is less."""
 
@@ -93,17 +121,20 @@ class DataConfig:
         return bool(self.data_weights) or self.has_dolmino
 
 
-def documents(config: DataConfig) -> Iterator[str]:
+def documents(config: DataConfig, tokenizer: Any = None) -> Iterator[str]:
     """Stream the documents of all sources, one source after the other.
 
-    A long .txt file comes in pieces; the later ones are `Continuation`. Raises `UserError` for a
-    mix or a missing source, and, while reading, for one that is empty, damaged or not text.
+    Carriage returns are line ends, as in Python's text mode. A long .txt file comes in pieces; the
+    later ones are `Continuation`. A chat is `Rendered` by the template of `tokenizer`, and refused
+    without one. Raises `UserError` for a mix or a missing source, and, while reading, for one that
+    is empty, damaged or not text.
     """
     if config.is_mix:
         raise UserError(
             f"{', '.join(config.data)} is a mix, which is for training. Name files or a data set."
         )
-    return chain.from_iterable([opened(name, config) for name, _ in sources_of(config)])
+    names = [name for name, _ in sources_of(config)]
+    return chain.from_iterable([opened(name, config, tokenizer) for name in names])
 
 
 def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
@@ -114,7 +145,7 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
     names = config.data
     if not names:
         raise UserError(
-            f"data names no source. Give {', '.join(FORMATS)} files, a datasets name or {STDLIB}."
+            f"data names no source. Give {_FORMAT_WORDS} files, a datasets name or {STDLIB}."
         )
     if SELF in names:
         raise UserError(
@@ -139,14 +170,9 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
     return sources
 
 
-def opened(source: str, config: DataConfig) -> Iterator[str]:
-    """Stream the documents of one source; raises `UserError` if it does not exist."""
-    name, split, field = source, "", ""
-    if not _is_there(name):
-        name, _, field = name.partition("#")
-    if not _is_there(name):
-        name, _, split = name.partition("@")
-    text_field = field or config.text_field
+def opened(source: str, config: DataConfig, tokenizer: Any = None) -> Iterator[str]:
+    """Stream the documents of one source as `documents` does; `UserError` if it does not exist."""
+    name, split, field = _split_name(source)
     size = config.shuffle_buffer
     if size is None:  # the files of the mix are sorted by origin
         size = 10_000 if config.has_dolmino else 0
@@ -156,15 +182,36 @@ def opened(source: str, config: DataConfig) -> Iterator[str]:
         raise UserError(f"{source} names the split {split}, but {name} has none. Name it alone.")
     if name in (STDLIB, STDLIB_HELDOUT):
         return shuffled(stdlib_documents("train" if name == STDLIB else "heldout"), size, seed)
+    rows = _RowText(field or config.text_field, tokenizer)
     if os.path.isfile(path):
-        return shuffled(file_documents(path, text_field), size, seed)
-    if os.path.isdir(path):
-        name = str(path)
-    elif name.endswith((*FORMATS, ".gz")) or not _HUB_NAME.fullmatch(name):
+        files = [path]
+    elif os.path.isdir(path):
+        name, files = str(path), _files_in(path, split, config.split)
+    else:
+        _require_hub_name(name, path)
+        files = []
+    if not files:
+        return _dataset_documents(name, split or config.split, rows, size, seed)
+    if size:
+        Random(seed).shuffle(files)
+    return shuffled(_with_text(name, files, rows), size, seed)
+
+
+def _split_name(source: str) -> tuple[str, str, str]:
+    """Name, split and field of a source; what exists under the whole name is that."""
+    name, split, field = source, "", ""
+    if not _is_there(name):
+        name, _, field = name.partition("#")
+    if not _is_there(name):
+        name, _, split = name.partition("@")
+    return name, split, field
+
+
+def _require_hub_name(name: str, path: Path) -> None:
+    if name.endswith((*FORMATS, *_COMPRESSIONS)) or not _HUB_NAME.fullmatch(name):
         siblings = path.parent.iterdir() if os.path.isdir(path.parent) else ()
         near = nearest(str(path), map(str, siblings))
         raise UserError(f"{name} does not exist.{near} Name an existing file.")
-    return _dataset_documents(name, split or config.split, text_field, size, seed)
 
 
 def shuffled(stream: Iterable[str], size: int, seed: int) -> Iterator[str]:
@@ -175,12 +222,13 @@ def shuffled(stream: Iterable[str], size: int, seed: int) -> Iterator[str]:
     generator = Random(seed)
     held: list[str] = []
     for document in stream:
+        document = str(document) if isinstance(document, Continuation) else document
         if len(held) < size:
-            held.append(str(document))
+            held.append(document)
         elif document:
             place = generator.randrange(size)
             yield held[place]
-            held[place] = str(document)
+            held[place] = document
     generator.shuffle(held)
     yield from held
 
@@ -191,28 +239,79 @@ def _is_there(name: str) -> bool:
 
 
 def _dataset_documents(
-    source: str, split: str, text_field: str | None, buffer: int, seed: int
+    source: str, split: str, rows: "_RowText", buffer: int, seed: int
 ) -> Iterator[str]:
+    """Documents of a data set of the hub or a folder; a stream that breaks is read on."""
+    stream, failures, number = None, 0, 0
+    while True:
+        try:
+            if stream is None or buffer:  # a shuffled stream has no position: read it again
+                stream = _stream(source, split, buffer, seed)
+                unread = islice(stream, number, None)
+            else:
+                stream.load_state_dict(stream.state_dict())
+                unread = iter(stream)
+            for row in unread:
+                failures, number = 0, number + 1
+                yield rows.text(dict(row), f"row {number} of {source}")
+            return
+        except UserError:
+            raise
+        except Exception as error:
+            if (refusal := _refusal(error, f"{source} ({split})", failures)) is not None:
+                raise refusal from error
+            failures += 1
+
+
+def _refusal(error: Exception, source: str, failures: int) -> UserError | None:
+    """The refusal for an error of `datasets`; None, after a while, if it is worth trying again."""
+    from datasets import config
+
+    cause = one_line(error)[:200].rstrip(".") or type(error).__name__
+    what = f"{source} cannot be read by datasets: {cause}."
+    if not _is_of_network(error):
+        if "scripts are no longer supported" in cause:
+            return UserError(f"{what} Name files of text, or a data set that is files.")
+        return UserError(f"{what} Check the name, its configuration and its split.")
+    if config.HF_HUB_OFFLINE:
+        return UserError(f"{what} Unset HF_HUB_OFFLINE to use the network.")
+    if failures == len(_DELAYS):
+        return StreamError(f"{what} Check the network.")
+    logger.warning("%s Trying again in %d s.", what, _DELAYS[failures])
+    time.sleep(_DELAYS[failures])
+    return None
+
+
+def _stream(source: str, split: str, buffer: int, seed: int) -> Any:
+    """The `datasets.IterableDataset` of a name or a folder, shuffled if there is a buffer."""
     # Importing datasets takes seconds, and local files do not need it.
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
+    from datasets import load_dataset, load_from_disk
 
     name, _, part = (source, "", "") if _is_there(source) else source.partition(":")
-    try:
-        rows = load_dataset(name, part or None, split=split, streaming=True)
-        if buffer:
-            rows = rows.shuffle(seed=seed, buffer_size=buffer)
-        for number, row in enumerate(rows, start=1):
-            yield text_of_row(dict(row), text_field, f"row {number} of {source}")
-    except UserError:
-        raise
-    except (OSError, ValueError, RuntimeError, DatasetGenerationError) as error:
-        cause = one_line(error)[:200].rstrip(".") or type(error).__name__
-        package = " Files in .zst need: pip install zstandard." if "zstd" in cause.lower() else ""
-        raise UserError(
-            f"{source} ({split}) cannot be read by datasets: {cause}. "
-            f"Check the name, the split and the network.{package}"
-        ) from error
+    if _is_saved(Path(name)):
+        saved = load_from_disk(name)
+        if isinstance(saved, dict):
+            if split not in saved:
+                raise UserError(f"{name} has no split {split}. Name one of {', '.join(saved)}.")
+            saved = saved[split]
+        stream = saved.to_iterable_dataset()
+    else:
+        stream = load_dataset(name, part or None, split=split, streaming=True)
+    return stream.shuffle(seed=seed, buffer_size=buffer) if buffer else stream
+
+
+def _is_of_network(error: BaseException | None) -> bool:
+    """Whether the network or a busy server caused an error, so that another attempt may succeed."""
+    while error is not None:
+        status = getattr(getattr(error, "response", error), "status_code", None)
+        status = status or getattr(error, "status", None)
+        if isinstance(status, int):
+            return status in (408, 425, 429) or status >= 500
+        package = type(error).__module__.partition(".")[0].rstrip("0123456789")
+        if package in _NETWORK or isinstance(error, ConnectionError | TimeoutError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _is_dolmino(name: str) -> bool:
@@ -240,29 +339,86 @@ def _dolmino(name: str) -> list[tuple[str, float]]:
 # --- files -------------------------------------------------------------------------------------
 
 
-def file_documents(path: Path, text_field: str | None) -> Iterator[str]:
+def _is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` of the `datasets` library wrote a folder."""
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def _files_in(folder: Path, split: str, default: str) -> list[Path]:
+    """Files of text in a folder and those below it, by name; none if `datasets` must read it.
+
+    All have one format, that of most files. `split`, or the default if every file is named after a
+    split, selects those whose names contain it; else all are read. Raises `UserError` if none has
+    the split that is asked for.
+    """
+    readme = folder / "README.md"
+    has_configs = readme.is_file() and "\nconfigs:" in readme.read_text(errors="replace")
+    if has_configs or _is_saved(folder):
+        return []
+    names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    shown = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    readers = {n: _READERS[_format_of(n)] for n in sorted(shown) if _is_readable(n)}
+    if not readers:
+        return []
+    reader = Counter(readers.values()).most_common(1)[0][0]
+    files = [name for name in readers if readers[name] is reader]
+
+    def of(split: str) -> list[Path]:
+        word = re.compile(f"(?<![a-z])({_SPLITS.get(split, re.escape(split))})(?![a-z])")
+        return [name for name in files if word.search(name.as_posix().lower())]
+
+    chosen = of(split or default)
+    if split and not chosen:
+        raise UserError(
+            f"{folder} has no file whose name says {split}, but {files[0]} and {len(files) - 1} "
+            "more. Name it without a split, or a file."
+        )
+    if not split and len(set(chain.from_iterable(map(of, _SPLITS)))) < len(files):
+        chosen = []
+    chosen = chosen or files
+    if others := [str(name) for name in readers if name not in files]:
+        logger.warning("%s: files of another format are not read: %s", folder, ", ".join(others))
+    return [folder / name for name in chosen]
+
+
+def _is_readable(path: Path) -> bool:
+    return path.name.lower().endswith(FORMATS)
+
+
+def _format_of(path: Path) -> str:
+    """Suffix that names the format, before that of a compression."""
+    is_compressed = path.suffix.lower() in _COMPRESSIONS
+    return (path.with_suffix("") if is_compressed else path).suffix.lower()
+
+
+def _with_text(source: str, files: list[Path], rows: "_RowText") -> Iterator[str]:
+    """Stream the documents of files; raises `UserError` if they hold no text at all."""
+    is_empty = True
+    for path in files:
+        for document in file_documents(path, rows):
+            is_empty = is_empty and not document.strip()
+            yield document
+    if is_empty:
+        raise UserError(f"{source} is empty: it holds no text. Name a source with text in it.")
+
+
+def file_documents(path: Path, rows: "_RowText") -> Iterator[str]:
     """Stream the documents of one file; its suffix gives the format.
 
-    Raises `UserError` if the format is unknown, or the file unreadable, damaged, empty or not text.
+    Raises `UserError` if the format is unknown, or the file unreadable, damaged or not text.
     """
-    name = path.name.lower()
-    if not name.endswith(FORMATS):
-        raise UserError(f"{path} is none of {', '.join(FORMATS)}. Convert it to one of them.")
-    readers = {".txt": _text, ".jsonl": _jsonl, ".parquet": _parquet}
-    read = readers[Path(name.removesuffix(".gz")).suffix]
-    is_empty = True
+    if not _is_readable(path):
+        raise UserError(f"{path} is none of {_FORMAT_WORDS}. Convert it to one of them.")
+    compression = _COMPRESSIONS.get(path.suffix.lower())
     try:
-        with cast(IO[bytes], gzip.open(path) if name.endswith(".gz") else path.open("rb")) as file:
-            for document in read(path, file, text_field):
-                is_empty = is_empty and not document.strip()
-                yield document
-    except (OSError, EOFError, zlib.error, UnicodeError, pyarrow.ArrowException) as error:
+        with path.open("rb") as raw:
+            file = io.BufferedReader(pyarrow.input_stream(raw, compression=compression))
+            yield from _READERS[_format_of(path)](path, file, rows)
+    except (OSError, UnicodeError, pyarrow.ArrowException) as error:
         cause = getattr(error, "strerror", None) or one_line(error)[:160].rstrip(".")
         raise UserError(
             f"{path} cannot be read ({cause}). Get it again, or correct its suffix."
         ) from error
-    if is_empty:
-        raise UserError(f"{path} is empty: it holds no text. Name a file with text in it.")
 
 
 def cut(text: str) -> Iterator[str]:
@@ -285,40 +441,67 @@ def cut(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def text_of_row(row: dict[str, Any], text_field: str | None, place: str) -> str:
-    """Text of one row, empty for null; raises `UserError` if the field is missing or not text."""
-    field = text_field or next((name for name in FIELDS if name in row), None)
-    if field is None or field not in row:
-        wanted = repr(text_field) if text_field else f"any of {', '.join(FIELDS)}"
-        raise UserError(
-            f"{place} has no field {wanted}; it has {', '.join(map(str, row)) or 'none'}. "
-            "Name one with text_field."
-        )
-    text = row[field]
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        raise UserError(
-            f"{field!r} in {place} is {type(text).__name__}, not text. Name another text_field."
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON can write one half of a surrogate pair
-        raise UserError(
-            f"{field!r} in {place} is not Unicode text ({one_line(error)}). Repair or remove it."
-        ) from error
-    return text
+class _RowText(NamedTuple):
+    """How a row gives its text: `field`, else the first of `FIELDS` that it has."""
+
+    field: str | None
+    tokenizer: Any
+    """Renders chats; None: they are refused."""
+
+    def text(self, row: dict[str, Any], place: str) -> str:
+        """Text of one row, empty for null; `UserError` if the field is missing or not text."""
+        field = self.field or next((name for name in FIELDS if name in row), None)
+        if field is None or field not in row:
+            wanted = repr(self.field) if self.field else f"any of {', '.join(FIELDS)}"
+            raise UserError(
+                f"{place} has no field {wanted}; it has {', '.join(map(str, row)) or 'none'}. "
+                "Name one with text_field."
+            )
+        text, place = row[field], f"{field!r} in {place}"
+        if text is None:
+            return ""
+        if isinstance(text, list) and text and all(map(_is_message, text)):
+            text = self._rendered(text, place)
+        if not isinstance(text, str):
+            raise UserError(f"{place} is {type(text).__name__}, not text. Name another text_field.")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can write one half of a surrogate pair
+            raise UserError(
+                f"{place} is not Unicode text ({one_line(error)}). Repair or remove it."
+            ) from error
+        return type(text)(_CARRIAGE_RETURN.sub("\n", text)) if "\r" in text else text
+
+    def _rendered(self, messages: list[Any], place: str) -> str:
+        """A chat as the model reads it, without the BOS that packing adds."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            why = "the model has no chat template" if self.tokenizer else "text is needed here"
+            raise UserError(
+                f"{place} is a chat, but {why}. Write it as text, or name a text_field."
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception as error:
+            raise UserError(
+                f"{place} does not suit the model's chat template ({one_line(error)[:160]}). "
+                "Change or remove it."
+            ) from error
+        return Rendered(text.removeprefix(self.tokenizer.bos_token or ""))
 
 
-def _text(path: Path, file: IO[bytes], _field: str | None) -> Iterator[str]:
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and "role" in value
+
+
+def _text(path: Path, file: io.BufferedReader, _rows: _RowText) -> Iterator[str]:
     """The one document of a .txt file, in pieces."""
-    decoded = io.TextIOWrapper(cast(IO[Any], file), encoding="utf-8-sig", newline="")
+    decoded = io.TextIOWrapper(file, encoding="utf-8-sig")  # its line ends become \n
     kind: type[str] = str
     pending = ""
     try:
         while text := decoded.read(4 * PIECE_CHARACTERS):
-            if "\0" in text:
-                raise ValueError("a zero byte")
+            if text.count("\0") > len(text) // 10:
+                raise ValueError("every tenth byte is zero")
             *pieces, pending = cut(pending + text)
             for piece in pieces:
                 yield kind(piece)
@@ -331,29 +514,36 @@ def _text(path: Path, file: IO[bytes], _field: str | None) -> Iterator[str]:
     yield kind(pending)
 
 
-def _jsonl(path: Path, file: IO[bytes], text_field: str | None) -> Iterator[str]:
-    for number, line in enumerate(file, start=1):
-        place = f"{path} line {number}"
-        if not line.strip():
+def _json(path: Path, file: io.BufferedReader, rows: _RowText) -> Iterator[str]:
+    """Documents of a JSON array, which is read whole, or of one object per line."""
+    is_array = file.peek().removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    units = [file.read()] if is_array else file
+    for number, unit in enumerate(units, start=1):
+        if not unit.strip():
             continue
+        place = str(path) if is_array else f"{path} line {number}"
         try:
-            row = json.loads(line.decode("utf-8-sig"))
+            value = json.loads(unit.decode("utf-8-sig"))
         except ValueError as error:
             raise UserError(f"{place} is not JSON in UTF-8 ({error}). Fix it.") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{place} is not a JSON object. Write one object per line.")
-        yield text_of_row(row, text_field, place)
+        for row in value if is_array else [value]:
+            if not isinstance(row, dict):
+                raise UserError(f"{place} is not a JSON object. Write one object per line.")
+            yield rows.text(row, place)
 
 
-def _parquet(path: Path, file: IO[bytes], text_field: str | None) -> Iterator[str]:
+def _parquet(path: Path, file: io.BufferedReader, rows: _RowText) -> Iterator[str]:
     table = pyarrow.parquet.ParquetFile(file)
-    wanted = [text_field] if text_field else FIELDS
+    wanted = [rows.field] if rows.field else FIELDS
     # Read only useful columns; without one, read all, so that the error can list their names.
     columns = [name for name in wanted if name in table.schema_arrow.names] or None
     batches = table.iter_batches(batch_size=256, columns=columns)
-    rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-    for number, row in enumerate(rows, start=1):
-        yield text_of_row(row, text_field, f"{path} row {number}")
+    read = chain.from_iterable(batch.to_pylist() for batch in batches)
+    for number, row in enumerate(read, start=1):
+        yield rows.text(row, f"{path} row {number}")
+
+
+_READERS = {".txt": _text, ".json": _json, ".jsonl": _json, ".parquet": _parquet}
 
 
 # --- Python's own library ----------------------------------------------------------------------
