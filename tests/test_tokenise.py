@@ -1,8 +1,10 @@
 """Stage tokenise. Oracles: `pack` on the whole text; of samples, passes without a cache."""
 
+import hashlib
 import json
 import math
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -79,14 +81,29 @@ def test_the_last_blocks_are_kept_apart(text, dense, tokenised):
     assert made.lines[0] == "seq_len lowered to 256, the context of the model"
 
 
-def test_text_to_measure_on_is_read_in_order_and_unmixed(text, dense, tokenised):
-    made = tokenised(text, text, eval_text=(text,), data_weights=(1.0, 1.0), shuffle_buffer=9)
-    expected = pack(documents(DataConfig(data=(text,))), dense.tokenizer, 256)[0]
+def test_text_to_measure_on_is_read_in_order_and_unmixed(text, heldout_file, dense, tokenised):
+    other = str(heldout_file)
+    made = tokenised(text, text, eval_text=(other,), data_weights=(1.0, 1.0), shuffle_buffer=9)
+    expected = pack(documents(DataConfig(data=(other,))), dense.tokenizer, 256)[0]
     assert torch.equal(made.text.heldout.tokens_BT, expected[None])
-    assert made.text.heldout_name == (text,)
+    assert made.text.heldout_name == (other,)
+    assert made.record["overlap"] == 0
     assert len(made.record["training"]["sources"]) == 2
     shares = next(line for line in made.lines if "requested" in line)
     assert shares.count("text.jsonl 50.0% of the tokens (requested 50.0%), ran out after") == 2
+    assert not any("is training text" in line for line in made.lines)
+
+
+@pytest.mark.parametrize("share", [1, 0.5])
+def test_text_to_measure_on_that_is_training_text_is_named_so(share, text, tokenised, tmp_path):
+    rows = Path(text).read_text().splitlines()
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("\n".join([*rows[: int(12 * share)], json.dumps({"text": "x" * 170})]))
+    made = tokenised(text, eval_text=(str(mine),), seq_len=128)
+    assert made.record["overlap"] == share
+    note = f"{made.record['overlap']:.2%} of it training text"
+    assert made.text.heldout_name == (str(mine), note)
+    assert any(line.endswith("is training text: results on it are no test") for line in made.lines)
 
 
 def test_the_model_itself_may_be_the_source(tokenised):
@@ -157,7 +174,12 @@ def test_each_block_is_a_sample_of_its_own_and_of_the_seed(dense, tmp_path):
         assert sample_blocks(*arguments, lambda *update: updates.append(update))["tokens"] == 70
         samples.append(TokenBlocks.load(path).tokens_BT)
     assert samples[0].shape == samples[0].unique(dim=0).shape == (7, 10)
+    path, config = tmp_path / "hot.safetensors", SampleConfig(sample_temperature=0.5)
+    sample_blocks(dense, config, path, DataConfig(seq_len=10), 50, lambda *update: None)
+    first = int.from_bytes(hashlib.sha256(b"0/0").digest()[:7], "little")
+    expected = sampled_rows(dense, 5, 10, 0.5, generator(first))
+    assert torch.equal(TokenBlocks.load(path).tokens_BT, expected)
     assert torch.equal(samples[0], samples[1])
     assert not torch.equal(samples[0], samples[2])
     assert updates == [(30, 65), (60, 65), (65, 65)] * 3
-    assert len(os.listdir(tmp_path)) == 3
+    assert len(os.listdir(tmp_path)) == 4

@@ -1,8 +1,7 @@
 """Stage tokenise: text, or samples of the dense model -> training blocks and held-out blocks."""
 
 import hashlib
-import shutil
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -14,6 +13,7 @@ from dotmoe.data import (
     Record,
     TokenBlocks,
     block_writer,
+    overlap,
     pack_sources,
     split_off_tail,
     write_decontaminated,
@@ -98,7 +98,8 @@ def tokenise(
     The held-out text, at most `eval_tokens` tokens, is `eval_text`; else that of `beside`, the text
     of the run that is finetuned; else the last training blocks. With `beside`, blocks that are part
     of the held-out text are left out of training. Raises `UserError` if a source cannot be read, or
-    there is too little text or disk space.
+    there is too little text or disk space. A share of `eval_text` that is training text, also that
+    of `beside`, is printed, recorded as `overlap`, and part of the name of the held-out text.
     """
     if data.seq_len > dense.widths.context:
         data = replace(data, seq_len=dense.widths.context)
@@ -112,10 +113,7 @@ def tokenise(
         origin = "the data"
 
     def write(path: Path, num_tokens: int) -> Record:
-        if not samples_itself(data):
-            return _packed(data, dense, path, num_tokens, progress)
-        with progress.bar("sample from the dense model", tokens=1) as update:
-            return sample_blocks(dense, sample, path, data, num_tokens, update)
+        return _write_training(data, sample, dense, path, num_tokens, progress)
 
     training, heldout, whole = (folder / name for name in (_TRAINING, _HELDOUT, "whole"))
     record: Record = {}
@@ -135,17 +133,44 @@ def tokenise(
         # The source may contain some of the held-out text, which is left out below.
         avoided = TokenBlocks.load(heldout)
         record["training"] = write(whole, tokens + avoided.num_tokens)
-        left_out = write_decontaminated(TokenBlocks.load(whole), avoided, training)
+        record["left_out_blocks"] = left_out = write_decontaminated(
+            TokenBlocks.load(whole), avoided, training
+        )
         whole.unlink()
-        record["left_out_blocks"] = left_out
         if left_out:
             progress.log(
                 f"{left_out} blocks of training text left out: they are part of the held-out text"
             )
     elif eval_text:
         record["training"] = write(training, tokens)
+    if eval_text:
+        fitted = [TokenBlocks.load(training), *([beside.training] if beside else [])]
+        record["overlap"] = max(overlap(blocks, TokenBlocks.load(heldout)) for blocks in fitted)
+        name = _overlap_noted(name, record["overlap"], progress)
     write_json(folder / _RECORD, {**record, "heldout_name": name})
     return Text.load(folder)
+
+
+def _overlap_noted(name: tuple[str, ...], share: float, progress: Progress) -> tuple[str, ...]:
+    """Name of the held-out text, with the share of it that is training text."""
+    if share == 0:
+        return name
+    progress.log(f"{share:.2%} of {', '.join(name)} is training text: results on it are no test")
+    return (*name, f"{share:.2%} of it training text")
+
+
+def _write_training(
+    data: DataConfig,
+    sample: SampleConfig,
+    dense: DenseModel,
+    path: Path,
+    num_tokens: int,
+    progress: Progress,
+) -> Record:
+    if not samples_itself(data):
+        return _packed(data, dense, path, num_tokens, progress)
+    with progress.bar("sample from the dense model", tokens=1) as update:
+        return sample_blocks(dense, sample, path, data, num_tokens, update)
 
 
 def write_windows(
@@ -196,26 +221,22 @@ def sample_blocks(
 ) -> Record:
     """Sample blocks from the dense model, token by token and independently, into a file.
 
-    Finished batches are kept beside `path` until all are done, so that a killed process resumes
-    where it stopped. A batch is a pure function of model, config, seed and its number.
+    Finished batches are kept, so that a killed process resumes where it stopped. A batch is a pure
+    function of model, config, seed and its number.
     `num_tokens` is rounded up to whole blocks. Returns and raises as `pack_sources` does.
     """
     num_blocks, size = -(-num_tokens // data.seq_len), config.sample_batch_size
-    parts = path.with_name(path.name + ".parts")
-    parts.mkdir(exist_ok=True)
-    with block_writer(path, data.seq_len) as writer:
-        for number, first in enumerate(range(0, num_blocks, size)):
-            part = parts / f"{number}.safetensors"
-            if not part.exists():
-                digest = hashlib.sha256(f"{data.data_seed}/{number}".encode()).digest()
-                seed = int.from_bytes(digest[:7], "little")
-                generator = torch.Generator(dense.device).manual_seed(seed)
-                rows, temperature = min(size, num_blocks - first), config.sample_temperature
-                tokens_BT = sampled_rows(dense, rows, data.seq_len, temperature, generator)
-                TokenBlocks(tokens_BT).save(part)
-            writer.append(TokenBlocks.load(part).tokens_BT.flatten())
+    job = {"data": asdict(data), "sample": asdict(config), "max_tokens": num_tokens}
+    with block_writer(path, data.seq_len, job) as writer:
+        for first in range(writer.num_tokens // data.seq_len, num_blocks, size):
+            digest = hashlib.sha256(f"{data.data_seed}/{first // size}".encode()).digest()
+            seed = int.from_bytes(digest[:7], "little")
+            generator = torch.Generator(dense.device).manual_seed(seed)
+            rows, temperature = min(size, num_blocks - first), config.sample_temperature
+            tokens_BT = sampled_rows(dense, rows, data.seq_len, temperature, generator)
+            writer.append(tokens_BT.flatten())
+            writer.keep({})
             on_progress(min(writer.num_tokens, num_tokens), num_tokens)
-    shutil.rmtree(parts)
     return {
         "tokens": writer.num_tokens,
         "seq_len": data.seq_len,

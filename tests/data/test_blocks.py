@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import resource
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from dotmoe import data
-from dotmoe.data import TokenBlocks, block_writer, split_off_tail, write_decontaminated
+from dotmoe.data import TokenBlocks, block_writer, overlap, split_off_tail, write_decontaminated
 from dotmoe.errors import UserError
 
 
@@ -102,7 +103,7 @@ def test_a_killed_writer_leaves_nothing_of_the_right_name(tmp_path):
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    partial = tmp_path / "a.safetensors.partial"
+    partial = tmp_path / "a.safetensors.parts/tokens"
     assert partial.stat().st_size > 1 << 20
     assert TokenBlocks.load(path).num_tokens == 64
     with pytest.raises(UserError, match="Delete it to tokenise again"):
@@ -110,6 +111,52 @@ def test_a_killed_writer_leaves_nothing_of_the_right_name(tmp_path):
     written(path, [2] * 80, 8, 80)
     assert os.listdir(tmp_path) == ["a.safetensors"]
     assert TokenBlocks.load(path).tokens_BT.unique().tolist() == [2]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, None])
+def test_a_writer_of_the_same_job_goes_on_from_what_was_kept(tmp_path, stop):
+    """After an exception, and after a kill."""
+    path, job = tmp_path / "a.safetensors", {"data": ("x", 1.5)}
+
+    def write_and_die():
+        with block_writer(path, 8, job) as writer:
+            writer.append([1] * 20)
+            writer.keep({"place": 20})
+            writer.append([9] * (1 << 21))
+            writer.keep({"place": 0}, now=False)  # too soon
+            if stop:
+                raise stop
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if stop:
+        with pytest.raises(stop):
+            write_and_die()
+    else:
+        process = multiprocessing.get_context("fork").Process(target=write_and_die)
+        process.start()
+        process.join()
+    assert not path.exists()
+    with block_writer(path, 8, job) as writer:
+        assert (writer.state, writer.num_tokens) == ({"place": 20}, 20)
+        writer.append([2] * 20)
+    assert TokenBlocks.load(path).tokens_BT.flatten().tolist() == [1] * 20 + [2] * 20
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+@pytest.mark.parametrize("change", ["job", "error", "tokens", "state.json"])
+def test_what_was_kept_of_another_job_or_bad_text_or_is_damaged_is_not_used(tmp_path, change):
+    path, parts = tmp_path / "a.safetensors", tmp_path / "a.safetensors.parts"
+    error = UserError("bad text") if change == "error" else KeyboardInterrupt()
+    with suppress(type(error)), block_writer(path, 8, {"seed": 0}) as writer:
+        writer.append([1] * 20)
+        writer.keep({})
+        raise error
+    if change not in ("job", "error"):
+        (parts / change).write_bytes((parts / change).read_bytes()[:-4])
+    with block_writer(path, 8, {"seed": int(change == "job")}) as writer:
+        assert writer.num_tokens == 0
+        writer.append([2] * 16)
+    assert TokenBlocks.load(path).tokens_BT.flatten().tolist() == [2] * 16
 
 
 def test_a_save_that_fails_keeps_the_old_file(tmp_path):
@@ -189,6 +236,12 @@ def test_a_held_out_text_cut_otherwise_is_found_and_nothing_else(tmp_path):
         left, left_out = decontaminated(training.view(-1, 256), text.view(4, 512), tmp_path)
         assert left_out == expected
         assert torch.equal(left, other.view(-1, 256))
+        share = overlap(TokenBlocks(training.view(-1, 256)), TokenBlocks(text.view(4, 512)))
+        runs = [row[run : run + 64] for row in text.view(4, 512) for run in range(0, 449, 64)]
+        rows = training.unfold(0, 64, 1)
+        found = [bool((rows == run).all(1).any()) for run in runs]
+        assert share == sum(found) / len(found)
+        assert bool(share) == bool(expected)
     (tmp_path / "left.safetensors").unlink()
     with pytest.raises(UserError, match="all 4 blocks of training text are part of the held-out"):
         decontaminated(text.view(4, 512), text.view(4, 512), tmp_path)

@@ -10,10 +10,11 @@ import random
 
 import pytest
 import torch
-from written_text import TEXTS, jsonl, read, write
+from written_text import TEXTS, jsonl, parquet_bytes, read, write
 
+from dotmoe import data
 from dotmoe.data import TokenBlocks, joined, pack, pack_sources, source_record, tokenised
-from dotmoe.data.sources import DOLMINO_PERCENT, DataConfig, documents, sources_of
+from dotmoe.data.sources import DOLMINO_PERCENT, DataConfig, StreamError, documents, sources_of
 from dotmoe.errors import UserError
 from dotmoe.load import LoadConfig, load_dense
 
@@ -120,6 +121,50 @@ def test_a_long_document_is_mixed_piece_by_piece(tmp_path, with_bos, packed):
     assert "".join(pieces) == "a line\n" * 40_000
 
 
+@pytest.mark.parametrize(
+    ("stop", "family", "weights"),
+    [
+        (StreamError, "llama", (3, 1, 2)),
+        (StreamError, "qwen2", ()),
+        (KeyboardInterrupt, "qwen2", (3, 1, 2)),
+    ],
+)
+def test_reading_goes_on_where_it_was_stopped(
+    stop, family, weights, three, dense_of, packed, monkeypatch, tmp_path
+):
+    """Stopped after any number of documents, again and again; what is kept is not tokenised."""
+    tokenizer = dense_of(family).tokenizer
+    long = write(tmp_path / "long.txt", "a line\n" * 40_000)
+    names = (long, *three[:2])
+    expected, record = packed(*names, data_weights=weights, tokenizer=tokenizer)
+    monkeypatch.setattr(data, "_KEEP_SECONDS", 0 if stop is KeyboardInterrupt else 1e9)
+    real, seen = data.opened, []
+
+    def breaking(name, *arguments):
+        for number, document in enumerate(real(name, *arguments)):
+            if breaks[:1] == [number]:
+                breaks.pop(0)
+                raise stop(f"{name} broke.")
+            yield document
+
+    breaks = [2, 130, 131, 399]
+    monkeypatch.setattr(data, "opened", breaking)
+    monkeypatch.setattr(
+        data, "tokenised", lambda d, t, skip: seen.append(skip) or tokenised(d, t, skip)
+    )
+    for _ in range(4):
+        with pytest.raises(stop) as caught:
+            packed(*names, data_weights=weights, tokenizer=tokenizer)
+        if stop is StreamError:
+            assert str(caught.value).endswith(
+                "tokens are kept: the same command goes on from there."
+            )
+    blocks, resumed = packed(*names, data_weights=weights, tokenizer=tokenizer)
+    assert torch.equal(blocks, expected)
+    assert resumed == record
+    assert sum(seen[-3:]) > 300
+
+
 def test_dolmino_is_read_from_a_copy_by_its_proportions(tmp_path, packed, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     root = tmp_path / "copy"
@@ -219,6 +264,64 @@ def test_a_document_in_pieces_packs_as_a_whole(family, separator, dense_of, tmp_
     assert torch.equal(tokens, pack([long, TEXTS[0]], tokenizer)[0])
     assert int((tokens == separator).sum()) == 2
     assert tokenizer.decode(tokens, skip_special_tokens=True) == long + TEXTS[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_names_of_control_tokens_in_text_are_text(family, dense_of):
+    """Oracle: a single character is never the name of a token."""
+    tokenizer = dense_of(family).tokenizer
+    for name in ("<s>", "</s>", "<|endoftext|>"):
+        text = f"an end {name}\n{name}<s"
+        (piece,) = tokenised([text], tokenizer)
+        assert piece.ids == [tokenizer.encode(sign)[-1] for sign in text]
+    assert tokenizer.encode("</s><|endoftext|>").count(1) == 1  # as it was
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
+    "{{ raise_exception('no role ' + m.role) }}{% endif %}"
+    "<s>{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json.gz", "parquet"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_chats_are_rendered_by_the_models_template(family, ending, dense_of, packed, tmp_path):
+    tokenizer = copy.deepcopy(dense_of(family).tokenizer)
+    chat = [{"role": "user", "content": "</ hi\r\n"}, {"role": "assistant", "content": "yes 🙂"}]
+    rows = [{"messages": chat[: 1 + number % 2]} for number in range(9)]
+    content = parquet_bytes({"messages": [row["messages"] for row in rows]})
+    path = write(tmp_path / f"a.{ending}", content if ending == "parquet" else jsonl(rows))
+    message = refusal_of_packing(lambda: packed(path, tokenizer=tokenizer))
+    assert "is a chat, but the model has no chat template" in message
+    tokenizer.chat_template = TEMPLATE
+    tokens_BT, record = packed(path, tokenizer=tokenizer, seq_len=2, shuffle_buffer=3)
+    assert record["sources"][0]["documents"] == 9
+    tokens_BT, _ = packed(path, tokenizer=tokenizer, seq_len=2)
+    expected = []
+    for row in rows:
+        plain = [m | {"content": m["content"].replace("\r", "")} for m in row["messages"]]
+        expected += tokenizer.apply_chat_template(plain, return_dict=False)
+        expected += [] if family == "llama" else [1]
+    assert tokens_BT.flatten().tolist() == expected[: tokens_BT.numel()]
+    path = write(tmp_path / "b.jsonl", jsonl([{"messages": [{"role": "cook", "content": "x"}]}]))
+    message = refusal_of_packing(lambda: packed(path, tokenizer=tokenizer))
+    assert "line 1 does not suit the model's chat template (no role cook)" in message
+
+
+def refusal_of_packing(make):
+    with pytest.raises(UserError) as caught:
+        make()
+    return str(caught.value)
+
+
+def test_rows_of_wikitext_are_warned_of_once(with_bos, caplog):
+    rows = ["", " = Robert Boulter = \n", "", " Robert is .\n", " = = Career = = \n"]
+    pack(rows, with_bos)
+    assert len(caplog.records) == 1
+    assert "dotmoe evaluate --protocol gptq" in caplog.text
+    pack(["".join(rows), "a = b = c\n"], with_bos)
+    assert len(caplog.records) == 1
 
 
 def test_reading_stops_at_max_tokens(with_bos):

@@ -48,7 +48,7 @@ class FixedChances:
 
 
 def text_of(dense, texts=TEXTS, **options):
-    with patch("dotmoe.evaluate.perplexity.documents", lambda config: iter(texts)):
+    with patch("dotmoe.evaluate.perplexity.documents", lambda *_: iter(texts)):
         return packed_text(TextConfig(**options), dense.tokenizer)
 
 

@@ -5,13 +5,17 @@ Every batch of blocks is a pure function of step, batch size and seed.
 
 import hashlib
 import json
+import logging
 import os
+import re
+import shutil
+import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -19,9 +23,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dotmoe.data.sources import Continuation, DataConfig, cut, opened, sources_of
+from dotmoe.data.sources import (
+    Continuation,
+    DataConfig,
+    Rendered,
+    StreamError,
+    cut,
+    opened,
+    sources_of,
+)
 from dotmoe.errors import UserError
+from dotmoe.files import DamagedError, Values, read_json, write_json
 from dotmoe.progress import Update, no_update
+
+logger = logging.getLogger(__name__)
 
 RUN_TOKENS = 64
 """Length, in tokens, of the runs of held-out text that no training block may contain."""
@@ -32,7 +47,9 @@ Record = dict[str, Any]
 _HEADER_BYTES, _BUFFER_BYTES = 512, 1 << 22
 _BLOCKS_AT_ONCE = 256
 _PIECES_AT_ONCE = 64  # tokenizers process a batch in parallel
-_BASE = 0x9E3779B97F4A7C15 - (1 << 64)
+_BASE, _INVERSE = 0x9E3779B97F4A7C15 - (1 << 64), -0xE217C1E66C88CC3
+_KEEP_SECONDS = 10
+_WIKITEXT_HEADING = re.compile(r" = .+ = \n?")
 
 
 class TokenBlocks:
@@ -84,47 +101,85 @@ class BlockWriter:
     """A file of blocks that is being written; see `block_writer`."""
 
     file: IO[bytes]
+    state_file: Path
+    job: Values
+    state: Values
+    """What `keep` was given last, before this process began to write; empty at a start."""
     num_tokens: int = 0
     """Number of tokens appended so far; those after the last full block are dropped at the end."""
+    kept: float = field(default_factory=time.monotonic)
 
     def append(self, tokens: Sequence[int] | Tensor) -> None:
         """Append token ids to the file."""
         self.num_tokens += len(tokens)
         self.file.write(torch.as_tensor(tokens, dtype=torch.int32).numpy().data)
 
+    def keep(self, state: Mapping[str, Any], *, now: bool = True) -> None:
+        """Make what is appended survive the end of this process; unless `now`, every 10 s."""
+        if now or time.monotonic() - self.kept >= _KEEP_SECONDS:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            whole = {"job": self.job, "state": state, "tokens": self.num_tokens}
+            write_json(self.state_file, whole)
+            self.kept = time.monotonic()
+
 
 @contextmanager
-def block_writer(path: Path, seq_len: int) -> Iterator[BlockWriter]:
+def block_writer(path: Path, seq_len: int, job: Values | None = None) -> Iterator[BlockWriter]:
     """Within this context, append tokens to a safetensors file of blocks, in constant memory.
 
-    The write is atomic: the file has a temporary name until the context ends without an exception,
-    and an older file of the final name is kept until then. Raises `UserError` if the disk is full,
-    permission is missing, or the folder does not exist.
+    The write is atomic: the file is in the folder `PATH.parts` until the context ends without an
+    exception, and an older file of the final name is kept until then. What the writer was told to
+    `keep` stays after a kill, an interrupt and a `StreamError`, and a writer with the same `job`
+    goes on from there. Raises `UserError` if the disk is full, permission is missing, or the folder
+    does not exist.
     """
-    partial = path.with_name(path.name + ".partial")
+    parts = path.with_name(path.name + ".parts")
+    partial, state_file = parts / "tokens", parts / "state.json"
     try:
-        with partial.open("wb", buffering=_BUFFER_BYTES) as file:
-            file.seek(_HEADER_BYTES)  # the header, which states the length, is written last
-            writer = BlockWriter(file)
+        parts.mkdir(exist_ok=True)
+        with partial.open("ab", buffering=_BUFFER_BYTES) as file:
+            writer = BlockWriter(file, state_file, json.loads(json.dumps(job)), {})
+            _go_on(writer)
             yield writer
+        with partial.open("r+b") as file:  # the header, which states the length, is written last
             num_blocks = writer.num_tokens // seq_len
             end = 4 * num_blocks * seq_len
             file.truncate(_HEADER_BYTES + end)
             # A safetensors header is its length, then JSON that may be padded with blanks.
             tokens = {"dtype": "I32", "shape": [num_blocks, seq_len], "data_offsets": [0, end]}
             header, size = json.dumps({"tokens": tokens}).encode(), _HEADER_BYTES - 8
-            file.seek(0)
             file.write(size.to_bytes(8, "little") + header.ljust(size))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+        state_file.unlink(missing_ok=True)
+    except UserError as error:
+        if not isinstance(error, StreamError):  # the input will change
+            state_file.unlink(missing_ok=True)
+        raise
     except OSError as error:
         raise UserError(
             f"{path} cannot be written ({error.strerror or error}). Make room or choose another "
             "folder."
         ) from error
     finally:
-        partial.unlink(missing_ok=True)
+        if not state_file.exists():
+            shutil.rmtree(parts, ignore_errors=True)
+
+
+def _go_on(writer: BlockWriter) -> None:
+    """Bring the writer to where one with the same job was told to `keep` its tokens."""
+    with suppress(DamagedError):
+        kept = read_json(writer.state_file)
+        size = _HEADER_BYTES + 4 * kept["tokens"]
+        if kept["job"] == writer.job is not None and writer.file.tell() >= size:
+            writer.file.truncate(size)
+            writer.state, writer.num_tokens = kept["state"], kept["tokens"]
+            return
+    writer.state_file.unlink(missing_ok=True)
+    writer.file.truncate(0)
+    writer.file.write(bytes(_HEADER_BYTES))
 
 
 def split_off_tail(path: Path, tail: Path, num_tokens: int) -> None:
@@ -152,9 +207,7 @@ def write_decontaminated(training: TokenBlocks, heldout: TokenBlocks, path: Path
 
     Returns the number of blocks left out. Raises `UserError` if none remains, or the disk is full.
     """
-    run = min(RUN_TOKENS, training.seq_len, heldout.seq_len)
-    parts = torch.split(heldout.tokens_BT, _BLOCKS_AT_ONCE)
-    seen = torch.cat([_hashes(rows, run)[:, ::run].flatten() for rows in parts])
+    run, seen = _runs(training, heldout)
     with block_writer(path, training.seq_len) as writer:
         for rows in torch.split(training.tokens_BT, _BLOCKS_AT_ONCE):
             writer.append(rows[~torch.isin(_hashes(rows, run), seen).any(dim=1)].flatten())
@@ -167,13 +220,34 @@ def write_decontaminated(training: TokenBlocks, heldout: TokenBlocks, path: Path
     return left_out
 
 
+def overlap(training: TokenBlocks, heldout: TokenBlocks) -> float:
+    """Share of the held-out text's runs of `RUN_TOKENS` tokens that the training text contains."""
+    run, seen = _runs(training, heldout)
+    found = torch.zeros(len(seen), dtype=torch.bool)
+    text, step = training.tokens_BT.view(1, -1), _BLOCKS_AT_ONCE * training.seq_len
+    for start in range(0, training.num_tokens - run + 1, step):
+        found |= torch.isin(seen, _hashes(text[:, start : start + step + run - 1], run))
+    return float(found.float().mean())
+
+
+def _runs(training: TokenBlocks, heldout: TokenBlocks) -> tuple[int, Tensor]:
+    """Length of the runs that the two are compared by, and the hashes of the held-out text's."""
+    run = min(RUN_TOKENS, training.seq_len, heldout.seq_len)
+    parts = torch.split(heldout.tokens_BT, _BLOCKS_AT_ONCE)
+    return run, torch.cat([_hashes(rows, run)[:, ::run].flatten() for rows in parts])
+
+
 def _hashes(tokens_BT: Tensor, run: int) -> Tensor:
     """Hash, modulo 2^64, of the `run` tokens that start at each position: [B, T - run + 1]."""
-    places = tokens_BT.shape[1] - run + 1
-    result = torch.zeros(len(tokens_BT), places, dtype=torch.int64)
-    for offset in range(run):
-        result.mul_(_BASE).add_(tokens_BT[:, offset : offset + places]).add_(1)
-    return result
+    powers_T, inverse_T = (_powers(base, tokens_BT.shape[1]) for base in (_BASE, _INVERSE))
+    sums_BT = ((tokens_BT + 1) * powers_T).cumsum(1)
+    sums_BT[:, run:] -= sums_BT[:, :-run].clone()
+    return sums_BT[:, run - 1 :] * inverse_T[: len(inverse_T) - run + 1]
+
+
+def _powers(base: int, count: int) -> Tensor:
+    """Powers of `base` from the zeroth on, modulo 2^64: [count]."""
+    return torch.tensor([1, *[base] * (count - 1)]).cumprod(0)
 
 
 @lru_cache(maxsize=4)
@@ -223,20 +297,37 @@ def pack_sources(
 ) -> Record:
     """Tokenise, mix and join sources, and write blocks of `config.seq_len` tokens to a file.
 
-    Reads at most `max_tokens` tokens, in constant memory. Returns a record of the text and of each
+    Reads at most `max_tokens` tokens, in constant memory. A stopped process's tokens are kept: the
+    text before them is read again, but not tokenised. Returns a record of the text and of each
     source. Raises `UserError` if the text or `max_tokens` is shorter than one block, or a source
     cannot be used.
     """
     records = [source_record(source, weight) for source, weight in sources_of(config)]
-    sources = [(one, tokenised(opened(one["name"], config), tokenizer)) for one in records]
-    with block_writer(path, config.seq_len) as writer:
-        for record, ids, _ in joined(sources, tokenizer):
-            excess = max(0, writer.num_tokens + len(ids) - max_tokens)
-            record["tokens"] -= excess
-            writer.append(ids[: len(ids) - excess])
-            on_progress(writer.num_tokens, max_tokens)
-            if writer.num_tokens == max_tokens:
-                break
+    job = {"data": asdict(config), "max_tokens": max_tokens}
+    with block_writer(path, config.seq_len, job) as writer:
+        records = writer.state.get("sources", records)
+        last = records[writer.state["last"]] if writer.state else None
+        sources = [
+            (one, tokenised(opened(one["name"], config, tokenizer), tokenizer, one["pieces"]))
+            for one in records
+        ]
+        try:
+            for record, ids, _ in joined(sources, tokenizer, last):
+                last = record
+                excess = max(0, writer.num_tokens + len(ids) - max_tokens)
+                record["tokens"] -= excess
+                writer.append(ids[: len(ids) - excess])
+                on_progress(writer.num_tokens, max_tokens)
+                if writer.num_tokens == max_tokens:
+                    break
+                writer.keep(_state(records, last), now=False)
+        except StreamError as error:
+            if last is not None:
+                writer.keep(_state(records, last))
+            raise StreamError(
+                f"{error} {writer.num_tokens:,} tokens are kept: the same command goes on from "
+                "there."
+            ) from error
         if writer.num_tokens < config.seq_len:
             raise UserError(
                 f"{', '.join(config.data)} has {writer.num_tokens} tokens (read at most: "
@@ -253,20 +344,26 @@ def pack_sources(
     }
 
 
+def _state(records: list[Record], last: Record) -> Values:
+    """From where the reading of sources goes on."""
+    return {"sources": records, "last": [one is last for one in records].index(True)}
+
+
 def source_record(name: str, weight: float | None) -> Record:
     """The record of a source before any of it is read."""
-    counts = {"share": 0.0, "tokens": 0, "documents": 0, "ran_out": False}
+    counts = {"share": 0.0, "tokens": 0, "documents": 0, "pieces": 0, "ran_out": False}
     return {"name": name, "weight": weight, **counts}
 
 
 def joined(
-    sources: Sequence[tuple[Record, Iterator[Piece]]], tokenizer: Any
+    sources: Sequence[tuple[Record, Iterator[Piece]]], tokenizer: Any, last: Record | None = None
 ) -> Iterator[tuple[Record, list[int], int]]:
     """Iterate over the pieces of several sources, mixed by weight or one source after the other.
 
     With weights, the next piece comes from the source with the fewest tokens for its weight;
     docs/data.md gives bounds on each source's share at any time. If another source comes between
-    the pieces of a long document, the rest of it counts as a document of its own.
+    the pieces of a long document, the rest of it counts as a document of its own. `last` is the
+    record of the source that was read last, where reading goes on.
 
     Yields the record of the source (updated in place), token ids with their separators, and the
     number of bytes of text.
@@ -274,7 +371,7 @@ def joined(
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     start = [] if bos is None else [bos]
     end = [] if bos is not None or eos is None else [eos]
-    waiting, last = list(sources), None
+    waiting = [source for source in sources if not source[0]["ran_out"]]
     while waiting:
         source = min(waiting, key=lambda one: one[0]["tokens"] / (one[0]["weight"] or torch.inf))
         record, pieces = source
@@ -284,6 +381,7 @@ def joined(
             waiting.remove(source)
             continue
         record["documents"] += piece.is_start
+        record["pieces"] += 1
         ids = piece.ids
         if piece.is_start or last is not record:
             ids = [*(() if last is None else end), *start, *ids]
@@ -295,23 +393,39 @@ def joined(
         yield last, end, 0
 
 
-def tokenised(documents: Iterable[str], tokenizer: Any) -> Iterator[Piece]:
-    """Tokenise documents piece by piece; empty documents are skipped."""
-    pieces = (
-        (piece, number == 0 and not isinstance(document, Continuation))
+def tokenised(documents: Iterable[str], tokenizer: Any, skip: int = 0) -> Iterator[Piece]:
+    """Tokenise documents piece by piece, but the first `skip` pieces; skip empty documents.
+
+    Text is text: the name of a control token, such as `</s>`, is tokenised like other words, except
+    in `Rendered` documents.
+    """
+    all_pieces = (
+        (piece, number == 0 and not isinstance(document, Continuation), type(document) is Rendered)
         for document in documents
         for number, piece in enumerate(filter(None, cut(document)))
     )
+    pieces, is_warned = islice(all_pieces, skip, None), False
     while batch := list(islice(pieces, _PIECES_AT_ONCE)):
-        encoded = tokenizer(
-            [piece for piece, _ in batch],
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,  # a piece may be longer than the model's context
-        )["input_ids"]
-        for ids, (piece, is_start) in zip(encoded, batch, strict=True):
-            yield Piece(ids, is_start, len(piece.encode()))
+        for is_rendered, group in groupby(batch, key=lambda one: one[2]):
+            texts, starts, _ = zip(*group, strict=True)
+            encoded = tokenizer(
+                list(texts),
+                add_special_tokens=False,
+                split_special_tokens=not is_rendered,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,  # a piece may be longer than the model's context
+            )["input_ids"]
+            for ids, piece, is_start in zip(encoded, texts, starts, strict=True):
+                if is_start and not is_warned and _WIKITEXT_HEADING.fullmatch(piece):
+                    is_warned = True
+                    logger.warning(
+                        "Rows of WikiText (%r) are documents of their own, each with a separator. "
+                        "Published perplexities are of the rows joined: dotmoe evaluate --protocol "
+                        "gptq.",
+                        piece.strip(),
+                    )
+                yield Piece(ids, is_start, len(piece.encode()))
 
 
 def separator_of(tokenizer: Any) -> str:

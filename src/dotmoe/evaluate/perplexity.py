@@ -113,14 +113,16 @@ def packed_text(config: TextConfig, tokenizer: Any) -> Text:
     own special tokens. Lines keep their line ends, and blank lines become empty: this restores the
     rows of the data set `wikitext-2-raw-v1` from its file. Each document begins a line, as rows do.
     """
-    pieces = documents(DataConfig(data=config.text))
+    data = DataConfig(data=config.text)
     if config.protocol == "packed":
         joined = f"Documents joined ({separator_of(tokenizer)})"
+        pieces = documents(data, tokenizer)
         return Text(*pack(pieces, tokenizer, config.max_tokens), config.text, joined)
-    texts = _whole(pieces)
+    texts = _whole(documents(data))
     lines = [line for text in texts for line in text.removesuffix("\n").split("\n")]
     rows = "\n\n".join(line + "\n" if line.strip() else "" for line in lines)
-    ids, num_bytes = tokenizer(rows, verbose=False).input_ids, len("".join(texts).encode())
+    ids = tokenizer(rows, split_special_tokens=True, verbose=False).input_ids
+    num_bytes = len("".join(texts).encode())
     if not ids or not num_bytes:
         raise UserError("the data holds no text. Name sources with text in them.")
     joined = r'Lines joined by "\n\n", tokenised whole, the last unfilled window dropped,'
