@@ -11,7 +11,7 @@ PATHS := src tests scripts benchmarks experiments
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart smollm2 smollm2-table test test-slow test-gpu test-llama \
-	gpu-evidence check fmt results splits clean
+	check fmt results splits clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z%\/-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -90,14 +90,6 @@ test-gpu: $(STAMP)  ## The tests that need a CUDA device
 
 test-llama: $(STAMP)  ## The tests that run GGUF files (compiles llama.cpp: 10 to 20 minutes)
 	$(BIN)/python -m pip install -e '.[llama-cpp]' && $(BIN)/python -m pytest tests/export tests/bench tests/e2e -k 'gguf or bench'
-
-gpu-evidence:  ## What a GPU can show beside its goals: docs/gpu.md (PARTS=, SECONDS=, GGUF=, TEXT=)
-	PYTHONPATH="src:$$PYTHONPATH" $(firstword $(wildcard $(BIN)/python) $(PYTHON)) \
-		benchmarks/gpu_evidence.py $(if $(PARTS),--parts $(PARTS)) \
-		$(if $(SECONDS),--seconds $(SECONDS)) $(if $(RESULTS),--out $(RESULTS)) \
-		$(if $(COMMIT),--commit $(COMMIT)) $(if $(GGUF),--gguf $(GGUF)) \
-		$(if $(TEXT),--text $(TEXT)) $(if $(WIKITEXT),--wikitext $(WIKITEXT)) \
-		$(if $(TASK_DATA),--task-data $(TASK_DATA))
 
 check: $(STAMP)  ## Lint, formatting, types and layers, changing nothing
 	$(BIN)/ruff check $(PATHS)

@@ -10,8 +10,7 @@ as sharp as in training (`results/assignment_profile.json`), by these methods:
 - `dotmoe`: starts from the potential of the step before, as in training; `dotmoe, cold`: from none.
 
 Each method of a case runs in its own process, so that methods share neither denormals nor memory;
-they take turns. One thread is pinned to one core. On a GPU (`compared`) all run in one process;
-there the paper's rounding copies the plan to the CPU and its result back.
+they take turns. One thread is pinned to one core.
 """
 
 import ctypes
@@ -96,9 +95,9 @@ class Paper:
         return torch.exp(logits_NE + u_N1 + v_E)
 
     def rounded(self, plan_NE: Tensor) -> Tensor:
-        """Serial greedy selection on the CPU: all entries, largest first."""
+        """Serial greedy selection: all entries, largest first."""
         num_neurons, num_experts = plan_NE.shape
-        order = torch.argsort(plan_NE.flatten().cpu(), descending=True, stable=True).tolist()
+        order = torch.argsort(plan_NE.flatten(), descending=True, stable=True).tolist()
         expert_of = [-1] * num_neurons
         room = [num_neurons // num_experts] * num_experts
         left = num_neurons
@@ -110,7 +109,7 @@ class Paper:
                 left -= 1
                 if left == 0:
                     break
-        return torch.tensor(expert_of, device=plan_NE.device)
+        return torch.tensor(expert_of)
 
 
 class PythonOptimalTransport(Paper):
@@ -205,14 +204,6 @@ def measured(case: Case, rounds: int, core: int) -> dict[str, Any]:
     return described(case, rounds, found, peaks)
 
 
-def compared(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:
-    """Results of the paper's recipe and this package on one case, in turns in this process."""
-    turns = {name: ready(name, case, device) for name in ("paper", "dotmoe")}
-    found = {name: [[one] for one in steps] for name, steps in in_turns(turns, rounds).items()}
-    peaks = {name: max(1.0, *(one["peak_bytes"] for [one] in found[name])) for name in turns}
-    return described(case, rounds, found, peaks)
-
-
 def described(
     case: Case, rounds: int, found: dict[str, list[Steps]], peaks: dict[str, float]
 ) -> dict[str, Any]:
@@ -242,27 +233,26 @@ def prepare(name: str, case: Case, core: int) -> None:
     os.sched_setaffinity(0, {core})
     torch.set_flush_denormal(True)
     torch.set_num_threads(1)
-    one_step = ready(name, case, torch.device("cpu"))
+    one_step = ready(name, case)
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # otherwise freed memory would hide the peak
         trim(0)
 
 
-def ready(name: str, case: Case, device: torch.device) -> Callable[[], dict[str, float]]:
+def ready(name: str, case: Case) -> Callable[[], dict[str, float]]:
     """A function that takes a step of a method."""
     method = METHODS[name]()
     # The first call loads code: use a small problem, and give the next call no start.
-    small = torch.randn(2_048, 64, device=device), torch.ones(2_048, 64, device=device)
+    small = torch.randn(2_048, 64), torch.ones(2_048, 64)
     step(method, *small, 0.5)
     affinity_NE = affinities(case.profile, case.num_neurons, case.num_experts, case.seed)
     if isinstance(method, Newton) and name == "dotmoe":
-        method.remember(affinity_NE.to(device), case.profile["tau"])
+        method.remember(affinity_NE, case.profile["tau"])
     affinity_NE = one_step_later(case.profile, affinity_NE, case.seed)
     generator = torch.Generator().manual_seed(case.seed + 2)
     # As large as a gradient of the plan in training; the cost does not depend on it.
     gradient_NE = 1e-3 * torch.randn(affinity_NE.shape, generator=generator)
-    moved = affinity_NE.to(device), gradient_NE.to(device)
-    return partial(step, method, *moved, case.profile["next_tau"])
+    return partial(step, method, affinity_NE, gradient_NE, case.profile["next_tau"])
 
 
 def steps_of(repeats: int) -> Steps:

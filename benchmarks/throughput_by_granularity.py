@@ -26,9 +26,10 @@ from dotmoe.export.format import Conversion, GgufConfig
 from dotmoe.granularity import ExpertsConfig, Granularity, resolve
 from dotmoe.load import LoadConfig
 from dotmoe.models.family import DenseModel
+from dotmoe.progress import Progress
+from dotmoe.tables import to_markdown
 from random_models import QWEN25_7B, Shape, default_dtype, random_dense
 from rounds import keep, require_device
-from serving_speed import measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,8 +124,10 @@ def measured_at(
         patch.object(bench, "load_weights", lambda path, dtype: models[path.name]),
         patch.object(bench, "model_folder", Path),
         patch.object(bench, "Worker", Here),
+        Progress().bar(f"{split.active_experts} of {experts} experts") as update,
     ):
-        record = measured(config, f"{split.active_experts} of {experts} experts")
+        record = bench.bench(config, update)
+    print(to_markdown(bench.table(record)))
     return record | {"format": settings.format, "granularity": asdict(split)}
 
 

@@ -34,7 +34,7 @@ from dotmoe.tables import Table, in_bytes, in_time, percent, table_of, to_markdo
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{n}.md" for n in ("baselines", "serving", "planning", "finetune", "gpu")),
+    *(ROOT / "docs" / f"{n}.md" for n in ("baselines", "serving", "planning", "finetune")),
 )
 PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -471,11 +471,6 @@ def planner_check() -> str:
     return part(table_of(record["rows"], columns, words=2), record, "planner_check.json")
 
 
-def gpu_evidence() -> str:
-    """Goals of the GPU measurements, and their results."""
-    return to_markdown(module("benchmarks", "gpu_goals").table(ROOT / "results" / "gpu"))
-
-
 def module(folder: str, name: str) -> Any:
     """Import a module from a folder that is not a package."""
     if str(ROOT / folder) not in sys.path:
@@ -505,7 +500,6 @@ PARTS: dict[str, Callable[[], str]] = {
         vllm,
         speed,
         streaming,
-        gpu_evidence,
     )
 }
 

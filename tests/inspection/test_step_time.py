@@ -100,8 +100,6 @@ def test_measured_steps_are_predicted_within_15_percent(row):
     rates = {"flops_per_s": row["matmul_flops_per_s"], "bytes_per_s": row["copy_bytes_per_s"]}
     predicted = sum(seconds(one, Accelerator(name="some", **rates, on_cpu=True)).values())
     assert predicted == pytest.approx(row["seconds"]["step"], rel=0.15)
-    # The file is of this model of a step: python benchmarks/planner_check.py --predict-only
-    assert sum(row["predicted_s"].values()) == pytest.approx(predicted, rel=1e-6)
 
 
 def test_the_rate_of_this_machine_is_measured():

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from dotmoe.cli import COMMANDS
-from dotmoe.files import read_json, write_json
+from dotmoe.files import write_json
 from dotmoe.load import LoadConfig, load_dense
-from runs import words
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "experiments"))
@@ -131,17 +130,6 @@ def test_the_recovery_curve_measures_cross_entropy_over_windows(tiny_dense):
     assert found["tokens"] == sum(lengths) == 597
     mean = sum(float(loss) * n for loss, n in zip(losses, lengths, strict=True)) / 597
     assert found["loss"] == pytest.approx(mean, rel=1e-5)
-
-
-def test_a_run_is_taken_apart(finished, heldout_file, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    out = tmp_path / "new" / "out.json"
-    line = words("", out, finished.folder, text=heldout_file, tokens=128)
-    monkeypatch.setattr(sys, "argv", line)
-    importlib.import_module("decomposition").main()
-    record = read_json(out)
-    assert list(record["split"].values()) == [12, 8, 3, 0]
-    assert record["rows"]["repaired"] == record["rows"]["experts by router"]  # not repaired
 
 
 @pytest.mark.parametrize(
