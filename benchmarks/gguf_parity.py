@@ -29,9 +29,9 @@ from torch.nn.functional import cross_entropy
 
 import dotmoe
 from dotmoe.bench import BenchConfig, bench
+from dotmoe.checkpoint.tokenizer import PROBES
 from dotmoe.cli import run
 from dotmoe.evaluate.models import row_nats, stock_nats
-from dotmoe.export.gguf_file import PROBES
 from dotmoe.files import read_json
 from dotmoe.finished_run import FinishedRun
 from dotmoe.granularity import ExpertsConfig

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dotmoe import distributed
 from dotmoe.checkpoint import (
     Tensors,
     checkpoint_folder,
     is_local,
-    require_tokenizer,
     tensor_files,
 )
 from dotmoe.checkpoint.on_disk import on_disk, quiet_transformers
+from dotmoe.checkpoint.tokenizer import load_tokenizer
 from dotmoe.errors import UserError, one_line
 from dotmoe.files import read_json
 from dotmoe.models.family import (
@@ -138,26 +138,9 @@ def describe_dense(source: str) -> DenseModel:
     source = at_revision(source, revision)
     folder = checkpoint_folder(source)
     tensor_files(folder)
-    # If files are missing, Transformers silently makes an empty tokenizer for some families.
-    for name in require_tokenizer(folder):
-        if name.endswith(".json"):
-            read_json(folder / name)
-    try:
-        with quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # of any type: tokenizers raises `Exception` itself
-        raise UserError(
-            f"the tokenizer in {folder} cannot be loaded ({one_line(error)}). Copy it again."
-        ) from error
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if largest >= config.vocab_size:
-        raise UserError(
-            f"the tokenizer in {folder} has ids up to {largest}, but the embedding has "
-            f"{config.vocab_size} rows. Copy the tokenizer that belongs to this checkpoint."
-        )
     return DenseModel(
         model=meta_model(config),
-        tokenizer=tokenizer,
+        tokenizer=load_tokenizer(folder, config.vocab_size),
         family=family_of(config),
         folder=folder,
         source=source,
@@ -181,14 +164,32 @@ def dense_config(source: str) -> tuple[Any, Path]:
             "exactly. Choose the unquantised checkpoint."
         )
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = config_of(folder)
     except Exception as error:  # of any type: it depends on the invalid value
         raise UserError(
             f"{path} is no valid {model_type} config ({one_line(error)}). "
             "Compare it with the original checkpoint's."
         ) from error
     family_of(config)
+    if config.pad_token_id != plain.get("pad_token_id", config.pad_token_id):
+        logger.warning(
+            "pad_token_id in %s is %s, beyond the %d rows of the embedding, and is ignored.",
+            *(path, plain["pad_token_id"], config.vocab_size),
+        )
     return config, folder
+
+
+def config_of(folder: Path) -> Any:
+    """The config in a folder, with `pad_token_id` None if the embedding has no such row.
+
+    Transformers builds no model with a pad token beyond the embedding, and with -1, as LLaMA has
+    it, passes no gradient to the last row.
+    """
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    pad, rows = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
+    if isinstance(pad, int) and isinstance(rows, int) and not 0 <= pad < rows:
+        config.pad_token_id = None
+    return config
 
 
 def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Module:
@@ -197,6 +198,7 @@ def load_weights(folder: Path, dtype: torch.dtype | Literal["auto"]) -> nn.Modul
         with quiet_transformers():
             model, loaded = AutoModelForCausalLM.from_pretrained(
                 folder,
+                config=config_of(folder),
                 dtype=dtype,
                 local_files_only=True,
                 use_safetensors=True,

@@ -208,8 +208,8 @@ def test_of_two_models_both_are_there_at_first_and_one_is_in_memory(
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("tokenizer.json", "{}", "KeyError: 'added_tokens'"),
-        ("tokenizer_config.json", "{", "JSONDecodeError"),
+        ("tokenizer.json", "{}", "'added_tokens'"),
+        ("tokenizer_config.json", "{", "line 1 column 2"),
         ("config.json", '{"model_type": "unheard"}', "model type `unheard`"),
         ("config.json", '{"model_type": "llama", "num_attention_heads": 5}', "not a multiple"),
     ],
@@ -220,7 +220,7 @@ def test_a_checkpoint_that_transformers_cannot_load_is_refused(
     folder = shutil.copytree(tiny_dense("llama"), tmp_path / "model")
     (folder / name).write_text(text)
     config = EvaluateConfig(model=str(folder), corpus=TextConfig(text=(str(text_file),)), load=CPU)
-    with pytest.raises(UserError, match=f"model cannot be loaded by Transformers .*{words}"):
+    with pytest.raises(UserError, match=f"model cannot be loaded .*{words}"):
         evaluate(config)
 
 

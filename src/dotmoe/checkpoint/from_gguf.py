@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from filelock import FileLock
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from dotmoe.checkpoint.on_disk import quiet_transformers
+from dotmoe.checkpoint.tokenizer import from_parts
 from dotmoe.errors import UserError, one_line, require_package
 from dotmoe.files import complete_folder, require_free
 from dotmoe.progress import Progress
@@ -178,15 +178,4 @@ def _tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
                 f"does not know. {_ANOTHER}"
             )
     num_tokens = len(file.metadata("tokenizer.ggml.tokens"))
-    added = [token for token in parts["added_tokens"] if token["id"] < num_tokens]
-    special = {
-        name: token
-        for name, token in read.special_tokens_map.items()
-        if token in {each["content"] for each in added} or token in parts["model"]["vocab"]
-    }
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(parts | {"added_tokens": added})),
-        chat_template=read.chat_template,
-        clean_up_tokenization_spaces=False,
-        **special,
-    )
+    return from_parts(parts, read, num_tokens)

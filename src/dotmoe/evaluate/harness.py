@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from dotmoe.checkpoint.tokenizer import load_tokenizer
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError, nearest, one_line, require_package
 from dotmoe.evaluate.models import EvaluateConfig, in_context, loading
@@ -117,6 +118,7 @@ def harness_model(folder: Path, config: EvaluateConfig) -> Any:
             batch_size = min(CPU_BATCH, max(1, MAX_LOGITS // (length * int(sizes.vocab_size))))
         runner = HFLM(
             pretrained=str(folder),
+            tokenizer=load_tokenizer(folder, sizes.vocab_size),
             device=str(device),
             dtype=resolved_dtype(config.load.dtype, device),
             batch_size=batch_size,

@@ -11,10 +11,10 @@ import torch
 import tyro
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoTokenizer
 from tyro.conf import Positional
 
 from dotmoe.checkpoint import EMBEDDED, checkpoint_folder, require_checkpoint
+from dotmoe.checkpoint.tokenizer import load_tokenizer
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError, one_line
 from dotmoe.export.record import RECORD_FILE, ExportRecord, require_checksums
@@ -184,8 +184,8 @@ def loaded(folder: Path, load: LoadConfig) -> StockModel:
     """Load a checkpoint and its tokenizer; raises `UserError` if Transformers cannot."""
     device = resolved_device(load.device)
     with loading(folder):
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model: Any = load_weights(folder, resolved_dtype(load.dtype, device)).to(device)
+        tokenizer = load_tokenizer(folder, model.config.vocab_size)
     dtype = str(model.dtype).removeprefix("torch.")
     return StockModel(model, tokenizer, dtype, int(model.config.max_position_embeddings))
 

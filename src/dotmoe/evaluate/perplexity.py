@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from dotmoe.checkpoint import checkpoint_folder
+from dotmoe.checkpoint.tokenizer import load_tokenizer
 from dotmoe.data import TokenBlocks, pack, separator_of
 from dotmoe.data.sources import Continuation, DataConfig, documents
 from dotmoe.errors import UserError
@@ -183,7 +183,7 @@ def measure_perplexity(config: EvaluateConfig, progress: Progress) -> Values:
         require_checksums(file.parent)
         name = config.tokenizer or dense_model_of(file.parent, "--tokenizer")
         with loading(folder := checkpoint_folder(name)):
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            tokenizer = load_tokenizer(folder)
         window = corpus.window_in(GgufFile(file).size("context_length"))
         text = packed_text(corpus, tokenizer)
         with LlamaCppModel(file, context=window) as model:

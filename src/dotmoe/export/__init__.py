@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dotmoe.checkpoint import Tensors
 from dotmoe.checkpoint.on_disk import on_disk
+from dotmoe.checkpoint.tokenizer import tokenizer_notes
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.export.architectures import GGUF_NAMES, format_for
 from dotmoe.export.format import (
@@ -145,7 +146,12 @@ def export(
             routers=routers,
             verification=verification,
             problems=problems,
-            notes=[*notes, *form.notes(conversion), *routing_notes(routers)],
+            notes=[
+                *notes,
+                *form.notes(conversion),
+                *tokenizer_notes(folder),
+                *routing_notes(routers),
+            ],
         )
         record.write(folder)
         if problems:

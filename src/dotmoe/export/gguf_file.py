@@ -15,6 +15,7 @@ from torch import Tensor
 from dotmoe import llama_cpp
 from dotmoe.checkpoint.from_gguf import GgufFile
 from dotmoe.checkpoint.on_disk import on_disk
+from dotmoe.checkpoint.tokenizer import PROBES
 from dotmoe.errors import UserError, VerificationError
 from dotmoe.export.format import Conversion, TensorSpec
 from dotmoe.export.routers import beyond
@@ -41,14 +42,6 @@ ROUTED_ERROR = 0.5
 """Largest accepted logits error if rounding decides near-ties for the k-th expert; a wrong
 computation gives 0.8 or more."""
 _REPORT = "Report this as a bug in dotmoe."
-PROBES = (
-    "Once upon a time, there was a little girl named Lily.",
-    "def f(x):\n\treturn x ** 2  # 1234567890, 3.14\n\n\nprint(f(12))  ",
-    "  two  spaces,   three;\n \n trailing \t tab",
-    "Grüße, café, naïve — “quotes” … 日本語 中文 한국어 Привет мир 🙂🚀 ½ ² ٣",
-    "I'm, you're, he'LL, don't; WE'VE 'tis 100,000.00 x=1e-5 {}[]()<>@#$%^&*",
-)
-"""Texts on which tokenizers are compared: letters of many scripts, digits, spaces, line breaks."""
 
 
 def write_gguf(

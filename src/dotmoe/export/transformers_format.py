@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 from dotmoe.checkpoint import DTYPES
+from dotmoe.checkpoint.tokenizer import copy_tokenizer
 from dotmoe.export.format import PROJECTIONS, Conversion, Format, TensorSpec
 from dotmoe.export.verify import verify
 from dotmoe.files import require_free, write_json
@@ -162,7 +163,7 @@ class TransformersFormat(Format):
     def write(self, conversion: Conversion, folder: Path) -> list[str]:
         dense = conversion.dense
         write_json(folder / "config.json", self.header(conversion))
-        dense.tokenizer.save_pretrained(folder)
+        copy_tokenizer(dense, folder)
         generation = dense.folder / "generation_config.json"
         if generation.is_file():
             shutil.copyfile(generation, folder / generation.name)

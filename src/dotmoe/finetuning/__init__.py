@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dotmoe.checkpoint import Tensors
+from dotmoe.checkpoint.tokenizer import copy_tokenizer
 from dotmoe.data import TokenBlocks
 from dotmoe.distributed import (
     fsdp_mesh,
@@ -355,7 +356,7 @@ def begin_checkpoint(dense: DenseModel, out: Path) -> None:
     for name in ("config.json", "generation_config.json", INDEX):
         if (dense.folder / name).is_file():
             shutil.copyfile(dense.folder / name, out / name)
-    dense.tokenizer.save_pretrained(out)
+    copy_tokenizer(dense, out)
 
 
 def _by_layers(dense: DenseModel) -> Iterator[dict[str, Tensor]]:
