@@ -11,7 +11,6 @@ learned.
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal, Self
 from unittest.mock import patch
 
@@ -22,7 +21,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dotmoe import bench
 from dotmoe.bench import BenchConfig, TransformersRunner
 from dotmoe.export.architectures import FORMATS
-from dotmoe.export.format import Conversion, GgufConfig
 from dotmoe.granularity import ExpertsConfig, Granularity, resolve
 from dotmoe.load import LoadConfig
 from dotmoe.models.family import DenseModel
@@ -134,18 +132,7 @@ def measured_at(
 def random_moe(dense: DenseModel, split: Granularity, form: str) -> Any:
     """The model that an export of a split to a format would load as, with random weights."""
     dtype = next(dense.model.parameters()).dtype
-    layout: Any = SimpleNamespace(granularity=split)
-    nothing: Any = None  # no tensor is read
-    asked = Conversion(
-        dense=dense,
-        tensors=nothing,
-        layout=layout,
-        exponents={},
-        dtype=dtype,
-        config=GgufConfig(),
-        origin=dense,
-    )
-    header = FORMATS[form].header(asked)
+    header = FORMATS[form].config(dense, split, str(dtype).removeprefix("torch."))
     config = AutoConfig.for_model(header.pop("model_type"), **header)
     with default_dtype(dtype), torch.device(dense.device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")

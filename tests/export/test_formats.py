@@ -101,6 +101,8 @@ GLM, MIXTRAL = {"format": "glm4_moe"}, {"format": "mixtral"}
         ("llama", {"dtype": "float16"}, {}, {}, None),
         ("mistral", IN_A_WINDOW, {}, GLM, "together with a sliding window.*mixtral"),
         ("mistral", IN_A_WINDOW, {}, MIXTRAL, None),
+        ("phi3", {"partial_rotary_factor": 0.5}, {}, MIXTRAL, "partly rotated heads.*glm4_moe"),
+        ("phi3", {"partial_rotary_factor": 0.5}, {}, {}, None),
     ],
 )
 def test_what_cannot_be_exported_is_refused_in_a_line(
@@ -150,7 +152,7 @@ def test_neurons_of_dropped_experts_are_gone_and_all_others_are_as_they_were(
 
 
 def test_a_sliding_window_becomes_the_context_limit(dense_of, exported, tokens_BT):
-    made = exported(dense_of("mistral", sliding_window=40))
+    made = exported(dense_of("mistral", sliding_window=40), format="glm4_moe")
     assert config_of(made.folder)["max_position_embeddings"] == 40
     assert any("sliding window of 40" in note for note in made.record.notes)
 
@@ -160,6 +162,22 @@ def test_a_sliding_window_becomes_the_context_limit(dense_of, exported, tokens_B
 
     assert error(tokens_BT[:, :40]) < 1e-3
     assert error(tokens_BT) > 0.02  # the limit is needed: beyond the window the two models differ
+
+
+@pytest.mark.parametrize("family", ["mistral", "phi3"])
+def test_auto_keeps_the_whole_context_where_a_format_does(family, dense_of, exported, tokens_BT):
+    dense = dense_of(family, sliding_window=40)
+    made = exported(dense, format="auto")
+    config = config_of(made.folder)
+    assert (config["model_type"], config["sliding_window"]) == ("mixtral", 40)
+    assert config["max_position_embeddings"] == dense.widths.context == 256
+    assert not any("context is lowered" in note for note in made.record.notes)
+    reference = masked_logits(made.dense, made.layout, tokens_BT)
+    assert relative_error(stock_logits(made.folder, tokens_BT), reference) < 3e-3
+    split = {"shared_size": 24, "num_experts": 9}  # no format has both a shared expert and a window
+    shared = exported(dense, split, out="shared", format="auto").record
+    assert shared.format == "glm4_moe"
+    assert any("context is lowered from 256 to the window" in note for note in shared.notes)
 
 
 def test_the_2_of_glm4_moe_is_in_its_weights_for_servers_that_drop_it_in_float16(

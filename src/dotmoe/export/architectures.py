@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 from dotmoe.errors import UserError, nearest, require_package
-from dotmoe.export.format import Conversion, Format, Gating, TensorSpec, layer_names
+from dotmoe.export.format import Conversion, Format, Gating, TensorSpec, layer_names, shared_experts
 from dotmoe.export.transformers_format import GATES, TransformersFormat
 from dotmoe.granularity import Granularity, count_parameters, parts_of
 from dotmoe.models import modeling_dotmoe
@@ -38,6 +38,7 @@ class _Glm4Moe(TransformersFormat):
         "qkv biases",
         "query norms: head",
         "its own head_dim",
+        "partly rotated heads",
         "a shared expert",
         "dense layers",
     )
@@ -45,7 +46,6 @@ class _Glm4Moe(TransformersFormat):
     experts_key = "n_routed_experts"
     active_experts_editable = True
     constants: ClassVar = {
-        "partial_rotary_factor": 1.0,
         "n_group": 1,
         "topk_group": 1,
         "norm_topk_prob": False,
@@ -58,21 +58,22 @@ class _Glm4Moe(TransformersFormat):
         split = f"expert weights are copied from the dense weights{dtype}"
         return f"{split}, down projections times two (exact); {GATES}"
 
-    def header(self, conversion: Conversion) -> dict[str, Any]:
-        config, dense = super().header(conversion), conversion.dense
+    def config(self, dense: DenseModel, split: Granularity, dtype: str) -> dict[str, Any]:
+        config, traits = super().config(dense, split, dtype), dense.family.traits(dense.config)
         # Transformers 5.x reads it here, 4.5x from the top level; the default is 0.5.
-        config["rope_parameters"]["partial_rotary_factor"] = 1.0
+        config["rope_parameters"]["partial_rotary_factor"] = traits.rotated
         return config | {
-            "use_qk_norm": dense.family.traits(dense.config).qk_norm == "head",
-            "n_shared_experts": conversion.shared_experts,
-            "first_k_dense_replace": conversion.layout.granularity.first_dense_layers,
+            "partial_rotary_factor": traits.rotated,
+            "use_qk_norm": traits.qk_norm == "head",
+            "n_shared_experts": shared_experts(split),
+            "first_k_dense_replace": split.first_dense_layers,
         }
 
     def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
         yield from super().experts(conversion, layer, prefix)
         layout, bias = conversion.layout, f"{prefix}.gate.e_score_correction_bias"
         yield TensorSpec.of(bias, torch.zeros(layout.num_experts), torch.float32)
-        size = conversion.shared_experts * layout.expert_size
+        size = shared_experts(layout.granularity) * layout.expert_size
         name = f"{prefix}.shared_experts.{{}}_proj.weight"
         yield from conversion.projections(layer, layout.shared_neurons(layer), name, size=size)
 
@@ -105,9 +106,9 @@ class _Qwen3Moe(TransformersFormat):
         "use_sliding_window": False,
     }
 
-    def header(self, conversion: Conversion) -> dict[str, Any]:
-        dense_layers = list(range(conversion.layout.granularity.first_dense_layers))
-        return super().header(conversion) | {"mlp_only_layers": dense_layers}
+    def config(self, dense: DenseModel, split: Granularity, dtype: str) -> dict[str, Any]:
+        dense_layers = list(range(split.first_dense_layers))
+        return super().config(dense, split, dtype) | {"mlp_only_layers": dense_layers}
 
 
 class _Qwen2Moe(_Qwen3Moe):
@@ -124,9 +125,9 @@ class _Qwen2Moe(_Qwen3Moe):
     block_error = 8e-3
     constants: ClassVar = {**_Qwen3Moe.constants, "norm_topk_prob": False, "qkv_bias": True}
 
-    def header(self, conversion: Conversion) -> dict[str, Any]:
-        size = conversion.layout.granularity.shared_size or EMPTY_SHARED_SIZE
-        return super().header(conversion) | {"shared_expert_intermediate_size": size}
+    def config(self, dense: DenseModel, split: Granularity, dtype: str) -> dict[str, Any]:
+        size = split.shared_size or EMPTY_SHARED_SIZE
+        return super().config(dense, split, dtype) | {"shared_expert_intermediate_size": size}
 
     def experts(self, conversion: Conversion, layer: int, prefix: str) -> Iterator[TensorSpec]:
         yield from super().experts(conversion, layer, prefix)
@@ -153,11 +154,10 @@ class _GraniteMoe(TransformersFormat):
     router_weight = "layer.weight"
     block_has_shared = False
 
-    def header(self, conversion: Conversion) -> dict[str, Any]:
-        traits = conversion.dense.family.traits(conversion.dense.config)
-        multipliers, size = traits.multipliers, conversion.layout.granularity.shared_size
-        attention = multipliers.attention
-        config = super().header(conversion) | {
+    def config(self, dense: DenseModel, split: Granularity, dtype: str) -> dict[str, Any]:
+        traits, size = dense.family.traits(dense.config), split.shared_size
+        multipliers, attention = traits.multipliers, traits.multipliers.attention
+        config = super().config(dense, split, dtype) | {
             "embedding_multiplier": multipliers.embedding,
             "residual_multiplier": multipliers.residual,
             "attention_multiplier": traits.head_dim**-0.5 if attention is None else attention,
@@ -205,6 +205,8 @@ class _DotMoe(TransformersFormat):
     def unsupported(self, dense: DenseModel, split: Granularity, dtype: torch.dtype) -> str | None:
         if split.targets == "ffn":
             return f"{self.name} is for experts made of heads. Set targets to attention or both."
+        if dense.family.traits(dense.config).rotated != 1:
+            return f"{dense.source} has partly rotated heads, which {self.name} cannot hold."
         if split.target == "attention":  # no stock kernel limits the sizes of these experts
             return None
         return self.no_kernel(dense, split, dtype)
@@ -341,6 +343,7 @@ def formats_like(name: str) -> Mapping[str, Format]:
 def format_for(dense: DenseModel, split: Granularity, name: str, dtype: torch.dtype) -> Format:
     """The format called `name`, or for `auto` and `gguf` the first that can hold the model.
 
+    Of those that can, `auto` and `gguf` take the first with the longest context.
     If it cannot hold the model, the error names the formats that can; if none can, `auto` and
     `gguf` give the reason of a format that holds the model split in another way.
     """
@@ -353,6 +356,7 @@ def format_for(dense: DenseModel, split: Granularity, name: str, dtype: torch.dt
     forms = formats_like(name)
     refusals = {each: form.unsupported(dense, split, dtype) for each, form in forms.items()}
     able = [each for each, refusal in refusals.items() if refusal is None and forms[each].splits]
+    able.sort(key=lambda each: -forms[each].context(dense))
     plain = replace(split, expert_size=64, shared_size=0, first_dense_layers=0)
     native = [n for n in forms if refusals[n] and not forms[n].unsupported(dense, plain, dtype)]
     chosen = name if name in forms else [*able, *native, *forms][0]

@@ -69,7 +69,7 @@ class ExportConfig:
 
     format: str = "auto"
     """Stock architecture to write: glm4_moe, mixtral, qwen2_moe, qwen3_moe, granitemoe, flex_olmo,
-    or auto: glm4_moe if it can hold the model, else the family's native twin. Experts made of
+    or auto: the first of these that can hold the model in its whole context. Experts made of
     heads need format dotmoe, which only Transformers runs, with code that the export contains.
     From a finished run, `dotmoe export` also writes gguf, gguf_glm4moe, gguf_llama, gguf_dense."""
     export_dtype: Literal["source", "float32", "bfloat16"] = "source"
@@ -146,12 +146,6 @@ class Conversion:
         """Name of `dtype`, such as bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
-    @property
-    def shared_experts(self) -> int:
-        """Number of experts of routed size that hold the always-on neurons, at least 1."""
-        split = self.layout.granularity
-        return max(1, -(-split.shared_size // split.expert_size))
-
     def spec(
         self, source: str, name: str = "", change: Callable[[Tensor], Tensor] = lambda whole: whole
     ) -> TensorSpec:
@@ -223,6 +217,11 @@ class Conversion:
         yield self.neurons(layer, "down", neurons, names[1], times)
 
 
+def shared_experts(split: Granularity) -> int:
+    """Number of experts of routed size that hold the always-on neurons, at least 1."""
+    return max(1, -(-split.shared_size // split.expert_size))
+
+
 def require_no_others(dense: DenseModel, tensors: Tensors, format_name: str) -> None:
     """Refuse a checkpoint with weights that the export would leave out."""
     names = {NORM}.union(*(layer_names(dense, layer) for layer in range(dense.widths.layers)))
@@ -286,6 +285,7 @@ class Format(ABC):
             "norms after attention": traits.norms_after,
             "multipliers": traits.multipliers != Multipliers(),
             "its own head_dim": traits.head_dim != usual_width,
+            "partly rotated heads": traits.rotated != 1,
             f"rope_type {rope}": rope not in self.rope_types,
             "experts made of heads": split.targets != "ffn",
             "a shared expert": split.shared_size,
@@ -296,9 +296,9 @@ class Format(ABC):
             return f"{dense.source} has {name}, which {self.name} cannot hold."
         for name in sorted(set(self.requires) - present):
             return f"{dense.source} has no {name}, which {self.name} requires."
-        if rope == "dynamic" and self.context(dense) < dense.widths.context:
+        if rope in ("dynamic", "longrope") and self.context(dense) < dense.widths.context:
             return (
-                f"{dense.source} has rope_type 'dynamic' together with a sliding window; both "
+                f"{dense.source} has rope_type {rope!r} together with a sliding window; both "
                 f"depend on max_position_embeddings, which {self.name} must lower."
             )
         return None

@@ -22,7 +22,14 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dotmoe.export.architectures import FORMATS
-from dotmoe.export.format import BLOCKS, Conversion, Format, Gating, TensorSpec
+from dotmoe.export.format import (
+    BLOCKS,
+    Conversion,
+    Format,
+    Gating,
+    TensorSpec,
+    shared_experts,
+)
 from dotmoe.export.gguf_file import check_gguf, write_gguf
 from dotmoe.export.tokenizer import tokenizer_keys, tokenizer_name
 from dotmoe.granularity import Granularity
@@ -47,7 +54,7 @@ class GgufFormat(Format):
     active_experts_key = "expert_used_count"
     writes_tied_head = False  # llama.cpp then uses the embedding
     splits = False
-    supports = FORMATS["glm4_moe"].supports
+    supports = tuple(each for each in FORMATS["glm4_moe"].supports if "rotated" not in each)
     rope_types = ("default", "linear", "llama3", "yarn")
     """Types of rotary embeddings whose frequencies do not depend on the text."""
     gating = Gating(score="none")
@@ -209,7 +216,7 @@ class GgufGlm4Moe(GgufFormat):
             "feed_forward_length": split.units,
             "expert_feed_forward_length": split.expert_size,
             "expert_count": split.num_experts,
-            "expert_shared_count": conversion.shared_experts,
+            "expert_shared_count": shared_experts(split),
             "leading_dense_block_count": split.first_dense_layers,
             "expert_gating_func": SOFTMAX_OF_CHOSEN,
             "expert_weights_norm": False,
@@ -221,7 +228,7 @@ class GgufGlm4Moe(GgufFormat):
         yield from super().moe_tensors(conversion, layer)
         layout, bias = conversion.layout, f"blk.{layer}.exp_probs_b.bias"
         yield TensorSpec.of(bias, torch.zeros(layout.num_experts), torch.float32)
-        size = conversion.shared_experts * layout.expert_size
+        size = shared_experts(layout.granularity) * layout.expert_size
         shared_S, name = layout.shared_neurons(layer), f"blk.{layer}.ffn_{{}}_shexp.weight"
         for spec in conversion.projections(layer, shared_S, name, size=size):
             yield self._stored(conversion, spec)

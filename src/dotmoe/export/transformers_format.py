@@ -56,6 +56,7 @@ class TransformersFormat(Format):
     """A Transformers checkpoint: config.json, safetensors, tokenizer; subclasses per model type."""
 
     servers: tuple[str, ...] = ("Transformers", "vLLM", "SGLang")
+    rope_types = (*Format.rope_types, "longrope")
     experts_key: str = "num_experts"
     size_key: str = "moe_intermediate_size"
     """Key of config.json for the expert size."""
@@ -112,8 +113,11 @@ class TransformersFormat(Format):
         ]
 
     def header(self, conversion: Conversion) -> dict[str, Any]:
+        split = conversion.layout.granularity
+        return self.config(conversion.dense, split, conversion.dtype_name)
+
+    def config(self, dense: DenseModel, split: Granularity, dtype: str) -> dict[str, Any]:
         """Content of config.json, with old and new keys of rotary settings and dtype."""
-        dense, split = conversion.dense, conversion.layout.granularity
         traits = dense.family.traits(dense.config)
         rope = {key: each for key, each in dense.config.rope_parameters.items() if key != "type"}
         theta = rope.pop("rope_theta")
@@ -129,14 +133,17 @@ class TransformersFormat(Format):
             "rope_scaling": None if rope["rope_type"] == "default" else dict(rope),
             "rope_parameters": {**rope, "rope_theta": theta},
             "tie_word_embeddings": False,
-            "torch_dtype": conversion.dtype_name,
-            "dtype": conversion.dtype_name,
+            "torch_dtype": dtype,
+            "dtype": dtype,
             self.experts_key: split.num_experts,
             self.active_experts_key: split.active_experts,
             self.size_key: split.expert_size,
             "output_router_logits": False,
             **self.constants,
         }
+        if rope["rope_type"] == "longrope":  # Transformers 4.5x reads it at the top level alone
+            key = "original_max_position_embeddings"
+            config[key] = rope[key]
         if self.supports_window:
             config["sliding_window"] = traits.sliding_window
         if any("biases" in feature for feature in self.supports):

@@ -14,7 +14,7 @@ from dotmoe.checkpoint import Tensors
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
 from dotmoe.export.architectures import format_for
-from dotmoe.export.format import EXPORTED
+from dotmoe.export.format import EXPORTED, Format
 from dotmoe.finetuning import FinetuneConfig
 from dotmoe.finetuning.repair import RepairConfig
 from dotmoe.granularity import ExpertsConfig, Granularity, splits_of
@@ -96,7 +96,8 @@ def inspect_model(
     written = EXPORTED.get(stored, torch.bfloat16)
     if options.export_dtype != "source":
         written = getattr(torch, options.export_dtype)
-    refusal = _unsupported(config, split, written, options.model)
+    dense = DenseModel(model=meta_model(config), family=family_of(config), source=options.model)
+    form = _format_or_refusal(dense, split, written)
     sizes = Sizes(config, split, stored=stored, written=written)
     paper = AlignConfig() if is_alignment else FinetuneConfig()
     steps = paper.steps if options.steps is None else options.steps
@@ -148,7 +149,7 @@ def inspect_model(
         "repair_flops": repairing,
         "here": asdict(here) | {"held": here.held, "hours_repair": repair_s / 3_600},
         "plans": [plan(step, *machine, tokens=tokens) for machine in machines if tokens],
-        "warnings": _warnings(config, sizes, options, refusal),
+        "warnings": _warnings(dense, sizes, options, form),
     }
 
 
@@ -161,13 +162,15 @@ def stored_dtype(config: Any, folder: Path) -> torch.dtype:
     return Tensors(folder, tied=False, part_of=lambda name: family.stored(config, name)).dtype
 
 
-def _warnings(config: Any, sizes: Sizes, options: InspectConfig, refusal: str | None) -> list[str]:
+def _warnings(
+    dense: DenseModel, sizes: Sizes, options: InspectConfig, form: Format | str
+) -> list[str]:
     """Warnings about one conversion; what the export would refuse comes first."""
     split, widths, traits = sizes.split, sizes.widths, sizes.traits
     of_neurons, served = split.target == "ffn", not sizes.has_heads
     size, active = split.expert_size, split.active_experts
-    window = traits.sliding_window or widths.context
-    rope_type = config.rope_parameters.get("rope_type", "default")
+    context = widths.context if isinstance(form, str) else form.context(dense)
+    rope_type = dense.config.rope_parameters["rope_type"]
     only_llama = rope_type in ("llama3", "yarn") or traits.output_bias  # not in gguf_glm4moe
     most = most_active_experts_of(traits, split, widths.layers, 5 if only_llama else 8)
     sentences = {
@@ -179,7 +182,7 @@ def _warnings(config: Any, sizes: Sizes, options: InspectConfig, refusal: str | 
         "hold the scaled routers; --export-dtype bfloat16 rounds the weights.": (
             options.export_dtype == "source" and sizes.stored == torch.float16
         ),
-        f"Export refuses this: {refusal}": refusal is not None,
+        f"Export refuses this: {form}": isinstance(form, str),
         "Only some attention heads run per token, which no server supports: the checkpoint runs "
         "only in Transformers, with its own code (trust_remote_code=True). vLLM, "
         "SGLang and llama.cpp cannot load it, and there is no GGUF of it.": sizes.has_heads,
@@ -195,21 +198,18 @@ def _warnings(config: Any, sizes: Sizes, options: InspectConfig, refusal: str | 
             and not (traits.norms_after or traits.output_bias)  # whose formats hold neither
             and traits.multipliers == Multipliers()
         ),
-        f"Attention has a window of {window:,} tokens, and the exported format none: its context "
-        f"is lowered from {widths.context:,} to {window:,}, and exact up to that length.": (
-            served and window < widths.context
-        ),
+        f"Attention has a window of {context:,} tokens, and no format that holds this split has "
+        f"one: the context is lowered from {widths.context:,} to {context:,}, and exact up to that "
+        "length.": context < widths.context,
     }
     return [sentence for sentence, applies in sentences.items() if applies]
 
 
-def _unsupported(config: Any, split: Granularity, written: torch.dtype, source: str) -> str | None:
-    """The export's reason why no format can hold this, or None; raised if no layer is split."""
-    dense = DenseModel(model=meta_model(config), family=family_of(config), source=source)
+def _format_or_refusal(dense: DenseModel, split: Granularity, written: torch.dtype) -> Format | str:
+    """The format of the export, or why none can hold this; raised if no layer is split."""
     try:
-        format_for(dense, split, "auto", written)
+        return format_for(dense, split, "auto", written)
     except UserError as error:
-        if split.first_dense_layers >= config.num_hidden_layers:
+        if split.first_dense_layers >= dense.widths.layers:
             raise
         return str(error)
-    return None

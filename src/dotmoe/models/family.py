@@ -8,7 +8,7 @@ import copy
 import os.path
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, cast
 
@@ -53,6 +53,8 @@ class DecoderTraits:
     """Whether RMSNorms follow attention and FFN, in the residual branch, not precede them."""
     sliding_window: int | None = None
     """Size of the attention window in tokens; None for full attention."""
+    rotated: float = 1.0
+    """Share of each head that rotary embeddings rotate, above 0, at most 1."""
     multipliers: Multipliers = field(default_factory=Multipliers)
 
 
@@ -153,17 +155,9 @@ class Family:
 class _Phi3(Family):
     """Phi-3 and Phi-4: projections are fused, and stay fused in memory."""
 
-    def unsupported(self, config: Any) -> str | None:
-        rope = config.rope_parameters
-        if rope["rope_type"] == "longrope":  # Transformers' name for su and, in this family, yarn
-            return (
-                "rope_type is 'longrope', whose frequencies change with the length of the text. "
-                "Choose the model with the short context."
-            )
-        factor = rope.get("partial_rotary_factor", 1.0)
-        if factor != 1:
-            return f"partial_rotary_factor is {factor}, not 1. Choose a model without it."
-        return super().unsupported(config)
+    def traits(self, config: Any) -> DecoderTraits:
+        rotated = float(config.rope_parameters.get("partial_rotary_factor", 1.0))
+        return replace(super().traits(config), rotated=rotated)
 
     def ffn(self, layer: nn.Module) -> GatedFFN:
         fused = cast(nn.Linear, layer.get_submodule("mlp.gate_up_proj"))
