@@ -161,6 +161,11 @@ def test_what_datasets_saved_and_other_formats_are_read_by_datasets(tmp_path):
     write(tmp_path / "table/test.csv", "n,content\n3,three\n")
     assert read(tmp_path / "table") == ["one", "two"]
     assert read(f"{tmp_path}/table@test#content") == ["three"]
+    card = "---\nconfigs:\n- config_name: default\n  data_files: b.jsonl\n---\n"
+    write(tmp_path / "card/README.md", card)
+    for name in "ab":
+        write(tmp_path / f"card/{name}.jsonl", jsonl([{"text": name}]))
+    assert read(tmp_path / "card") == ["b"]
 
 
 @pytest.mark.usefixtures("no_cache")

@@ -191,7 +191,8 @@ def opened(source: str, config: DataConfig, tokenizer: Any = None) -> Iterator[s
         _require_hub_name(name, path)
         files = []
     if not files:
-        return _dataset_documents(name, split or config.split, rows, size, seed)
+        read = enumerate(_dataset_rows(name, split or config.split, size, seed), start=1)
+        return (rows.text(row, f"row {number} of {name}") for number, row in read)
     if size:
         Random(seed).shuffle(files)
     return shuffled(_with_text(name, files, rows), size, seed)
@@ -238,10 +239,8 @@ def _is_there(name: str) -> bool:
     return os.path.exists(os.path.expanduser(name))
 
 
-def _dataset_documents(
-    source: str, split: str, rows: "_RowText", buffer: int, seed: int
-) -> Iterator[str]:
-    """Documents of a data set of the hub or a folder; a stream that breaks is read on."""
+def _dataset_rows(source: str, split: str, buffer: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Rows of a data set of the hub or a folder; a stream that breaks is read on."""
     stream, failures, number = None, 0, 0
     while True:
         try:
@@ -253,7 +252,7 @@ def _dataset_documents(
                 unread = iter(stream)
             for row in unread:
                 failures, number = 0, number + 1
-                yield rows.text(dict(row), f"row {number} of {source}")
+                yield dict(row)
             return
         except UserError:
             raise
@@ -412,8 +411,9 @@ def file_documents(path: Path, rows: "_RowText") -> Iterator[str]:
     compression = _COMPRESSIONS.get(path.suffix.lower())
     try:
         with path.open("rb") as raw:
-            file = io.BufferedReader(pyarrow.input_stream(raw, compression=compression))
-            yield from _READERS[_format_of(path)](path, file, rows)
+            if compression:
+                raw = io.BufferedReader(pyarrow.input_stream(raw, compression=compression), 1 << 20)
+            yield from _READERS[_format_of(path)](path, raw, rows)
     except (OSError, UnicodeError, pyarrow.ArrowException) as error:
         cause = getattr(error, "strerror", None) or one_line(error)[:160].rstrip(".")
         raise UserError(
