@@ -9,9 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dotmoe.checkpoint import tensor_files
+from dotmoe.checkpoint import Tensors, tensor_files
 from dotmoe.errors import UserError
-from dotmoe.load import LoadConfig, dense_config, describe_dense, dtype_for, load_dense
+from dotmoe.load import (
+    LoadConfig,
+    dense_config,
+    describe_dense,
+    dtype_for,
+    left_on_disk,
+    load_dense,
+)
 from dotmoe.models.family import FAMILIES
 
 GATE = "model.layers.0.mlp.gate_proj.weight"
@@ -182,6 +189,7 @@ def with_a_tensor_missing_from_its_shard(folder):
             lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
             "only as pytorch_model.bin.*save_pretrained",
         ),
+        (with_tensors(lambda t: t.pop("lm_head.weight")), "no lm_head.weight: it is a base model"),
         (with_tensors(lambda t: [t.pop(UP), t.pop(GATE)]), f"^{GATE} is not in .*2 missing in all"),
         (
             with_tensors(lambda t: t.update({GATE: torch.zeros(80, 64)})),
@@ -198,6 +206,58 @@ def with_a_tensor_missing_from_its_shard(folder):
 )
 def test_damage_is_named(damage, expected, copied):
     damage(copied)
+    assert re.search(expected, refusal_of(copied))
+
+
+def unprefixed(tensors):
+    for name in list(tensors):
+        tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_base_model_is_the_whole_one_if_no_head_is_missing(tiny_dense, tied, tmp_path):
+    folder = shutil.copytree(tiny_dense("phi3", tied=tied), tmp_path / "base")
+    prefixed = shutil.copytree(folder, tmp_path / "whole")
+    model = AutoModelForCausalLM.from_pretrained(prefixed)
+    if tied:
+        model.model.save_pretrained(folder)  # Transformers writes no prefix
+    else:
+        with_tensors(unprefixed)(folder)
+    assert "embed_tokens.weight" in load_file(folder / "model.safetensors")
+    tokens_BT = torch.arange(2, 34).view(2, 16)
+    for dense in (
+        load_dense(str(folder), LoadConfig()),
+        left_on_disk(describe_dense(str(folder)), LoadConfig()),
+    ):
+        logits = dense.model(input_ids=tokens_BT, use_cache=False).logits
+        assert torch.equal(logits, model(input_ids=tokens_BT, use_cache=False).logits)
+    ours, whole = (Tensors.of(describe_dense(str(each))) for each in (folder, prefixed))
+    assert ours.names == whole.names
+    name = "model.layers.1.mlp.up_proj.weight"  # some rows of a fused tensor
+    assert torch.equal(ours.read(name), whole.read(name))
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_kernel_that_the_config_names_need_not_be_installed(copied, key):
+    with_config(**{key: "flash_attention_2"})(copied)
+    dense = load_dense(str(copied), LoadConfig())
+    assert dense.model.config._attn_implementation == "sdpa"
+    left_on_disk(dense, LoadConfig()).model(input_ids=torch.arange(2, 18)[None])
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        ({"weight_map": {GATE: "model.safetensors"}}, "index.json has no metadata.* Add"),
+        ({"weight_map": {GATE: "model.safetensors"}, "metadata": None}, "has no metadata"),
+        ({"weight_map": {GATE: 3}, "metadata": {}}, "has no weight_map"),
+        ({"weight_map": [GATE], "metadata": {}}, "has no weight_map"),
+        (["weight_map"], "must hold one JSON object"),
+    ],
+)
+def test_a_malformed_index_is_refused_in_a_line(copied, index, expected):
+    (copied / "model.safetensors").unlink()
+    (copied / "model.safetensors.index.json").write_text(json.dumps(index))
     assert re.search(expected, refusal_of(copied))
 
 

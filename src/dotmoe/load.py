@@ -138,7 +138,7 @@ def describe_dense(source: str) -> DenseModel:
     source = at_revision(source, revision)
     folder = checkpoint_folder(source)
     tensor_files(folder)
-    return DenseModel(
+    dense = DenseModel(
         model=meta_model(config),
         tokenizer=load_tokenizer(folder, config.vocab_size),
         family=family_of(config),
@@ -146,6 +146,8 @@ def describe_dense(source: str) -> DenseModel:
         source=source,
         revision=revision,
     )
+    Tensors.of(dense)  # refuses one without a head
+    return dense
 
 
 def dense_config(source: str) -> tuple[Any, Path]:
@@ -182,10 +184,12 @@ def dense_config(source: str) -> tuple[Any, Path]:
 def config_of(folder: Path) -> Any:
     """The config in a folder, with `pad_token_id` None if the embedding has no such row.
 
-    Transformers builds no model with a pad token beyond the embedding, and with -1, as LLaMA has
+    Transformers chooses the attention kernel, not the checkpoint, which may name one that is not
+    installed. It builds no model with a pad token beyond the embedding, and with -1, as LLaMA has
     it, passes no gradient to the last row.
     """
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config._attn_implementation = None
     pad, rows = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
     if isinstance(pad, int) and isinstance(rows, int) and not 0 <= pad < rows:
         config.pad_token_id = None

@@ -132,9 +132,15 @@ def tensor_files(folder: Path) -> dict[str, Path]:
                 "them with Transformers, then model.save_pretrained(folder)."
             )
         raise UserError(f"{folder} holds no {single.name} and no {index.name}. Fetch them.")
-    shard_of = read_json(index).get("weight_map")
-    if not isinstance(shard_of, dict) or not shard_of:
+    values = read_json(index)
+    shard_of = values.get("weight_map")
+    is_map = isinstance(shard_of, dict) and all(isinstance(each, str) for each in shard_of.values())
+    if not shard_of or not is_map:
         raise UserError(f"{index} has no weight_map. Download it again.")
+    if not isinstance(values.get("metadata"), dict):
+        raise UserError(
+            f'{index} has no metadata, which Transformers requires. Add "metadata": {{}} to it.'
+        )
     shards = {folder / shard for shard in shard_of.values()}
     files = {name: shard for shard in sorted(shards) for name in _tensor_names(shard)}
     for name, shard in shard_of.items():
@@ -186,7 +192,8 @@ class Tensors:
     """The tensors of a safetensors checkpoint by name, read on demand.
 
     In every family a tensor has its name in LLaMA's form and its own name; a tied matrix has both
-    its names. The last tensor read is cached, so consecutive slices of one matrix cost one read.
+    its names; those of a base model get the prefix `model.`, as Transformers gives it when it
+    loads one. The last tensor read is cached, so consecutive slices of one matrix cost one read.
     """
 
     def __init__(
@@ -195,22 +202,29 @@ class Tensors:
         """Read the headers, as `tensor_files` does; `part_of` maps names to stored tensors."""
         self.folder = folder
         self._part_of = part_of
-        self._file_of = tensor_files(folder)
-        self.names = set(self._file_of)
+        files = tensor_files(folder)
+        prefix = "model." if EMBEDDING.removeprefix("model.") in files else ""
+        self._place = {
+            (name if name == HEAD else prefix + name): (path, name) for name, path in files.items()
+        }
+        self.names = set(self._place)
         """Names of the tensors as stored, without aliases."""
-        stored = EMBEDDING if EMBEDDING in self._file_of else HEAD
+        stored = EMBEDDING if EMBEDDING in self.names else HEAD
         self._alias = {EMBEDDING: stored, HEAD: stored} if tied else {}
         self._last: tuple[str, Tensor] | None = None
 
     @classmethod
     def of(cls, dense: DenseModel) -> "Tensors":
-        """The tensors of a dense model's checkpoint."""
-        config, family = dense.config, dense.family
-        return cls(
-            dense.folder,
-            tied=bool(config.tie_word_embeddings),
-            part_of=lambda name: family.stored(config, name),
-        )
+        """The tensors of a dense model's checkpoint; refuses one without its head."""
+        config, family, folder = dense.config, dense.family, dense.folder
+        tied = bool(config.tie_word_embeddings)
+        tensors = cls(folder, tied=tied, part_of=lambda name: family.stored(config, name))
+        if not tied and EMBEDDING in tensors.names and HEAD not in tensors.names:
+            raise UserError(
+                f"{folder} holds no {HEAD}: it is a base model, saved without the head. Load it "
+                "whole with AutoModelForCausalLM, then model.save_pretrained(folder)."
+            )
+        return tensors
 
     @property
     def dtype(self) -> torch.dtype:
@@ -221,7 +235,7 @@ class Tensors:
         """Name of the stored tensor that contains `name`; raises `UserError` if it is missing."""
         part = self._part_of(name).stored
         stored = self._alias.get(part, part)
-        if stored not in self._file_of:
+        if stored not in self._place:
             raise UserError(
                 f"{name} is missing from the safetensors files of {self.folder}. Fetch them again."
             )
@@ -230,8 +244,9 @@ class Tensors:
     def describe(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of a tensor, from the file's header alone."""
         stored = self.stored_name(name)
-        with _opened(self._file_of[stored]) as file:
-            view = file.get_slice(stored)
+        path, key = self._place[stored]
+        with _opened(path) as file:
+            view = file.get_slice(key)
             shape, dtype = tuple(view.get_shape()), view.get_dtype()
         if dtype not in DTYPES:
             raise UserError(
@@ -246,24 +261,25 @@ class Tensors:
         stored, rows = self.stored_name(name), self._part_of(name).rows
         if self._last is None or self._last[0] != stored:
             self._last = None  # free the old tensor before the new one is read
-            with _opened(self._file_of[stored]) as file:
-                self._last = (stored, file.get_tensor(stored))
+            path, key = self._place[stored]
+            with _opened(path) as file:
+                self._last = (stored, file.get_tensor(key))
         whole = self._last[1]
         return whole if rows is None else whole[slice(*rows)]
 
     def read_all(self, stored: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Read tensors by their stored names, opening each file once; yields names and tensors."""
-        file_of = self._file_of.__getitem__
-        for path, names in groupby(sorted(stored, key=file_of), file_of):
+        places = sorted((*self._place[name], name) for name in stored)
+        for path, group in groupby(places, key=lambda place: place[0]):
             with _opened(path) as file:
-                for name in names:
-                    yield name, file.get_tensor(name)
+                for _, key, name in group:
+                    yield name, file.get_tensor(key)
 
     def read_rows(self, name: str, rows: slice) -> Tensor:
         """Read only some rows of a tensor that is stored under its own name or an alias."""
-        stored = self.stored_name(name)
-        with _opened(self._file_of[stored]) as file:
-            part: Tensor = file.get_slice(stored)[rows]
+        path, key = self._place[self.stored_name(name)]
+        with _opened(path) as file:
+            part: Tensor = file.get_slice(key)[rows]
         return part
 
     def forget(self) -> None:
