@@ -36,7 +36,7 @@ from dotmoe.files import read_json
 from dotmoe.finished_run import FinishedRun
 from dotmoe.granularity import ExpertsConfig
 from dotmoe.llama_cpp import LlamaCppModel
-from dotmoe.load import load_dense
+from dotmoe.load import load_dense, load_described
 from dotmoe.moe.masked import masked_by
 from rounds import keep
 
@@ -132,7 +132,7 @@ def of_runs(settings: Settings, scratch: Path) -> None:
         dense = load_dense(finished.model, load)
         rows_BT = torch.tensor(dense.tokenizer(written).input_ids[:2048]).view(4, 512)
         expected = {"gguf_dense": scores(transformers_logits(dense.model), rows_BT)}
-        weights = load_dense(finished.weights, load)
+        weights = load_described(finished.described(), load)
         with masked_by(weights, finished.layout):
             expected["gguf"] = scores(transformers_logits(weights.model), rows_BT)
         for kind in settings.types:

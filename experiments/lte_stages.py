@@ -27,7 +27,7 @@ from dotmoe.calibrate import block_inputs, unit_logits
 from dotmoe.evaluate.perplexity import heldout_perplexity
 from dotmoe.files import write_json
 from dotmoe.finished_run import FinishedRun
-from dotmoe.load import LoadConfig, load_dense
+from dotmoe.load import LoadConfig, load_described
 from dotmoe.models.family import DenseModel
 from dotmoe.run_folder import provenance
 
@@ -81,7 +81,7 @@ def measured(dense: DenseModel, found: FinishedRun, routers: list[Tensor]) -> di
 def main() -> None:
     settings = tyro.cli(Settings)
     found = FinishedRun(settings.run)
-    dense, layout = load_dense(found.weights, LoadConfig(dtype="float32")), found.layout
+    dense, layout = load_described(found.described(), LoadConfig(dtype="float32")), found.layout
     training = found.text.training
     experts = {i: layout.expert_of_neuron_LN[i] for i in layout.moe_layers}
     generator = torch.Generator().manual_seed(settings.seed)

@@ -27,7 +27,7 @@ from dotmoe.evaluate.perplexity import packed_text, perplexity
 from dotmoe.files import write_json
 from dotmoe.finetuning import Finetuning, Student
 from dotmoe.finished_run import FinishedRun
-from dotmoe.load import LoadConfig, describe_dense, load_dense
+from dotmoe.load import LoadConfig, load_described
 from dotmoe.models.family import DenseModel, meta_model
 from dotmoe.moe.masked import masked_by
 from dotmoe.run_folder import provenance
@@ -73,7 +73,7 @@ def main() -> None:
     found = FinishedRun(settings.run)
     config = finetune_recipe("small").finetune
     load = LoadConfig(dtype="float32")
-    dense = load_dense(found.weights, load)
+    dense = load_described(found.described(), load)
     training = FinishedRun(settings.text_of).text.training
     text_file = settings.out / "text.safetensors"
     left_out = write_decontaminated(training, found.text.heldout, text_file)
@@ -98,7 +98,7 @@ def main() -> None:
             add_point(step, student(heldout.measured))
 
     add_point(0, start)
-    described = describe_dense(found.weights)
+    described = found.described()
     described = replace(described, model=meta_model(described.config, torch.float32))
     with fsdp_mesh(torch.device("cpu"), shard=False) as ranks:
         student = Student(described, found.layout, config, ranks, seed=0)

@@ -7,7 +7,7 @@ from typing import Any
 from dotmoe.checkpoint import fingerprint
 from dotmoe.config import AnyRunConfig, FinetuneRunConfig, RunConfig
 from dotmoe.errors import UserError
-from dotmoe.finetuning import LAYOUT, MODEL
+from dotmoe.finetuning import LAYOUT, MODEL, trained_model
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import describe_dense
 from dotmoe.models.family import DenseModel
@@ -33,13 +33,11 @@ class FinishedRun:
                 f"{path} is no run with a finished {self.made_by} stage. Give the OUT folder of "
                 "dotmoe convert or finetune, or finish that run by repeating its command."
             )
-        stage = folder.verified(self.made_by)
+        folder.verified(self.made_by)
         cls: type[AnyRunConfig] = FinetuneRunConfig if is_finetuned else RunConfig
         self.config = folder.config(cls)
         self.model = folder.model
         """The original dense model of the run: folder, or hub name with its commit."""
-        self.weights = str(stage / MODEL) if self.has_own_weights else self.model
-        """Folder or hub name of the dense checkpoint that has the experts' weights."""
 
     @cached_property
     def layout(self) -> ExpertLayout:
@@ -60,8 +58,10 @@ class FinishedRun:
 
     def described(self) -> DenseModel:
         """Description of the dense checkpoint that has the experts' weights; see `origin`."""
-        # The run's own weights are in its folder and have checksums there.
-        return describe_dense(self.weights) if self.has_own_weights else self.origin()
+        stage = self.folder.stage(self.made_by)
+        if (stage / MODEL).is_dir():  # all weights are in the run's folder, with checksums there
+            return describe_dense(str(stage / MODEL))
+        return trained_model(self.origin(), stage) if self.has_own_weights else self.origin()
 
     def origin(self) -> DenseModel:
         """Description of the run's original dense checkpoint; refused if it has changed."""

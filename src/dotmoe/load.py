@@ -75,13 +75,23 @@ def load_dense(source: str, config: LoadConfig) -> DenseModel:
             weight is read or downloaded), files are missing or damaged, tensors are missing, not
             finite or of another shape, or the tokenizer does not fit. On all ranks if on one.
     """
+    _device_of(config)
+    return load_described(distributed.raise_on_all_ranks(lambda: describe_dense(source)), config)
+
+
+def _device_of(config: LoadConfig) -> torch.device:
     device = distributed.resolved_device(config.device)
     if device.index is not None and distributed.num_ranks() > 1:
         raise UserError(
             f"device is {config.device!r}, but under torchrun each rank takes a GPU of its own. "
             "Choose cuda or auto."
         )
-    dense = distributed.raise_on_all_ranks(lambda: describe_dense(source))
+    return device
+
+
+def load_described(dense: DenseModel, config: LoadConfig) -> DenseModel:
+    """`load_dense` of a model that is described already; every rank must call this."""
+    device = _device_of(config)
     dtype, ranks = dtype_for(dense, config, device), distributed.mesh(device)
 
     def read() -> DenseModel:
@@ -90,7 +100,7 @@ def load_dense(source: str, config: LoadConfig) -> DenseModel:
         if ranks is not None and is_sharded(config.sharding, num_bytes, device):
             model = load_sharded(dense, ranks, device, own)
         else:
-            model = load_weights(dense.folder, dtype).to(device)
+            model = _whole(dense, dtype).to(device)
         for name, parameter in model.named_parameters():
             if not bool(torch.isfinite(distributed.local_part(parameter)).all()):
                 raise UserError(
@@ -107,8 +117,16 @@ def load_here(dense: DenseModel, config: LoadConfig) -> DenseModel:
     if dense.device.type != "meta" and not is_divided(dense.model):
         return dense
     device = distributed.resolved_device(config.device)
-    model = load_weights(dense.folder, dtype_for(dense, config, device))
+    model = _whole(dense, dtype_for(dense, config, device))
     return replace(dense, model=model.to(device))
+
+
+def _whole(dense: DenseModel, dtype: torch.dtype | Literal["auto"]) -> nn.Module:
+    """The weights of a described model on the CPU, with those that a repair has changed."""
+    model, tensors = load_weights(dense.folder, dtype), Tensors.of(dense)
+    for name, tensor in tensors.read_all(tensors.changed):
+        model.get_parameter(name).data.copy_(tensor)
+    return model
 
 
 def left_on_disk(dense: DenseModel, config: LoadConfig) -> DenseModel:

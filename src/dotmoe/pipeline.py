@@ -37,7 +37,7 @@ from dotmoe.evaluate import perplexity
 from dotmoe.export import export, require_exportable
 from dotmoe.export.record import ExportRecord, require_checksums, write_model_card
 from dotmoe.files import read_json, write_json
-from dotmoe.finetuning import LAYOUT, MODEL
+from dotmoe.finetuning import LAYOUT, trained_model
 from dotmoe.finetuning import finetune as train
 from dotmoe.finetuning.repair import METRICS, repair
 from dotmoe.finished_run import FinishedRun
@@ -103,7 +103,7 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
         metrics: dict[str, Any] = {"steps": 0 if state is None else state.step}
         if config.repair:
             metrics["repair"] = run.repair("repair", dense, layout)
-            weights = run.checkpoint("repair")
+            weights = run.trained("repair", dense)
         run.export(dense, weights, layout)
         run.evaluate(dense, layout, lambda: metrics | _measure_unexported(run, dense, extracted))
         return run.conversion()
@@ -148,7 +148,7 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
         before = "repaired" if source.has_own_weights else "frozen" if repairs else "converted"
         earlier = {before: source.folder.stage("export")} if source.folder.has("export") else {}
         dense = left_on_disk(dense, config.load)
-        run.export(dense, run.checkpoint("finetune"), layout)
+        run.export(dense, run.trained("finetune", dense), layout)
         run.evaluate(dense, layout, lambda: metrics, earlier)
         return run.conversion()
 
@@ -292,9 +292,9 @@ class _Run:
 
         return self.stage(stage, lambda folder: read_json(folder / METRICS), make)
 
-    def checkpoint(self, stage: str) -> DenseModel:
-        """The dense checkpoint that a stage wrote, its weights left on disk."""
-        return left_on_disk(describe_dense(str(self.folder.stage(stage) / MODEL)), self.config.load)
+    def trained(self, stage: str, dense: DenseModel) -> DenseModel:
+        """The dense model with the weights that a stage wrote, left on disk."""
+        return left_on_disk(trained_model(dense, self.folder.stage(stage)), self.config.load)
 
     def export(self, dense: DenseModel, weights: DenseModel, layout: ExpertLayout) -> None:
         """Write and verify the export of `weights`: `dense`, or its repaired or finetuned form."""

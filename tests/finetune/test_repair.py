@@ -7,12 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dotmoe.cli import run
 from dotmoe.data import TokenBlocks
+from dotmoe.finetuning import trained_model
 from dotmoe.finetuning.repair import RIDGES, RepairConfig, repair
+from dotmoe.finished_run import FinishedRun
 from dotmoe.layout import ExpertLayout
-from dotmoe.load import LoadConfig, load_dense
+from dotmoe.load import LoadConfig, left_on_disk, load_described
 from dotmoe.models.family import TARGETS
 from dotmoe.moe.masked import masked_by
 from dotmoe.report import RunResults
@@ -35,9 +38,9 @@ def text():
     return walks(41)
 
 
-def made(folder, **options):
-    """The model that a repair has written."""
-    return load_dense(str(folder / "model"), LoadConfig(device="cpu", **options))
+def made(dense, folder, **options):
+    """The model with what a repair has written."""
+    return load_described(trained_model(dense, folder), LoadConfig(device="cpu", **options))
 
 
 @torch.no_grad()
@@ -98,7 +101,7 @@ def test_a_layer_is_the_ridge_regression_of_what_is_missing(
     assert found["tokens"] == 30 * 32
     change, before = solved(layer["ridge"], np.arange(30)), dense.model.state_dict()
     name = TARGETS[target].output_tensor(0)
-    after = made(tmp_path).model.state_dict()
+    after = made(dense, tmp_path).model.state_dict()
     actual = (after[name].double() - before[name].double()).T.numpy()
     assert np.abs(actual - change).max() < 2e-3 * np.abs(change).max()
     assert [key for key in before if not torch.equal(before[key], after[key])] == [name]
@@ -121,7 +124,7 @@ def test_the_masked_model_comes_closer_to_the_dense_one(family, dense_of, layout
         config = RepairConfig(repair_tokens=9600, repair_epochs=epochs, repair_active_experts=ks)
         layer = repair(dense, layout, training, config, folder=out)["layers"][-1]
         assert all(torch.equal(before[name], v) for name, v in dense.model.state_dict().items())
-        repaired = made(out, dtype=dtype)
+        repaired = made(dense, out, dtype=dtype)
         kl.append(divergence(dense, repaired, layout, heldout))
         states, part = repaired.model.state_dict(), "mlp." if epochs else "mlp.down_proj."
         places = tuple(f"model.layers.{index}.{part}" for index in layout.moe_layers)
@@ -145,7 +148,7 @@ def divergence(dense, other, layout, tokens):
 def test_with_all_experts_on_nothing_changes(dense_of, layout_of, text, tmp_path):
     dense = dense_of("llama")
     repair(dense, layout_of(dense, 6, active_experts=6), text, RepairConfig(), folder=tmp_path)
-    repaired = made(tmp_path).model.state_dict()
+    repaired = made(dense, tmp_path).model.state_dict()
     for name, weight in dense.model.state_dict().items():
         torch.testing.assert_close(repaired[name], weight, rtol=0, atol=1e-4)
 
@@ -160,7 +163,7 @@ def test_several_k_at_once_serve_those_that_were_not_fitted_alone(
         out, config = tmp_path / str(len(ks)), RepairConfig(repair_active_experts=ks)
         found = repair(dense, layout, training, config, folder=out)
         assert found["active_experts"] == list(ks or (2,))
-        kl.append(divergence(dense, made(out), replace(layout, active_experts=4), heldout))
+        kl.append(divergence(dense, made(dense, out), replace(layout, active_experts=4), heldout))
     assert kl[1] < kl[0]
 
 
@@ -194,11 +197,24 @@ def test_frozen_repaired_and_finetuned_are_three_rows(tiny_dense, text_file, tmp
     assert exported["problems"] == []
     assert exported["source"] == dense.name
     layout = ExpertLayout.load(at["repaired"] / "4_repair/layout.safetensors")
-    trained = made(at["repaired"] / "4_repair")
+    trained = FinishedRun(at["repaired"]).described()
+    on_disk = left_on_disk(trained, LoadConfig(device="cpu"))
+    trained = load_described(trained, LoadConfig(device="cpu"))
     tokens = TokenBlocks.load(at["repaired"] / "0_data/heldout.safetensors").tokens_BT.long()
     with torch.no_grad(), masked_by(trained, layout):
         nats = trained.model(input_ids=tokens, labels=tokens).loss
     assert float(nats) == pytest.approx(loss["repaired"], abs=5e-3)
+    logits = [each.model(input_ids=tokens).logits for each in (trained, on_disk)]
+    assert torch.equal(*logits)
+    weights, stored = trained.model.state_dict(), load_file(dense / "model.safetensors")
+    ffns = {name for name, weight in stored.items() if not torch.equal(weight, weights[name])}
+    assert ffns == {name for name in stored if ".mlp." in name}
+    needed = sum(stored[name].nbytes for name in ffns)
+    for folder in (at["repaired"] / "4_repair", at["later"] / "4_finetune"):
+        files = list(folder.glob("**/weights.safetensors"))
+        assert sum(file.stat().st_size for file in files) < needed + 4096  # headers
+        assert not (folder / "model").exists()
+        assert command("analyse", folder.parent, only="expert_utilisation").status == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
@@ -210,9 +226,9 @@ def test_a_run_killed_while_it_repairs_ends_as_one_that_was_not(tiny_dense, text
     assert run([*whole.command(), "--repair"]) == 0
     killed = whole.at(tmp_path / "killed")
     process = Forked([*killed.command(), "--repair"])
-    finished = killed.folder / "4_repair/checkpoints/00000_ffn"
+    finished = killed.folder / "4_repair/layers.parts/00000_ffn"
     assert process.kill_when(finished.exists), process.said()
-    assert not (killed.folder / "4_repair/model").exists()
+    assert not (killed.folder / "4_repair/repair.json").exists()
     marked = json.loads((finished / "repair.json").read_text()) | {"heldout_error": 0.5}
     (finished / "repair.json").write_text(json.dumps(marked))
     assert run([*killed.command(), "--repair"]) == 0

@@ -20,7 +20,7 @@ from dotmoe.files import Values
 from dotmoe.finished_run import FinishedRun
 from dotmoe.granularity import parts_of
 from dotmoe.layout import ExpertLayout
-from dotmoe.load import LoadConfig, load_dense
+from dotmoe.load import LoadConfig, load_described
 from dotmoe.models.family import DenseModel
 from dotmoe.moe.router import router_logits
 from dotmoe.options import at_least
@@ -74,14 +74,14 @@ class AnalysedRun(FinishedRun):
     @cached_property
     def dense(self) -> DenseModel:
         """The dense checkpoint with the experts' weights (repaired or finetuned, if the run is)."""
-        return load_dense(self.described().source, self.asked.load)
+        return load_described(self.described(), self.asked.load)
 
     @cached_property
     def original(self) -> DenseModel:
         """The dense model that the run started from, with its original weights."""
         if not self.has_own_weights:
             return self.dense
-        return load_dense(self.origin().source, self.asked.load)
+        return load_described(self.origin(), self.asked.load)
 
     @cached_property
     def routes(self) -> dict[str, Int[Tensor, "L T K"]]:

@@ -22,6 +22,8 @@ from dotmoe.models.family import DenseModel, TensorPart
 EMBEDDED = "embedded"
 """Name of the checkpoint that is part of the package."""
 GGUF = ".gguf"
+CHANGED = "weights.safetensors"
+"""File with the tensors that a repair has changed in one layer."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """One of these is in every folder with a tokenizer."""
 # Some repositories hold the weights twice, the second time as consolidated* or in a subfolder.
@@ -207,6 +209,8 @@ class Tensors:
         self._place = {
             (name if name == HEAD else prefix + name): (path, name) for name, path in files.items()
         }
+        self.changed = dict[str, Path]()
+        """Files of the tensors that a repair has replaced."""
         self.names = set(self._place)
         """Names of the tensors as stored, without aliases."""
         stored = EMBEDDING if EMBEDDING in self.names else HEAD
@@ -219,6 +223,9 @@ class Tensors:
         config, family, folder = dense.config, dense.family, dense.folder
         tied = bool(config.tie_word_embeddings)
         tensors = cls(folder, tied=tied, part_of=lambda name: family.stored(config, name))
+        for path in dense.changes.glob(f"*/{CHANGED}") if dense.changes else ():
+            tensors.changed |= dict.fromkeys(_tensor_names(path), path)
+        tensors._place |= {name: (path, name) for name, path in tensors.changed.items()}
         if not tied and EMBEDDING in tensors.names and HEAD not in tensors.names:
             raise UserError(
                 f"{folder} holds no {HEAD}: it is a base model, saved without the head. Load it "

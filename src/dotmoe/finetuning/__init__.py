@@ -29,7 +29,7 @@ from dotmoe.distributed import (
 )
 from dotmoe.files import write_json
 from dotmoe.layout import ExpertLayout
-from dotmoe.load import LoadConfig, dtype_for, fill_own_rows, is_sharded, load_dense
+from dotmoe.load import LoadConfig, describe_dense, dtype_for, fill_own_rows, is_sharded, load_dense
 from dotmoe.models.family import DenseModel, compute_constants, meta_model, num_parameters
 from dotmoe.moe.masked import recomputing
 from dotmoe.moe.objective import (
@@ -48,6 +48,9 @@ from dotmoe.training.loop import DEFAULT_TRAINING, ParameterGroup, TrainingConfi
 
 MODEL, LAYOUT = "model", "layout.safetensors"
 """What the stage writes into its folder: a dense checkpoint and a layout."""
+CHANGES = "layers.parts"
+"""What a repair writes instead of a checkpoint: a folder for each layer and target, with the
+changed weights and their metrics. An interrupted run resumes from it."""
 INDEX = "model.safetensors.index.json"
 """File that records which file of a checkpoint holds which tensor, if it has several."""
 
@@ -349,11 +352,22 @@ def write_weights(dense: DenseModel, out: Path) -> None:
         write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
+def trained_model(dense: DenseModel, stage: Path) -> DenseModel:
+    """Description of a dense model with the weights that a repair or finetuning left in a folder.
+
+    A repair leaves only what it has changed: the rest is read from the original checkpoint.
+    """
+    if (stage / MODEL).is_dir():
+        return describe_dense(str(stage / MODEL))
+    model = meta_model(dense.config)
+    return replace(dense, model=model, source=str(stage), revision=None, changes=stage / CHANGES)
+
+
 def begin_checkpoint(dense: DenseModel, out: Path) -> None:
     """Replace `out` by a folder with all files of a dense checkpoint except its weights."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    for name in ("config.json", "generation_config.json", INDEX):
+    for name in ("config.json", "generation_config.json"):
         if (dense.folder / name).is_file():
             shutil.copyfile(dense.folder / name, out / name)
     copy_tokenizer(dense, out)

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dotmoe.checkpoint import Tensors, tensor_files
+from dotmoe.checkpoint import CHANGED, Tensors
 from dotmoe.data import TokenBlocks
 from dotmoe.errors import UserError
 from dotmoe.files import complete_folder, read_json, write_json
-from dotmoe.finetuning import LAYOUT, MODEL, begin_checkpoint
+from dotmoe.finetuning import CHANGES, LAYOUT
 from dotmoe.granularity import Granularity, parts_of
 from dotmoe.layout import ExpertLayout
 from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, DenseModel, Stream, Target
@@ -26,8 +26,8 @@ from dotmoe.options import at_least
 from dotmoe.progress import Update, no_update
 from dotmoe.training.loop import cosine_with_warmup
 
-METRICS, _WEIGHTS = "repair.json", "weights.safetensors"
-"""Metrics (the stage's, and each layer's in its checkpoint), and a checkpoint's weights."""
+METRICS = "repair.json"
+"""Metrics: the stage's, and each layer's beside its weights."""
 RIDGES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
 """Penalties to try, as shares of the mean diagonal of the Gram matrix."""
 _TOKENS_AN_INPUT, _HELD_OUT, _LARGEST_WEIGHT = 40, 8, 10.0
@@ -139,8 +139,8 @@ def repair(
     layer that gains nothing on held-out rows keeps its refit. A stopped process resumes after the
     finished layers, with the same result. `dense` is whole in memory, and unchanged afterwards.
 
-    `folder` receives `model/`, a dense checkpoint with the new projections in the dtypes of its
-    source, `layout.safetensors` and `repair.json`.
+    `folder` receives the new projections in the dtypes of the source (`CHANGES`, to be read by
+    `trained_model`), `layout.safetensors` and `repair.json`.
 
     Returns the contents of `repair.json`: `tokens`, `active_experts`, and for each of `layers`
     (and, with attention, each `target`) the metrics of `refit`, and for a trained FFN the
@@ -150,7 +150,7 @@ def repair(
     config.require(layout.granularity)
     streams = _Streams(dense, layout, blocks, config)
     parameters, stored = dict(dense.model.named_parameters()), Tensors.of(dense)
-    changed, metrics = dict[str, Path](), list[dict[str, Any]]()
+    metrics = list[dict[str, Any]]()
     for index in range(layout.num_layers):
         streams.advance_dense(index)
         if index not in layout.moe_layers:
@@ -159,7 +159,7 @@ def repair(
         with masked(dense, streams.maskings, only=[index]):
             for masking in reversed(streams.maskings):  # attention is before the FFN
                 target = TARGETS[masking.target]
-                checkpoint = folder / "checkpoints" / f"{index:05d}_{target.name}"
+                checkpoint = folder / CHANGES / f"{index:05d}_{target.name}"
                 if not checkpoint.is_dir():
                     weights, of_layer = streams.repaired(index, masking)
                     if target.name == "attention":
@@ -171,18 +171,16 @@ def repair(
                         for name, weight in weights.items()
                     }
                     with complete_folder(checkpoint) as partial_folder:
-                        save_file(tensors, partial_folder / _WEIGHTS)
+                        save_file(tensors, partial_folder / CHANGED)
                         write_json(partial_folder / METRICS, {"layer": index, **of_layer})
                 metrics.append(read_json(checkpoint / METRICS))
-                for name, weight in load_file(checkpoint / _WEIGHTS).items():
+                for name, weight in load_file(checkpoint / CHANGED).items():
                     originals[name] = parameters[name].data
                     parameters[name].data = weight.to(originals[name])
-                    changed[name] = checkpoint / _WEIGHTS
             streams.converted.advance(index)
         for name, weight in originals.items():
             parameters[name].data = weight
         on_progress(index + 1, layout.num_layers, f"error {metrics[-1]['heldout_error']:.3f}")
-    _write(dense, changed, folder / MODEL)
     layout.save(folder / LAYOUT)
     served = [*config.repair_active_experts] or [part.active_experts for part in parts_of(layout)]
     record = {"tokens": streams.num_tokens, "active_experts": served, "layers": metrics}
@@ -365,13 +363,3 @@ def _before_norm(missing_TD: Tensor, product_TD: Tensor, norm: Any) -> tuple[Ten
     scale_T = scale_T.clamp_min(float(scale_T.median()) / _LARGEST_WEIGHT + 1e-30)
     power_D = gain_D.square()  # damped: a gain near zero asks for next to nothing
     return missing_TD * scale_T[:, None] * gain_D / (power_D + 0.01 * power_D.mean()), scale_T
-
-
-def _write(dense: DenseModel, changed: Mapping[str, Path], out: Path) -> None:
-    """Write a dense checkpoint with new values of some of its stored tensors."""
-    begin_checkpoint(dense, out)
-    for path in sorted(set(tensor_files(dense.folder).values())):
-        tensors = load_file(path)
-        for name in tensors.keys() & changed.keys():
-            tensors[name] = load_file(changed[name])[name]
-        save_file(tensors, out / path.name, metadata={"format": "pt"})

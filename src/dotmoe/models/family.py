@@ -311,6 +311,8 @@ class DenseModel:
     """Tokenizer of the model (a `PreTrainedTokenizerBase`)."""
     folder: Path = Path()
     """Local folder that holds config, safetensors and tokenizer files."""
+    changes: Path | None = None
+    """Folder of a repair's `*/weights.safetensors`, which replace tensors of `folder`."""
     revision: str | None = None
     """Commit of the checkpoint if it came from the hub, else None."""
 
