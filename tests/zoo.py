@@ -51,6 +51,7 @@ _DEEPSEEK = {"bos": "<｜begin▁of▁sentence｜>", "eos": "<｜end▁of▁sent
 _DEEPSEEK |= {"config": _NO_EOS | {"legacy": True}}
 _LLAMA3 = {"bos": "<|begin_of_text|>", "adds_bos": True, "more": ("<|eot_id|>",)}
 _IM = ("<|im_start|>", "<|im_end|>")
+_CHAT = {"additional_special_tokens": list(_IM)}
 KINDS = {
     "llama2": Kind("LlamaTokenizer", **_LLAMA, config=_NO_EOS | {"legacy": False}),
     "codellama": Kind(
@@ -78,9 +79,11 @@ KINDS = {
     "r1_llama": Kind("LlamaTokenizerFast", _split(_GPT4), **_DEEPSEEK),
     "r1_qwen": Kind("LlamaTokenizerFast", _split(_QWEN), **_DEEPSEEK),
     "qwen2": Kind(
-        "Qwen2Tokenizer", _split(_QWEN), nfc=True, more=_IM, config={"add_bos_token": False}
+        "Qwen2Tokenizer", _split(_QWEN), nfc=True, more=_IM, config=_CHAT | {"add_bos_token": False}
     ),
-    "smollm2": Kind("GPT2Tokenizer", [_DIGITS, _BYTES], bos="<|endoftext|>", more=_IM),
+    "smollm2": Kind(
+        "GPT2Tokenizer", [_DIGITS, _BYTES], bos="<|endoftext|>", more=_IM, config=_CHAT
+    ),
     "granite3": Kind("GPT2Tokenizer", [_DIGITS, _BYTES], bos="<|endoftext|>"),
     "olmo2": Kind("GPT2Tokenizer", _split(_GPT4), more=("<|pad|>",)),
     "phi4": Kind("GPT2Tokenizer", _split(_GPT4), bos="<|endoftext|>", more=_IM),

@@ -60,6 +60,8 @@ def test_ids_are_those_of_the_file(kind, model_type, tmp_path, caplog):
     if (kind, model_type) in REBUILT:
         assert "does not give the ids of tokenizer.json" in caplog.text
     assert (tokenizer.bos_token, tokenizer.eos_token) == (KINDS[kind].bos, KINDS[kind].eos)
+    named = AutoTokenizer.from_pretrained(tmp_path).all_special_tokens
+    assert set(tokenizer.all_special_tokens) == set(named) & set(tokenizer.get_vocab())
     # Prompts get the BOS of the file's post-processor.
     begin = [tokenizer.bos_token_id] if KINDS[kind].adds_bos else []
     assert tokenizer("the").input_ids == [*begin, *ids_of(tokenizer, ["the"])[0]]

@@ -104,16 +104,18 @@ def from_parts(parts: Values, like: Any, rows: int | None = None) -> PreTrainedT
     added.sort(key=lambda token: token["id"])
     whole = Tokenizer.from_str(json.dumps(parts | {"added_tokens": added}))
     vocabulary = whole.get_vocab()
-    special = {
-        name: token for name, token in like.special_tokens_map.items() if token in vocabulary
-    }
-    return PreTrainedTokenizerFast(
+    known = [token for token in like.all_special_tokens if token in vocabulary]
+    special = {name: token for name, token in like.special_tokens_map.items() if token in known}
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=whole,
         chat_template=like.chat_template,
         clean_up_tokenization_spaces=like.clean_up_tokenization_spaces,
         model_max_length=like.model_max_length,
+        extra_special_tokens=[token for token in known if token not in special.values()],
         **special,
     )
+    tokenizer.name_or_path = like.name_or_path
+    return tokenizer
 
 
 def copy_tokenizer(dense: DenseModel, out: Path) -> None:
