@@ -188,12 +188,43 @@ def test_what_transformers_would_misread_is_refused(
     assert not list(cache.glob("*/model.safetensors"))
 
 
-def test_a_file_in_place_of_another_is_read_anew(dense_of, gguf_of):
+def test_transformers_is_told_to_dequantise(dense_of, gguf_of, monkeypatch):
+    """From 5.24 on it can keep blocks: not yet of these families, nor without a kernel for them."""
+    quantizer = pytest.importorskip("transformers.quantizers.quantizer_gguf").GgufHfQuantizer
+    told, update = [], quantizer.update_device_map
+
+    def watched(self, device_map):
+        told.append(self.quantization_config.dequantize)
+        return update(self, device_map)
+
+    monkeypatch.setattr(quantizer, "update_device_map", watched)
+    checkpoint_folder(str(gguf_of(dense_of("llama"), "q8_0")))
+    assert told == [True]
+
+
+def test_a_part_of_a_model_is_named_as_one(tmp_path):
+    path = tmp_path / "model-00001-of-00003.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_uint16("split.count", 3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(UserError, match=r"one of 3 parts of a model\. .*llama-gguf-split --merge"):
+        checkpoint_folder(str(path))
+
+
+def test_a_file_in_place_of_another_is_read_anew(dense_of, gguf_of, cache, tmp_path):
+    kept = gguf_of(dense_of("qwen3")).replace(tmp_path / "kept.gguf")
+    folder = checkpoint_folder(str(kept))
     file = gguf_of(dense_of("llama"))
     weights = [load_file(checkpoint_folder(str(file)) / "model.safetensors")]
     gguf_of(dense_of("llama", tied=True))
     weights.append(load_file(checkpoint_folder(str(file)) / "model.safetensors"))
     assert weights[0].keys() - weights[1].keys() == {"lm_head.weight"}
+    assert len(list(cache.glob("*/model.safetensors"))) == 2, "what is out of date stays"
+    kept.rename(tmp_path / "moved.gguf")
+    checkpoint_folder(str(tmp_path / "moved.gguf"))
+    assert not folder.exists()
 
 
 def test_files_that_are_none_are_refused(command, tmp_path, monkeypatch):

@@ -1,7 +1,8 @@
 """GGUF files: reading one, and converting a dense model's to an ordinary checkpoint folder.
 
 The folder is cached by the file's path, size and modification time: commands without a run folder
-read models too, and several runs can share it. Later stages read it like any other checkpoint.
+read models too, and several runs can share it. Later stages read it like any other checkpoint. When
+one is made, those of files that are gone or have changed are removed.
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from filelock import FileLock
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -21,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from dotmoe.checkpoint.on_disk import quiet_transformers
 from dotmoe.checkpoint.tokenizer import from_parts
 from dotmoe.errors import UserError, one_line, require_package
-from dotmoe.files import complete_folder, require_free
+from dotmoe.files import complete_folder, remove, require_free
 from dotmoe.progress import Progress
 
 try:
@@ -88,8 +90,8 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
     """
     require_package("accelerate", "gguf", f"{file}, a GGUF,")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dotmoe"
-    path, stat = file.resolve(), file.stat()
-    name = sha256(f"{path} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
+    identity = _identity(file)
+    name = sha256(identity.encode()).hexdigest()
     whole, config = cache / name, cache / f"{name}.config"
     wanted = config if config_only else whole
     cache.mkdir(parents=True, exist_ok=True)
@@ -97,6 +99,8 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
         if wanted.is_dir():
             return wanted
         opened = GgufFile(file)
+        _remove_stale(cache)
+        (cache / f"{name}.source").write_text(identity, encoding="utf-8")
         if not config.is_dir():
             with complete_folder(config) as partial:
                 _config(opened).save_pretrained(partial)
@@ -111,8 +115,29 @@ def gguf_checkpoint(file: Path, *, config_only: bool = False) -> Path:
     return wanted
 
 
+def _identity(file: Path) -> str:
+    """Path, size and modification time of a file."""
+    stat = file.stat()
+    return f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+
+
+def _remove_stale(cache: Path) -> None:
+    """Remove what was made of files that are gone or have changed."""
+    for source in cache.glob("*.source"):
+        identity = source.read_text(encoding="utf-8")
+        file = Path(identity.rsplit(" ", 2)[0])
+        if not file.is_file() or _identity(file) != identity:
+            for path in cache.glob(f"{source.stem}*"):
+                remove(path)
+
+
 def _config(file: GgufFile) -> Any:
     """The config as Transformers reads it; refuses a file that Transformers would misread."""
+    if (parts := file.metadata("split.count") or 1) > 1:
+        raise UserError(
+            f"{file.path} is one of {parts} parts of a model. Join them, with the first of them: "
+            "llama-gguf-split --merge FIRST.gguf WHOLE.gguf, and name that file."
+        )
     if experts := file.size("expert_count", 0):
         raise UserError(
             f"{file.path} is a mixture of {experts} experts already. Name the dense model that it "
@@ -146,9 +171,10 @@ def _read(reader: Any, file: GgufFile, **options: Any) -> Any:
 
 
 def _weights(file: GgufFile, config: Any) -> Any:
-    model, loaded = _read(
-        AutoModelForCausalLM, file, config=config, dtype=torch.float32, output_loading_info=True
-    )
+    options: dict[str, Any] = {"config": config, "dtype": torch.float32}
+    if can_keep_blocks := getattr(transformers, "GgufConfig", None):  # in later versions
+        options["quantization_config"] = can_keep_blocks(dequantize=True)
+    model, loaded = _read(AutoModelForCausalLM, file, output_loading_info=True, **options)
     stored, own = len(file.tensors), len(list(model.parameters()))
     lacking = sorted(loaded["missing_keys"]) + sorted(map(str, loaded["mismatched_keys"]))
     if lacking or stored != own:
