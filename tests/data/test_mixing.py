@@ -163,6 +163,12 @@ def test_reading_goes_on_where_it_was_stopped(
     assert torch.equal(blocks, expected)
     assert resumed == record
     assert sum(seen[-3:]) > 300
+    breaks.append(300)
+    with pytest.raises(stop):
+        packed(*names, data_weights=weights, tokenizer=tokenizer)
+    write(long, "another line\n" * 30_000)  # what was kept of the text before is not used
+    packed(*names, data_weights=weights, tokenizer=tokenizer)
+    assert seen[-3:] == [0, 0, 0]
 
 
 def test_dolmino_is_read_from_a_copy_by_its_proportions(tmp_path, packed, monkeypatch):

@@ -122,6 +122,7 @@ def test_each_text_file_below_a_folder_is_a_document(tmp_path, names, caplog):
     assert len([*filter(None, read(tmp_path / "corpus", shuffle_buffer=2))]) == 1 + len(names)
     assert "files of another format are not read: rows.jsonl" in caplog.messages[0]
     assert "a.txt" not in caplog.messages[0]
+    assert len(caplog.messages) == 1
     assert "is empty" in refusal_of(write(tmp_path / "empty/a.txt", "").parent)
 
 

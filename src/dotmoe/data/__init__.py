@@ -29,6 +29,7 @@ from dotmoe.data.sources import (
     Rendered,
     StreamError,
     cut,
+    local_files,
     opened,
     sources_of,
 )
@@ -222,12 +223,15 @@ def write_decontaminated(training: TokenBlocks, heldout: TokenBlocks, path: Path
 
 def overlap(training: TokenBlocks, heldout: TokenBlocks) -> float:
     """Share of the held-out text's runs of `RUN_TOKENS` tokens that the training text contains."""
-    run, seen = _runs(training, heldout)
+    run, every = _runs(training, heldout)
+    seen, counts = torch.unique(every, return_counts=True)  # sorted
     found = torch.zeros(len(seen), dtype=torch.bool)
     text, step = training.tokens_BT.view(1, -1), _BLOCKS_AT_ONCE * training.seq_len
     for start in range(0, training.num_tokens - run + 1, step):
-        found |= torch.isin(seen, _hashes(text[:, start : start + step + run - 1], run))
-    return float(found.float().mean())
+        hashes = _hashes(text[:, start : start + step + run - 1], run)
+        places = torch.searchsorted(seen, hashes).clamp_(max=len(seen) - 1)
+        found[places[seen[places] == hashes]] = True
+    return int(counts[found].sum()) / len(every)
 
 
 def _runs(training: TokenBlocks, heldout: TokenBlocks) -> tuple[int, Tensor]:
@@ -247,7 +251,7 @@ def _hashes(tokens_BT: Tensor, run: int) -> Tensor:
 
 def _powers(base: int, count: int) -> Tensor:
     """Powers of `base` from the zeroth on, modulo 2^64: [count]."""
-    return torch.tensor([1, *[base] * (count - 1)]).cumprod(0)
+    return torch.full((count,), base).index_fill_(0, torch.tensor([0]), 1).cumprod(0)
 
 
 @lru_cache(maxsize=4)
@@ -297,13 +301,15 @@ def pack_sources(
 ) -> Record:
     """Tokenise, mix and join sources, and write blocks of `config.seq_len` tokens to a file.
 
-    Reads at most `max_tokens` tokens, in constant memory. A stopped process's tokens are kept: the
-    text before them is read again, but not tokenised. Returns a record of the text and of each
-    source. Raises `UserError` if the text or `max_tokens` is shorter than one block, or a source
-    cannot be used.
+    Reads at most `max_tokens` tokens, in constant memory. A stopped process's tokens are kept, if
+    no file has changed: the text before them is read again, but not tokenised. Returns a record of
+    the text and of each source. Raises `UserError` if the text or `max_tokens` is shorter than one
+    block, or a source cannot be used.
     """
     records = [source_record(source, weight) for source, weight in sources_of(config)]
-    job = {"data": asdict(config), "max_tokens": max_tokens}
+    files = [file for one in records for file in local_files(one["name"], config)]
+    changed = [(str(file), file.stat().st_mtime_ns) for file in files]
+    job = {"data": asdict(config), "max_tokens": max_tokens, "files": changed}
     with block_writer(path, config.seq_len, job) as writer:
         records = writer.state.get("sources", records)
         last = records[writer.state["last"]] if writer.state else None

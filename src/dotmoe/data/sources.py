@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from itertools import chain, islice
 from pathlib import Path
@@ -183,19 +184,26 @@ def opened(source: str, config: DataConfig, tokenizer: Any = None) -> Iterator[s
     if name in (STDLIB, STDLIB_HELDOUT):
         return shuffled(stdlib_documents("train" if name == STDLIB else "heldout"), size, seed)
     rows = _RowText(field or config.text_field, tokenizer)
-    if os.path.isfile(path):
-        files = [path]
-    elif os.path.isdir(path):
-        name, files = str(path), _files_in(path, split, config.split)
-    else:
+    files = local_files(source, config)
+    if os.path.isdir(path):
+        name = str(path)
+    elif not files:
         _require_hub_name(name, path)
-        files = []
     if not files:
         read = enumerate(_dataset_rows(name, split or config.split, size, seed), start=1)
         return (rows.text(row, f"row {number} of {name}") for number, row in read)
     if size:
         Random(seed).shuffle(files)
     return shuffled(_with_text(name, files, rows), size, seed)
+
+
+def local_files(source: str, config: DataConfig) -> list[Path]:
+    """Files that a source consists of; none for one that is not local, or `datasets` reads."""
+    name, split, _ = _split_name(source)
+    path = Path(os.path.expanduser(name))
+    if os.path.isdir(path):
+        return _files_in(path, split, config.split)
+    return [path] if os.path.isfile(path) else []
 
 
 def _split_name(source: str) -> tuple[str, str, str]:
@@ -376,8 +384,13 @@ def _files_in(folder: Path, split: str, default: str) -> list[Path]:
         chosen = []
     chosen = chosen or files
     if others := [str(name) for name in readers if name not in files]:
-        logger.warning("%s: files of another format are not read: %s", folder, ", ".join(others))
+        _warn_once(f"{folder}: files of another format are not read: {', '.join(others)}")
     return [folder / name for name in chosen]
+
+
+@lru_cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def _is_readable(path: Path) -> bool:
