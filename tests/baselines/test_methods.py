@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -87,6 +88,31 @@ def unit(rows):
 
 
 # --- from methods to layouts
+
+
+@pytest.mark.parametrize("split_router", ["own", "ridge"])
+@pytest.mark.parametrize("method", METHODS)
+def test_no_method_keeps_the_inputs_of_all_layers(
+    method, split_router, dense_of, tokens_BT, monkeypatch
+):
+    """They are 6 bytes times layers, tokens and width: more than the memory of any machine."""
+    dense, kept, most = dense_of("llama", num_hidden_layers=8), [], 0
+    plain = SplitInputs.layers
+
+    def watched(self, *converted):
+        nonlocal most
+        for layer in plain(self, *converted):
+            kept.append(weakref.ref(layer.x_TD))
+            most = max(most, sum(each() is not None for each in kept))
+            yield layer
+
+    monkeypatch.setattr(SplitInputs, "layers", watched)
+    config = BaselineConfig(split_router=split_router, lte_steps=1)
+    split = granularity_of(method, SPLIT)
+    how = {"config": config, "calibrate": CalibrateConfig(), "seed": 0}
+    baseline(method, SplitInputs(dense=dense, tokens_BT=tokens_BT, granularity=split, **how))
+    assert len(kept) >= 8
+    assert most <= 4  # CMoE reads two passes side by side
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -40,6 +40,8 @@ class Method(NamedTuple):
     has_shared_expert: bool = False
     own: Own | None = None
     """The method's own router, if no stock architecture can hold it."""
+    experts_of: str | None = None
+    """Method that makes the same experts: only the router is this one's own."""
     of_any_units: bool = False
     """Whether the method reads no weights, so that it can split query heads as well."""
 
@@ -50,7 +52,7 @@ METHODS = {
     "by_energy": Method(by_energy),
     "weight_clusters": Method(weight_clusters, own=by_predictor),
     "co_activation": Method(co_activation, own=by_predictor),
-    "lte": Method(lte, own=above_threshold),
+    "lte": Method(lte, own=above_threshold, experts_of="weight_clusters"),
     "llama_moe_v2": Method(llama_moe_v2),
     "llama_moe_v2_residual": Method(llama_moe_v2, has_shared_expert=True),
     "expert_weaver": Method(expert_weaver, own=by_shared_and_gates),

@@ -39,15 +39,15 @@ def llama_moe_v2(inputs: SplitInputs) -> Iterator[LayerSplit]:
             f"calibration_tokens gives {num_tokens} tokens, but llama_moe_v2 needs at least "
             f"one for each of {split.num_experts} experts. Raise calibration_tokens."
         )
-    layers, routers, experts = list(inputs.layers()), list[Tensor](), list[Tensor]()
-    for layer in layers:
+    routers, experts = list[Tensor](), list[Tensor]()
+    for layer in inputs.layers():  # of each layer only these are kept, not its inputs
         # The last T mod E tokens are left out.
         whole_TD = layer.x_TD[: len(layer.x_TD) // split.num_experts * split.num_experts]
         cluster_T = balanced_kmeans(whole_TD, split.num_experts, layer.generator)
         routers.append(means(whole_TD, cluster_T, split.num_experts))
         experts.append((layer.x_TD @ routers[-1].T).argmax(dim=1))
     scores = importance(inputs.dense, inputs.tokens_BT, experts, split.num_experts)
-    for layer, router_ED, score_NE in zip(layers, routers, scores, strict=True):
+    for layer, router_ED, score_NE in zip(inputs.layers(), routers, scores, strict=True):
         expert_N = torch.full((split.units,), ALWAYS_ON, device=score_NE.device)
         free_N = torch.ones_like(expert_N, dtype=torch.bool)
         free_N[most_listed(score_NE, split.expert_size)[: split.shared_size]] = False

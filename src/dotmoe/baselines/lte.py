@@ -36,16 +36,17 @@ _RATE, _TOKENS_A_STEP = 3e-3, 1_024
 def lte(inputs: SplitInputs) -> Iterator[LayerSplit]:
     """Split every layer as `weight_clusters` does, and train the gates of all layers together."""
     split, config = inputs.granularity, inputs.config
-    splits = list(weight_clusters(replace(inputs, config=replace(config, split_router="ridge"))))
+    splits = weight_clusters(replace(inputs, config=replace(config, split_router="ridge")))
     if config.split_router == "ridge":
         yield from splits
         return
-    generator, first = splits[0].layer.generator, split.first_dense_layers
-    experts = {i: splits[i].expert_of_neuron_N for i in range(first, len(splits))}
-    routers = []
-    for each in splits:
+    generator, clusters, routers = None, list[Tensor](), list[Tensor]()
+    for each in splits:  # of each layer only this is kept, not its inputs
+        generator = generator or each.layer.generator
         random_ED = torch.randn(each.router_ED.shape, generator=generator).to(each.router_ED)
         routers.append(unit_logits(random_ED, each.layer.x_TD).requires_grad_())
+        clusters.append(each.expert_of_neuron_N)
+    experts = dict(list(enumerate(clusters))[split.first_dense_layers :])
     rows = max(1, _TOKENS_A_STEP // inputs.tokens_BT.shape[1])
     batches = (
         inputs.tokens_BT[torch.randperm(len(inputs.tokens_BT), generator=generator)[:rows]]
@@ -55,8 +56,8 @@ def lte(inputs: SplitInputs) -> Iterator[LayerSplit]:
     adam = torch.optim.Adam([routers[i] for i in experts], lr=_RATE)
     for _ in soft_stage(inputs.dense, batches, experts, routers, share, adam):
         pass
-    for each, router_ED in zip(splits, routers, strict=True):
-        yield each._replace(router_ED=router_ED.detach(), own={"router": router_ED.detach()})
+    for layer, expert_N, router_ED in zip(inputs.layers(), clusters, routers, strict=True):
+        yield LayerSplit(layer, expert_N, router_ED.detach(), {"router": router_ED.detach()})
 
 
 def soft_stage(
