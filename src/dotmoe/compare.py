@@ -20,7 +20,7 @@ from dotmoe.baselines import METHODS, MethodName
 from dotmoe.calibrate import CalibrateConfig, Start
 from dotmoe.config import PruneRunConfig, RunConfig, finetune_recipe
 from dotmoe.distributed import require_one_process, resolved_device
-from dotmoe.errors import UserError, VerificationError
+from dotmoe.errors import UserError, one_line
 from dotmoe.files import write_json, write_text
 from dotmoe.granularity import ExpertsConfig, Granularity, nearest_active_experts, resolve
 from dotmoe.load import describe_dense
@@ -43,6 +43,10 @@ _OWN = "own, not exportable"
 MATCHED = 0.01
 """Largest relative deviation of active parameters from the budget that is called matched."""
 
+_FAILURES = (UserError, MemoryError, RuntimeError, ArithmeticError)
+"""What ends one run of a comparison and not the others: no memory (on a GPU a `RuntimeError`), or
+a computation that fails, too. An interrupt or a full disk ends the command."""
+
 _SWEPT = {"experts": "E", "active": "aligned at", "start": "start"}
 """Settings that can be swept, and their column headings."""
 
@@ -55,10 +59,11 @@ class CompareConfig(RunConfig):
 
     methods: tuple[MethodName | PruningName | Literal["all"], ...] = ("dot_moe", *METHODS)
     """Methods to compare. Each converts without training, once with its own router and once with a
-    ridge-regressed one. With `router_steps` each is trained, too: `dot_moe` is aligned for as many
-    steps, the others train their router for as many on the same batches. Pruning methods give a
-    dense model with as many parameters as a conversion has active; those named 2_4 cannot choose
-    how many. `all`: every method of both kinds that fits the model. Default: all that convert."""
+    ridge-regressed one (but `lte`, whose experts are those of `weight_clusters`). With
+    `router_steps` each is trained, too: `dot_moe` is aligned for as many steps, the others train
+    their router for as many on the same batches. Pruning methods give a dense model with as many
+    parameters as a conversion has active; those named 2_4 cannot choose how many. `all`: every
+    method of both kinds that fits the model. Default: all that convert."""
     active_params: Share | None = None
     """Share of the dense model's parameters to be active per token, above 0 and at most 1; sets the
     k that comes nearest to it. Give only one of this, `active` and `active_experts`."""
@@ -113,7 +118,7 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
 
     If matplotlib is installed, `compare.svg` shows perplexity against active parameters. Raises a
     `UserError` as `convert` does; or if there is no text to measure on, two budgets are given, one
-    cannot be met, or an option does not support heads. Runs finished before an error are kept.
+    cannot be met, or an option does not support heads. Runs that fail are listed in `left_out`.
     """
     for name in ("active_params", "finetune_steps"):
         if config.experts.targets != "ffn" and (value := getattr(config, name)):
@@ -170,6 +175,7 @@ def _budgeted(
 def table(summary: dict[str, Any]) -> Table:
     """The table of a comparison or a sweep, the seeds of a conversion merged into one row."""
     rows, axis = over_seeds(summary["rows"]), summary.get("axis")
+    rows += [{"value": name, "failed": why} for name, why in summary.get("left_out", {}).items()]
     columns: dict[str, Callable[[Row], str | None]] = {
         _SWEPT[axis] if axis else "method": lambda row: (
             percent(row["value"]) if isinstance(row["value"], float) else str(row["value"])
@@ -196,14 +202,13 @@ def table(summary: dict[str, Any]) -> Table:
         ),
         "tokens": _cell("text_tokens", "{:,}".format),
         "seconds": _cell("seconds", "{:.0f}".format),
+        "failed": _cell("failed"),
     }
-    for name in ("weights", "k of E", "other text", "seeds", "budget", "shared"):
+    for name in ("weights", "k of E", "other text", "seeds", "budget", "shared", "failed"):
         if not any(map(columns[name], rows)):
             del columns[name]
     other = summary.get("other_text")
     note = f"Other text, perplexity: {', '.join(other)}." if other else ""
-    if left_out := summary.get("left_out"):
-        note += f" Left out because their export failed verification: {', '.join(left_out)}."
     return table_of(rows, columns, words=[*columns].index("active"), note=note.strip())
 
 
@@ -223,15 +228,28 @@ def _budget(over: float) -> str:
     return "matched" if abs(over) <= MATCHED else f"{100 * over:+.0f} %"
 
 
+_AVERAGED = (
+    *("loss", "bits_per_byte", "other_loss", "loss_above_dense", "active_fraction", "active_std"),
+    *("shared_fraction", "parameters", "stored", "over_budget", "text_tokens", "seconds"),
+)
+"""Numbers of a row that are averaged over seeds."""
+
+
 def over_seeds(rows: Iterable[Row]) -> list[Row]:
-    """Rows with the seeds of a run merged: mean loss, its perplexity, and every seed's `losses`."""
+    """Rows with the seeds of a run merged: means, and every seed's `losses` above dense.
+
+    The perplexity is that of the mean loss. Counts of parameters and tokens are rounded.
+    """
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         kind = (row["value"], row.get("router"), row.get("trained"), row.get("weights"))
         groups.setdefault(kind, []).append(row)
-    merged, averaged = [], ("loss", "bits_per_byte", "other_loss", "loss_above_dense")
+    merged = []
     for alike in groups.values():
-        means = {n: fmean(row[n] for row in alike) for n in averaged if n in alike[0]}
+        means = {
+            n: fmean(row[n] for row in alike) for n in _AVERAGED if alike[0].get(n) is not None
+        }
+        means |= {n: round(means[n]) for n in ("parameters", "stored", "text_tokens") if n in means}
         losses = [row["loss_above_dense"] for row in alike]
         merged.append(alike[0] | means | {"perplexity": math.exp(means["loss"]), "losses": losses})
     return merged
@@ -239,7 +257,7 @@ def over_seeds(rows: Iterable[Row]) -> list[Row]:
 
 def spread(row: Row) -> str | None:
     """Range of a row's loss above the dense model over its seeds; None for one seed."""
-    losses = row["losses"]
+    losses = row.get("losses", ())
     return f"{min(losses):.3f} to {max(losses):.3f}" if losses[1:] else None
 
 
@@ -260,7 +278,8 @@ def points_of(config: CompareConfig) -> list[Point]:
     if not points:
         raise UserError(
             f"trained_only is set, but router_steps is {config.baseline.router_steps} and methods "
-            f"are {', '.join(config.methods)}, so nothing is trained. Set router_steps."
+            f"are {', '.join(config.methods)}, so nothing is trained. Set router_steps, "
+            "or name other methods."
         )
     return list(points)
 
@@ -329,23 +348,29 @@ def _measure(
 ) -> dict[str, Any]:
     """Make every run that is not finished yet; returns the record of a comparison or a sweep.
 
-    A run whose export fails verification is listed in `left_out` with the reason, and the others
-    are made. Raises a `VerificationError` if all fail.
+    A run that fails is listed in `left_out` with the reason, and the others are made. Raises the
+    error if all fail, or if the first ones fail for the same reason.
     """
     require_one_process(f"dotmoe {config.command}")
     rows, left_out = list[Row](), dict[str, str]()
 
     @contextmanager
-    def unless_unverified(name: str) -> Iterator[None]:
+    def unless_it_fails(name: str) -> Iterator[None]:
         progress.log(f"{name}:")
         try:
             yield
-        except VerificationError as error:
-            left_out[name] = str(error)
-            progress.log(f"{name} is left out: {error}")
+        except _FAILURES as error:
+            why = str(error) if isinstance(error, UserError) else one_line(repr(error))
+            is_common = why in left_out.values() and not rows
+            left_out[name] = why
+            progress.log(f"{name} failed: {why}")
+            if is_common or (name == names[-1] and not rows):
+                raise
 
-    for point in list(_fitting(config, points, model, progress)):
-        with unless_unverified(point.name):
+    runs = list(_fitting(config, points, model, progress))
+    names = [point.name for point in runs]
+    for point in runs:
+        with unless_it_fails(point.name):
             if isinstance(point.config, PruneRunConfig):
                 results = prune(point.config, progress)
             else:
@@ -359,10 +384,8 @@ def _measure(
                 rows.append(row)
                 if isinstance(config, CompareConfig) and _is_finetuned(config, row):
                     tuned = f"{row['run']}-finetuned"
-                    with unless_unverified(tuned):
+                    with unless_it_fails(tuned):
                         rows.append(row | _finetune(config, row, tuned, progress))
-    if not rows:
-        raise VerificationError([*left_out.values()][-1])
     return {
         "origin": "measured",
         "model": config.model,
@@ -430,8 +453,10 @@ def _points_of(method: str, plain: RunConfig, comparison: CompareConfig) -> Iter
         if not METHODS[method].has_shared_expert:
             plain = replace(plain, experts=replace(plain.experts, shared=0.0))
         own, ridge = (replace(options, split_router=router) for router in ("own", "ridge"))
-        changes = {"own": {"baseline": own}, "ridge": {"baseline": ridge}}
-        if steps:
+        changes = {"own": {"baseline": own}}
+        if METHODS[method].experts_of is None:  # else these are that method's rows
+            changes["ridge"] = {"baseline": ridge}
+        if steps and "ridge" in changes:
             changes["trained"] = {"baseline": replace(ridge, router_steps=steps)}
     for variant, change in changes.items():
         yield Point(method, replace(plain, out=str(out / f"{method}-{variant}{suffix}"), **change))

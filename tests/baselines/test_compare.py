@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dotmoe.baselines import METHODS, BaselineConfig
-from dotmoe.compare import CompareConfig, points_of
+from dotmoe.compare import CompareConfig, over_seeds, points_of
 from dotmoe.config import PruneRunConfig
 from dotmoe.data.sources import DataConfig
 from dotmoe.errors import UserError, VerificationError
@@ -178,6 +178,18 @@ def test_a_comparison_of_trained_splits_shows_the_mean_and_range_of_its_seeds(ro
     assert shown in (out / "compare.md").read_text()
 
 
+def test_over_seeds_every_number_is_a_mean():
+    keys = ("active_fraction", "active_std", "parameters", "over_budget", "seconds", "loss")
+    plain = {"value": "lte", "router": "own", "trained": "nothing", "weights": "frozen"}
+    rows = [
+        plain | {"seed": seed, "loss_above_dense": 0.1} | dict.fromkeys(keys, number)
+        for seed, number in enumerate((1.0, 2.0, 6.0))
+    ]
+    (row,) = over_seeds(rows)
+    assert {key: row[key] for key in keys} == dict.fromkeys(keys, 3.0)
+    assert row["perplexity"] == pytest.approx(math.exp(3))
+
+
 def made(**options):
     """Runs of a comparison."""
     data, eval_text = DataConfig(data=("a.txt",)), options.pop("eval_text", ("b.txt",))
@@ -192,7 +204,8 @@ def test_options_reach_the_methods_they_are_for_and_no_run_is_made_twice():
     assert {point.value for point in points} == {"dot_moe", *METHODS, *PRUNING}
     converted = [point for point in points if not isinstance(point.config, PruneRunConfig)]
     trained = {point.value for point in converted if point.config.baseline.router_steps}
-    assert trained == set(METHODS)
+    assert trained == set(METHODS) - {"lte"}
+    assert [p.name for p in points if p.value == "lte"] == ["lte-own"]
     steps = [point.config.align.steps for point in points if point.value == "dot_moe"]
     assert steps == [0, 7, 7]
     having = {point.value for point in converted if point.config.experts.shared}
@@ -223,7 +236,8 @@ def test_what_does_not_fit_is_left_out_of_all_and_refused_by_name_before_any_run
     assert "norm over all heads at once, so llm_pruner cannot" in said.refusal()
     assert not begun
     said = compare("all", model="olmo2", active_experts=1)
-    assert (said.refusal().endswith("stop here"), begun) == (True, ["dot_moe"])
+    assert said.refusal().endswith("stop here")
+    assert begun == ["dot_moe", "random_split"]  # a common cause ends the command
     without = {"slicegpt", "llm_pruner", "modegpt"} | {
         f"{method}-{router}"
         for method in ("cmoe", "llama_moe_v2_residual")
@@ -232,14 +246,22 @@ def test_what_does_not_fit_is_left_out_of_all_and_refused_by_name_before_any_run
     assert set(re.findall(r"(\S+) is left out: ", said.err)) == without
 
 
-def test_a_run_whose_export_fails_its_verification_is_left_out_and_the_others_are_made(
-    compare, rows_of, out, monkeypatch
-):
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (VerificationError("layer 2 routes otherwise."), "layer 2 routes otherwise."),
+        (UserError("no POT."), "no POT."),
+        (MemoryError("9 GB"), "MemoryError('9 GB')"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "OutOfMemoryError('CUDA out of memory')"),
+        (torch.linalg.LinAlgError("singular"), "_LinAlgError('singular')"),
+    ],
+)
+def test_a_run_that_fails_says_why_and_the_others_are_made(error, why, compare, out, monkeypatch):
     failing = {"own"}
 
     def convert_or_fail(config, progress):
         if config.baseline.split_router in failing:
-            raise VerificationError("layer 2 routes otherwise.")
+            raise error
         return convert(config, progress)
 
     def fail(config, progress):
@@ -247,17 +269,20 @@ def test_a_run_whose_export_fails_its_verification_is_left_out_and_the_others_ar
 
     monkeypatch.setattr("dotmoe.compare.convert", convert_or_fail)
     monkeypatch.setattr("dotmoe.compare.finetune", fail)
-    rows = rows_of("by_energy", finetune_steps=1)
-    assert [row["run"] for row in rows] == ["dense", "by_energy-ridge"]
+    said = compare("by_energy", finetune_steps=1)
+    assert said.status == 2
+    assert "2 runs failed: by_energy-own, by_energy-ridge-finetuned." in said.err
+    assert [row["run"] for row in summary_in(out)["rows"]] == ["dense", "by_energy-ridge"]
     assert summary_in(out)["left_out"] == {
-        "by_energy-own": "layer 2 routes otherwise.",
+        "by_energy-own": why,
         "by_energy-ridge-finetuned": "layer 3 computes otherwise.",
     }
-    left_out = "failed verification: by_energy-own, by_energy-ridge-finetuned."
-    assert left_out in (out / "compare.md").read_text()
-    failing.add("ridge")
-    said = compare("by_energy", to=out / "none")
-    assert (said.status, "layer 2 routes otherwise" in said.err) == (3, True)
+    for text in ((out / "compare.md").read_text(), said.out):
+        assert re.search(rf"by_energy-own .*{re.escape(why)}", text)
+    if isinstance(error, UserError):
+        failing.add("ridge")
+        said = compare("by_energy", to=out / "none")
+        assert (said.status, why in said.err) == (error.exit_code, True)
 
 
 def test_a_share_of_the_parameters_is_the_budget_of_all_rows(compare, rows_of, tiny_dense, out):
@@ -282,7 +307,7 @@ def test_every_method_is_frozen_repaired_and_finetuned_alike(rows_of, tiny_dense
     options = {"repair_tokens": 1024, "lte_steps": 2, "repair": []}
     options |= {"finetune_steps": 2, "finetune_recipe": "small"}
     rows = rows_of("dot_moe", "lte", **options)
-    runs = ("dot_moe-untrained", "lte-own", "lte-ridge")
+    runs = ("dot_moe-untrained", "lte-own")  # lte-ridge would be weight_clusters-ridge
     levels = ("frozen", "repaired", "finetuned")
     expected = [(run + "-finetuned" * (to == levels[2]), to) for run in runs for to in levels]
     expected.insert(6, ("lte-own", "frozen"))  # under the method's own router

@@ -217,6 +217,11 @@ def _show_runs(config: CompareConfig | SweepConfig, summary: dict[str, Any]) -> 
     text = f"{', '.join(summary['text'])}: {summary['protocol']}"
     files = f"runs, {config.command}.json, {config.command}.md in {config.out}"
     _show(to_rich(table(summary)), text, files)
+    if failed := summary["left_out"]:
+        raise UserError(
+            f"{len(failed)} runs failed: {', '.join(failed)}. The table says why; the others are "
+            "kept. Mend the causes and give the same command again, or leave those methods out."
+        )
 
 
 def run_export(line: Line) -> None:
