@@ -3,72 +3,96 @@
     python experiments/run.py tab_zero_shot_results      # or: make results/tab_zero_shot_results
     python experiments/run.py tab_zero_shot_results --collect    # only from existing runs
 
-Runs are kept in experiments/runs and shared by all experiments: a finished run is not repeated, and
-a stopped one is resumed. The commit must be clean, and the results name it. Writes
-results/experiments/NAME.json and the experiment's README.
+`runs.toml` has the runs, kept in experiments/runs and shared by all experiments: a finished one is
+not repeated, and a stopped one is resumed. `NAME/experiment.toml` has of an experiment:
+
+- `runs`: those it needs, with theirs;
+- `[[table]]`: `rows`, each with a file of a run or under results/, and `columns`, each a Python
+  expression over the keys of that file, `row` and `seed` (scripts/update_documents.py says more);
+- `[[shows]]`: a finding as numbers in ascending order, [row, column] or plain, and the verdict that
+  is expected at small scale.
+
+`{seed}` stands for three seeds. The commit must be clean, and the results name it. Writes
+results/experiments/NAME.json and the documents.
 """
 
 import argparse
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dotmoe.files import write_json
+from dotmoe.files import read_json, write_json
 from dotmoe.run_folder import provenance
-from readmes import readmes
-from specification import Experiment, Run, all_experiments, all_runs, folder_name, of_seeds
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "scripts"))
+
+import update_documents  # noqa: E402 - from that folder
+
 RUNS = ROOT / "experiments" / "runs"
-STEP = re.compile(r"[^.\[\]]+|\[[^\]]+\]")
+SEEDS = range(3)
+
+Run = dict[str, Any]
+"""An entry of runs.toml: `command`, the file `done` that the finished run has, and its `needs`."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make the missing runs of an experiment.")
-    known = {experiment.name: experiment for experiment in all_experiments()}
-    parser.add_argument("name", help="label or folder of an experiment, or `all`")
+    known = sorted(file.parent.name for file in ROOT.glob("experiments/*/experiment.toml"))
+    parser.add_argument("name", choices=[*known, "all"])
     parser.add_argument(
         "--collect", action="store_true", help="start no run; collect from finished ones"
     )
     arguments = parser.parse_args()
-    name = folder_name(arguments.name)
-    if name != "all" and name not in known:
-        parser.error(f"{arguments.name} is no experiment. Experiments: {', '.join(sorted(known))}.")
     commit = str(provenance(seed=0)["commit"])
     if commit == "None" or "+" in commit:
         parser.error(f"the commit is {commit}. Commit all changes, so that results can name it.")
-    wanted = [one for one in (known.values() if name == "all" else [known[name]]) if one.table]
-    for experiment in wanted:
-        if status := make(experiment, start=not arguments.collect):
+    runs = all_runs()
+    wanted = {n: experiment(n) for n in ([arguments.name] if arguments.name in known else known)}
+    for one in wanted.values():
+        if status := make(one["runs"], runs, start=not arguments.collect):
             return status
-    runs = all_runs()
-    (ROOT / "results/experiments").mkdir(exist_ok=True)
-    for experiment in wanted:  # last: these files make the commit unclean
-        write_json(experiment.result_file, collected(experiment, runs))
-    for file, text in readmes().items():
-        file.write_text(text, encoding="utf-8")
-    return 0
+    for name, one in wanted.items():  # last: these files make the commit unclean
+        write_json(ROOT / f"results/experiments/{name}.json", collected(one, runs))
+    return update_documents.main()
 
 
-def make(experiment: Experiment, *, start: bool) -> int:
+def experiment(name: str) -> dict[str, Any]:
+    """Content of an experiment.toml."""
+    found = tomllib.loads((ROOT / "experiments" / name / "experiment.toml").read_text("utf-8"))
+    return found | {"runs": [run for named in found["runs"] for run in of_seeds(named)]}
+
+
+def all_runs() -> dict[str, Run]:
+    """Every run by name; a run with `{seed}` in its command comes once for each seed."""
+    runs = dict[str, Run]()
+    for name, entry in tomllib.loads((ROOT / "experiments/runs.toml").read_text("utf-8")).items():
+        text = json.dumps({"needs": []} | entry)
+        names = of_seeds(f"{name}_{{seed}}" if "{seed}" in entry["command"] else name)
+        runs |= dict(zip(names, map(json.loads, of_seeds(text)), strict=False))
+    return runs
+
+
+def of_seeds(text: str) -> list[str]:
+    """The text once for each seed, if it contains `{seed}`."""
+    return list(dict.fromkeys(text.replace("{seed}", str(seed)) for seed in SEEDS))
+
+
+def make(wanted: list[str], runs: dict[str, Run], *, start: bool) -> int:
     """Make the missing runs: exit status of the first that failed; 0: all are finished."""
-    runs = all_runs()
-    for name in in_order(experiment.runs, runs):
+    for name in in_order(wanted, runs):
         if done_file(name, runs[name]).exists():
             continue
-        if not start:
-            print(f"{experiment.label}: {name} is not finished")
-            return 1
-        status = started(name, runs[name])
+        status = started(name, runs[name]) if start else 1
         if status and not done_file(name, runs[name]).exists():
-            print(f"{experiment.label}: {name} failed with status {status}")
+            print(f"{name} is not finished: status {status}")
             return status
     return 0
 
@@ -77,7 +101,7 @@ def in_order(wanted: list[str], runs: dict[str, Run]) -> list[str]:
     """The wanted runs and those that they need, each after its needs."""
     order: list[str] = []
     for name in wanted:
-        order += [n for n in [*in_order(runs[name].needs, runs), name] if n not in order]
+        order += [n for n in [*in_order(runs[name]["needs"], runs), name] if n not in order]
     return order
 
 
@@ -91,69 +115,57 @@ def started(name: str, run: Run) -> int:
 
 def command_of(name: str, run: Run) -> list[str]:
     """The words of a run's command, with the folders filled in."""
-    places = {other: f"experiments/runs/{other}" for other in [*run.needs, name]}
-    return shlex.split(run.command.format(out=places[name], **places))
+    places = {other: f"experiments/runs/{other}" for other in [*run["needs"], name]}
+    return shlex.split(run["command"].format(out=places[name], **places))
 
 
-def collected(experiment: Experiment, runs: dict[str, Run]) -> dict[str, Any]:
-    """Contents of the result file of an experiment, from the files of its runs."""
+def done_file(name: str, run: Run) -> Path:
+    """File that exists once a run is finished; it may be in the folder of a run that it extends."""
+    return Path(os.path.normpath(RUNS / name / run["done"]))
+
+
+def collected(asked: dict[str, Any], runs: dict[str, Run]) -> dict[str, Any]:
+    """Content of the result file of an experiment, from the files of its runs."""
+    found: dict[tuple[str, str], list[float]] = {}
     tables = []
-    numbers: dict[tuple[str, str], float] = {}
-    seeds: dict[tuple[str, str], list[float]] = {}
-    for source in experiment.table:
-        rows = {}
-        for row, named in source.rows.items():
-            files = of_seeds(named)
-            values = [json.loads(place_of(file).read_text(encoding="utf-8")) for file in files]
-            for column, key in source.columns.items():
-                at_key = key.replace("{row}", row).replace("{first}", row.split()[0])
-                seeds[row, column] = [
-                    first_of(of_seed, at_key.replace("{seed}", str(seed)))
-                    for seed, of_seed in enumerate(values)
+    for table in asked["table"]:
+        rows = dict[str, dict[str, list[float]]]()
+        for row, file in table["rows"].items():
+            place = ROOT if file.startswith("results/") else RUNS
+            records = [update_documents.load(place / each) for each in of_seeds(file)]
+            rows[row] = {
+                column: [
+                    update_documents.value(expression, {**record, "row": row, "seed": seed})
+                    for seed, record in enumerate(records)
                 ]
-            mean = {c: fmean(v) if v[1:] else v[0] for (r, c), v in seeds.items() if r == row}
-            rows[row] = {column: mean[column] for column in source.columns}
-            numbers |= {(row, column): value for column, value in rows[row].items()}
-        spreads = {
-            row: {
-                column: [min(v), max(v)]
-                for column in source.columns
-                if (v := seeds[row, column])[1:]
+                for column, expression in table["columns"].items()
             }
-            for row in rows
+            found |= {(row, column): values for column, values in rows[row].items()}
+        ends = {
+            row: {column: [min(v), max(v)] for column, v in cells.items() if v[1:]}
+            for row, cells in rows.items()
         }
-        tables.append(
-            {"title": source.title, "files": source.rows, "rows": rows, "spreads": spreads}
-        )
+        means = {row: {c: mean(v) for c, v in cells.items()} for row, cells in rows.items()}
+        about = {"title": table.get("title", ""), "files": table["rows"]}
+        tables.append({**about, "rows": means, "spreads": ends})
+    shows = []
+    for one in asked["shows"]:
+        values = [found[tuple(n)] if isinstance(n, list) else [n] for n in one["less"]]
+        said = {"numbers": [mean(v) for v in values], "verdict": verdict(values)}
+        shows.append({"text": one["text"], **said, "expected": one.get("expected")})
     return {
-        "label": experiment.label,
+        "label": asked["label"],
         "origin": "measured",
         "tables": tables,
-        "expected": [
-            {
-                "row": one.row,
-                "column": one.column,
-                "value": numbers[one.row, one.column],
-                "expected": one.value,
-                "tolerance": one.tolerance,
-                "within": abs(numbers[one.row, one.column] / one.value - 1) <= one.tolerance,
-            }
-            for one in experiment.expected
-        ],
-        "shows": [
-            {
-                "text": one.text,
-                "numbers": one.numbers(numbers),
-                "verdict": verdict(
-                    [seeds[p[0], p[1]] if isinstance(p, list) else [p] for p in one.less]
-                ),
-                "expected": one.expected,
-            }
-            for one in experiment.shows
-        ],
-        "runs": {name: made_by(name, runs[name]) for name in in_order(experiment.runs, runs)},
+        "shows": shows,
+        "runs": {name: made_by(name, runs[name]) for name in in_order(asked["runs"], runs)},
         "provenance": provenance(seed=0),
     }
+
+
+def mean(values: list[float]) -> float:
+    """Mean over seeds; a value without seeds stays as it is, whole numbers too."""
+    return fmean(values) if values[1:] else values[0]
 
 
 def verdict(by_seed: list[list[float]]) -> str:
@@ -173,48 +185,12 @@ def verdict(by_seed: list[list[float]]) -> str:
     return "undecided" if any(abs(step) <= spread for step, spread in steps) else "shows"
 
 
-def place_of(file: str) -> Path:
-    return ROOT / file if file.startswith("results/") else RUNS / file
-
-
-def done_file(name: str, run: Run) -> Path:
-    """File that exists once a run is finished; it may be in the folder of a run that it extends."""
-    return Path(os.path.normpath(RUNS / name / run.done))
-
-
 def made_by(name: str, run: Run) -> dict[str, Any]:
     """Recorded command and provenance of a run; without a record, the current command."""
-    made = json.loads(done_file(name, run).read_text(encoding="utf-8")).get("provenance")
+    made = read_json(done_file(name, run)).get("provenance")
     recorded = (made or {}).get("command")
     command = recorded or shlex.join(command_of(name, run))
     return {"command": command, "is_recorded": recorded is not None, "provenance": made}
-
-
-def first_of(values: Any, keys: str) -> Any:
-    """The value at the first existing place of several, joined by ` or `."""
-    *others, last = keys.split(" or ")
-    for key in others:
-        try:
-            return at(values, key)
-        except (KeyError, StopIteration):
-            continue
-    return at(values, last)
-
-
-def at(values: Any, key: str) -> Any:
-    """The value at `a.b[c=1].d`: members of objects, and the first list entry with c equal to 1.
-
-    `#` at the end gives the length of a list.
-    """
-    for step in STEP.findall(key):
-        if step.startswith("["):
-            name, wanted = step[1:-1].split("=")
-            values = next(entry for entry in values if str(entry.get(name)) == wanted)
-        elif step == "#":
-            values = len(values)
-        else:
-            values = values[int(step) if isinstance(values, list) else step]
-    return values
 
 
 if __name__ == "__main__":

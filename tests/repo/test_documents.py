@@ -44,9 +44,31 @@ def quoted(cell):
     return re.findall(r"`([^`]+)`", cell)
 
 
-def test_the_generated_parts_are_current():
-    for document in updater.DOCUMENTS:
-        assert updater.rendered(document.read_text()) == document.read_text()
+@pytest.mark.parametrize("document", updater.documents(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_numbers_of_a_document_are_those_of_the_files(document):
+    text = document.read_text(encoding="utf-8")
+    assert updater.rendered(text) == text
+    assert text.count("<!-- from ") == text.count("<!-- end -->") == len(updater.PART.findall(text))
+
+
+def test_a_template_gives_rows_and_text_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(updater, "ROOT", tmp_path)
+    rows = [{"name": "a", "loss": {"books": 1.25}}, {"name": "b", "size": None, "loss": {}}]
+    (tmp_path / "x.json").write_text(json.dumps({"rows": rows, "tokens": 1234}))
+    template = """<!-- from x.json: (row for row in rows if row.name{})
+| name | loss |
+| --- | ---: |
+| {{name}} | {{loss.books:.1f}} |
+
+{{len(rows)}} of {{len(record.rows)}}, {{tokens:,}} tokens; {{file}}.
+-->
+{}<!-- end -->"""
+    made = (
+        "| name | loss |\n| --- | ---: |\n| a | 1.2 |\n| b | - |\n\n2 of 2, 1,234 tokens; x.json.\n"
+    )
+    assert updater.rendered(template.format("", "old\n")) == template.format("", made)
+    with pytest.raises(SystemExit, match="no row has a value of"):
+        updater.rendered(template.format(" == 'b'", ""))
 
 
 def test_the_picture_of_a_report_shows_the_readmes_figures():
@@ -89,7 +111,7 @@ def test_tests_and_experiments_of_the_map_exist():
     for file, _, function in re.findall(r"(tests/[\w/]+\.py)(::)?(\w+)?", MAP):
         names = {getattr(node, "name", "") for node in ast.parse((ROOT / file).read_text()).body}
         assert not function or function in names, f"{file}::{function}"
-    folders = {file.parent.name for file in (ROOT / "experiments").glob("*/experiment.toml")}
+    folders = {file.parent.name for file in (ROOT / "experiments").glob("*/README.md")}
     assert folders <= {Path(name).name for _, code, *_ in ROWS.values() for name in quoted(code)}
 
 
