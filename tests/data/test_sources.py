@@ -247,7 +247,7 @@ NO_TABLE = parquet_bytes({"text": pyarrow.array([], "string")})
         ("a.parquet", NO_TABLE, "{} is empty"),
         ("a.docx", "x", "{} is none of .txt, .json, .jsonl (also with .gz"),
         ("a.gz", "x", "is none of"),
-        ("a.parquet.gz", NO_TABLE, "is none of"),
+        ("a.parquet.gz", NO_TABLE, "{} cannot be read ("),
         ("a.txt", b"abc\xff", "{} is not UTF-8 text: a bad byte before byte"),
         ("a.txt", b"a" * 300_000 + b"\xf0\x9f\x99", "is not UTF-8 text"),
         ("a.txt", "of UTF-16".encode("utf-16-le"), "is not UTF-8 text"),

@@ -8,7 +8,7 @@ import re
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,10 +34,8 @@ PIECE_CHARACTERS = 1 << 16
 FIELDS = ("text", "content", "page", "passage", "document", "messages")
 """Field names tried in a row, in this order, when no text field is given."""
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-_PLAIN = (".txt", ".json", ".jsonl")
-FORMATS = (*_PLAIN, *(name + end for end in _COMPRESSIONS for name in _PLAIN), ".parquet")
-"""Ends of the names of files that are read here; `datasets` reads others."""
-_FORMAT_WORDS = f"{', '.join(_PLAIN)} (also with {', '.join(_COMPRESSIONS)}), .parquet"
+FORMATS = f".txt, .json, .jsonl (also with {', '.join(_COMPRESSIONS)}), .parquet"
+"""Files that are read here, in words; `datasets` reads others."""
 _SPLITS = {
     "train": "train|training",
     "validation": "validation|valid|val|dev",
@@ -145,9 +143,7 @@ def sources_of(config: DataConfig) -> list[tuple[str, float | None]]:
     """
     names = config.data
     if not names:
-        raise UserError(
-            f"data names no source. Give {_FORMAT_WORDS} files, a datasets name or {STDLIB}."
-        )
+        raise UserError(f"data names no source. Give {FORMATS} files, a datasets name or {STDLIB}.")
     if SELF in names:
         raise UserError(
             f"{SELF} is text to train on, sampled from the dense model, and cannot be mixed or "
@@ -217,7 +213,7 @@ def _split_name(source: str) -> tuple[str, str, str]:
 
 
 def _require_hub_name(name: str, path: Path) -> None:
-    if name.endswith((*FORMATS, *_COMPRESSIONS)) or not _HUB_NAME.fullmatch(name):
+    if path.suffix in _COMPRESSIONS or _reader_of(path) or not _HUB_NAME.fullmatch(name):
         siblings = path.parent.iterdir() if os.path.isdir(path.parent) else ()
         near = nearest(str(path), map(str, siblings))
         raise UserError(f"{name} does not exist.{near} Name an existing file.")
@@ -362,13 +358,13 @@ def _files_in(folder: Path, split: str, default: str) -> list[Path]:
     has_configs = readme.is_file() and "\nconfigs:" in readme.read_text(errors="replace")
     if has_configs or _is_saved(folder):
         return []
-    names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    shown = [name for name in names if not any(part.startswith(".") for part in name.parts)]
-    readers = {n: _READERS[_format_of(n)] for n in sorted(shown) if _is_readable(n)}
+    names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    readers = {name: _reader_of(name) for name in names if "." not in [p[0] for p in name.parts]}
+    readers = {name: reader for name, reader in readers.items() if reader}
     if not readers:
         return []
-    reader = Counter(readers.values()).most_common(1)[0][0]
-    files = [name for name in readers if readers[name] is reader]
+    kind = Counter(readers.values()).most_common(1)[0][0]
+    files = [name for name in readers if readers[name] is kind]
 
     def of(split: str) -> list[Path]:
         word = re.compile(f"(?<![a-z])({_SPLITS.get(split, re.escape(split))})(?![a-z])")
@@ -393,14 +389,9 @@ def _warn_once(text: str) -> None:
     logger.warning(text)
 
 
-def _is_readable(path: Path) -> bool:
-    return path.name.lower().endswith(FORMATS)
-
-
-def _format_of(path: Path) -> str:
-    """Suffix that names the format, before that of a compression."""
-    is_compressed = path.suffix.lower() in _COMPRESSIONS
-    return (path.with_suffix("") if is_compressed else path).suffix.lower()
+def _reader_of(path: Path) -> "_Reader | None":
+    plain = path.with_suffix("") if path.suffix.lower() in _COMPRESSIONS else path
+    return _READERS.get(plain.suffix.lower())
 
 
 def _with_text(source: str, files: list[Path], rows: "_RowText") -> Iterator[str]:
@@ -419,14 +410,14 @@ def file_documents(path: Path, rows: "_RowText") -> Iterator[str]:
 
     Raises `UserError` if the format is unknown, or the file unreadable, damaged or not text.
     """
-    if not _is_readable(path):
-        raise UserError(f"{path} is none of {_FORMAT_WORDS}. Convert it to one of them.")
+    if (read := _reader_of(path)) is None:
+        raise UserError(f"{path} is none of {FORMATS}. Convert it to one of them.")
     compression = _COMPRESSIONS.get(path.suffix.lower())
     try:
         with path.open("rb") as raw:
             if compression:
                 raw = io.BufferedReader(pyarrow.input_stream(raw, compression=compression), 1 << 20)
-            yield from _READERS[_format_of(path)](path, raw, rows)
+            yield from read(path, raw, rows)
     except (OSError, UnicodeError, pyarrow.ArrowException) as error:
         cause = getattr(error, "strerror", None) or one_line(error)[:160].rstrip(".")
         raise UserError(
@@ -473,7 +464,7 @@ class _RowText(NamedTuple):
         text, place = row[field], f"{field!r} in {place}"
         if text is None:
             return ""
-        if isinstance(text, list) and text and all(map(_is_message, text)):
+        if isinstance(text, list) and all(isinstance(m, dict) and "role" in m for m in text):
             text = self._rendered(text, place)
         if not isinstance(text, str):
             raise UserError(f"{place} is {type(text).__name__}, not text. Name another text_field.")
@@ -500,10 +491,6 @@ class _RowText(NamedTuple):
                 "Change or remove it."
             ) from error
         return Rendered(text.removeprefix(self.tokenizer.bos_token or ""))
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and "role" in value
 
 
 def _text(path: Path, file: io.BufferedReader, _rows: _RowText) -> Iterator[str]:
@@ -556,7 +543,13 @@ def _parquet(path: Path, file: io.BufferedReader, rows: _RowText) -> Iterator[st
         yield rows.text(row, f"{path} row {number}")
 
 
-_READERS = {".txt": _text, ".json": _json, ".jsonl": _json, ".parquet": _parquet}
+_Reader = Callable[[Path, io.BufferedReader, _RowText], Iterator[str]]
+_READERS: dict[str, _Reader] = {
+    ".txt": _text,
+    ".json": _json,
+    ".jsonl": _json,
+    ".parquet": _parquet,
+}
 
 
 # --- Python's own library ----------------------------------------------------------------------
