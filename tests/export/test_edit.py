@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,8 @@ def test_the_card_says_what_it_is_and_how_to_use_it(exported):
         f"from the dense model {Path(dense.source).name}:",
         'from_pretrained("path/to/this/folder")',  # 5_export is no name to load it by
         "vllm serve path/to/this/folder --dtype float32",
+        "python -m sglang.launch_server --model-path path/to/this/folder --dtype float32",
+        "- SGLang: Use 0.5.23 or later: before, Blackwell GPUs need --moe-runner-backend triton.",
         "Any number of experts from 1 to 12 may run",
         "dotmoe edit path/to/this/folder --active-experts K",
         "3 of 12 experts",
@@ -104,6 +107,26 @@ def test_the_edited_export_computes_the_masked_model_with_that_k(
     assert torch.equal(unedited, edited)
     reference = masked_logits(made.dense, replace(made.layout, active_experts=7), tokens_BT)
     assert relative_error(edited, reference) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("family", "target"),
+    [("llama", "glm4_moe"), ("qwen2", "qwen2_moe"), ("granite", "granitemoe")],
+)
+def test_what_the_card_keeps_from_quantisation_is_routers_and_head(family, target, exported):
+    made = exported(family, format=target)
+    (note,) = [note for note in made.record.notes if "ignore=" in note]
+    patterns = json.loads(re.search(r"`ignore=(.*?)`", note)[1])
+    names = {name.removesuffix(".weight") for name in weights_of(made.folder)}
+    kept = {
+        name
+        for name in names
+        for each in patterns
+        if (re.match(each[3:], name) if each.startswith("re:") else each == name)
+    }
+    last = {"gate", "shared_expert_gate", "layer", "lm_head"}
+    assert kept == {name for name in names if name.rpartition(".")[2] in last}
+    assert len(kept) == 1 + made.dense.widths.layers * (2 if target == "qwen2_moe" else 1)
 
 
 def test_config_record_and_card_agree_and_counts_are_those_of_the_design(exported, dense_of):

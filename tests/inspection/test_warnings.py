@@ -3,7 +3,7 @@ import re
 import pytest
 import torch
 from inspected_models import inspection, tiny
-from transformers import GraniteConfig, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import GraniteConfig, LlamaConfig, MistralConfig, Olmo2Config, Qwen2Config
 
 from dotmoe.granularity import Granularity
 from dotmoe.load import LoadConfig, load_dense
@@ -45,6 +45,27 @@ def test_warnings_appear_exactly_when_they_should(config, options, said):
     warnings = inspection(config, **{"expert_size": 64, **options})["warnings"]
     assert len(warnings) == (said is not None)
     assert said is None or re.search(said, warnings[0])
+
+
+def test_servers_limits_are_those_of_the_format_and_the_split():
+    small, large = ({"expert_size": size, "active_experts": 2} for size in (64, 1_024))
+    model = silent(intermediate_size=4_096)
+    assert any("multiple of 128" in limit for limit in inspection(model, **small)["limits"])
+    assert not any("multiple of 128" in limit for limit in inspection(model, **large)["limits"])
+    assert inspection(model, targets="attention", **large)["limits"] == []
+    olmo = tiny(Olmo2Config)
+    assert inspection(olmo, expert_size=64)["limits"] == []
+
+
+@pytest.mark.parametrize(("stated", "is_less"), [(2_048, True), (8_192, False)])
+def test_yarn_that_reaches_further_than_the_stated_context_is_warned_of(stated, is_less):
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    yarn["original_max_position_embeddings"] = 2_048
+    model = silent(rope_parameters=yarn, max_position_embeddings=stated)
+    said = [
+        warning for warning in inspection(model, expert_size=64)["warnings"] if "YaRN" in warning
+    ]
+    assert [("8,192" in each, "2,048" in each) for each in said] == [(True, True)] * is_less
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

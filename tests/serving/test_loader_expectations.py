@@ -13,7 +13,8 @@ import pytest
 
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.transformers_format import limits_met
-from runs import LLAMA3_ROPE, weights_of
+from dotmoe.granularity import Granularity
+from runs import LLAMA3_ROPE, rope, weights_of
 
 HERE = Path(__file__).parent
 TABLE = tomllib.loads((HERE / "loader_expectations.toml").read_text())
@@ -117,19 +118,58 @@ def test_a_server_finds_exactly_what_its_loader_wants_but_for_limits_that_the_ex
     for entry in EXPECTS:
         if [entry["architecture"]] == written["architectures"]:
             beyond = [each for each in entry["limits"] if not holds(each["holds"], written)]
-            met |= {f"{entry['server']} {limit['id']}" for limit in beyond}
+            loads = [limit for limit in beyond if limit["otherwise"] != "kernel"]
+            met |= {f"{entry['server']} {limit['id']}" for limit in loads}
             told |= {f"{NAMES[entry['server']]}: {limit['says']}" for limit in beyond}
-            if not beyond:
+            if not loads:
                 assert problems(entry, written, shapes) == [], entry["server"]
     assert met == limits
     assert {each for each in limits_met(written) if not each.startswith("llama.cpp")} == told
+
+
+LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+LONGROPE = rope("longrope", original_max_position_embeddings=32, **LONGROPE)
+VERSIONS = {"vllm version", "sglang version"}
+KERNELS = [
+    ("glm4_moe", "llama", {}, (8, 2, 1024), VERSIONS),
+    ("glm4_moe", "llama", LONGROPE, (8, 2, 1024), VERSIONS | {"vllm longrope"}),
+    (
+        "glm4_moe",
+        "llama",
+        {},
+        (40, 2, 128),
+        VERSIONS | {"vllm small_experts", "sglang many_active"},
+    ),
+    ("qwen2_moe", "qwen2", {}, (8, 2, 704), {"vllm small_experts"}),
+    ("mixtral", "llama", {}, (40, 32, 96), set()),
+    ("mixtral", "llama", {}, (40, 33, 96), {"vllm many_active"}),
+    ("qwen3_moe", "qwen3", {}, (40, 33, 96), {"vllm many_active", "sglang many_active"}),
+    ("granitemoe", "granite", {}, (40, 33, 96), {"vllm many_active"}),
+]
+"""Format, family and its options, (E, k, s), and what is told of kernels and versions."""
+
+
+@pytest.mark.parametrize(("name", "family", "options", "split", "expected"), KERNELS)
+def test_what_kernels_need_is_told_of_the_split_at_hand(
+    name, family, options, split, expected, dense_of
+):
+    experts, active, size = split
+    granularity = Granularity(num_experts=experts, active_experts=active, expert_size=size)
+    written = FORMATS[name].config(dense_of(family, **options), granularity, "bfloat16")
+    told = {
+        f"{entry['server']} {limit['id']}"
+        for entry, limit in all_limits()
+        if [entry["architecture"]] == written["architectures"]
+        and f"{NAMES.get(entry['server'])}: {limit['says']}" in limits_met(written)
+    }
+    assert told == expected
 
 
 def test_every_format_and_every_limit_has_a_variant_and_stands_in_the_guide():
     served = {name for name, each in FORMATS.items() if "vLLM" in each.servers}
     assert {variant[0] for variant in VARIANTS} == served
     known = {f"{entry['server']} {limit['id']}" for entry, limit in all_limits()}
-    assert known == {limit for variant in VARIANTS for limit in variant[4]}
+    assert known == {limit for variant in VARIANTS + KERNELS for limit in variant[4]}
     text = " ".join(GUIDE.read_text().split())
     for entry, limit in all_limits():
         assert limit["says"] in text, f"{entry['server']} {limit['id']}"

@@ -250,6 +250,19 @@ def layer_names(dense: DenseModel, layer: int, *, ffn: bool = True) -> list[str]
     return [f"model.layers.{layer}.{name}" for name in names] + projections
 
 
+def yarn_notes(config: Any) -> list[str]:
+    """A sentence if YaRN stretches the context further than the config states."""
+    rope, stated = config.rope_parameters, config.max_position_embeddings
+    if rope["rope_type"] != "yarn":
+        return []
+    reach = int(rope["factor"] * rope["original_max_position_embeddings"])
+    note = (
+        f"YaRN reaches {reach:,} tokens, but max_position_embeddings is {stated:,}, which is the "
+        "context of the export, too. For longer texts, set it in the dense model's config.json."
+    )
+    return [note] * (stated < reach)
+
+
 class Format(ABC):
     """Base class of a format that a model can be exported to."""
 
@@ -320,7 +333,7 @@ class Format(ABC):
             f"{self.name} does not support: the context is lowered from {whole} to the window, up "
             "to which both compute the same."
         )
-        return [] if context == whole else [note]
+        return [note] * (context < whole) + yarn_notes(conversion.dense.config)
 
     def details(self, conversion: Conversion) -> dict[str, Any]:
         """Extra fields of the record that only this format has."""

@@ -47,9 +47,21 @@ _LIMITS = {
     ("dense layers", ("SGLang",), ("qwen2_moe", "qwen3_moe")): "Every layer is built with experts, "
     "whatever mlp_only_layers contains: a dense layer's tensors are skipped and its experts stay "
     "uninitialised.",
+    ("longrope", ("vLLM",), ("glm4_moe", "mixtral", *_GRANITE)): "longrope uses its long factors "
+    "for every text, unless --max-model-len is at most original_max_position_embeddings.",
+    ("any", ("vLLM",), ("glm4_moe",)): "Use 0.23.0 or later: before, Blackwell GPUs silently "
+    "divide the weights of chosen experts by their sum.",
+    ("any", ("SGLang",), ("glm4_moe",)): "Use 0.5.23 or later: before, Blackwell GPUs need "
+    "--moe-runner-backend triton.",
+    ("small experts", ("vLLM",), ("glm4_moe", "qwen2_moe")): "Blackwell GPUs can hang at the start "
+    "unless an expert's size on each GPU is a multiple of 128: give --moe-backend triton.",
+    ("many active", ("vLLM",), ("mixtral", "qwen3_moe", *_GRANITE)): "Blackwell GPUs run at most "
+    "32 experts per token: for more, give --moe-backend triton.",
+    ("many active", ("SGLang",), ("glm4_moe", "qwen3_moe")): "Blackwell GPUs run at most 32 "
+    "experts per token: for more, give --moe-runner-backend triton.",
 }
-"""Feature, servers that do not support it, and `model_type`s concerned; then what they do instead.
-Each was found in the server's source; tests/serving records where."""
+"""Feature, servers that do not support it, and `model_type`s concerned; then what they do instead,
+or the remedy. Each was found in the server's source; tests/serving records where."""
 
 
 class TransformersFormat(Format):
@@ -104,9 +116,13 @@ class TransformersFormat(Format):
             f"{self.active_experts_key} cannot be edited: k is folded into the down projections. "
             "Export the run again with another --active-experts."
         )
+        router = f"{self.router_name}.{self.router_weight}".removesuffix(".weight")
+        kept = json.dumps(["lm_head", f"re:.*{router}$"])
         return [
             "For inference only: the scaled router passes almost no gradient. Fine-tune before "
             "export.",
+            "A checkpoint that is quantised further must keep routers and head as they are (llm-"
+            f"compressor: `ignore={kept}`). This was not run.",
             *([] if self.active_experts_editable else [folded]),
             *super().notes(conversion),
             *limits_met(self.header(conversion)),
@@ -203,6 +219,7 @@ class TransformersFormat(Format):
 def limits_met(config: Mapping[str, Any]) -> list[str]:
     """A sentence for each thing that a server gets wrong with an exported config."""
     rope, window = config["rope_parameters"], config.get("sliding_window")
+    size = config.get("moe_intermediate_size", config["intermediate_size"])
     has = {
         "biases": config.get("attention_bias"),
         "shared experts": config.get("n_shared_experts", 0) > 1,
@@ -210,11 +227,16 @@ def limits_met(config: Mapping[str, Any]) -> list[str]:
         "scaled RoPE": rope["rope_type"] != "default" or rope["rope_theta"] % 1,
         "window": window is not None and window < config["max_position_embeddings"],
         "dense layers": config.get("mlp_only_layers"),
+        "longrope": rope["rope_type"] == "longrope",
+        "any": True,
+        "small experts": size % (128 * 8),  # on up to 8 GPUs
+        # k of glm4_moe can be edited, up to E.
+        "many active": config.get("n_routed_experts", config["num_experts_per_tok"]) > 32,
     }
     return [
         f"{server}: {says}"
         for (feature, servers, formats), says in _LIMITS.items()
-        if has[feature] and config["model_type"] in formats
+        if config["model_type"] in formats and has[feature]
         for server in servers
     ]
 

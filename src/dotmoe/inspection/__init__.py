@@ -13,8 +13,9 @@ from dotmoe.calibrate import CalibrateConfig
 from dotmoe.checkpoint import Tensors
 from dotmoe.distributed import resolved_device
 from dotmoe.errors import UserError
-from dotmoe.export.architectures import format_for
-from dotmoe.export.format import EXPORTED, Format
+from dotmoe.export.architectures import FORMATS, format_for
+from dotmoe.export.format import EXPORTED, yarn_notes
+from dotmoe.export.transformers_format import TransformersFormat, limits_met
 from dotmoe.finetuning import FinetuneConfig
 from dotmoe.finetuning.repair import RepairConfig
 from dotmoe.granularity import ExpertsConfig, Granularity, splits_of
@@ -150,6 +151,7 @@ def inspect_model(
         "here": asdict(here) | {"held": here.held, "hours_repair": repair_s / 3_600},
         "plans": [plan(step, *machine, tokens=tokens) for machine in machines if tokens],
         "warnings": _warnings(dense, sizes, options, form),
+        "limits": _limits(dense, split, form, dtype_name(written)),
     }
 
 
@@ -163,7 +165,7 @@ def stored_dtype(config: Any, folder: Path) -> torch.dtype:
 
 
 def _warnings(
-    dense: DenseModel, sizes: Sizes, options: InspectConfig, form: Format | str
+    dense: DenseModel, sizes: Sizes, options: InspectConfig, form: TransformersFormat | str
 ) -> list[str]:
     """Warnings about one conversion; what the export would refuse comes first."""
     split, widths, traits = sizes.split, sizes.widths, sizes.traits
@@ -202,13 +204,25 @@ def _warnings(
         f"one: the context is lowered from {widths.context:,} to {context:,}, and exact up to that "
         "length.": context < widths.context,
     }
-    return [sentence for sentence, applies in sentences.items() if applies]
+    found = [sentence for sentence, applies in sentences.items() if applies]
+    return found + yarn_notes(dense.config)
 
 
-def _format_or_refusal(dense: DenseModel, split: Granularity, written: torch.dtype) -> Format | str:
+def _limits(
+    dense: DenseModel, split: Granularity, form: TransformersFormat | str, dtype: str
+) -> list[str]:
+    """What servers get wrong, or need, with this split in its format."""
+    if isinstance(form, str) or "vLLM" not in form.servers:
+        return []
+    return limits_met(form.config(dense, split, dtype))
+
+
+def _format_or_refusal(
+    dense: DenseModel, split: Granularity, written: torch.dtype
+) -> TransformersFormat | str:
     """The format of the export, or why none can hold this; raised if no layer is split."""
     try:
-        return format_for(dense, split, "auto", written)
+        return FORMATS[format_for(dense, split, "auto", written).name]
     except UserError as error:
         if split.first_dense_layers >= dense.widths.layers:
             raise

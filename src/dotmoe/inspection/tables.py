@@ -12,8 +12,9 @@ def render(record: Values) -> RenderableType:
     """Render a record of `inspect_model`: the conversion, its cost, and warnings."""
     before = [_model(record), counts_table(record["counts"]), _sizes(record)]
     after = [_plans(record["run"], record["plans"])] if record["plans"] else []
-    if record["warnings"]:
-        rows = [["warning:", warning] for warning in record["warnings"]]
+    rows = [["warning:", warning] for warning in record["warnings"]]
+    rows += [["serving:", limit] for limit in record["limits"]]
+    if rows:
         after.append(Table(columns=("", ""), rows=rows, words=2))
     return Group(*map(to_rich, before), Text(_repair(record)), *map(to_rich, after))
 
