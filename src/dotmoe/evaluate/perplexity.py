@@ -121,8 +121,7 @@ def packed_text(config: TextConfig, tokenizer: Any) -> Text:
     texts = _whole(documents(data))
     lines = [line for text in texts for line in text.removesuffix("\n").split("\n")]
     rows = "\n\n".join(line + "\n" if line.strip() else "" for line in lines)
-    ids = tokenizer(rows, split_special_tokens=True, verbose=False).input_ids
-    num_bytes = len("".join(texts).encode())
+    ids, num_bytes = tokenizer(rows, verbose=False).input_ids, len("".join(texts).encode())
     if not ids or not num_bytes:
         raise UserError("the data holds no text. Name sources with text in them.")
     joined = r'Lines joined by "\n\n", tokenised whole, the last unfilled window dropped,'
