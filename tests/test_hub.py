@@ -95,6 +95,8 @@ def test_a_model_can_be_named_at_a_commit(hub, model, text_file, command):
 )
 def test_weights_of_another_kind_are_named(hub, model, weights, says):
     (model / "model.safetensors").rename(model / weights)
+    (model / "optimizer.pt").write_bytes(b"")  # of no use
+    (model / "args.bin").write_bytes(b"")
     hub.push(NAME, model)
     with pytest.raises(UserError, match=says):
         describe_dense(NAME)

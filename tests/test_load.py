@@ -189,6 +189,10 @@ def with_a_tensor_missing_from_its_shard(folder):
             lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
             "only as pytorch_model.bin.*save_pretrained",
         ),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "training_args.bin"),
+            "holds no model.safetensors",
+        ),
         (with_tensors(lambda t: t.pop("lm_head.weight")), "no lm_head.weight: it is a base model"),
         (with_tensors(lambda t: [t.pop(UP), t.pop(GATE)]), f"^{GATE} is not in .*2 missing in all"),
         (

@@ -104,9 +104,9 @@ def _what_lacks(source: str, name: str, folder: Path) -> str:
             f"{folder} in the hub's cache holds only a part of {source}, and the hub cannot be "
             f"reached ({one_line(error)}). Repeat this with a network, or unset HF_HUB_OFFLINE."
         )
-    if pickles := [file for file in files if file.endswith((".bin", ".pt", ".pth"))]:
+    if pickles := pickled(files):
         return (
-            f"{source} holds weights only as {pickles[0]}, and pickles are not read. Name the "
+            f"{source} holds weights only as {pickles}, and pickles are not read. Name the "
             f"hub's own conversion if there is one, {name}@refs/pr/N, or load the model with "
             "Transformers, then model.save_pretrained(FOLDER)."
         )
@@ -121,16 +121,21 @@ def is_local(source: str) -> bool:
     return is_path or source == EMBEDDED or not _HUB_NAME.fullmatch(source)
 
 
+def pickled(files: Iterable[str]) -> str | None:
+    """The first file of weights stored as pickles; not one with the state of a training."""
+    weights = re.compile(r"(.*/)?(pytorch_model|model|consolidated)\b.*\.(bin|pth?)")
+    return min(filter(weights.fullmatch, files), default=None)
+
+
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Map tensor names to safetensors files, from their headers; refuses incomplete files."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return dict.fromkeys(_tensor_names(single), single)
     if not index.is_file():
-        old = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
-        if old:
+        if old := pickled(path.name for path in folder.iterdir()):
             raise UserError(
-                f"{folder} holds weights only as {old[0].name}, and pickles are not read. Load "
+                f"{folder} holds weights only as {old}, and pickles are not read. Load "
                 "them with Transformers, then model.save_pretrained(folder)."
             )
         raise UserError(f"{folder} holds no {single.name} and no {index.name}. Fetch them.")

@@ -71,7 +71,7 @@ class EvaluateConfig:
     perplexity only, an exported GGUF (the file or its folder)."""
     against: str | None = None
     """Second model to measure, side by side with MODEL. For --fidelity: the dense model, by default
-    the one that MODEL was made from."""
+    the one that MODEL was made from (of a local one, only a run folder knows the path)."""
     out: str | None = None
     """Folder to write results to. Default for tasks: `6_evaluate` of a run, else
     `evaluation-MODEL`; other results are only printed."""
@@ -108,8 +108,8 @@ class EvaluateConfig:
     curve: Annotated[tuple[int, ...] | None, at_least(1)] = None
     """Measure perplexity of an export at these k, and at k = E. Without numbers: eighths of E."""
     tokenizer: str | None = None
-    """Model whose tokenizer is used for a GGUF that runs in llama.cpp. Default: the one that an
-    exported GGUF was made from; without this option Transformers reads any other GGUF."""
+    """Model whose tokenizer is used for a GGUF that runs in llama.cpp. Default: the hub model that
+    an exported GGUF was made from; without this option Transformers reads any other GGUF."""
     corpus: TextConfig = field(default_factory=TextConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
 
