@@ -28,8 +28,9 @@ TEXTS = [
     ),
 ]
 REBUILT = {("llama2", "llama"), ("codellama", "llama"), ("yi", "llama"), ("smollm2", "llama")}
+REBUILT |= {("r1_qwen", "qwen2")}
 """Kinds that Transformers rebuilds wrongly for a model type."""
-OTHERS = [("qwen2", "qwen2"), ("qwen2", "qwen3"), ("r1_qwen", "qwen2"), ("phi3", "phi3")]
+OTHERS = [("qwen2", "qwen2"), ("qwen2", "qwen3"), ("phi3", "phi3")]
 OTHERS += [("olmo2", "olmo2"), ("granite3", "granite"), ("mistral3", "mistral")]
 OTHERS += [("llama2", "mistral"), ("nemo", "mistral"), ("phi4", "phi3")]
 OTHERS += [(kind, "llama") for kind in ("llama3", "r1_llama", "falcon3", "yi", "phi4", "olmo2")]

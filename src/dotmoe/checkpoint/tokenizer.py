@@ -7,8 +7,10 @@ on. So ids are compared with the file's, and the file is right.
 
 import json
 import logging
+import random
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,14 @@ PROBES = (
     "I'm, you're, he'LL, don't; WE'VE 'tis 100,000.00 x=1e-5 {}[]()<>@#$%^&*",
 )
 """Texts on which tokenizers are compared: letters of many scripts, digits, spaces, line breaks."""
-_MORE = (" one space", "if a:\n    for b in 12:\n        c = 2023\n\n\n\n    return\r\n", "")
+_CHARACTERS = (
+    *(" ", "\n", "\r", "\t", " \u00a0\u3000\u200b", "'", "'"),
+    *("sStTdDmM", "lLvVrReE", "azAZ", "\u00e9\u00c9\u00df\u0436\u0416\u01c5\u02b0"),
+    *("\u65e5\u3042\u30a2\ud55c\u0e01\u0905\u05d0", "\u0301\u094d\u0e34"),
+    *("0123456789", "0123456789\u0663\u00b2\u2167\u00bd", "!.,/-_()?:;@#%&*[]{}", "$+~`<=>|^"),
+    *("\u2026\u3002\uff0c\u0964\u2014\u201c", "\U0001f642\u20ac\u00b0"),
+)
+"""Groups of characters that different rules treat differently."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +54,12 @@ logger = logging.getLogger(__name__)
 def load_tokenizer(folder: Path, rows: int | None = None) -> Any:
     """Load the tokenizer of a folder as a `PreTrainedTokenizerBase`.
 
-    It is `AutoTokenizer`'s if that gives the ids of `tokenizer.json` on `PROBES` and on the file's
-    added tokens, else one that is read from the file directly, with a logged note. Ids are compared
-    without the special tokens around a text. Those depend on the use: `dotmoe.data.pack` puts a BOS
-    before each document if the tokenizer names one, whatever else; prompts and benchmark tasks get
-    what the post-processor of `tokenizer.json` adds, which Transformers prefers to `add_bos_token`.
+    It is `AutoTokenizer`'s if that gives the ids of `tokenizer.json` on `PROBES`, random text and
+    the file's added tokens, else one that is read from the file directly, with a logged note. Ids
+    are compared without the special tokens around a text. Those depend on the use: `pack` puts a
+    BOS before each document if the tokenizer names one, whatever else; prompts and benchmark tasks
+    get what the post-processor of `tokenizer.json` adds, which Transformers prefers to
+    `add_bos_token`.
 
     Special tokens with ids from `rows` (the embedding's number) on, such as a pad token that was
     added for training, are left out with a logged note: their names in a text are plain text.
@@ -83,7 +93,7 @@ def load_tokenizer(folder: Path, rows: int | None = None) -> Any:
         logger.warning("%s: %s", folder, _as_stands(stock, difference))
     parts = read_json(file) if whole else json.loads(stock.backend_tokenizer.to_str())
     tokenizer = from_parts(parts, stock, rows)
-    if whole and any(_ids(tokenizer, text) != _ids(whole, text) for text in (*PROBES, *_MORE)):
+    if whole and any(_ids(tokenizer, text) != _ids(whole, text) for text in _plain_texts()):
         raise UserError(
             f"Transformers {transformers_version} does not give the ids of {file}. Install another "
             "version, or copy the tokenizer again."
@@ -116,6 +126,13 @@ def from_parts(parts: Values, like: Any, rows: int | None = None) -> PreTrainedT
     )
     tokenizer.name_or_path = like.name_or_path
     return tokenizer
+
+
+@cache
+def random_text() -> str:
+    """Random text with characters of all groups; its first letter reveals a space put before it."""
+    draw = random.Random(0)
+    return "a" + "".join(draw.choice(draw.choice(_CHARACTERS)) for _ in range(30_000))
 
 
 def copy_tokenizer(dense: DenseModel, out: Path) -> None:
@@ -198,6 +215,10 @@ def _difference(tokenizer: Any, whole: Tokenizer) -> str | None:
     return next((t for t in _texts(whole) if _ids(tokenizer, t) != _ids(whole, t)), None)
 
 
+def _plain_texts() -> tuple[str, ...]:
+    return *PROBES, " one space", "", random_text()[:3000]
+
+
 def _texts(whole: Tokenizer) -> Iterator[str]:
-    yield from (*PROBES, *_MORE)
+    yield from _plain_texts()
     yield " b".join(["a", *(str(token) for token in whole.get_added_tokens_decoder().values()), ""])

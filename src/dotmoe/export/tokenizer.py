@@ -7,7 +7,6 @@ one token are consecutive; both conditions are checked.
 """
 
 import json
-import random
 import re
 import tomllib
 from collections import Counter
@@ -19,20 +18,13 @@ from typing import Any, Literal
 from gguf import TokenType
 from tokenizers import Regex, pre_tokenizers
 
+from dotmoe.checkpoint.tokenizer import random_text
 from dotmoe.files import Values
 from dotmoe.models.family import DenseModel
 
 _FILE = Path(__file__).with_name("tokenizer_rules.toml")
 RULES: dict[str, dict[str, Any]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
 """llama.cpp's rules that split text, by name; the file documents their entries."""
-_CHARACTERS = (
-    *(" ", "\n", "\r", "\t", " \u00a0\u3000\u200b", "'", "'"),
-    *("sStTdDmM", "lLvVrReE", "azAZ", "\u00e9\u00c9\u00df\u0436\u0416\u01c5\u02b0"),
-    *("\u65e5\u3042\u30a2\ud55c\u0e01\u0905\u05d0", "\u0301\u094d\u0e34"),
-    *("0123456789", "0123456789\u0663\u00b2\u2167\u00bd", "!.,/-_()?:;@#%&*[]{}", "$+~`<=>|^"),
-    *("\u2026\u3002\uff0c\u0964\u2014\u201c", "\U0001f642\u20ac\u00b0"),
-)
-"""Groups of characters that different rules treat differently."""
 _NO_MERGES = ["<no> <merges>"]
 """llama.cpp requires at least one merge; this one never applies."""
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -170,7 +162,7 @@ def _byte_level(backend: Any, parts: Values, notes: list[str]) -> Values:
 
 def _rule(cutter: Any, takes_words: bool) -> str:
     """Name of the rule that splits a sample text exactly as the pre-tokenizer does."""
-    pieces = None if cutter is None else cutter.pre_tokenize_str(_sample())
+    pieces = None if cutter is None else cutter.pre_tokenize_str(random_text())
     for name, rule in RULES.items():
         if rule.get("whole_words", False) == takes_words and _cut_by(tuple(rule["cuts"])) == pieces:
             return name
@@ -181,14 +173,7 @@ def _rule(cutter: Any, takes_words: bool) -> str:
 def _cut_by(patterns: tuple[str, ...]) -> list[Any]:
     steps: list[Any] = [pre_tokenizers.Split(Regex(each), "isolated") for each in patterns]
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-    return list(pre_tokenizers.Sequence(steps).pre_tokenize_str(_sample()))
-
-
-@cache
-def _sample() -> str:
-    """Random text with characters of all groups; its first letter reveals a space put before it."""
-    draw = random.Random(0)
-    return "a" + "".join(draw.choice(draw.choice(_CHARACTERS)) for _ in range(30_000))
+    return list(pre_tokenizers.Sequence(steps).pre_tokenize_str(random_text()))
 
 
 def _sentencepiece(
