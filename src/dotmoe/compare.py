@@ -21,6 +21,7 @@ from dotmoe.calibrate import CalibrateConfig, Start
 from dotmoe.config import PruneRunConfig, RunConfig, finetune_recipe
 from dotmoe.distributed import require_one_process, resolved_device
 from dotmoe.errors import UserError, one_line
+from dotmoe.evaluate.perplexity import difference, error_over, nats_with_error
 from dotmoe.files import write_json, write_text
 from dotmoe.granularity import ExpertsConfig, Granularity, nearest_active_experts, resolve
 from dotmoe.load import describe_dense
@@ -175,6 +176,8 @@ def _budgeted(
 def table(summary: dict[str, Any]) -> Table:
     """The table of a comparison or a sweep, the seeds of a conversion merged into one row."""
     rows, axis = over_seeds(summary["rows"]), summary.get("axis")
+    dense, *others = rows
+    best = min(others, key=lambda row: row["loss"], default=dense)
     rows += [{"value": name, "failed": why} for name, why in summary.get("left_out", {}).items()]
     columns: dict[str, Callable[[Row], str | None]] = {
         _SWEPT[axis] if axis else "method": lambda row: (
@@ -191,7 +194,8 @@ def table(summary: dict[str, Any]) -> Table:
         "active": _active,
         "perplexity": _cell("perplexity", "{:.2f}".format),
         "bits a byte": _cell("bits_per_byte", "{:.3f}".format),
-        "nats above dense": _cell("loss_above_dense", "{:.3f}".format),
+        "nats above dense": lambda row: _above(row, dense),
+        "above the best": lambda row: _above(row, best),
         "other text": _cell("other_loss", lambda loss: f"{math.exp(loss):.2f}"),
         "seeds": spread,
         "active parameters": _cell("parameters", millions),
@@ -208,13 +212,29 @@ def table(summary: dict[str, Any]) -> Table:
         if not any(map(columns[name], rows)):
             del columns[name]
     other = summary.get("other_text")
-    note = f"Other text, perplexity: {', '.join(other)}." if other else ""
-    return table_of(rows, columns, words=[*columns].index("active"), note=note.strip())
+    note = "±: one standard error, over windows and seeds; inconclusive: within two."
+    if other:
+        note += f" Other text, perplexity: {', '.join(other)}."
+    return table_of(rows, columns, words=[*columns].index("active"), note=note)
 
 
 def _cell(key: str, form: Callable[[Any], str] = str) -> Callable[[Row], str | None]:
     """A function that formats the value of a key in a row; None if the row has none."""
     return lambda row: None if row.get(key) is None else form(row[key])
+
+
+def _above(row: Row, other: Row) -> str | None:
+    """How far the loss of a row is above another's, with the error over paired windows and seeds.
+
+    None of the row itself, and of one that failed.
+    """
+    if "loss" not in row or row is other:
+        return None
+    change, stderr = difference(row, other)
+    if stderr is not None:
+        of_seeds = (error_over(each["losses"], [1] * len(each["losses"])) for each in (row, other))
+        stderr = math.hypot(stderr, *(error or 0.0 for error in of_seeds))
+    return nats_with_error(change, stderr, "+.3f")
 
 
 def _active(row: Row) -> str | None:
@@ -230,7 +250,16 @@ def _budget(over: float) -> str:
 
 _AVERAGED = (
     *("loss", "bits_per_byte", "other_loss", "loss_above_dense", "active_fraction", "active_std"),
-    *("shared_fraction", "parameters", "stored", "over_budget", "text_tokens", "seconds"),
+    *(
+        "stderr",
+        "loss_above_dense_stderr",
+        "shared_fraction",
+        "parameters",
+        "stored",
+        "over_budget",
+        "text_tokens",
+        "seconds",
+    ),
 )
 """Numbers of a row that are averaged over seeds."""
 
@@ -246,11 +275,14 @@ def over_seeds(rows: Iterable[Row]) -> list[Row]:
         groups.setdefault(kind, []).append(row)
     merged = []
     for alike in groups.values():
-        means = {
+        means: Row = {
             n: fmean(row[n] for row in alike) for n in _AVERAGED if alike[0].get(n) is not None
         }
         means |= {n: round(means[n]) for n in ("parameters", "stored", "text_tokens") if n in means}
         losses = [row["loss_above_dense"] for row in alike]
+        if all("window_losses" in row for row in alike):
+            windows = zip(*(row["window_losses"] for row in alike), strict=True)
+            means["window_losses"] = [fmean(each) for each in windows]
         merged.append(alike[0] | means | {"perplexity": math.exp(means["loss"]), "losses": losses})
     return merged
 
@@ -416,11 +448,12 @@ def _write(config: CompareConfig | SweepConfig, summary: dict[str, Any], plot: A
 
 def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:
     """Columns of a perplexity result, with its loss above the dense model's."""
-    names = ("perplexity", "loss", "bits_per_byte", "tokens", "window")
-    row = {name: result[name] for name in names}
+    names = ("perplexity", "loss", "stderr", "window_losses", "bits_per_byte", "tokens", "window")
+    row = {name: result[name] for name in names if name in result}  # older results lack some
     if "other" in result:
         row["other_loss"] = result["other"]["loss"]
-    return row | {"loss_above_dense": result["loss"] - dense["loss"]}
+    change, stderr = difference(result, dense)
+    return row | {"loss_above_dense": change, "loss_above_dense_stderr": stderr}
 
 
 def _points_of(method: str, plain: RunConfig, comparison: CompareConfig) -> Iterator[Point]:

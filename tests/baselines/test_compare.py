@@ -5,13 +5,14 @@ import math
 import os
 import re
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dotmoe.baselines import METHODS, BaselineConfig
-from dotmoe.compare import CompareConfig, over_seeds, points_of
+from dotmoe.compare import CompareConfig, over_seeds, points_of, table
 from dotmoe.config import PruneRunConfig
 from dotmoe.data.sources import DataConfig
 from dotmoe.errors import UserError, VerificationError
@@ -174,8 +175,38 @@ def test_a_comparison_of_trained_splits_shows_the_mean_and_range_of_its_seeds(ro
     assert not torch.equal(*(layout_in(out / row["run"]).expert_of_neuron_LN for row in rows))
     low, high = sorted(row["loss_above_dense"] for row in rows)
     assert low < high
-    shown = f"| {(low + high) / 2:.3f} | {low:.3f} to {high:.3f} |"
+    shown = f"| {(low + high) / 2:+.3f} | - | {low:.3f} to {high:.3f} |"
     assert shown in (out / "compare.md").read_text()
+
+
+def test_rows_that_windows_and_seeds_cannot_tell_apart_are_inconclusive():
+    """Beside the best: within two errors of windows, beyond them, within those of its seeds."""
+    noise, plain = (0.01, -0.01, 0.02, -0.02), {"window": 9, "tokens": 32}
+
+    def rows(name, above, spread, *seeds):
+        return [
+            {"value": name, "loss": 2 + above + seed, "loss_above_dense": above + seed}
+            | {"window_losses": [2 + above + seed + spread * each for each in noise], **plain}
+            for seed in seeds or (0.0,)
+        ]
+
+    kinds = [
+        ("dense", 0, 0),
+        ("a", 0.1, 0),
+        ("b", 0.1, 1),
+        ("c", 0.2, 1),
+        ("d", 0.2, 1, -0.09, 0.1),
+    ]
+    shown = table({"rows": [row for kind in kinds for row in rows(*kind)]})
+    at = shown.columns.index("above the best")
+    stderr = np.std(noise, ddof=1) / 2
+    assert {line[0]: line[at] for line in shown.rows} == {
+        "dense": f"{-0.1:+.3f} ± 0.000",
+        "a": None,
+        "b": f"+0.000 ± {stderr:.3f} (inconclusive)",
+        "c": f"+0.100 ± {stderr:.3f}",
+        "d": f"+0.105 ± {math.hypot(stderr, 0.095):.3f} (inconclusive)",
+    }
 
 
 def test_over_seeds_every_number_is_a_mean():

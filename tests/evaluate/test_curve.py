@@ -34,6 +34,7 @@ def test_every_point_is_the_masked_model_with_that_k(exported):
             assert point["loss"] == pytest.approx(loss(), rel=2e-3)
         assert point["perplexity"] == pytest.approx(math.exp(point["loss"]))
         assert point["loss_above_all_experts"] == point["loss"] - points[12]["loss"]
+        assert (point["loss_above_all_experts_stderr"] > 0) == (active < 12)
     assert len({round(point["loss"], 3) for point in points.values()}) == 3
     assert points[12]["loss"] == pytest.approx(loss(), rel=1e-4)
     total = sum(parameter.numel() for parameter in case.dense.model.parameters())

@@ -50,6 +50,10 @@ def test_every_figure_is_what_torch_computes_from_whole_logits(family, exported,
     chances = [torch.distributions.Categorical(logits=each.logits) for each in (dense, moe)]
     kl = float(torch.distributions.kl_divergence(*chances).mean())
     assert 0.01 < found["kl"] == pytest.approx(kl, rel=1e-4)
+    by_window = torch.distributions.kl_divergence(*chances).mean(dim=1)
+    assert found["window_kls"] == pytest.approx(by_window.tolist(), rel=1e-3)
+    stderr = float(by_window.std()) / len(by_window) ** 0.5
+    assert found["kl_stderr"] == pytest.approx(stderr, rel=1e-3)
     same = (moe.logits.argmax(-1) == dense.logits.argmax(-1)).double().mean()
     assert found["top1_agreement"] == pytest.approx(float(same))
     assert found["tokens"] == rows_of(case).numel()

@@ -11,15 +11,24 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 from transformers import AutoModelForCausalLM
 
 from dotmoe.data.sources import Continuation, DataConfig, documents
 from dotmoe.errors import UserError
 from dotmoe.evaluate import EvaluateConfig, evaluate, models
 from dotmoe.evaluate.models import TextConfig, row_nats, stock_nats
-from dotmoe.evaluate.perplexity import packed_text, perplexity, rolling_perplexity
+from dotmoe.evaluate.perplexity import (
+    difference,
+    error_over,
+    nats_with_error,
+    packed_text,
+    perplexity,
+    rolling_perplexity,
+)
 from dotmoe.export import GgufConfig, export
 from dotmoe.load import LoadConfig, load_dense
 
@@ -68,7 +77,37 @@ def test_loss_equals_the_sum_by_hand_with_a_partial_last_window(llama):
     assert result["perplexity"] == pytest.approx(math.exp(expected))
     num_bytes = sum(len(text.encode()) for text in TEXTS)
     assert result["bits_per_byte"] == pytest.approx(expected / math.log(2) * len(ids) / num_bytes)
+    sums = [nats.nats_V[ids[start + 1 : start + 50]] for start in range(0, len(ids), 50)]
+    assert result["window_losses"] == pytest.approx([float(w.mean()) for w in sums], abs=1e-6)
+    # The survey's error of a ratio of sums over clusters of unequal size (Cochran, 6.4).
+    counts = np.array([len(each) for each in sums])
+    off = np.array([float(each.sum()) for each in sums]) - expected * counts
+    variance = len(sums) * np.var(off, ddof=1) / counts.sum() ** 2
+    assert result["stderr"] == pytest.approx(variance**0.5, rel=1e-4)
+    assert f"over {len(sums)} windows, fewer than 16: a rough one" in result["protocol"]
     assert told == [(done, len(ids)) for done in (150, 300, 400, len(ids))]
+
+
+def test_a_difference_has_the_error_of_pairs():
+    """SciPy's paired t statistic is the difference over its standard error."""
+    generator = np.random.default_rng(0)
+    hard = generator.normal(3, 0.5, 20)
+    sides = [hard + generator.normal(shift, 0.01, 20) for shift in (0.004, 0.0)]
+    a, b = (
+        {"loss": side.mean(), "window_losses": side.tolist(), "window": 9, "tokens": 160}
+        for side in sides
+    )
+    change, stderr = difference(a, b)
+    assert change / stderr == pytest.approx(stats.ttest_rel(*sides).statistic)
+    alone = error_over(a["window_losses"], [8] * 20)
+    assert alone == pytest.approx(stats.sem(sides[0]))
+    assert alone > 10 * stderr  # windows differ far more than models do
+    assert difference(a, b | {"tokens": 159})[1] is None
+    assert difference(a, {"loss": 1.0, "window": 9, "tokens": 160})[1] is None
+    assert error_over([1.0], [1]) is None
+    for factor, mark in ((1.9, " (inconclusive)"), (2.1, "")):
+        shown = nats_with_error(-factor * 0.01, 0.01, "+.3f")
+        assert shown == f"{-factor * 0.01:+.3f} ± 0.010{mark}"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from dotmoe.evaluate.models import (
     logits_in_parts,
     model_folder,
 )
-from dotmoe.evaluate.perplexity import packed_text, text_names
+from dotmoe.evaluate.perplexity import error_over, packed_text, text_names
 from dotmoe.export.architectures import FORMATS
 from dotmoe.export.record import RECORD_FILE, ExportRecord
 from dotmoe.files import Values
@@ -57,7 +57,7 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
     rows = full.view(-1, window) if len(full) else tokens[None]
     ffns = _ffns(dense.model, other.model, record) if record else {}
     sums: dict[str | int, Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
-    kl, same, done = 0.0, 0, 0
+    kl, same, done, windows = 0.0, 0, 0, list[float]()
 
     def compare(layer: int, block: Any, _: nn.Module, inputs: Any, output: Tensor) -> None:
         sums[layer] += _sums(block(inputs[0]).flatten(0, 1), output.flatten(0, 1))
@@ -71,12 +71,15 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
             sums["before"] += _sums(other_TD, dense_TD)
             of_dense = logits_in_parts(dense.model, dense_TD)
             of_other = logits_in_parts(other.model, other_TD)
+            kls = list[Tensor]()
             for (_, dense_TV), (_, other_TV) in zip(of_dense, of_other, strict=True):
                 sums["after"] += _sums(other_TV, dense_TV)
                 same += int((other_TV.argmax(dim=1) == dense_TV.argmax(dim=1)).sum())
                 dense_log, other_log = dense_TV.log_softmax(dim=1), other_TV.log_softmax(dim=1)
                 kl_TV = F.kl_div(other_log, dense_log, log_target=True, reduction="none")
-                kl += float(kl_TV.sum(dim=1).double().sum())
+                kls.append(kl_TV.sum(dim=1).double().cpu())
+                kl += float(kls[-1].sum())
+            windows += torch.cat(kls).view(batch.shape).mean(dim=1).tolist()
             update(done := done + batch.numel(), rows.numel())
 
     def closeness(place: str | int) -> dict[str, float]:
@@ -89,6 +92,8 @@ def measure_fidelity(config: EvaluateConfig, progress: Progress) -> Values:
         "before_head": closeness("before"),
         "after_head": closeness("after"),
         "kl": kl / done,
+        "kl_stderr": error_over(windows, [1] * len(windows)),
+        "window_kls": windows,
         "top1_agreement": same / done,
         "ffn": [{"layer": layer, **closeness(layer)} for layer in ffns],
         "tokens": done,
@@ -120,6 +125,8 @@ def fidelity_table(result: Values) -> Table:
     """Closeness to the dense model before and after the head, and of each FFN."""
     places = {"before the LM head": result["before_head"], "logits": result["after_head"]}
     places |= {f"FFN output, layer {each['layer']}": each for each in result["ffn"]}
+    stderr, number = result.get("kl_stderr"), len(result.get("window_kls", ()))
+    error = "" if stderr is None else f" (± {stderr:.4f} over {number} windows)"
     return table_of(
         places.items(),
         {
@@ -129,7 +136,7 @@ def fidelity_table(result: Values) -> Table:
             "MSE / mean square": lambda row: f"{row[1]['relative_mse']:.4f}",
         },
         title=f"{result['name']} beside {result['against']}, {result['tokens']:,} tokens",
-        note=f"KL {result['kl']:.4f} nats a token, same most likely token for "
+        note=f"KL {result['kl']:.4f} nats a token{error}, same most likely token for "
         f"{percent(result['top1_agreement'])}. FFNs are fed with the dense input. "
         f"Text: {text_names(result)}.",
     )

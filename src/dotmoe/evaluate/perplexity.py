@@ -39,6 +39,8 @@ from dotmoe.tables import Table, figure, percent, table_of
 
 PAPER_WINDOWS = (2048, 4096, 8192, 32768)
 """Windows of tab:seqlen_ppl, in tokens."""
+FEW_WINDOWS = 16
+"""Fewer windows than this give a rough standard error, which is said."""
 Heldout = Mapping[tuple[str, ...], TokenBlocks]
 """Blocks of held-out text, by the names of the text."""
 
@@ -66,8 +68,10 @@ def perplexity(
     `batch_size` windows per call; `on_progress` gets the number of tokens.
 
     Returns:
-        `loss` (mean nats per token), `perplexity`, `bits_per_byte` (comparable between tokenizers),
-        and how it was measured. `UserError` for nothing to score, or a loss over 100 or not finite.
+        `loss` (mean nats per token), its standard error `stderr` over windows (None if there is one
+        window), `window_losses` (mean of each window), `perplexity`, `bits_per_byte` (comparable
+        between tokenizers), and how it was measured. `UserError` for nothing to
+        score, or a loss over 100 or not finite.
     """
     full, rest = divmod(text.tokens.numel(), window)
     whole = text.tokens[: full * window].view(full, window)
@@ -80,8 +84,10 @@ def perplexity(
             "lower --window."
         )
     total, scored, done, num_tokens = 0.0, 0, 0, sum(batch.numel() for batch in batches)
+    windows = list[float]()
     for batch in batches:
         nats_BT = nats(batch)
+        windows += [round(each, 6) for each in nats_BT.mean(dim=1).tolist()]
         total += float(nats_BT.sum())
         scored += nats_BT.numel()
         on_progress(done := done + batch.numel(), num_tokens)
@@ -91,9 +97,11 @@ def perplexity(
             f"the loss is {loss} nats a token, so the model is broken or its dtype overflows. "
             "Load it as float32 to find out which."
         )
-    return {
+    few = f", fewer than {FEW_WINDOWS}: a rough one" if len(windows) < FEW_WINDOWS else ""
+    result = {
         "origin": "measured",
         "loss": loss,
+        "window_losses": windows,
         "perplexity": math.exp(loss),
         "bits_per_byte": loss / math.log(2) * text.tokens_per_byte,
         "window": window,
@@ -102,8 +110,45 @@ def perplexity(
         "text": list(text.names),
         "protocol": f"{text.joined} and cut into non-overlapping windows of {window} tokens; the "
         f"first token of each window is not scored; {scored:,} tokens scored; mean taken over "
-        "tokens.",
+        f"tokens, standard error over {len(windows)} window{'s' * (len(windows) > 1)}{few}.",
     }
+    return result | {"stderr": error_over(windows, _scored_in(result))}
+
+
+def error_over(values: Sequence[float], weights: Sequence[float]) -> float | None:
+    """Standard error of the weighted mean of independent values; None for fewer than two."""
+    number, total = len(values), sum(weights)
+    if number < 2:
+        return None
+    mean = sum(v * w for v, w in zip(values, weights, strict=True)) / total
+    squares = sum((w * (v - mean)) ** 2 for v, w in zip(values, weights, strict=True))
+    return math.sqrt(number / (number - 1) * squares) / total
+
+
+def difference(result: Values, other: Values) -> tuple[float, float | None]:
+    """How far a loss is above another, in nats, and the standard error over paired windows.
+
+    The error is None if not the same windows were scored, or by a version that did not keep them.
+    """
+    ours, theirs = (each.get("window_losses", ()) for each in (result, other))
+    change, counts = result["loss"] - other["loss"], _scored_in(result)
+    if counts != _scored_in(other):
+        return change, None
+    return change, error_over([a - b for a, b in zip(ours, theirs, strict=True)], counts)
+
+
+def _scored_in(result: Values) -> list[int]:
+    """Number of scored tokens in each window: all but the first of a window."""
+    full, others = result["window"] - 1, len(result.get("window_losses", ())) - 1
+    return [full] * others + [result["tokens"] - full * others] * (others >= 0)
+
+
+def nats_with_error(value: float, stderr: float | None, form: str) -> str:
+    """A loss and its standard error; a difference (form `+`) within two errors is inconclusive."""
+    if stderr is None:
+        return f"{value:{form}}"
+    inconclusive = " (inconclusive)" * (form[0] == "+" and abs(value) <= 2 * stderr > 0)
+    return f"{value:{form}} ± {stderr:{form.lstrip('+')}}{inconclusive}"
 
 
 def packed_text(config: TextConfig, tokenizer: Any) -> Text:
@@ -291,7 +336,8 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
     stock = loaded(folder, config.load)
     text, window = packed_text(corpus, stock.tokenizer), corpus.window_in(stock.context)
     layers = range(record.first_dense_layers, record.num_layers)
-    nats, points, result = stock_nats(stock.model), list[Values](), Values()
+    nats, points, measured = stock_nats(stock.model), list[Values](), list[Values]()
+    result = Values()
     for active in ks:
         FORMATS[record.format].run_active_experts(stock.model, layers, active)
         with progress.bar(f"k = {active}", tokens=1) as update:
@@ -302,11 +348,15 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
                 "active_experts": active,
                 "active_fraction": changed.active_fraction,
                 "active_parameters": changed.parameters["active"],
-                **{name: result[name] for name in ("loss", "perplexity", "bits_per_byte")},
+                **{
+                    name: result[name] for name in ("loss", "stderr", "perplexity", "bits_per_byte")
+                },
             }
         )
-    for point in points:  # the last is k = E
-        point["loss_above_all_experts"] = point["loss"] - result["loss"]
+        measured.append(result)
+    for point, each in zip(points, measured, strict=True):  # the last is k = E
+        change, stderr = difference(each, result)
+        point |= {"loss_above_all_experts": change, "loss_above_all_experts_stderr": stderr}
     all_experts = "other weights" if record.is_finetuned or record.dropped_size else "dense"
     return {
         **{name: getattr(record, name) for name in ("name", "format", "source")},
@@ -323,16 +373,16 @@ def measure_curve(config: EvaluateConfig, progress: Progress) -> Values:
 def perplexity_table(models: Mapping[str, Values]) -> Table:
     """Table of models' perplexities on one text; the others are compared with the first."""
     first, *others = rows = [result | {"model": name} for name, result in models.items()]
-    unit, above = first["unit"], f"above {Path(first['model']).name}"
+    unit, than_first = first["unit"], f"above {Path(first['model']).name}"
     columns: dict[str, Callable[[Values], str]] = {
         "model": lambda row: row["model"],
         "perplexity": lambda row: f"{row['perplexity']:.3f}",
-        f"nats a {unit}": lambda row: f"{row['loss']:.4f}",
-        above: lambda row: f"{row['loss'] - first['loss']:+.4f}",
+        f"nats a {unit}": lambda row: nats_with_error(row["loss"], row.get("stderr"), ".4f"),
+        than_first: lambda row: nats_with_error(*difference(row, first), "+.4f"),
         "bits a byte": lambda row: figure(row["bits_per_byte"]),
     }
     if not others:
-        del columns[above]
+        del columns[than_first]
     return table_of(
         rows,
         columns,
@@ -369,8 +419,10 @@ def curve_table(curve: Values) -> Table:
             "active parameters": lambda point: f"{point['active_parameters']:,}",
             "of all": lambda point: percent(point["active_parameters"] / curve["dense_parameters"]),
             "perplexity": lambda point: f"{point['perplexity']:.3f}",
-            f"nats above k = {curve['num_experts']}": lambda point: (
-                f"{point['loss_above_all_experts']:+.4f}"
+            f"nats above k = {curve['num_experts']}": lambda point: nats_with_error(
+                point["loss_above_all_experts"],
+                point.get("loss_above_all_experts_stderr"),
+                "+.4f",
             ),
         },
         title=f"Perplexity per {curve['unit']} at several k",

@@ -9,7 +9,7 @@ from typing import Any
 from dotmoe.bench import table as bench_table
 from dotmoe.evaluate import MEASUREMENTS
 from dotmoe.evaluate.models import sides_of
-from dotmoe.evaluate.perplexity import curve_table, perplexity_table, text_names
+from dotmoe.evaluate.perplexity import curve_table, difference, perplexity_table, text_names
 from dotmoe.evaluate.tasks import (
     PAPER,
     differ,
@@ -258,11 +258,13 @@ def gained(results: Values) -> str:
 def _lost(run: RunResults) -> str:
     dense, moe = run.results["dense"], run.results["moe"]
     share = moe["perplexity"] / dense["perplexity"] - 1
+    change, stderr = difference(moe, dense)
+    error = "" if stderr is None else f" (± {stderr:.3f}, one standard error over paired windows)"
     sentences = (
         f"on {text_names(dense)} ({dense['tokens']:,} tokens scored, in windows of "
         f"{dense['window']}) the perplexity per {dense['unit']} goes from "
-        f"{dense['perplexity']:.2f} to {moe['perplexity']:.2f}: {moe['loss'] - dense['loss']:+.3f} "
-        f"nats a {dense['unit']}, perplexity {100 * share:+.1f} %."
+        f"{dense['perplexity']:.2f} to {moe['perplexity']:.2f}: {change:+.3f} "
+        f"nats a {dense['unit']}{error}, perplexity {100 * share:+.1f} %."
     )
     others = {
         "Before repair it was": run.results.get("frozen"),
