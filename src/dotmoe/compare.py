@@ -212,10 +212,10 @@ def table(summary: dict[str, Any]) -> Table:
         if not any(map(columns[name], rows)):
             del columns[name]
     other = summary.get("other_text")
-    note = "±: one standard error, over windows and seeds; inconclusive: within two."
-    if other:
-        note += f" Other text, perplexity: {', '.join(other)}."
-    return table_of(rows, columns, words=[*columns].index("active"), note=note)
+    note = f"Other text, perplexity: {', '.join(other)}. " if other else ""
+    if "window_losses" in dense:  # not in records of an earlier version
+        note += "±: one standard error, over windows and seeds; inconclusive: within two."
+    return table_of(rows, columns, words=[*columns].index("active"), note=note.strip())
 
 
 def _cell(key: str, form: Callable[[Any], str] = str) -> Callable[[Row], str | None]:
