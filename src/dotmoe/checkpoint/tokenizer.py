@@ -47,6 +47,10 @@ _CHARACTERS = (
     *("\u2026\u3002\uff0c\u0964\u2014\u201c", "\U0001f642\u20ac\u00b0"),
 )
 """Groups of characters that different rules treat differently."""
+_NO_FILE = (
+    f"There is no {WHOLE}: Transformers makes it of the other files, which may need "
+    "pip install sentencepiece protobuf tiktoken."
+)
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +80,9 @@ def load_tokenizer(folder: Path, rows: int | None = None) -> Any:
         stock = _stock(folder)
         whole = Tokenizer.from_file(str(file)) if file.is_file() else None
     except Exception as error:  # of any type: tokenizers raises `Exception` itself
+        remedy = "Copy it again." if file.is_file() else _NO_FILE
         raise UserError(
-            f"the tokenizer in {folder} cannot be loaded ({one_line(error)}). {_remedy(folder)}"
+            f"the tokenizer in {folder} cannot be loaded ({one_line(error)}). {remedy}"
         ) from error
     beyond = [] if rows is None else _beyond(stock, rows, folder)
     difference = whole and _difference(stock, whole)
@@ -93,7 +98,7 @@ def load_tokenizer(folder: Path, rows: int | None = None) -> Any:
         logger.warning("%s: %s", folder, _as_stands(stock, difference))
     parts = read_json(file) if whole else json.loads(stock.backend_tokenizer.to_str())
     tokenizer = from_parts(parts, stock, rows)
-    if whole and any(_ids(tokenizer, text) != _ids(whole, text) for text in _plain_texts()):
+    if whole and not beyond and _difference(tokenizer, whole) is not None:
         raise UserError(
             f"Transformers {transformers_version} does not give the ids of {file}. Install another "
             "version, or copy the tokenizer again."
@@ -165,7 +170,7 @@ def tokenizer_notes(folder: Path) -> list[str]:
 def _as_stands(stock: Any, text: str) -> str:
     return (
         f"{type(stock).__name__} of Transformers {transformers_version} does not give the ids of "
-        f"{WHOLE} (for example for {text[:24]!r}), and PreTrainedTokenizerFast is used instead."
+        f"{WHOLE} (for example for {text[:24]!r}); PreTrainedTokenizerFast does."
     )
 
 
@@ -178,15 +183,6 @@ def _stock(folder: Path) -> Any:
             if not (folder / WHOLE).is_file():
                 raise
             return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-
-
-def _remedy(folder: Path) -> str:
-    if (folder / WHOLE).is_file():
-        return "Copy it again."
-    return (
-        f"There is no {WHOLE}: Transformers makes it of the other files, which may need "
-        "pip install sentencepiece protobuf tiktoken."
-    )
 
 
 def _beyond(tokenizer: Any, rows: int, folder: Path) -> list[str]:
@@ -215,10 +211,6 @@ def _difference(tokenizer: Any, whole: Tokenizer) -> str | None:
     return next((t for t in _texts(whole) if _ids(tokenizer, t) != _ids(whole, t)), None)
 
 
-def _plain_texts() -> tuple[str, ...]:
-    return *PROBES, " one space", "", random_text()[:3000]
-
-
 def _texts(whole: Tokenizer) -> Iterator[str]:
-    yield from _plain_texts()
+    yield from (*PROBES, " one space", "", random_text()[:3000])
     yield " b".join(["a", *(str(token) for token in whole.get_added_tokens_decoder().values()), ""])
