@@ -20,9 +20,10 @@ from dotmoe.layout import DROPPED
 from dotmoe.load import LoadConfig, describe_dense, load_dense
 from dotmoe.models.family import FAMILIES
 from export.comparison import logits_of, masked_logits, relative_error, stock_logits
-from runs import FORMATS_OF, GRANITE_FACTORS, rope, weights_of
+from runs import FORMATS_OF, FORMATS_OF_KIN, GRANITE_FACTORS, rope, weights_of
 
 STOCK = [name for name, form in FORMATS.items() if form.gating.score != "none"]
+FORMATS_OF = FORMATS_OF | FORMATS_OF_KIN
 PAIRS = [(family, target) for family, targets in FORMATS_OF.items() for target in targets]
 SPLIT = Granularity(num_experts=12, expert_size=8, active_experts=3)
 SETTINGS = {family: GRANITE_FACTORS if family == "granite" else {} for family in FORMATS_OF}
@@ -162,6 +163,18 @@ def test_a_sliding_window_becomes_the_context_limit(dense_of, exported, tokens_B
 
     assert error(tokens_BT[:, :40]) < 1e-3
     assert error(tokens_BT) > 0.02  # the limit is needed: beyond the window the two models differ
+
+
+def test_a_window_in_some_layers_is_no_window_in_all(dense_of, exported, tokens_BT):
+    """CWM: mixtral would slide in every layer, so its context is cut as that of glm4_moe is."""
+    types = {"layer_types": ["full_attention", "sliding_attention"]}
+    made = exported(dense_of("cwm", sliding_window=40, **types), format="auto")
+    assert (made.record.format, config_of(made.folder)["max_position_embeddings"]) == (
+        "glm4_moe",
+        40,
+    )
+    reference = masked_logits(made.dense, made.layout, tokens_BT[:, :40])
+    assert relative_error(stock_logits(made.folder, tokens_BT[:, :40]), reference) < 1e-3
 
 
 @pytest.mark.parametrize("family", ["mistral", "phi3"])

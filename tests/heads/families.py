@@ -13,6 +13,8 @@ FAMILIES = {
     "granite": GRANITE_FACTORS,
     "olmo2": {},
     "phi3": {"sliding_window": 8},
+    "cwm": {"sliding_window": 8},
+    "seed_oss": {},
 }
 """By family: biases, head_dim other than width / heads, MHA, GQA and MQA, windows, multipliers."""
 

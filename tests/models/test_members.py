@@ -26,6 +26,7 @@ WIDE_HEADS = {"head_dim": 24, "num_key_value_heads": 1}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 16}
 OF_OTHERS = {"sliding_window": 16, **GRANITE_FACTORS}
 """Keys that the stock LLaMA does not read."""
+HALF = ["full_attention", "sliding_attention"]
 MEMBERS = {
     "llama": [{}, {"tied": True}, {"attention_bias": True}, {**WIDE_HEADS, **OF_OTHERS}],
     "mistral": [
@@ -46,6 +47,10 @@ MEMBERS = {
         {"sliding_window": 16},
         {"partial_rotary_factor": 0.5},
     ],
+    "internlm3": [{}],
+    "iquestcoder": [WIDE_HEADS],
+    "seed_oss": [{}, {"attention_out_bias": True}, {"attention_bias": False}],
+    "cwm": [{"sliding_window": 16, "layer_types": HALF}, {"sliding_window": 16}],
 }
 """Configs of each family, which between them have every feature that it can have."""
 CASES = [(family, config) for family, configs in MEMBERS.items() for config in configs]
@@ -206,7 +211,7 @@ def test_rotary_embeddings_survive_the_export(family, rope, share, dense_of, lay
 
 REFUSED = [
     *product(FAMILIES, [{"hidden_act": "relu"}], ["hidden_act is 'relu'.*SwiGLU"]),
-    *product(FAMILIES, [{"mlp_bias": True}], ["mlp_bias is true.*without"]),
+    *product(FAMILIES, [{"mlp_bias": True, "attention_bias": True}], ["mlp_bias is true.*without"]),
     *(
         ("llama", {key: 8}, f"{key} is 8: {MOE}. Choose a dense one.$")
         for key in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

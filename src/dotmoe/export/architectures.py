@@ -198,7 +198,6 @@ class _DotMoe(TransformersFormat):
 
     name = "dotmoe"
     servers = ("Transformers with trust_remote_code=True",)
-    supports_window = True  # like every feature of the dense model, whose decoder it is
     gating = Gating(score="none")
     active_experts_editable = True
 
@@ -210,6 +209,9 @@ class _DotMoe(TransformersFormat):
         if split.target == "attention":  # no stock kernel limits the sizes of these experts
             return None
         return self.no_kernel(dense, split, dtype)
+
+    def context(self, dense: DenseModel) -> int:
+        return dense.widths.context  # it is the dense model's decoder, with all its windows
 
     def exactness(self, conversion: Conversion) -> str:
         return "all weights are copied from the dense weights, and gates are 1 (exact)"

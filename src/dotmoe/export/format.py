@@ -276,7 +276,7 @@ class Format(ABC):
     rope_types: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     """Types of rotary embeddings that the format computes as the dense model does."""
     supports_window: bool = False
-    """Whether it supports sliding attention windows; if not, the context is cut to the window."""
+    """Whether it supports a sliding window in all layers; if not, the context is cut to it."""
     active_experts_key: str = "num_experts_per_tok"
     """Key of the header that holds k."""
     active_experts_editable: bool = False
@@ -322,8 +322,10 @@ class Format(ABC):
 
     def context(self, dense: DenseModel) -> int:
         """Longest context in which the export computes what the dense model does, in tokens."""
-        context, window = dense.widths.context, dense.family.traits(dense.config).sliding_window
-        return context if self.supports_window or window is None else min(window, context)
+        context, traits = dense.widths.context, dense.family.traits(dense.config)
+        if traits.sliding_window is None or (self.supports_window and traits.all_slide):
+            return context
+        return min(traits.sliding_window, context)
 
     def notes(self, conversion: Conversion) -> list[str]:
         """What a user of the exported model must know, one sentence each."""

@@ -53,6 +53,8 @@ class DecoderTraits:
     """Whether RMSNorms follow attention and FFN, in the residual branch, not precede them."""
     sliding_window: int | None = None
     """Size of the attention window in tokens; None for full attention."""
+    all_slide: bool = True
+    """Whether all layers have the window, not some."""
     rotated: float = 1.0
     """Share of each head that rotary embeddings rotate, above 0, at most 1."""
     multipliers: Multipliers = field(default_factory=Multipliers)
@@ -114,10 +116,11 @@ class Family:
         return DecoderTraits(
             head_dim=width,
             qkv_bias=has_bias or self.model_type == "qwen2",
-            output_bias=has_bias,
+            output_bias=bool(stated(config, "attention_out_bias", has_bias)),
             qk_norm=_QK_NORMS.get(self.model_type, "none"),
             norms_after=self.model_type == "olmo2",
             sliding_window=window if "sliding_attention" in kinds else None,
+            all_slide="full_attention" not in kinds,
             multipliers=Multipliers(
                 embedding=float(stated(config, "embedding_multiplier", 1.0)),
                 residual=float(stated(config, "residual_multiplier", 1.0)),
@@ -183,7 +186,11 @@ class _Phi3(Family):
 
 
 FAMILIES: dict[str, Family] = {
-    name: Family(name) for name in ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2")
+    name: Family(name)
+    for name in (
+        *("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2"),
+        *("internlm3", "iquestcoder", "seed_oss", "cwm"),
+    )
 } | {"phi3": _Phi3("phi3")}
 
 
