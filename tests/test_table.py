@@ -12,7 +12,6 @@ from dotmoe.tables import (
     in_time,
     millions,
     percent,
-    to_latex,
     to_markdown,
     to_rich,
 )
@@ -35,20 +34,6 @@ def test_markdown_aligns_figures_and_escapes_bars():
         "| MoE, of experts that run | - |",
         "",
         "lower is [/better]",
-    ]
-
-
-def test_latex_escapes_what_it_would_read_as_code():
-    table = Table(columns=["a_b", "50 %"], rows=[["R&D \\x{1}", None], ["#1 $2", "~^"]])
-    assert to_latex(table).splitlines() == [
-        r"\begin{tabular}{lr}",
-        r"\hline",
-        r"a\_b & 50 \% \\",
-        r"\hline",
-        r"R\&D \textbackslash{}x\{1\} & - \\",
-        r"\#1 \$2 & \~{}\^{} \\",
-        r"\hline",
-        r"\end{tabular}",
     ]
 
 

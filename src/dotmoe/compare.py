@@ -31,10 +31,8 @@ from dotmoe.pipeline import budget_of, calibration_tokens, convert, finetune, pr
 from dotmoe.progress import Progress
 from dotmoe.pruning import PRUNING, PruningName
 from dotmoe.report import plots
-from dotmoe.report.page import html_page
-from dotmoe.report.sections import Block
 from dotmoe.run_folder import RunFolder, provenance
-from dotmoe.tables import Table, millions, percent, table_of, to_latex, to_markdown
+from dotmoe.tables import Table, millions, percent, table_of, to_markdown
 
 Row = dict[str, Any]
 Share = Annotated[float, above(0), at_most(1)]
@@ -115,7 +113,7 @@ class Point(NamedTuple):
 
 
 def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
-    """Make every run that is not finished yet, and write `compare.json`, `.md`, `.html` and `.tex`.
+    """Make every run that is not finished yet, and write `compare.json` and `compare.md`.
 
     If matplotlib is installed, `compare.svg` shows perplexity against active parameters. Raises a
     `UserError` as `convert` does; or if there is no text to measure on, two budgets are given, one
@@ -141,7 +139,7 @@ def compare(config: CompareConfig, progress: Progress) -> dict[str, Any]:
 
 
 def sweep(config: SweepConfig, progress: Progress) -> dict[str, Any]:
-    """Make every run that is not finished yet, and write `sweep.json`, `.md`, `.html` and `.tex`.
+    """Make every run that is not finished yet, and write `sweep.json` and `sweep.md`.
 
     Returns the contents of `sweep.json`: `axis`, and `rows` with the dense model first. Raises a
     `UserError` as `convert` does; or, before any run, if options contradict each other.
@@ -429,21 +427,13 @@ def _measure(
 
 
 def _write(config: CompareConfig | SweepConfig, summary: dict[str, Any], plot: Any = None) -> None:
-    """Write `NAME.json`, table and protocol as `NAME.md`, `.html` and `.tex`, a plot as `.svg`."""
-    name, rows = config.command, table(summary)
-    path = Path(config.out) / name
+    """Write `NAME.json`, table and protocol as `NAME.md`, a plot as `.svg`."""
+    path = Path(config.out) / config.command
     protocol = f"{', '.join(summary['text'])}: {summary['protocol']}\n"
     write_json(path.with_suffix(".json"), summary)
-    write_text(path.with_suffix(".md"), f"{to_markdown(rows)}\n\n{protocol}")
-    write_text(path.with_suffix(".tex"), to_latex(rows))
-    shown, figures = list[Any]([rows, protocol]), {}
+    write_text(path.with_suffix(".md"), f"{to_markdown(table(summary))}\n\n{protocol}")
     if plot is not None:
-        caption = "Perplexity against active parameters per token."
-        shown, figures = [Block("plot", caption, name), *shown], {name: plot}
         path.with_suffix(".svg").write_bytes(plots.as_svg(plot))
-    title = f"{Path(summary['model']).name}: {name}"
-    page = html_page(title=title, sections={"Results": shown}, figures=figures)
-    write_text(path.with_suffix(".html"), page)
 
 
 def _measured(result: dict[str, Any], dense: dict[str, Any]) -> Row:

@@ -1,4 +1,4 @@
-"""Tables of formatted text for a terminal, Markdown, LaTeX and the report; number formats."""
+"""Tables of formatted text for a terminal, Markdown and the report; number formats."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -60,20 +60,6 @@ def to_markdown(table: Table) -> str:
     ]
     lines = [f"| {' | '.join(row)} |" for row in [table.columns, rules, *cells]]
     return "\n\n".join(part for part in (table.title, "\n".join(lines), table.note) if part)
-
-
-def to_latex(table: Table) -> str:
-    """A LaTeX tabular that needs no package; characters that are special in LaTeX are escaped."""
-    code = {sign: f"\\{sign}" for sign in "&%$#_{}"}
-    escaped = str.maketrans(code | {"\\": r"\textbackslash{}", "~": r"\~{}", "^": r"\^{}"})
-    right = len(table.columns) - table.words
-    head, *rows = (
-        " & ".join("-" if cell is None else cell.translate(escaped) for cell in row) + r" \\"
-        for row in [table.columns, *table.rows]
-    )
-    begin = f"\\begin{{tabular}}{{{'l' * table.words}{'r' * right}}}"
-    lines = (begin, r"\hline", head, r"\hline", *rows, r"\hline", r"\end{tabular}", "")
-    return "\n".join(lines)
 
 
 def percent(share: float) -> str:

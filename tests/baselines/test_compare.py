@@ -158,12 +158,9 @@ def test_every_row_is_measured_on_another_text_too(rows_of, compare, tiny_dense,
             loss = float(stock(tokens_BT, labels=tokens_BT).loss)
         assert row["other_loss"] == pytest.approx(loss, abs=1e-5)
     ridge = [row["other_loss"] for row in rows if "random_split-ridge" in row["run"]]
-    mean, page = f"{math.exp(sum(ridge) / 2):.2f}", (out / "compare.html").read_text()
-    assert f"| {mean} |" in (out / "compare.md").read_text()
+    assert f"| {math.exp(sum(ridge) / 2):.2f} |" in (out / "compare.md").read_text()
     assert f"Other text, perplexity: {other}." in (out / "compare.md").read_text()
-    assert rf"& {mean} &" in (out / "compare.tex").read_text()
-    assert f">{mean}</td>" in page
-    assert (out / "compare.svg").exists() == ("image/svg+xml" in page) == is_installed()
+    assert (out / "compare.svg").exists() == is_installed()
     assert "no.txt" in compare(*methods, to=out / "no", other_text="no.txt").refusal()
 
 

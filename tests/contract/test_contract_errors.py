@@ -89,8 +89,6 @@ REFUSED = {
     "evaluate RUN --text TEXT --curve 99": "Choose 1 to 12",
     "evaluate GGUF --text TEXT": r"model\.gguf",
     "evaluate MODEL --fidelity": "--text names no file",
-    "evaluate MODEL --word-perplexity 512 --text TEXT": "must lie in 1 to 256",
-    "evaluate MODEL --word-perplexity --text TEXT --max-tokens 9": "--max-tokens cuts",
 }
 
 

@@ -110,12 +110,6 @@ def test_each_measurement_is_printed_and_kept(finished, evaluated, tmp_path):
     assert fidelity["against"] == str(model)
     assert fidelity["command"].startswith(f"dotmoe evaluate {folder} --fidelity")
 
-    words, said = evaluated(folder, against=model, word_perplexity=[32, 64], text=text)
-    windows = {row["window"]: row["word_perplexity"] for row in words["model"]["windows"]}
-    assert list(windows) == [32, 64]
-    assert f"{windows[64]:.3f}" in said
-    assert words["against"]["windows"][0]["word_perplexity"] != windows[32]
-
     made, said = evaluated(folder, against=model, generate=5, prompts=["The crow", "Line"])
     assert made["model"]["prompts"] == ["The crow", "Line"]
     assert f"--- {'Line'!r}" in said

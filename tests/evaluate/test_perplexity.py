@@ -27,7 +27,6 @@ from dotmoe.evaluate.perplexity import (
     nats_with_error,
     packed_text,
     perplexity,
-    rolling_perplexity,
 )
 from dotmoe.export import GgufConfig, export
 from dotmoe.load import LoadConfig, load_dense
@@ -273,42 +272,6 @@ def test_the_embedded_model_is_not_a_folder_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "embedded").mkdir()
     assert models.model_folder("embedded").parent.name == "dotmoe"
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "granite"])
-def test_perplexity_a_word_is_the_one_of_the_harness(family, dense_of):
-    huggingface = pytest.importorskip("lm_eval.models.huggingface")
-    pytest.importorskip("accelerate")
-    from lm_eval.api.instance import Instance
-
-    dense = dense_of(family)
-    words = sum(len(re.split(r"\s+", text)) for text in TEXTS)
-    num_bytes = sum(len(text.encode()) for text in TEXTS)
-    kind = {"request_type": "loglikelihood_rolling", "doc": {}, "idx": 0}
-    requests = [Instance(arguments=(text,), **kind) for text in TEXTS]
-    for window in (1, 7, 32, 256):
-        runner = huggingface.HFLM(
-            pretrained=dense.model, tokenizer=dense.tokenizer, max_length=window, batch_size=3
-        )
-        expected = -sum(runner.loglikelihood_rolling(requests, disable_tqdm=True))
-        found = rolling_perplexity(stock_nats(dense.model), dense.tokenizer, TEXTS, window)
-        assert math.log(found["word_perplexity"]) == pytest.approx(expected / words, rel=1e-5)
-        assert found["bits_per_byte"] == pytest.approx(expected / math.log(2) / num_bytes, rel=1e-5)
-        assert (found["words"], found["bytes"], found["documents"]) == (words, num_bytes, 3)
-    with pytest.raises(UserError, match="the text has no tokens"):
-        rolling_perplexity(stock_nats(dense.model), dense.tokenizer, [], 16)
-
-
-def test_a_long_file_is_one_document_and_one_word_is_beyond_measure(tiny_dense, tmp_path):
-    (tmp_path / "text.txt").write_text("word on a line of a long file\n" * 2300)
-    model, corpus = str(tiny_dense("qwen2")), TextConfig(text=(str(tmp_path / "text.txt"),))
-    found = evaluate(EvaluateConfig(model=model, word_perplexity=(256,), corpus=corpus, load=CPU))
-    assert "every token scored once" in found["protocol"]
-    assert found["model"]["windows"][0]["documents"] == 1
-    assert found["model"]["windows"][0]["words"] == 8 * 2300 + 1
-    (tmp_path / "text.txt").write_text("without_white_space" * 20)
-    with pytest.raises(UserError, match="few words between white space"):
-        evaluate(EvaluateConfig(model=model, word_perplexity=(256,), corpus=corpus, load=CPU))
 
 
 def test_the_window_of_a_gguf_is_bounded_by_the_context_that_its_file_states(

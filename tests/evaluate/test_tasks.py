@@ -1,6 +1,7 @@
 """Tasks through `dotmoe evaluate --tasks`, beside the harness itself on the same rows."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -122,6 +123,33 @@ def test_every_number_is_the_one_of_the_harness(
         assert main == ["acc_norm" if task == "hellaswag" else "acc"]
         assert set(result["identity"]["data"]) == {"train", "validation"}
     assert list(found["model"]["averages"]) == ["tasks"]
+
+
+@pytest.mark.parametrize("window", [7, 256])
+def test_perplexity_a_word_is_rolling_in_windows_of_the_length(
+    window, tiny_dense, tmp_path, command, monkeypatch
+):
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    from lm_eval.api.instance import Instance
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    pages = [f"Crow {i} ate seven figs and went on. " * (3 * i + 1) for i in range(4)]
+    put(tmp_path / "data", "wikitext/test.jsonl", rows=[{"page": page} for page in pages])
+    model = tiny_dense("qwen2")
+    options = {"task_data": tmp_path / "data", "max_length": window, "device": "cpu"}
+    command("evaluate", model, tasks=["wikitext"], out=tmp_path / "out", **options)
+    result = json.loads((tmp_path / "out" / "tasks" / "wikitext.json").read_text())
+    runner = huggingface.HFLM(
+        pretrained=str(model), dtype="float32", max_length=window, device="cpu"
+    )
+    kind = {"request_type": "loglikelihood_rolling", "doc": {}, "idx": 0}
+    requests = [Instance(arguments=(page,), **kind) for page in pages]
+    nats = -sum(runner.loglikelihood_rolling(requests, disable_tqdm=True))
+    words = sum(len(re.split(r"\s+", page)) for page in pages)
+    (found,) = [
+        score["value"] for score in result["scores"] if score["metric"] == "word_perplexity"
+    ]
+    assert math.log(found) == pytest.approx(nats / words, rel=1e-5)
 
 
 def test_a_chat_template_asks_as_the_harness_does_and_is_recorded(

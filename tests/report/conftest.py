@@ -39,7 +39,6 @@ def measured(finished, tmp_path_factory):
                 measure(f"{proposed} --tokens 256")
         on_text = f"evaluate {made} --out {made}/6_evaluate --text HELD_OUT.txt"
         measure(f"{on_text} --against {finished.source} --max-tokens 300")
-        measure(f"{on_text} --word-perplexity 64 128")
         for task, row in TASKS.items():
             for split in ("train", "validation"):
                 data = folder / "data" / task / f"{split}.jsonl"

@@ -19,7 +19,6 @@ MEASUREMENTS: dict[str, tuple[Measure, Show]] = {
         lambda result: [perplexity.perplexity_table({s["name"]: s for s in sides_of(result)})],
     ),
     "tasks": (tasks.measure_tasks, tasks.shown_tasks),
-    "word_perplexity": (perplexity.measure_words, lambda result: [perplexity.word_table(result)]),
     "fidelity": (fidelity.measure_fidelity, lambda result: [fidelity.fidelity_table(result)]),
     "generation": (generation.measure_generation, generation.shown_texts),
     "curve": (perplexity.measure_curve, lambda result: [perplexity.curve_table(result)]),

@@ -62,8 +62,8 @@ class TextConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateConfig:
-    """What to measure: perplexity of --text, unless --tasks, --word-perplexity, --fidelity,
-    --generate or --curve selects something else.
+    """What to measure: perplexity of --text, unless --tasks, --fidelity, --generate
+    or --curve selects something else.
     """
 
     model: Annotated[Positional[str], tyro.conf.arg(metavar="MODEL")]
@@ -93,9 +93,6 @@ class EvaluateConfig:
     max_length: Annotated[int | None, at_least(2)] = None
     """Tokens that the model may see at once in tasks, 2 to its context. Default: its context. In
     `wikitext` this is the window of the rolling log-likelihood."""
-    word_perplexity: Annotated[tuple[int, ...] | None, at_least(1)] = None
-    """Measure perplexity per word of --text, by rolling log-likelihood in windows of these sizes
-    (tokens). Without numbers: 2048, 4096, 8192 and 32768, as in the paper, up to the context."""
     fidelity: bool = False
     """Compare hidden states, logits and FFN outputs with the dense model's on --text."""
     generate: Annotated[int | None, at_least(1)] = None
@@ -123,7 +120,6 @@ class EvaluateConfig:
         """Name of the one selected measurement, a key of `MEASUREMENTS`."""
         options = {
             "tasks": self.tasks or None,
-            "word_perplexity": self.word_perplexity,
             "fidelity": self.fidelity or None,
             "generation": self.generate,
             "curve": self.curve,
@@ -141,7 +137,7 @@ class EvaluateConfig:
         """Refuse two measurements, options of tasks without any, no text, and a file as `out`."""
         of_tasks = ("task_data", "shots", "limit", "chat_template", "max_length")
         for name in () if self.tasks else of_tasks:
-            if (value := getattr(self, name)) not in (None, False):
+            if (value := getattr(self, name)) is not None and value is not False:
                 raise UserError(f"{name} is {value}, but it is for --tasks alone. Leave it out.")
         if not (self.corpus.text or self.tasks or (self.generate and self.prompts)):
             raise UserError(

@@ -1,7 +1,6 @@
-"""Perplexity of anything that scores tokens: per token, per word, of an export at several k."""
+"""Perplexity of anything that scores tokens, and of an export at several k."""
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,12 +20,10 @@ from dotmoe.evaluate.models import (
     TokenNats,
     by_side,
     dense_model_of,
-    in_context,
     loaded,
     loading,
     model_folder,
     row_nats,
-    sides_of,
     stock_nats,
 )
 from dotmoe.export.architectures import FORMATS
@@ -37,8 +34,6 @@ from dotmoe.models.family import DenseModel
 from dotmoe.progress import Progress, Update, no_update
 from dotmoe.tables import Table, figure, percent, table_of
 
-PAPER_WINDOWS = (2048, 4096, 8192, 32768)
-"""Windows of tab:seqlen_ppl, in tokens."""
 FEW_WINDOWS = 16
 """Fewer windows than this give a rough standard error, which is said."""
 Heldout = Mapping[tuple[str, ...], TokenBlocks]
@@ -237,75 +232,6 @@ def measure_perplexity(config: EvaluateConfig, progress: Progress) -> Values:
     return sides if config.against else sides["model"]
 
 
-def measure_words(config: EvaluateConfig, progress: Progress) -> Values:
-    """Perplexity per word of each model on `config.corpus.text`, at each window."""
-    if config.corpus.max_tokens is not None:
-        raise UserError(
-            "--max-tokens cuts documents, but --word-perplexity scores whole ones. Leave it out, "
-            "and give a shorter text."
-        )
-    texts = _whole(documents(DataConfig(data=config.corpus.text)))
-
-    def measured(stock: StockModel, update: Update) -> Values:
-        fitting = [window for window in PAPER_WINDOWS if window <= stock.context]
-        windows = config.word_perplexity or fitting or [stock.context]
-        in_context("the window", max(windows), stock.context, least=1)
-        nats = stock_nats(stock.model)
-        rows = [rolling_perplexity(nats, stock.tokenizer, texts, w, update) for w in windows]
-        return {"windows": rows}
-
-    return {
-        **by_side(config, progress, measured),
-        "unit": "word",
-        "text": list(config.corpus.text),
-        "protocol": "Rolling log-likelihood: each document tokenised whole, every token scored "
-        "once, the last window of a document reaching back to be full; nats over words, words "
-        "counted between white space.",
-    }
-
-
-def rolling_perplexity(
-    nats: TokenNats, tokenizer: Any, texts: Sequence[str], window: int, update: Update = no_update
-) -> Values:
-    """Perplexity per word by rolling log-likelihood, as lm-evaluation-harness defines it.
-
-    Each document is preceded by the BOS token, or EOS if there is none, and tokenised whole with
-    the tokenizer's own special tokens: if it adds a BOS itself, there are two and the second is
-    scored. Documents are scored independently. The model sees `window` tokens at once, 1 to its
-    context; a document's last window reaches back to be full, too, and scores only tokens that no
-    window scored before. `update` gets the number of tokens.
-    """
-    prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    encoded = [tokenizer(text, verbose=False).input_ids for text in texts]
-    num_tokens = sum(map(len, encoded))
-    if num_tokens == 0 or prefix is None:
-        raise UserError("the text has no tokens, or the tokenizer no BOS or EOS. Give another.")
-    total, done = 0.0, 0
-    for ids in encoded:
-        row = torch.tensor([[prefix, *ids]])
-        for start in range(0, len(ids), window):
-            end = min(start + window, len(ids))
-            nats_T = nats(row[:, max(0, end - window) : end + 1])[0]
-            total += float(nats_T[start - end :].sum())
-            update(done := done + end - start, num_tokens)
-    words = sum(len(re.split(r"\s+", text)) for text in texts)
-    if not total / words < 700:  # the largest float is exp(709)
-        raise UserError(
-            f"{total / words:.4g} nats a word overflow the perplexity: the text has few words "
-            "between white space, or the model is broken. Leave out --word-perplexity."
-        )
-    num_bytes = sum(len(text.encode()) for text in texts)
-    return {
-        "window": window,
-        "word_perplexity": math.exp(total / words),
-        "bits_per_byte": total / num_bytes / math.log(2),
-        "words": words,
-        "bytes": num_bytes,
-        "tokens": num_tokens,
-        "documents": len(texts),
-    }
-
-
 def ladder(num_experts: int, active_experts: int) -> tuple[int, ...]:
     """Values of k for a curve, ascending: 1/8 to 6/8 of E, E itself, and the model's own k."""
     rungs = {max(1, round(eighths * num_experts / 8)) for eighths in (1, 2, 3, 4, 6, 8)}
@@ -388,22 +314,6 @@ def perplexity_table(models: Mapping[str, Values]) -> Table:
         columns,
         title=f"Perplexity per {unit}, windows of {first['window']:,}, {first['tokens']:,} tokens",
         note=_protocol(first),
-    )
-
-
-def word_table(result: Values) -> Table:
-    """Table of perplexity per word of one model or two, at each window."""
-    return table_of(
-        [{"model": side["name"], **row} for side in sides_of(result) for row in side["windows"]],
-        {
-            "model": lambda row: row["model"],
-            "window, tokens": lambda row: f"{row['window']:,}",
-            "perplexity a word": lambda row: f"{row['word_perplexity']:.3f}",
-            "words": lambda row: f"{row['words']:,}",
-            "tokens": lambda row: f"{row['tokens']:,}",
-        },
-        title="Perplexity a word, by rolling log-likelihood",
-        note=_protocol(result),
     )
 
 

@@ -193,7 +193,6 @@ SECTIONS: list[tuple[str, str, Section]] = [
     ("Perplexity on other text", "perplexity", _measurement("perplexity")),
     ("Benchmark tasks", "", _tasks),
     ("Other numbers of active experts", "curve", _curve),
-    ("Perplexity a word", "word_perplexity", _measurement("word_perplexity")),
     ("Closeness to the dense model", "fidelity", _measurement("fidelity")),
     ("What the models write", "", _generation),
     ("Size", "results", _size),
