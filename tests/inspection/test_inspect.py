@@ -136,6 +136,7 @@ def test_the_stored_dtype_is_read_from_the_weights_not_from_the_config(
     if sharded:
         (folder / "model.safetensors").rename(folder / "part.safetensors")
         index = {"weight_map": {"model.layers.0.mlp.gate_proj.weight": "part.safetensors"}}
+        index["metadata"] = {}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     config = AutoConfig.from_pretrained(folder)
     assert stored_dtype(config, folder) == getattr(torch, dtype)
