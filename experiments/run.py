@@ -150,8 +150,8 @@ def collected(asked: dict[str, Any], runs: dict[str, Run]) -> dict[str, Any]:
         tables.append({**about, "rows": means, "spreads": ends})
     shows = []
     for one in asked["shows"]:
-        values = [found[tuple(n)] if isinstance(n, list) else [n] for n in one["less"]]
-        said = {"numbers": [mean(v) for v in values], "verdict": verdict(values)}
+        by_seed = [found[tuple(n)] if isinstance(n, list) else [n, n] for n in one["less"]]
+        said = {"numbers": [mean(v) for v in by_seed], "verdict": verdict(by_seed)}
         shows.append({"text": one["text"], **said, "expected": one.get("expected")})
     return {
         "label": asked["label"],
@@ -164,25 +164,27 @@ def collected(asked: dict[str, Any], runs: dict[str, Run]) -> dict[str, Any]:
 
 
 def mean(values: list[float]) -> float:
-    """Mean over seeds; a value without seeds stays as it is, whole numbers too."""
-    return fmean(values) if values[1:] else values[0]
+    """Mean over seeds; equal values stay as they are, whole numbers too."""
+    return fmean(values) if len({*values}) > 1 else values[0]
 
 
 def verdict(by_seed: list[list[float]]) -> str:
-    """Whether each number is below the next, given its values of all seeds.
+    """Whether each number is below the next, given its values of all seeds; one seed tells nothing.
 
     Example:
-        >>> [verdict(v) for v in ([[1, 2], [3, 4]], [[1, 3], [2, 4]], [[3], [2]])]
-        ['shows', 'undecided', 'does not show']
+        >>> [verdict(v) for v in ([[1, 2], [3, 4]], [[1, 3], [2, 4]], [[3, 4], [2, 2]], [[1], [9]])]
+        ['confirmed', 'inconclusive', 'contradicted', 'inconclusive']
     """
+    if any(len(values) == 1 for values in by_seed):
+        return "inconclusive"
     steps = [
         (fmean(b) - fmean(a), max(max(v) - min(v) for v in (a, b))) for a, b in pairwise(by_seed)
     ]
     if any(step < 0 and -step >= spread for step, spread in steps) or any(
         step == 0 == spread for step, spread in steps
     ):
-        return "does not show"
-    return "undecided" if any(abs(step) <= spread for step, spread in steps) else "shows"
+        return "contradicted"
+    return "inconclusive" if any(abs(step) <= spread for step, spread in steps) else "confirmed"
 
 
 def made_by(name: str, run: Run) -> dict[str, Any]:

@@ -290,8 +290,8 @@ def measured(record: Any) -> str:
 
 
 def said(verdict: str) -> str:
-    """Verdict on a finding, in bold unless it shows."""
-    return verdict if verdict == "shows" else f"**{verdict}**"
+    """Verdict on a finding, in bold unless it is confirmed."""
+    return verdict if verdict == "confirmed" else f"**{verdict}**"
 
 
 def experiments() -> list[Any]:

@@ -70,7 +70,10 @@ def test_results_are_those_of_the_experiments_file(name):
         values = [numbers[tuple(n)] if isinstance(n, list) else n for n in one["less"]]
         assert (found["text"], found["numbers"]) == (one["text"], values)
         is_rising = sorted(values) == values and len(set(values)) == len(values)
-        assert found["verdict"] in {"undecided", "shows" if is_rising else "does not show"}
+        assert found["verdict"] in {
+            "inconclusive",
+            "confirmed" if is_rising else "contradicted",
+        }
         assert one.get("expected") in (None, found["verdict"]), one["text"]
 
 
@@ -94,7 +97,7 @@ def test_numbers_are_collected_over_seeds(tmp_path, monkeypatch):
         write_json(tmp_path / f"curve_{seed}" / "curve.json", record)
         write_json(tmp_path / f"dot_moe_{seed}" / "6_evaluate/results.json", {"moe": {"loss": 1}})
     columns = {"end": "moe.loss or find(points, step=30).loss", "dense": "dense.loss"}
-    shows = [{"text": "grows", "less": [["A", "dense"], ["A", "end"]], "expected": "undecided"}]
+    shows = [{"text": "grows", "less": [["A", "dense"], ["A", "end"]], "expected": "inconclusive"}]
     asked = {
         "label": "tab:x",
         "runs": [f"curve_{seed}" for seed in runner.SEEDS],
@@ -104,7 +107,8 @@ def test_numbers_are_collected_over_seeds(tmp_path, monkeypatch):
     found = runner.collected(asked, runs)
     assert found["tables"][0]["rows"] == {"A": {"end": 3.0, "dense": 1.5}}
     assert found["tables"][0]["spreads"] == {"A": {"end": [2.0, 4.0], "dense": [1.5, 1.5]}}
-    assert (found["shows"][0]["numbers"], found["shows"][0]["verdict"]) == ([1.5, 3.0], "undecided")
+    (said,) = found["shows"]
+    assert (said["numbers"], said["verdict"]) == ([1.5, 3.0], "inconclusive")
     assert set(found["runs"]) == {
         f"{run}_{seed}" for run in ("curve", "dot_moe") for seed in (0, 1, 2)
     }
@@ -138,12 +142,13 @@ def test_the_recovery_curve_measures_cross_entropy_over_windows(tiny_dense):
 @pytest.mark.parametrize(
     ("by_seed", "said"),
     [
-        ([[1.0], [2.0]], "shows"),
-        ([[2.0], [2.0]], "does not show"),
-        ([[1.0, 1.2, 1.1], [1.3, 1.5, 1.4]], "shows"),
-        ([[1.0, 1.2, 1.1], [1.1, 1.3, 1.2]], "undecided"),
-        ([[1.3, 1.1, 1.2], [1.2, 1.0, 1.1]], "undecided"),
-        ([[1.0, 1.2], [2.0, 2.1], [0.0, 0.1]], "does not show"),
+        ([[1.0], [2.0]], "inconclusive"),  # one seed, whatever the distance
+        ([[1.0], [2.0, 2.1]], "inconclusive"),
+        ([[2.0, 2.0], [2.0, 2.0]], "contradicted"),
+        ([[1.0, 1.2, 1.1], [1.3, 1.5, 1.4]], "confirmed"),
+        ([[1.0, 1.2, 1.1], [1.1, 1.3, 1.2]], "inconclusive"),
+        ([[1.3, 1.1, 1.2], [1.2, 1.0, 1.1]], "inconclusive"),
+        ([[1.0, 1.2], [2.0, 2.1], [0.0, 0.1]], "contradicted"),
     ],
 )
 def test_a_difference_within_the_spread_of_the_seeds_decides_nothing(by_seed, said):
