@@ -2,12 +2,17 @@
 
 import errno
 import hashlib
+import math
 import os
 
 import pytest
+import torch
 
 from dotmoe import files
 from dotmoe.errors import UserError
+from dotmoe.export.format import TensorSpec
+from dotmoe.export.gguf_file import write_gguf
+from dotmoe.export.transformers_format import write_checkpoint
 from dotmoe.files import (
     DamagedError,
     checksums,
@@ -17,11 +22,33 @@ from dotmoe.files import (
     read_with_checksum,
     remove,
     require_free,
+    save_tensors,
     sha256_of,
     with_checksum,
     write_json,
     write_text,
 )
+from dotmoe.layout import AlignState
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e5])  # the last is infinite in 16 bits
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda bad, path: AlignState(affinity_LNE=bad, router_LED=bad, step=0).save(path / "s"),
+        lambda bad, path: save_tensors({"whole": torch.arange(3), "affinity": bad}, path / "s"),
+        lambda bad, path: write_checkpoint([TensorSpec.of("affinity", bad, bad.dtype)], path, 99),
+        lambda bad, path: write_gguf(
+            path / "s", "x", {}, [TensorSpec.of("affinity", bad, bad.dtype)]
+        ),
+    ],
+    ids=["state", "tensors", "export", "gguf"],
+)
+def test_what_is_not_finite_is_not_saved(save, value, tmp_path):
+    bad_LNE = torch.zeros(2, 3, 4)
+    bad_LNE[1, 2, 0] = value
+    with pytest.raises(UserError, match=r"^affinity would contain NaN or infinity as torch.float"):
+        save(bad_LNE.half(), tmp_path)
 
 
 def test_each_kind_of_damage_is_named(tmp_path):

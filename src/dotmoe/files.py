@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -22,6 +23,31 @@ Values = dict[str, Any]
 """A JSON object."""
 Checksum = dict[str, Any]
 """Record of one file: its size in `bytes` and its `sha256`."""
+
+
+def is_finite(tensor: Any) -> bool:
+    """Whether a tensor has neither NaN nor infinity."""
+    # Minimum and maximum suffice, without memory of the tensor's size.
+    return tensor.numel() == 0 or all(map(math.isfinite, tensor.aminmax()))
+
+
+def require_finite(name: str, tensor: Any, path: Path) -> None:
+    """Refuse to write a tensor with NaN or infinity to `path`."""
+    if not is_finite(tensor):
+        raise UserError(
+            f"{name} would contain NaN or infinity as {tensor.dtype}, so it is not written to "
+            f"{path}. Compute with --dtype float32, and report a bug if that does not help."
+        )
+
+
+def save_tensors(tensors: Mapping[str, Any], path: Path, **metadata: str) -> None:
+    """Write a safetensors file, from any device; refuses tensors that are not finite."""
+    from safetensors.torch import save_file  # imports torch
+
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        require_finite(name, tensor, path)
+    save_file(tensors, path, metadata=metadata or None)
 
 
 class DamagedError(UserError):

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 import torch
 from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dotmoe.errors import UserError, one_line
+from dotmoe.files import is_finite, save_tensors
 from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.models.family import TARGETS
 from dotmoe.options import above
@@ -66,7 +66,7 @@ class ExpertLayout:
         if bool((counts != counts[0]).any() or (sizes_LE != sizes_LE[0, 0]).any()):
             least, most = sizes_LE.aminmax()
             raise ValueError(f"experts are not balanced: {least} to {most} neurons")
-        if not bool(torch.isfinite(self.router_LED).all()):
+        if not is_finite(self.router_LED):
             raise ValueError("router weights contain NaN or infinity")
         if not 1 <= self.active_experts <= num_experts:
             raise UserError(
@@ -147,7 +147,7 @@ class ExpertLayout:
             tensors[in_file(part.target, "expert_of_neuron")] = expert_of_neuron
             tensors[in_file(part.target, "router")] = part.router_LED.float()
             metadata[in_file(part.target, "active_experts")] = str(part.active_experts)
-        save_file({n: t.cpu().contiguous() for n, t in tensors.items()}, path, metadata=metadata)
+        save_tensors(tensors, path, **metadata)
 
     @classmethod
     def load(cls, path: Path) -> "ExpertLayout":
@@ -238,9 +238,9 @@ class AlignState:
         """Write as one safetensors file."""
         tensors = {}
         for part in parts_of(self):
-            tensors[in_file(part.target, "affinity")] = part.affinity_LNE.cpu().contiguous()
-            tensors[in_file(part.target, "router")] = part.router_LED.cpu().contiguous()
-        save_file(tensors, path, metadata={"format": "dotmoe-state-1", "step": str(self.step)})
+            tensors[in_file(part.target, "affinity")] = part.affinity_LNE
+            tensors[in_file(part.target, "router")] = part.router_LED
+        save_tensors(tensors, path, format="dotmoe-state-1", step=str(self.step))
 
     @classmethod
     def load(cls, path: Path, device: torch.device) -> "AlignState":

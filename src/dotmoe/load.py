@@ -30,7 +30,7 @@ from dotmoe.checkpoint import (
 from dotmoe.checkpoint.on_disk import on_disk, quiet_transformers
 from dotmoe.checkpoint.tokenizer import load_tokenizer
 from dotmoe.errors import UserError, one_line
-from dotmoe.files import read_json
+from dotmoe.files import is_finite, read_json
 from dotmoe.models.family import (
     FAMILIES,
     DenseModel,
@@ -102,7 +102,7 @@ def load_described(dense: DenseModel, config: LoadConfig) -> DenseModel:
         else:
             model = _whole(dense, dtype).to(device)
         for name, parameter in model.named_parameters():
-            if not bool(torch.isfinite(distributed.local_part(parameter)).all()):
+            if not is_finite(distributed.local_part(parameter)):
                 raise UserError(
                     f"{name} in {dense.folder} contains NaN or infinity (as {parameter.dtype}). "
                     "Repair it, or load it with --dtype float32."

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dotmoe.baselines.cmoe import by_representatives, cmoe
@@ -25,6 +25,7 @@ from dotmoe.baselines.lte import above_threshold, lte
 from dotmoe.baselines.moefication import by_predictor, co_activation, weight_clusters
 from dotmoe.calibrate import RidgeRouter, affinity_of, expert_sums, log_energy, unit_logits
 from dotmoe.errors import UserError
+from dotmoe.files import save_tensors
 from dotmoe.granularity import Granularity, joined, parts_of
 from dotmoe.layout import ALWAYS_ON, AlignState, ExpertLayout
 from dotmoe.models.family import DenseModel
@@ -80,7 +81,7 @@ class Baseline:
         """Write `layout.safetensors`, and `own_router.safetensors` if there is such a router."""
         self.layout.save(folder / _LAYOUT)
         if self.own:
-            save_file(self.own, folder / _OWN)
+            save_tensors(self.own, folder / _OWN)
 
     @classmethod
     def load(cls, folder: Path) -> "Baseline":

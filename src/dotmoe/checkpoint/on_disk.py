@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from dotmoe.checkpoint import Tensors
 from dotmoe.errors import UserError, VerificationError, one_line
-from dotmoe.files import read_json
+from dotmoe.files import is_finite, read_json
 from dotmoe.models.family import DenseModel, compute_constants, meta_model
 
 KEPT_BYTES = 2**28
@@ -197,8 +197,7 @@ class _Part:
         if self._is_filled:
             return
         for key, tensor in self._read(self._name, self._weights).items():
-            # Minimum and maximum suffice, without memory of the tensor's size.
-            if not all(map(math.isfinite, tensor.aminmax())):
+            if not is_finite(tensor):
                 where = f"{self._name}.{key} in {self._folder}"
                 raise self._error(f"{where} contains NaN or infinity. Repair it.")
             self._weights[key].data = tensor

@@ -20,7 +20,7 @@ from dotmoe.errors import UserError, VerificationError
 from dotmoe.export.format import Conversion, TensorSpec
 from dotmoe.export.routers import beyond
 from dotmoe.export.verify import logits_error, logits_of, top1_agreement
-from dotmoe.files import require_free
+from dotmoe.files import require_finite, require_free
 from dotmoe.moe.masked import masked_by
 from dotmoe.progress import Update, no_update
 
@@ -67,7 +67,9 @@ def write_gguf(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for done, spec in enumerate(specs):
-            writer.write_tensor_data(encoded(spec, spec.make()))
+            tensor = spec.make()
+            require_finite(spec.name, tensor, path)
+            writer.write_tensor_data(encoded(spec, tensor))
             on_progress(done + 1, len(specs), "tensors written")
 
 

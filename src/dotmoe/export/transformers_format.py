@@ -16,7 +16,7 @@ from dotmoe.checkpoint import DTYPES
 from dotmoe.checkpoint.tokenizer import copy_tokenizer
 from dotmoe.export.format import PROJECTIONS, Conversion, Format, TensorSpec
 from dotmoe.export.verify import verify
-from dotmoe.files import require_free, write_json
+from dotmoe.files import require_finite, require_free, write_json
 from dotmoe.granularity import GROUPED_MATMUL_BYTES, Granularity
 from dotmoe.models.family import DenseModel
 from dotmoe.progress import Update, no_update
@@ -277,6 +277,7 @@ def write_checkpoint(
             for spec in ordered:
                 tensor = spec.make().to(DTYPES[spec.stored]).contiguous()
                 assert tuple(tensor.shape) == spec.shape, f"{spec.name} is {tuple(tensor.shape)}"
+                require_finite(spec.name, tensor, folder / file_name)
                 file.write(tensor.view(-1).view(torch.uint8).numpy().data)
                 on_progress(next(done), len(by_name), "tensors written")
     if plan.is_sharded:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -27,7 +26,7 @@ from dotmoe.distributed import (
     raise_on_all_ranks,
     resolved_device,
 )
-from dotmoe.files import write_json
+from dotmoe.files import save_tensors, write_json
 from dotmoe.layout import ExpertLayout
 from dotmoe.load import LoadConfig, describe_dense, dtype_for, fill_own_rows, is_sharded, load_dense
 from dotmoe.models.family import DenseModel, compute_constants, meta_model, num_parameters
@@ -343,9 +342,9 @@ def write_weights(dense: DenseModel, out: Path) -> None:
         for name, part in parts.items():
             whole = full_tensor(part)
             if is_rank_zero():
-                tensors[name] = whole.to(dtype).cpu().contiguous()
+                tensors[name] = whole.to(dtype).cpu()
         if is_rank_zero():
-            save_file(tensors, out / file, metadata={"format": "pt"})
+            save_tensors(tensors, out / file, format="pt")
             weight_map |= dict.fromkeys(tensors, file)
             total += sum(tensor.nbytes for tensor in tensors.values())
     if is_rank_zero():

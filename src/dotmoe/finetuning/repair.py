@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from dotmoe.checkpoint import CHANGED, Tensors
 from dotmoe.data import TokenBlocks
 from dotmoe.errors import UserError
-from dotmoe.files import complete_folder, read_json, write_json
+from dotmoe.files import complete_folder, read_json, save_tensors, write_json
 from dotmoe.finetuning import CHANGES, LAYOUT
 from dotmoe.granularity import Granularity, parts_of
 from dotmoe.layout import ExpertLayout
@@ -167,11 +167,10 @@ def repair(
                     dtype = stored.describe(target.output_tensor(index))[1]
                     prefix = f"model.layers.{index}.{target.module}"
                     tensors = {
-                        f"{prefix}.{name}": weight.to(dtype).cpu().contiguous()
-                        for name, weight in weights.items()
+                        f"{prefix}.{name}": weight.to(dtype) for name, weight in weights.items()
                     }
                     with complete_folder(checkpoint) as partial_folder:
-                        save_file(tensors, partial_folder / CHANGED)
+                        save_tensors(tensors, partial_folder / CHANGED)
                         write_json(partial_folder / METRICS, {"layer": index, **of_layer})
                 metrics.append(read_json(checkpoint / METRICS))
                 for name, weight in load_file(checkpoint / CHANGED).items():

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 
-from dotmoe.files import read_json, write_json
+from dotmoe.files import read_json, save_tensors, write_json
 from dotmoe.finetuning import MODEL as MODEL
 from dotmoe.finetuning import write_weights
 from dotmoe.models.family import DenseModel, num_parameters
@@ -93,7 +92,7 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
         "plan": pruned.plan,
     }
     if pruned.tensors:
-        save_file(pruned.tensors, folder / TENSORS)
+        save_tensors(pruned.tensors, folder / TENSORS)
     else:
         write_weights(inputs.dense, folder / MODEL)
         config = folder / MODEL / "config.json"
