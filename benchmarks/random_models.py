@@ -73,7 +73,8 @@ def random_dense(
     with default_dtype(dtype), torch.device(device):
         model = LlamaForCausalLM(config)
     model.requires_grad_(False).eval()
-    return DenseModel(model=model, family=family_of(config), source="random weights")
+    family = family_of(config)
+    return DenseModel(model=model, weights="memory", family=family, source="random weights")
 
 
 def write_random_dense(shape: Shape, folder: Path, dtype: torch.dtype, seed: int) -> None:

@@ -99,7 +99,8 @@ def main() -> None:
 
     add_point(0, start)
     described = found.described()
-    described = replace(described, model=meta_model(described.config, torch.float32))
+    model = meta_model(described.config, torch.float32)
+    described = replace(described, model=model, weights="meta")
     with fsdp_mesh(torch.device("cpu"), shard=False) as ranks:
         student = Student(described, found.layout, config, ranks, seed=0)
         heldout.dense = student.dense

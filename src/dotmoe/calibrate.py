@@ -112,10 +112,10 @@ def block_inputs(
     """Yield the input of each layer's FFN or attention in turn, [T, D] in the model's dtype.
 
     Each input comes with a function that returns the square of each unit's contribution to the
-    output, in float32; call it before asking for the next layer. Memory holds one layer's input and
-    the residual stream of the text. If `converted` is given, the next layer reads what this layer
-    computes within `converted(index)`, which is entered after the layer's input is yielded. If the
-    model is sharded, every rank must call this.
+    output, in float32; call it before asking for the next layer, until which the layer's weights
+    are whole. Memory holds one layer's input and the residual stream of the text. If `converted` is
+    given, the next layer reads what this layer computes within `converted(index)`, which is entered
+    after the layer's input is yielded. If the model is sharded, every rank must call this.
     """
     stream, part = Stream(dense, tokens_BT), TARGETS[target]
     for index, layer in enumerate(dense.family.layers(dense.model)):
@@ -127,13 +127,14 @@ def block_inputs(
         def keep(place: int, x: Tensor, kept: tuple[list[Tensor], ...] = (inputs, heads)) -> None:
             kept[place].append(x.flatten(0, -2))
 
-        with input_hooks(places, keep):
-            (stream if converted is None else stream.clone()).advance(index)
-        x_TD = torch.cat(inputs)
-        yield x_TD, partial(_energy, dense, layer, x_TD, heads)
-        if converted is not None:
-            with converted(index):
-                stream.advance(index)
+        with whole_weights(dense, index):
+            with input_hooks(places, keep):
+                (stream if converted is None else stream.clone()).advance(index)
+            x_TD = torch.cat(inputs)
+            yield x_TD, partial(_energy, dense, layer, x_TD, heads)
+            if converted is not None:
+                with converted(index):
+                    stream.advance(index)
 
 
 def _energy(
@@ -141,12 +142,11 @@ def _energy(
 ) -> Float[Tensor, "T N"]:
     """Square of each unit's contribution; units are query heads if their outputs are given."""
     attention = TARGETS["attention"]
-    with whole_weights(layer):
-        if not heads:
-            return contributions(dense.family.ffn(layer), x_TD).square_()
-        num_heads, weight_DH = attention.units(dense.config), attention.output(layer).weight
-        columns_NDC = weight_DH.float().view(len(weight_DH), num_heads, -1).transpose(0, 1)
-        gram_NCC = columns_NDC.transpose(1, 2) @ columns_NDC
+    if not heads:
+        return contributions(dense.family.ffn(layer), x_TD).square_()
+    num_heads, weight_DH = attention.units(dense.config), attention.output(layer).weight
+    columns_NDC = weight_DH.float().view(len(weight_DH), num_heads, -1).transpose(0, 1)
+    gram_NCC = columns_NDC.transpose(1, 2) @ columns_NDC
     energies = []
     for part_TH in heads:
         heads_TNC = part_TH.float().view(len(part_TH), num_heads, -1)

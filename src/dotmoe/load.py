@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dotmoe import distributed
@@ -27,7 +27,7 @@ from dotmoe.checkpoint import (
     is_local,
     tensor_files,
 )
-from dotmoe.checkpoint.on_disk import on_disk, quiet_transformers
+from dotmoe.checkpoint.on_disk import held_in_memory, on_disk, quiet_transformers
 from dotmoe.checkpoint.tokenizer import load_tokenizer
 from dotmoe.errors import UserError, one_line
 from dotmoe.files import is_finite, read_json
@@ -97,7 +97,8 @@ def load_described(dense: DenseModel, config: LoadConfig) -> DenseModel:
     def read() -> DenseModel:
         own = Tensors.of(dense).dtype if dtype == "auto" else dtype
         num_bytes = own.itemsize * num_parameters(dense.model)
-        if ranks is not None and is_sharded(config.sharding, num_bytes, device):
+        sharded = ranks is not None and is_sharded(config.sharding, num_bytes, device)
+        if ranks is not None and sharded:
             model = load_sharded(dense, ranks, device, own)
         else:
             model = _whole(dense, dtype).to(device)
@@ -107,18 +108,18 @@ def load_described(dense: DenseModel, config: LoadConfig) -> DenseModel:
                     f"{name} in {dense.folder} contains NaN or infinity (as {parameter.dtype}). "
                     "Repair it, or load it with --dtype float32."
                 )
-        return replace(dense, model=model)
+        return replace(dense, model=model, weights="shards" if sharded else "memory")
 
     return distributed.raise_on_all_ranks(read)
 
 
 def load_here(dense: DenseModel, config: LoadConfig) -> DenseModel:
-    """The model with unsharded weights on this rank alone; loads them unless they are there."""
-    if dense.device.type != "meta" and not is_divided(dense.model):
+    """The model with all weights in this rank's memory; loads them unless they are there."""
+    if dense.weights == "memory":
         return dense
     device = distributed.resolved_device(config.device)
     model = _whole(dense, dtype_for(dense, config, device))
-    return replace(dense, model=model.to(device))
+    return replace(dense, model=model.to(device), weights="memory")
 
 
 def _whole(dense: DenseModel, dtype: torch.dtype | Literal["auto"]) -> nn.Module:
@@ -130,7 +131,7 @@ def _whole(dense: DenseModel, dtype: torch.dtype | Literal["auto"]) -> nn.Module
 
 
 def left_on_disk(dense: DenseModel, config: LoadConfig) -> DenseModel:
-    """Make a described model runnable while its weights stay in its folder; see `on_disk`."""
+    """Make a model runnable while its weights stay in its folder; see `on_disk`."""
     device = distributed.resolved_device(config.device)
     return on_disk(dense, device, dtype_for(dense, config, device))
 
@@ -158,6 +159,7 @@ def describe_dense(source: str) -> DenseModel:
     tensor_files(folder)
     dense = DenseModel(
         model=meta_model(config),
+        weights="meta",
         tokenizer=load_tokenizer(folder, config.vocab_size),
         family=family_of(config),
         folder=folder,
@@ -286,22 +288,28 @@ def load_sharded(
     return model
 
 
-def is_divided(model: nn.Module) -> bool:
-    """Whether the weights are sharded over the ranks."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
 @contextmanager
-def whole_weights(layer: nn.Module) -> Iterator[None]:
-    """Within this context, a sharded decoder layer is gathered; every rank must enter it."""
-    if not isinstance(layer, FSDPModule):
-        yield
+def whole_weights(dense: DenseModel, index: int) -> Iterator[None]:
+    """Within this context, all weights of a decoder layer are in memory, also after it has run.
+
+    A layer in shards is gathered, and every rank must enter; a layer on disk is read once. Raises a
+    `ValueError` if the model is only described.
+    """
+    dense.require("memory", "shards", "disk")
+    layer: Any = dense.family.layers(dense.model)[index]
+    if dense.weights == "disk":
+        with held_in_memory(layer):
+            yield
         return
-    layer.unshard()
+    if dense.weights == "shards":
+        layer.set_reshard_after_forward(False)
+        layer.unshard()
     try:
         yield
     finally:
-        layer.reshard()
+        if dense.weights == "shards":
+            layer.reshard()
+            layer.set_reshard_after_forward(True)
 
 
 @torch.no_grad()

@@ -43,7 +43,7 @@ from dotmoe.finetuning.repair import METRICS, repair
 from dotmoe.finished_run import FinishedRun
 from dotmoe.granularity import Granularity, count_parameters, splits_of
 from dotmoe.layout import AlignState, ExpertLayout, extract
-from dotmoe.load import describe_dense, is_divided, left_on_disk, load_dense, load_here
+from dotmoe.load import describe_dense, left_on_disk, load_dense, load_here
 from dotmoe.models.family import DenseModel, num_parameters
 from dotmoe.moe.masked import masked_by
 from dotmoe.moe.objective import ObjectiveConfig
@@ -75,7 +75,7 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
     """Convert a dense model; stages that are finished in the run folder are not run again.
 
     Under torchrun every rank calls it, and all must see the same run folder. Only rank zero writes
-    and prints. After the alignment the other ranks return, and rank zero continues alone.
+    and prints. After the extraction the other ranks return, and rank zero continues alone.
 
     Raises:
         UserError: The input is bad, or another process uses the run folder. After any exception a
@@ -94,11 +94,11 @@ def convert(config: RunConfig, progress: Progress | None = None) -> Conversion:
             state = None
             if config.method == "dot_moe" or config.align.steps:
                 state = _align(run, dense, split, _calibrate(run, dense, split))
+            extracted = _extract(run, dense, split, state)
         if not run.is_rank_zero:
             return run.conversion()
-        if is_divided(dense.model):  # its shards are on ranks that have returned
+        if dense.weights == "shards":  # on ranks that have returned
             dense = on_disk(dense, dense.device, next(dense.model.parameters()).dtype)
-        extracted = _extract(run, dense, split, state)
         layout, weights = extracted.layout, dense
         metrics: dict[str, Any] = {"steps": 0 if state is None else state.step}
         if config.repair:
@@ -133,6 +133,7 @@ def finetune(config: FinetuneRunConfig, progress: Progress | None = None) -> Con
             tokens = config.repairing.tokens(split, dense.config) if repairs else 0
             run.tokenise(dense, tokens, beside=source.text)
             if repairs:
+                dense = left_on_disk(dense, config.load)
                 repaired = run.repair("finetune", dense, layout)
                 metrics = {"steps": 0, "tokens": repaired["tokens"], "repair": repaired}
             else:
@@ -285,10 +286,9 @@ class _Run:
         """Run a stage that repairs the dense weights under the layout's masks; its metrics."""
 
         def make(folder: Path) -> dict[str, Any]:
-            whole, blocks = load_here(dense, self.config.load), self.text.training
-            how = self.config.repairing
+            blocks, how = self.text.training, self.config.repairing
             with self.progress.bar("repair") as update:
-                return repair(whole, layout, blocks, how, folder=folder, on_progress=update)
+                return repair(dense, layout, blocks, how, folder=folder, on_progress=update)
 
         return self.stage(stage, lambda folder: read_json(folder / METRICS), make)
 

@@ -10,11 +10,16 @@ from huggingface_hub.errors import XetDownloadError
 from safetensors.torch import load_file, save_file
 
 from dotmoe import checkpoint, llama_cpp
+from dotmoe.baselines import BaselineConfig, SplitInputs, baseline, granularity_of
+from dotmoe.baselines.contract import next_token_loss
+from dotmoe.calibrate import CalibrateConfig
 from dotmoe.checkpoint import Tensors, checkpoint_folder
 from dotmoe.checkpoint import on_disk as module
 from dotmoe.checkpoint.on_disk import exported_on_disk, on_disk, parts_of
 from dotmoe.errors import UserError, VerificationError
-from dotmoe.load import describe_dense
+from dotmoe.finetuning import write_weights
+from dotmoe.granularity import Granularity
+from dotmoe.load import describe_dense, whole_weights
 from dotmoe.models.family import FAMILIES
 from export.comparison import logits_of, stock_logits
 from runs import FORMATS_OF
@@ -102,6 +107,36 @@ def test_weights_are_streamed_to_a_gpu(tiny_dense, exported, nothing_is_kept):
     dense = on_disk(source, torch.device("cuda"), "auto")
     assert exported(dense).record.problems == []
     assert dense.device.type == "cuda"
+
+
+def test_what_needs_weights_refuses_where_they_are_not(tiny_dense, tokens_BT, tmp_path):
+    described = describe_dense(str(tiny_dense("llama")))
+    stored = on_disk(described, CPU, torch.float32)
+    assert (described.weights, stored.weights) == ("meta", "disk")
+    calls = [
+        lambda: whole_weights(described, 0).__enter__(),
+        lambda: next_token_loss(stored, tokens_BT),
+        lambda: write_weights(stored, tmp_path / "model"),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"weights of .* are in (meta|disk), not"):
+            call()
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("method", ["by_energy", "cmoe", "expert_weaver", "weight_clusters"])
+def test_a_method_splits_weights_on_disk_as_those_in_memory(
+    method, dense_of, tokens_BT, nothing_is_kept
+):
+    dense = dense_of("llama")
+    options = {"config": BaselineConfig(), "calibrate": CalibrateConfig(), "seed": 0}
+    split = granularity_of(method, Granularity(num_experts=12, expert_size=8, active_experts=4))
+    one, other = (
+        baseline(method, SplitInputs(dense=d, tokens_BT=tokens_BT, granularity=split, **options))
+        for d in (dense, on_disk(dense, CPU, torch.float32))
+    )
+    assert torch.equal(one.layout.expert_of_neuron_LN, other.layout.expert_of_neuron_LN)
+    assert torch.equal(one.layout.router_LED, other.layout.router_LED)
 
 
 def test_damaged_dense_files_are_named(tiny_dense, tmp_path, tokens_BT):

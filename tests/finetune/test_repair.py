@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dotmoe.checkpoint import on_disk
 from dotmoe.cli import run
 from dotmoe.data import TokenBlocks
 from dotmoe.finetuning import trained_model
@@ -143,6 +144,31 @@ def divergence(dense, other, layout, tokens):
     with masked_by(other, layout):
         found = other.model(input_ids=tokens).logits.float().log_softmax(-1)
     return float((truth.exp() * (truth - found)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("target", ["ffn", "attention"])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_weights_on_disk_are_repaired_as_those_in_memory_are(
+    family, target, dense_of, layout_of, text, tmp_path, monkeypatch
+):
+    """The next layer is repaired behind the repaired weights, not those that are on disk."""
+    monkeypatch.setattr(on_disk, "KEPT_BYTES", 0)
+    dense = dense_of(family, **FAMILIES[family])
+    layout = layout_of(dense, 6)
+    if target == "attention":
+        layout = head_layout(dense, active_experts=2)
+    stored = left_on_disk(dense, LoadConfig(device="cpu"))
+    config = RepairConfig(repair_tokens=960, repair_epochs=1)
+    records = [
+        repair(each, layout, text, config, folder=tmp_path / each.weights)
+        for each in (dense, stored)
+    ]
+    assert records[0] == records[1]
+    one, other = (
+        made(dense, tmp_path / each.weights).model.state_dict() for each in (dense, stored)
+    )
+    assert all(torch.equal(weight, other[name]) for name, weight in one.items())
+    assert all(bool(weight.isnan().all()) for weight in stored.model.parameters()), "left again"
 
 
 def test_with_all_experts_on_nothing_changes(dense_of, layout_of, text, tmp_path):

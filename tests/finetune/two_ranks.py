@@ -21,7 +21,7 @@ CONFIG = FinetuneConfig(
 def unloaded_dense(model, dtype):
     """A dense model without weights."""
     dense = describe_dense(model)
-    return replace(dense, model=meta_model(dense.config, dtype))
+    return replace(dense, model=meta_model(dense.config, dtype), weights="meta")
 
 
 def both_ways(model, folder, train, dtype):

@@ -350,7 +350,7 @@ def published(*sizes):
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     keys += ("num_key_value_heads", "vocab_size")
     config = AutoConfig.for_model(sizes[-1], **dict(zip(keys, sizes, strict=False)))
-    return DenseModel(model=meta_model(config), family=family_of(config), source="")
+    return DenseModel(model=meta_model(config), weights="meta", family=family_of(config), source="")
 
 
 LLAMA_2_7B = (4096, 11008, 32, 32, 32, 32000, "llama")

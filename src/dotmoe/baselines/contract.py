@@ -14,7 +14,13 @@ from dotmoe.calibrate import CalibrateConfig, activations, block_inputs, harden
 from dotmoe.errors import require_package
 from dotmoe.granularity import Granularity
 from dotmoe.models.family import DenseModel, GatedFFN
-from dotmoe.moe.objective import IGNORED, distillation_loss, hidden_states, next_token_labels
+from dotmoe.moe.objective import (
+    IGNORED,
+    distillation_loss,
+    head_of,
+    hidden_states,
+    next_token_labels,
+)
 from dotmoe.options import at_least
 
 STARTS, ROUNDS = 4, 20
@@ -40,7 +46,7 @@ class Layer:
     """One layer to split (its FFN or its attention), with its inputs on the calibration tokens."""
 
     ffn: GatedFFN
-    """The layer's FFN, also when attention is split."""
+    """The layer's FFN, also when attention is split; its weights are valid until the next layer."""
     x_TD: Tensor
     """Inputs of the FFN or attention on the calibration tokens, float32."""
     energy: Callable[[], Float[Tensor, "T N"]]
@@ -103,7 +109,7 @@ def next_token_loss(dense: DenseModel, tokens_BT: Tensor, *, summed: bool = Fals
     tokens_BT = tokens_BT.long().to(dense.device)
     labels_T = next_token_labels(tokens_BT)
     weight = float((labels_T != IGNORED).sum()) if summed else 1.0
-    hidden_TD, head_VD = hidden_states(dense, tokens_BT), dense.family.head(dense.model).weight
+    hidden_TD, head_VD = hidden_states(dense, tokens_BT), head_of(dense)
     return distillation_loss(hidden_TD, None, head_VD, labels_T, kl_weight=0.0, ce_weight=weight)[0]
 
 

@@ -25,6 +25,8 @@ from dotmoe.models.family import DenseModel, compute_constants, meta_model
 KEPT_BYTES = 2**28
 """Models with weights up to this size are kept in memory once they are read."""
 _LAYER = re.compile(r"model\.layers\.(\d+)(?![^.])")
+_PART = "part_on_disk"
+"""Attribute of a module that is a part."""
 
 Read = Callable[[str, Iterable[str]], Mapping[str, Tensor]]
 """Function from a part and its tensor names to the tensors, in the dtypes it computes in."""
@@ -57,7 +59,7 @@ def on_disk(
         return weights
 
     _read_when_run(model, read, dense.folder, UserError)
-    return replace(dense, model=model)
+    return replace(dense, model=model, weights="disk")
 
 
 def exported_on_disk(folder: Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -178,8 +180,25 @@ def _read_when_run(model: nn.Module, read: Read, folder: Path, error: type[UserE
     for name, module in parts_of(model).items():
         part = _Part(name, module, read, folder, error)
         module.register_forward_pre_hook(part.fill)
-        if not keeps:
-            module.register_forward_hook(part.empty, always_call=True)
+        module.register_forward_hook(part.empty, always_call=True)
+        part.holders = int(keeps)
+        setattr(module, _PART, part)
+
+
+@contextmanager
+def held_in_memory(module: nn.Module) -> Iterator[None]:
+    """Within this context, a part of a model on disk has its weights in memory, to read or change.
+
+    Changes are lost with it, unless the model is small enough to be kept in memory.
+    """
+    part: _Part = getattr(module, _PART)
+    part.fill()
+    part.holders += 1
+    try:
+        yield
+    finally:
+        part.holders -= 1
+        part.empty()
 
 
 class _Part:
@@ -190,10 +209,12 @@ class _Part:
     ) -> None:
         self._name, self._read, self._folder, self._error = name, read, folder, error
         self._is_filled = False
+        self.holders = 0
+        """Number of those who need the weights after the part has run."""
         self._weights: dict[str, Tensor] = module.state_dict(keep_vars=True)
         self._placeholders = {key: weight.data for key, weight in self._weights.items()}
 
-    def fill(self, module: nn.Module, arguments: Any) -> None:
+    def fill(self, *_: Any) -> None:
         if self._is_filled:
             return
         for key, tensor in self._read(self._name, self._weights).items():
@@ -203,7 +224,9 @@ class _Part:
             self._weights[key].data = tensor
         self._is_filled = True
 
-    def empty(self, module: nn.Module, arguments: Any, output: Any) -> None:
+    def empty(self, *_: Any) -> None:
+        if self.holders:
+            return
         for key, weight in self._weights.items():
             weight.data = self._placeholders[key]
         self._is_filled = False

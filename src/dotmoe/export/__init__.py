@@ -107,7 +107,7 @@ def export(
         config = replace(config, export_dtype="float32")
         notes = [_WIDENED] * (config.format not in GGUF_NAMES)
     out = new_folder(out)
-    device = dense.device if dense.device.type != "meta" else torch.device("cpu")
+    device = torch.device("cpu") if dense.weights == "meta" else dense.device
     exact = on_disk(dense, device, torch.float32)
     unverified = out.with_name(out.name + "_unverified")
     with complete_folder(out) as folder:

@@ -109,7 +109,9 @@ class Student(nn.Module):
             surrogate_temperature=config.surrogate_temperature,
         )
         model: Any = dense.model
-        self.dense, self.model = dense, model
+        is_divided = ranks.size() > 1 or dtype != torch.float32  # else nothing is divided or cast
+        self.dense = replace(dense, weights="shards" if is_divided else "memory")
+        self.model = model
         self.ffns = tuple(make_sparse(dense, layout, self.routing))
         model.requires_grad_(config.train == "everything")
         self.tuner = _with_adapters(model, config) if config.train == "lora" else None
@@ -117,7 +119,7 @@ class Student(nn.Module):
             model.float()
         for ffn in self.ffns:
             ffn.router.requires_grad_(True)
-        if ranks.size() > 1 or dtype != torch.float32:  # else there is nothing to divide or to cast
+        if is_divided:
             self._divide(ranks, dtype)
         # Like nn.Module.to_empty, which would empty buffers and routers, too.
         self._apply(  # type: ignore[no-untyped-call]
@@ -303,7 +305,7 @@ def finetune(
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     with fsdp_mesh(device, shard=shard) as ranks:
-        described = replace(dense, model=meta_model(dense.config, dtype))
+        described = replace(dense, model=meta_model(dense.config, dtype), weights="meta")
         student = raise_on_all_ranks(lambda: Student(described, layout, config, ranks, seed=seed))
         task = Finetuning(student, teacher, blocks, config, seed=seed)
         with recomputing(student.dense, config.activation_checkpointing):
@@ -332,6 +334,7 @@ def write_student(student: Student, layout: ExpertLayout, out: Path) -> ExpertLa
 
 def write_weights(dense: DenseModel, out: Path) -> None:
     """Replace `out` by a dense checkpoint, a file per layer; all ranks call this together."""
+    dense.require("memory", "shards")
     if is_rank_zero():
         begin_checkpoint(dense, out)
     # Not the config's dtype: Transformers sets that to the dtype in which it loaded the model.
@@ -359,7 +362,8 @@ def trained_model(dense: DenseModel, stage: Path) -> DenseModel:
     if (stage / MODEL).is_dir():
         return describe_dense(str(stage / MODEL))
     model = meta_model(dense.config)
-    return replace(dense, model=model, source=str(stage), revision=None, changes=stage / CHANGES)
+    changed = replace(dense, model=model, weights="meta", changes=stage / CHANGES)
+    return replace(changed, source=str(stage), revision=None)
 
 
 def begin_checkpoint(dense: DenseModel, out: Path) -> None:

@@ -20,6 +20,7 @@ from dotmoe.files import complete_folder, read_json, save_tensors, write_json
 from dotmoe.finetuning import CHANGES, LAYOUT
 from dotmoe.granularity import Granularity, parts_of
 from dotmoe.layout import ExpertLayout
+from dotmoe.load import whole_weights
 from dotmoe.models.family import TARGETS, TOKENS_AT_ONCE, DenseModel, Stream, Target
 from dotmoe.moe.masked import Masking, input_hooks, masked, maskings_of
 from dotmoe.options import at_least
@@ -137,7 +138,8 @@ def repair(
     relative to its size. Every 8th row of text is held out to choose the penalty. With
     `repair_epochs`, Adam then trains all projections of an FFN to the same end on the other rows; a
     layer that gains nothing on held-out rows keeps its refit. A stopped process resumes after the
-    finished layers, with the same result. `dense` is whole in memory, and unchanged afterwards.
+    finished layers, with the same result. The weights of `dense` are in memory or on
+    disk, and unchanged afterwards.
 
     `folder` receives the new projections in the dtypes of the source (`CHANGES`, to be read by
     `trained_model`), `layout.safetensors` and `repair.json`.
@@ -147,39 +149,41 @@ def repair(
     `trained_error`: its held-out error relative to that of the dense weights. Raises a `UserError`
     if there is too little text, or a k is out of range.
     """
+    dense.require("memory", "disk")
     config.require(layout.granularity)
     streams = _Streams(dense, layout, blocks, config)
     parameters, stored = dict(dense.model.named_parameters()), Tensors.of(dense)
     metrics = list[dict[str, Any]]()
     for index in range(layout.num_layers):
-        streams.advance_dense(index)
-        if index not in layout.moe_layers:
-            continue
-        originals = dict[str, Tensor]()
-        with masked(dense, streams.maskings, only=[index]):
-            for masking in reversed(streams.maskings):  # attention is before the FFN
-                target = TARGETS[masking.target]
-                checkpoint = folder / CHANGES / f"{index:05d}_{target.name}"
-                if not checkpoint.is_dir():
-                    weights, of_layer = streams.repaired(index, masking)
-                    if target.name == "attention":
-                        of_layer = {"target": target.name, **of_layer}
-                    dtype = stored.describe(target.output_tensor(index))[1]
-                    prefix = f"model.layers.{index}.{target.module}"
-                    tensors = {
-                        f"{prefix}.{name}": weight.to(dtype) for name, weight in weights.items()
-                    }
-                    with complete_folder(checkpoint) as partial_folder:
-                        save_tensors(tensors, partial_folder / CHANGED)
-                        write_json(partial_folder / METRICS, {"layer": index, **of_layer})
-                metrics.append(read_json(checkpoint / METRICS))
-                for name, weight in load_file(checkpoint / CHANGED).items():
-                    originals[name] = parameters[name].data
-                    parameters[name].data = weight.to(originals[name])
-            streams.converted.advance(index)
-        for name, weight in originals.items():
-            parameters[name].data = weight
-        on_progress(index + 1, layout.num_layers, f"error {metrics[-1]['heldout_error']:.3f}")
+        with whole_weights(dense, index):
+            streams.advance_dense(index)
+            if index not in layout.moe_layers:
+                continue
+            originals = dict[str, Tensor]()
+            with masked(dense, streams.maskings, only=[index]):
+                for masking in reversed(streams.maskings):  # attention is before the FFN
+                    target = TARGETS[masking.target]
+                    checkpoint = folder / CHANGES / f"{index:05d}_{target.name}"
+                    if not checkpoint.is_dir():
+                        weights, of_layer = streams.repaired(index, masking)
+                        if target.name == "attention":
+                            of_layer = {"target": target.name, **of_layer}
+                        dtype = stored.describe(target.output_tensor(index))[1]
+                        prefix = f"model.layers.{index}.{target.module}"
+                        tensors = {
+                            f"{prefix}.{name}": weight.to(dtype) for name, weight in weights.items()
+                        }
+                        with complete_folder(checkpoint) as partial_folder:
+                            save_tensors(tensors, partial_folder / CHANGED)
+                            write_json(partial_folder / METRICS, {"layer": index, **of_layer})
+                    metrics.append(read_json(checkpoint / METRICS))
+                    for name, weight in load_file(checkpoint / CHANGED).items():
+                        originals[name] = parameters[name].data
+                        parameters[name].data = weight.to(originals[name])
+                streams.converted.advance(index)
+            for name, weight in originals.items():
+                parameters[name].data = weight
+            on_progress(index + 1, layout.num_layers, f"error {metrics[-1]['heldout_error']:.3f}")
     layout.save(folder / LAYOUT)
     served = [*config.repair_active_experts] or [part.active_experts for part in parts_of(layout)]
     record = {"tokens": streams.num_tokens, "active_experts": served, "layers": metrics}

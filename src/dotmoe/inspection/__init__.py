@@ -97,7 +97,8 @@ def inspect_model(
     written = EXPORTED.get(stored, torch.bfloat16)
     if options.export_dtype != "source":
         written = getattr(torch, options.export_dtype)
-    dense = DenseModel(model=meta_model(config), family=family_of(config), source=options.model)
+    model, family = meta_model(config), family_of(config)
+    dense = DenseModel(model=model, weights="meta", family=family, source=options.model)
     form = _format_or_refusal(dense, split, written)
     sizes = Sizes(config, split, stored=stored, written=written)
     paper = AlignConfig() if is_alignment else FinetuneConfig()

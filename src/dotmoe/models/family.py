@@ -304,13 +304,19 @@ TARGETS = {
 
 # --- a checkpoint -------------------------------------------------------------------------------
 
+Weights = Literal["memory", "shards", "disk", "meta"]
+"""Where weights are: whole on the device, in shards on all ranks (FSDP2), in the checkpoint's files
+(each part is read when it runs, see `on_disk`), or nowhere (shapes on the meta device)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseModel:
     """A frozen dense checkpoint in evaluation mode; it may lack weights, tokenizer or folder."""
 
     model: nn.Module
-    """The Transformers causal language model; on the meta device if it is only described."""
+    """The Transformers causal language model."""
+    weights: Weights
+    """Where the weights of `model` are, as stated by whoever made it."""
     family: Family
     source: str
     """The name that the user gave: a folder or GGUF file, or a hub name, here with its commit."""
@@ -344,6 +350,11 @@ class DenseModel:
     def widths(self) -> Widths:
         """Sizes of the model."""
         return widths_of(self.config)
+
+    def require(self, *places: Weights) -> None:
+        """Raise a `ValueError` if the weights are elsewhere than in `places`."""
+        if self.weights not in places:
+            raise ValueError(f"weights of {self.source} are in {self.weights}, not {places}")
 
 
 class Stream:

@@ -224,6 +224,7 @@ def hidden_states(dense: DenseModel, tokens_BT: Tensor) -> Tensor:
 
 def head_of(dense: DenseModel) -> Tensor:
     """The matrix of the output head, [V, D], whole on every rank."""
+    dense.require("memory", "shards")
     return full_tensor(dense.family.head(dense.model).weight)
 
 

@@ -78,6 +78,7 @@ def prune(method: str, inputs: PruneInputs, folder: Path) -> dict[str, Any]:
     those `stored` and of `calibration_tokens` read, `seconds` without reading and writing models,
     and `plan`. Raises a `UserError` if the method does not fit the model.
     """
+    inputs.dense.require("memory")
     chosen, total, started = PRUNING[method], num_parameters(inputs.dense.model), time.monotonic()
     chosen.require(inputs.dense, inputs.dense.device)
     pruned = chosen.prune(inputs)
